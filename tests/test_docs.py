@@ -33,7 +33,7 @@ from megazpp.base.arguments import parse_run_config
 from megazpp.base.command_line import read_megatron_flags
 from megazpp.model.config import GPTConfig
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.simulation import Memory
+from megazpp.planner.paper import Memory
 from megazpp.planner.variants import for_planning, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig

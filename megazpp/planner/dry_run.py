@@ -38,15 +38,15 @@ from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import paper_step
+from megazpp.planner.paper import Memory
 from megazpp.planner.report import describe_plan
-from megazpp.planner.simulation import Memory
 from megazpp.planner.step import (
     NOTHING,
     SIMULATED_MICRO_BATCHES,
     TrafficTable,
-    extended,
     measure,
     most_under_way,
+    summed,
     traffic_between,
 )
 from megazpp.planner.trace import FLOAT8_ON_PAPER, FusedNorm
@@ -237,7 +237,7 @@ def count_step(
             if islands is not None:
                 islands.finish()
             synchronization = traffic_between(before, dims.counter.table())
-    return (extended(sent[0], sent[-1], rest), synchronization), live.peak + rest * LOSS_BYTES
+    return (summed((1 + rest, sent[-1]), (-rest, sent[0])), synchronization), live.peak + rest * LOSS_BYTES
 
 
 def _send_what_is_under_way(islands: Islands) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
-from megazpp.planner.simulation import Memory
+from megazpp.planner.paper import Memory
 from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure, sent_on
 from megazpp.planner.trace import Documents
 from megazpp.topology.cluster import Cluster, Device
@@ -54,7 +53,6 @@ class Estimate(NamedTuple):
 
     @property
     def gigabytes(self) -> float:
-        """The memory of rank 0."""
         return self.memory.total() / 1e9
 
     @property
@@ -69,7 +67,6 @@ class Estimate(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens of an optimizer step."""
         return self.plan.batches.global_batch_size * (self.config.data.seq_length or 0)
 
     @property
@@ -107,14 +104,7 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Estimates runs on one cluster.
-
-    Args:
-        device_type: whose checks apply.
-
-    Attributes:
-        calibration: what the device and the links reach of their data sheets.
-    """
+    """Estimates runs on one cluster; `device_type` is whose checks apply."""
 
     def __init__(self, cluster: Cluster, *, device_type: str) -> None:
         self.cluster, self._device_type = cluster, device_type
@@ -134,19 +124,17 @@ class Estimator:
         every = 1 if plan.islands is None else plan.islands.steps
         timed = self.cluster.device is not None and self.cluster.links is not None
 
-        def mean_seconds(paper: PaperStep) -> tuple[SimulatedStep, SimulatedStep, float]:
-            """A step, a synchronization, and the seconds of a step with its share of that."""
+        def run(costs: Costs | None) -> tuple[PaperStep, SimulatedStep, SimulatedStep]:
+            """A step and a synchronization."""
+            paper = paper_step(config, plan, costs, device_type=self._device_type)
             step = measure(paper, count)
-            meeting = paper.synchronize(step.seconds)
-            return step, meeting, step.seconds + meeting.seconds / every
+            return paper, step, paper.synchronize(step.seconds)
 
-        make = functools.partial(paper_step, config, plan, device_type=self._device_type)
-        paper = make(ClusterCosts(layout, shares) if timed else None)
-        step, meeting, seconds = mean_seconds(paper)
-        hidden = {}
-        if exposed and timed:
-            for axis in sorted({axis for _, axis, _ in step.traffic | meeting.traffic}):
-                hidden[axis] = seconds - mean_seconds(make(ClusterCosts(layout, shares, free=(axis,))))[2]
+        paper, step, meeting = run(ClusterCosts(layout, shares) if timed else None)
+        seconds, hidden = step.seconds + meeting.seconds / every, dict[str, float]()
+        for axis in sorted({axis for _, axis, _ in step.traffic | meeting.traffic} if exposed and timed else ()):
+            _, faster, sooner = run(ClusterCosts(layout, shares, free=(axis,)))
+            hidden[axis] = seconds - faster.seconds - sooner.seconds / every
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
         return Estimate(
             config=config,
@@ -191,12 +179,13 @@ def _documents(config: RunConfig, device: Device | None, device_type: str, *, on
     """The way to keep attention inside documents on the device that is planned for."""
     if not config.data.reset_attention_mask:
         return None
-    found = None
     on_cpu = on_cpu or (device is None and device_type == "cpu")
-    if device is not None and not on_cpu:
-        found = (7, 0) if device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
-    elif not on_cpu:
+    if on_cpu:
+        found = None
+    elif device is None:
         found = capability(torch.device("cuda"))
+    else:
+        found = (7, 0) if device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
     if not mask_reason(config.model, capability=found, dtype=config.precision.param_dtype):
         return "kernel"
     return "CPU's mask" if on_cpu else "mask"

@@ -1,13 +1,23 @@
-"""Axes, units and codecs that exist on paper: the hops of zero/ run on them with meta tensors.
+"""What a rank has, on paper: clocks, queues and memory; axes, units and codecs on which the hops of zero/ run.
 
-An axis on paper counts what it would send as a real one does, and takes as long as the link would; a codec on paper
-takes as long as a pass over the memory it touches. Nothing is allocated and no process group exists.
+One file of more than 300 lines: tensors are meta tensors, and all that they would cost is told to one Simulation.
+
+A queue of parallel/comm_queue.py runs tasks in the order of submission, so no list of events is needed: a task starts
+when the queue is free, when the submitting clock has come to it, and when the works that it waits for are done; it ends
+as many seconds later as its hops and passes over memory cost. An axis counts what it would send as a real one does, and
+takes as long as the link would; a codec takes as long as a pass over the memory it touches. Code that calls
+`CommQueue.submit`, `Work.wait` and collectives runs here unchanged. A clock stands for whatever keeps an order of its
+own: the compute, a stream, a queue.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +26,10 @@ from torch import nn
 from kernels.block_quant import Feedback
 from kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
-from megazpp.parallel.comm_queue import CommQueue
+from megazpp.parallel.comm_queue import CommQueue, Moment, Work
+from megazpp.planner.cost import Costs
 from megazpp.stored.freeze import FrozenBytes
-from megazpp.topology.layout import Layout
+from megazpp.topology.layout import AXES, Layout
 from megazpp.zero.comms import CommContext, CountedGather, SummingReduce
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.layout import own_rows, plan_segments
@@ -27,9 +38,156 @@ from megazpp.zero.sharding import make_comms
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
 from megazpp.zero.wire import Codec
 
+T = TypeVar("T")
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # name and shape on one tensor-parallel rank
 META = torch.device("meta")
 _NOWHERE = nn.Module()
+
+
+class Clock:
+    """One order of events; `now` is seconds since the simulation began."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def wait_until(self, moment: float) -> None:
+        self.now = max(self.now, moment)
+
+
+class Simulation:
+    """All clocks of a rank; one of them is running.
+
+    Attributes:
+        compute: the clock of the model's kernels (on a CPU, the process's).
+        busy: seconds of this step by axis that collectives take, and under "compute" what its clock does beside them.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.compute = self.running = Clock()
+        self._costs, self._clocks = costs, [self.compute]
+        self._links = {axis: self.new_clock() for axis in AXES}
+        self.busy: dict[str, float] = defaultdict(float)
+
+    def new_clock(self) -> Clock:
+        """A clock that the others meet at the beginning of a step."""
+        self._clocks.append(Clock())
+        return self._clocks[-1]
+
+    def begin_step(self) -> float:
+        """All clocks meet; returns the moment. Time goes on: works may be older than the step."""
+        moment = max(clock.now for clock in self._clocks)
+        for clock in self._clocks:
+            clock.now = moment
+        self.busy = defaultdict(float)
+        return moment
+
+    @contextmanager
+    def on(self, clock: Clock) -> Iterator[None]:
+        """Have `clock` run inside."""
+        before, self.running = self.running, clock
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
+        """Keep the running clock busy.
+
+        Args:
+            axis: whose collective it is; None for kernels.
+            taken: seconds that go off the compute where that is another clock.
+        """
+        clock, start = self.running, self.running.now
+        clock.now += seconds
+        if axis or clock is self.compute:
+            self.busy[axis or "compute"] += clock.now - start
+        if clock is not self.compute and taken:
+            with self.on(self.compute):
+                self.spend(taken)
+
+    def send(self, axis: str, collective: str, sent_bytes: int) -> None:
+        """A collective on the running clock: those of an axis run one at a time, in the order of their start."""
+        link, seconds = self._links[axis], self._costs.collective(axis, collective, sent_bytes)
+        self.running.wait_until(link.now)
+        self.spend(seconds, axis=axis, taken=self._costs.beside * seconds)
+        link.now = self.running.now
+
+
+class SimulatedQueue(CommQueue):
+    """`blocks_host`: waiting holds the host (CPU), not only a stream."""
+
+    def __init__(self, simulation: Simulation, name: str, *, blocks_host: bool = True) -> None:
+        self.name, self._simulation, self._clock = name, simulation, simulation.new_clock()
+        self.blocks_host = blocks_host
+
+    def moment(self) -> Moment:
+        return self._simulation.running.now
+
+    def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
+        self._clock.wait_until(self.moment() if since is None else since)
+        with self._simulation.on(self._clock):
+            for work in after:
+                work.join()
+            return SimulatedWork(task(), self._clock, self._simulation)
+
+
+class SimulatedWork(Work[T]):
+    """Done at the moment to which its queue's clock has come."""
+
+    def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
+        super().__init__(result)
+        self._done, self._simulation = clock.now, simulation
+
+    def join(self) -> T:
+        self._simulation.running.wait_until(self._done)
+        return self._result
+
+
+class Memory(StrEnum):
+    """Kinds of memory by their use."""
+
+    PARAMETERS = "parameters"
+    MOMENTS = "moments"
+    GRADIENTS = "gradients"
+    SECONDARY = "secondary partition"
+    PARTIAL_SUMS = "partial sums"
+    FEEDBACK = "error feedback"
+    COMMON = "outer weights, common copy"
+    OUTER = "outer weights and momentum"
+    OUTER_FEEDBACK = "outer feedback"
+    OUTER_MESSAGES = "outer messages"
+    GATHERED = "gathered weights"
+    WHOLE_GRADIENTS = "whole gradients"
+    BUFFERS = "communication buffers"
+    ACTIVATIONS = "activations"
+    FROZEN = "frozen base"
+    UNPACKED = "unpacked frozen weights"
+    REFERENCE = "reference model"
+    REWARD = "reward model"
+    KEYS_AND_VALUES = "keys and values"
+
+
+class Ledger:
+    """Bytes that live now, by kind; `peak` is the same at the moment at which it was most."""
+
+    def __init__(self) -> None:
+        self._now: Counter[Memory] = Counter()
+        self.peak: Counter[Memory] = Counter()
+
+    def add(self, kind: Memory, size: int) -> None:
+        """`size` bytes come, or go if it is negative."""
+        self._now[kind] += size
+        if size > 0 and self._now.total() > self.peak.total():
+            self.peak = self._now.copy()
+
+    def free(self, kind: Memory) -> None:
+        """All bytes of a kind go."""
+        self._now[kind] = 0
+
+    def pass_through(self, kind: Memory, size: int) -> None:
+        """`size` bytes come and go."""
+        self.add(kind, size)
+        self.add(kind, -size)
 
 
 class PaperAxis(MeshAxis):

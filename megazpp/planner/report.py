@@ -10,7 +10,7 @@ from megazpp.base.checks import RunPlan
 from megazpp.base.program import GIGA, MEGA, aligned
 from megazpp.islands.config import IslandsPlan
 from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
-from megazpp.planner.simulation import Memory
+from megazpp.planner.paper import Memory
 from megazpp.planner.variants import (
     RECOMPUTE,
     Choice,
@@ -18,7 +18,6 @@ from megazpp.planner.variants import (
     local_steps,
     schemes,
     search,
-    weight_formats,
     with_recompute,
 )
 from megazpp.topology.cluster import Cluster
@@ -75,10 +74,7 @@ def _memory(estimator: Estimator, own: Estimate) -> Iterator[str]:
         rows.append((usable, *("fits" if e.fits else "does not fit" for e in estimates.values())))
     yield from aligned(rows)
     if not own.fits and own.plan.wire.reduce is not None:
-        yield (
-            "less memory: --no-zero-error-feedback (error feedback), --zero-accumulate-in-bf16 (half of the partial "
-            "sums), --no-overlap-grad-reduce (communication buffers)"
-        )
+        yield "less memory: --no-zero-error-feedback, --zero-accumulate-in-bf16, --no-overlap-grad-reduce"
 
 
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
@@ -127,7 +123,6 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
 
 
 def _takes(islands: IslandsPlan) -> str:
-    """Say that the bytes of a synchronization hide, or their share of the time, with `sufficient_gigabits`."""
     return "hide under the steps of its delay" if islands.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
@@ -135,9 +130,8 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     """Every scheme with the same batch, whether ZeRO++ pays, and local steps beside them."""
     rows: list[tuple[str, ...]] = [("scheme", *COLUMNS)]
     named, islands = schemes(config), local_steps(config, estimator.cluster)
-    weights = {f"  weights {bits}": run for bits, run in weight_formats(named["--zeropp"]).items()}
     device, found = estimator.cluster.device, dict[str, Estimate]()
-    for name, other in (named | weights | islands).items():
+    for name, other in (named | islands).items():
         try:
             found[name] = estimate = estimator.estimate(other)
         except ValueError as error:
@@ -156,18 +150,16 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
         size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
         rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
-    plans = {name: found[name].plan.islands for name in islands if name in found}
-    for name in plans:
-        yield (
-            f"{name} is another algorithm, not the same training faster: between synchronizations every island trains "
-            "a model of its own; bytes and seconds are means that include them"
-        )
+    note = "* of a node's links to others, each way: from there on they are not what a step waits for most"
+    for name in islands:
+        if name in found and (plan := found[name].plan.islands) is not None:
+            note += f" ({name}: a synchronization's bytes {_takes(plan)})"
+            yield (
+                f"{name} is another algorithm, not the same training faster: between synchronizations every island "
+                "trains a model of its own; bytes and seconds are means that include them"
+            )
     if device is not None and any(estimate.seconds for estimate in found.values()):
-        synchronized = [f" ({name}: a synchronization's bytes {_takes(plan)})" for name, plan in plans.items() if plan]
-        yield (
-            "* of a node's links to others, each way: from there on they are not what a step waits for most"
-            + "".join(synchronized)
-        )
+        yield note
         yield (
             "TFLOP/s and MFU count what the model needs: forward and backward once, half of the attention matrix, no "
             f"recomputation; MFU is their share of {device.teraflops:g} TFLOP/s, the device's dense 16-bit peak"

@@ -25,8 +25,18 @@ from megazpp.islands.outer import OuterUnit, send_fragment
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.cost import Costs
-from megazpp.planner.paper import META, PaperAxis, PaperCodec, PaperUnit, own_shapes
-from megazpp.planner.simulation import Clock, Ledger, Memory, SimulatedQueue, Simulation
+from megazpp.planner.paper import (
+    META,
+    Clock,
+    Ledger,
+    Memory,
+    PaperAxis,
+    PaperCodec,
+    PaperUnit,
+    SimulatedQueue,
+    Simulation,
+    own_shapes,
+)
 from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
 from megazpp.stored.freeze import frozen_bytes
 from megazpp.stored.packed import Bits
@@ -431,7 +441,7 @@ def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:
     fewer, more = (step.run(k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))
     times = micro_batches - SIMULATED_MICRO_BATCHES
     return SimulatedStep(
-        extended(fewer.traffic, more.traffic, times),
+        summed((1 + times, more.traffic), (-times, fewer.traffic)),
         more.seconds + times * (more.seconds - fewer.seconds),
         {key: seconds + times * (seconds - fewer.busy.get(key, 0.0)) for key, seconds in more.busy.items()},
     )
@@ -444,21 +454,18 @@ def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: IslandsPlan) 
     return max((sum(sizes[last - before] for before in range(count)), last) for last in range(len(sizes)))
 
 
+def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
+    """The sum of tables, each so many times; entries that come to nothing are left out."""
+    found: dict[tuple[str, str, str], Traffic] = {}
+    for times, table in parts:
+        for key, traffic in table.items():
+            found[key] = Traffic(*(a + times * b for a, b in zip(found.get(key, NOTHING), traffic, strict=True)))
+    return {key: traffic for key, traffic in found.items() if traffic != NOTHING}
+
+
 def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
     """Calls and bytes counted since `before`."""
-    return {
-        key: Traffic(*(b - a for a, b in zip(before.get(key, NOTHING), counted, strict=True)))
-        for key, counted in after.items()
-        if counted != before.get(key)
-    }
-
-
-def extended(fewer: TrafficTable, more: TrafficTable, times: int) -> TrafficTable:
-    """`more`, and so many times again its traffic above `fewer`'s."""
-    return {
-        key: Traffic(*(b + times * (b - a) for a, b in zip(fewer.get(key, NOTHING), counted, strict=True)))
-        for key, counted in more.items()
-    }
+    return summed((1, after), (-1, before))
 
 
 def sent_on(table: TrafficTable, wire: str) -> int:

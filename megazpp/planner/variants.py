@@ -2,9 +2,6 @@
 
 Schemes compute the same steps and differ in what they send. Local steps of islands are another algorithm, so the
 search keeps the run's own and never adds or drops them.
-
-The local domain is not a choice of its own: a layout (topology/layout.py) gives tensor parallelism the innermost ranks
-of a node or NVLink domain and the local axis all that are left.
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 USUAL_STEPS = 30  # from one synchronization of islands to the next, to compare where a run has none
 Recompute = Literal["selective", "full"] | None
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")  # what keeps less and less, and computes more and more
-TRIED_WEIGHT_BITS = ((8, 8), (8, 4), (16, 4))  # those that are no experiment, and quantize what crosses
 
 
 def changed(config: RunConfig, **parts: dict[str, Any]) -> RunConfig:
@@ -59,14 +55,6 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
     data = config.data
     named = data.mock_data or data.data_path or data.text_path or data.train_data_path
     return config if named else changed(config, data={"mock_data": True})
-
-
-def weight_formats(config: RunConfig) -> dict[str, RunConfig]:
-    """The run with every --zero-weight-bits for weights that nodes keep, but its own; {} where they keep none."""
-    others = [bits for bits in TRIED_WEIGHT_BITS if bits != config.zero.weight_bits]
-    named = {" ".join(map(str, bits)): changed(config, zero={"zero_weight_bits": bits}) for bits in others}
-    kept = config.zero.hpz_partition_size != "1"  # from which differences can be taken
-    return named if kept and config.zero.quantizes_weights else {}
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
@@ -115,10 +103,7 @@ def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> Ru
     total = batches.global_batch_size or micro_batch_size * data
     size = min(micro_batch_size, max(total // data, 1))
     nearest = max(round(total / (size * data)), 1) * size * data
-    ramp = batches.rampup_batch_size
-    if ramp is not None and (nearest != total or any(part % (size * data) for part in ramp[:2])):
-        ramp = None
-    fields = {"micro_batch_size": size, "global_batch_size": nearest, "rampup_batch_size": ramp}
+    fields = {"micro_batch_size": size, "global_batch_size": nearest, "rampup_batch_size": None}
     return changed(config, batches=fields)
 
 
@@ -145,7 +130,10 @@ class Choice(NamedTuple):
 
 
 def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
-    """Every scheme, tensor parallelism and micro-batch, with as little recomputation as fits; the best first."""
+    """Every scheme, tensor parallelism and micro-batch, with as little recomputation as fits; the best first.
+
+    The local domain follows: the local axis has the ranks of a node or NVLink domain that tensor parallelism leaves.
+    """
     domain, choices = estimator.cluster.ranks_per_domain, []
     for tp in nested_sizes(domain, domain):
         sized = changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})

@@ -10,7 +10,7 @@ import pytest
 from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.planner.estimate import Estimate, Estimator, paper_step
-from megazpp.planner.simulation import Memory
+from megazpp.planner.paper import Memory
 from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
 from megazpp.planner.variants import changed, local_steps, schemes

@@ -21,8 +21,7 @@ from megazpp.islands.config import IslandsConfig
 from megazpp.islands.outer import Islands, OuterUnit
 from megazpp.model.config import GPTConfig
 from megazpp.planner.dry_run import PeakBytes, dry_run
-from megazpp.planner.paper import own_shapes
-from megazpp.planner.simulation import Ledger, Memory
+from megazpp.planner.paper import Ledger, Memory, own_shapes
 from megazpp.topology.cluster import Cluster
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import GRADIENT_BLOCK, PrecisionConfig, ZeroConfig

@@ -10,7 +10,7 @@ import pytest
 
 from megazpp.base.arguments import parse_run_config
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.simulation import Memory
+from megazpp.planner.paper import Memory
 from megazpp.planner.variants import for_planning, schemes
 from megazpp.topology.cluster import Cluster, Link
 from megazpp.topology.cluster_file import read_cluster

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazpp.planner.cost import Costs
-from megazpp.planner.simulation import SimulatedQueue, Simulation
+from megazpp.planner.paper import SimulatedQueue, Simulation
 
 
 def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it():

@@ -13,7 +13,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_
 from megazpp.islands.config import IslandsConfig
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
-from megazpp.planner.simulation import SimulatedQueue
+from megazpp.planner.paper import SimulatedQueue
 from megazpp.planner.step import PaperStep, TrafficTable, measure, traffic_between
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec

@@ -17,7 +17,7 @@ from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.sample import SampleConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import PeakBytes
-from megazpp.planner.simulation import Memory
+from megazpp.planner.paper import Memory
 from megazpp.planner.step import sent_on
 from megazpp.post_training.config import ROLLOUTS, PostTrainingConfig
 from megazpp.post_training.examples import DataFormatConfig, Prompt
