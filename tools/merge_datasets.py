@@ -7,7 +7,7 @@ python tools/merge_datasets.py --input parts/ --output-prefix all_text_document
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,15 +31,6 @@ class MergeConfig:
 
 @program_of(MergeConfig)
 def main(config: MergeConfig) -> None:
-    print(merge_datasets(config, say))
-
-
-def merge_datasets(config: MergeConfig, log: Callable[[str], None]) -> Path:
-    """Write the pairs one after the other; the prefix of the result.
-
-    Raises:
-        ValueError: a flag or an input is not usable, or the ids are not of one dtype. Nothing is written then.
-    """
     if config.output_prefix is None:
         raise ValueError("--output-prefix is missing: where the merged pair goes")
     output = Path(config.output_prefix).expanduser()
@@ -62,9 +53,9 @@ def merge_datasets(config: MergeConfig, log: Callable[[str], None]) -> Path:
     with IndexedDatasetBuilder(output, first.dtype) as builder:
         for i, dataset in enumerate(datasets, start=1):
             builder.extend(dataset.tokens, dataset.lengths, dataset.document_indices[1:])
-            log(f"{i} of {len(datasets)}: {dataset.prefix}, {len(dataset.tokens):,} tokens")
+            say(f"{i} of {len(datasets)}: {dataset.prefix}, {len(dataset.tokens):,} tokens")
         builder.finalize()
-    return output
+    print(output)
 
 
 def _find_pairs(values: Sequence[str]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Print model TFLOP/s per GPU of every scheme on more and more nodes, at fixed tokens per GPU.
+"""Print model TFLOP/s per GPU of every scheme on more and more nodes, at fixed tokens per GPU (in brackets: too large).
 
     python tools/plan.py --nodes 8 32 128 --micro-batches 1 @configs/gpt_18b.args \
         --cluster-file configs/clusters/dgx_h100.yaml
@@ -40,7 +40,12 @@ def main(argv: list[str]) -> None:
     for nodes in args.nodes:
         larger = dataclasses.replace(cluster, num_nodes=nodes, order=None)
         rows[larger.world_size] = estimate_schemes(config, larger, micro_batches=args.micro_batches)
-    print(scaling_table(rows))
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    print(f"| {' | '.join(['GPUs', *names])} |", "|---" * (len(names) + 1) + "|", sep="\n")
+    for gpus, row in rows.items():
+        texts = {name: f"{found.teraflops:.3g}" for name, found in row.items()}
+        cells = [texts.get(name, "-") if name not in row or row[name].fits else f"({texts[name]})" for name in names]
+        print(f"| {' | '.join([str(gpus), *cells])} |")
 
 
 def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> dict[str, Estimate]:
@@ -54,17 +59,6 @@ def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int)
         with contextlib.suppress(ValueError):
             found[name] = estimator.estimate(run)
     return found
-
-
-def scaling_table(rows: dict[int, dict[str, Estimate]]) -> str:
-    """Markdown: TFLOP/s per GPU by number of GPUs and scheme; in brackets where memory is too small."""
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    lines = [f"| {' | '.join(['GPUs', *names])} |", "|---" * (len(names) + 1) + "|"]
-    for gpus, row in rows.items():
-        texts = {name: f"{found.teraflops:.3g}" for name, found in row.items()}
-        cells = [texts.get(name, "-") if name not in row or row[name].fits else f"({texts[name]})" for name in names]
-        lines.append(f"| {' | '.join([str(gpus), *cells])} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from megazpp.base.program import program_of, say
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.data.text import MAX_CHARACTERS, first_characters, train_sentencepiece
 
-_SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_LINES = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,6 @@ class TrainTokenizerConfig:
 
 @program_of(TrainTokenizerConfig)
 def main(config: TrainTokenizerConfig) -> None:
-    print(train_tokenizer(config, say))
-
-
-def train_tokenizer(config: TrainTokenizerConfig, log: Callable[[str], None]) -> Path:
-    """Train a tokenizer; the path of its model.
-
-    Raises:
-        ValueError: a flag or an input is not usable, or the text does not support so many pieces. Nothing is written
-            then.
-    """
     if not config.input:
         raise ValueError("--input is missing: the files to train on")
     if config.output_prefix is None:
@@ -71,20 +61,20 @@ def train_tokenizer(config: TrainTokenizerConfig, log: Callable[[str], None]) ->
         check_readable(path, (config.json_key,))
     started = time.monotonic()
     model = train_sentencepiece(
-        _texts(paths, config, log),
+        _texts(paths, config),
         config.vocab_size,
         model_type=config.model_type,
         num_threads=config.workers,
         min_log_level=config.minloglevel,
     )
     write_whole(output, model)
-    log(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
-    return output
+    say(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
+    print(output)
 
 
-def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, log: Callable[[str], None]) -> Iterator[str]:
+def _texts(paths: Sequence[Path], config: TrainTokenizerConfig) -> Iterator[str]:
     """Equal parts of the files, with a line now and then about how much was read."""
-    on_bad_line = functools.partial(stop_or_skip, on_error=config.on_error, log=log)
+    on_bad_line = functools.partial(stop_or_skip, on_error=config.on_error, log=say)
     started = said = time.monotonic()
     read = 0
     for path in paths:
@@ -92,13 +82,13 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig, log: Callable[[s
         for text in first_characters(texts, config.max_characters // len(paths)):
             yield text
             read += len(text)
-            if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
-                log(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
+                say(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
     if read == 0:
         raise ValueError(f"--input {' '.join(config.input)} holds no text")
     seconds = time.monotonic() - started
-    log(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")
+    say(f"read {read:,} characters in {seconds:.1f} s; training {config.vocab_size} pieces takes a while")
 
 
 if __name__ == "__main__":

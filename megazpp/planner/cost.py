@@ -38,11 +38,9 @@ class Shares(NamedTuple):
     """Parts of data sheets' figures that programs reach.
 
     Attributes:
-        matrix: of the peak, in a product of full tiles.
-        memory: of the memory's rate, in a pass over it.
+        matrix, memory: of the peak in a product of full tiles, and of the memory's rate in a pass over it.
         domain, node, network: of the links' rates, in a long message.
-        beside: of the device, that a collective takes from what it computes meanwhile: NCCL's kernels occupy
-            multiprocessors for as long as they run.
+        beside: of the device, that a collective takes from the compute: NCCL's kernels occupy multiprocessors.
         uplink: no share: GB/s at which one rank brings bytes to its node's adapters, however many those are.
     """
 
@@ -134,8 +132,7 @@ class Operation(NamedTuple):
 class Costs:
     """Seconds that the pieces of a step take. This base class is for counting: they take none.
 
-    Attributes:
-        beside: share of a collective's seconds that it takes from the compute beside it.
+    `beside` is the share of a collective's seconds that it takes from the compute beside it.
     """
 
     beside = 0.0
@@ -144,7 +141,6 @@ class Costs:
         return 0.0
 
     def memory(self, touched_bytes: int) -> float:
-        """A pass that reads and writes so many bytes."""
         return 0.0
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:

@@ -1,14 +1,11 @@
 """`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
 
-The mesh and its groups, the model, FSDP2 with our comms installed, and one optimizer step run as in training. Of many
-micro-batches a first, a middle and a last one are run; the others count as the middle one does. With local steps a
-synchronization of all fragments follows.
-
-Only two things are pretended. The process groups are torch's back end "fake", of any size in one process, which sends
-nothing; our axes count what they hand it as ever. And tensors have shapes and no memory (FakeTensorMode on top of the
-meta device, because FSDP2 refuses parameters that are on it), so a step of any model fits anywhere, and `.item()` is 1.
-The process is a CPU's, whatever the plan is for: bytes do not depend on that, and RMSNorm keeps what CUDA's kernel
-keeps. Not run: data loading, checkpoints, and comparing kept weights. With --reset-attention-mask every sample is one
+The mesh, the model, FSDP2 with our comms installed, and one optimizer step run as in training; of many micro-batches
+the first, a middle and the last one, and with local steps a synchronization of all fragments. Two things are pretended:
+the process groups are torch's back end "fake", which sends nothing, and tensors have shapes and no memory
+(FakeTensorMode on top of the meta device, because FSDP2 refuses parameters that are on it), so that `.item()` is 1. The
+process is a CPU's, whatever the plan is for: bytes do not depend on that, and RMSNorm keeps what CUDA's kernel keeps.
+Not run: data loading, checkpoints, and comparing kept weights. With --reset-attention-mask every sample is one
 document, and attention inside it takes a CPU's way, a mask.
 """
 
@@ -61,11 +58,9 @@ LOSS_BYTES = 4  # of each micro-batch, until the step ends
 
 
 class DryTask(NamedTuple):
-    """The part of a dry run in which trainings differ; `count_step` does the rest.
+    """The part of a dry run in which trainings differ: the model on fake tensors, and each micro-batch.
 
     Attributes:
-        built: the model that is trained, on fake tensors.
-        batch: of every micro-batch.
         objective: None: the language model's loss. Its metrics are not asked for: no tensor has values.
         before_step: is called before each step, for forwards of other models.
     """
@@ -80,11 +75,10 @@ MakeTask = Callable[[ModelSpec, ParallelDims, FakeTensorMode], DryTask]
 
 
 class DryRun(NamedTuple):
-    """One optimizer step of one rank, and with local steps a synchronization.
+    """One optimizer step of one rank.
 
     Attributes:
-        micro_batches: of the step.
-        planned, counted: calls and bytes of a step, and of a synchronization; {} without local steps.
+        planned, counted: calls and bytes of the step, and of a synchronization of islands; {} without those.
         memory: planned for this rank.
         live_bytes: of the tensors that live at the fullest moment, counted.
     """
@@ -99,11 +93,9 @@ class DryRun(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """True if the program sends exactly what the plan says."""
         return self.planned == self.counted
 
     def describe(self) -> str:
-        """The plan, and both tables side by side."""
         rest, memory = self.micro_batches - SIMULATED_MICRO_BATCHES, self.memory.total()
         note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
         titles = [f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:"]
@@ -154,11 +146,7 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
 
 
 def plan_dry_run(config: RunConfig, cluster: Cluster, rank: int) -> tuple[RunConfig, RunPlan]:
-    """The run that a dry run takes a step of, and its plan on CPUs.
-
-    Raises:
-        ValueError: see `dry_run`.
-    """
+    """The run that a dry run takes a step of, and its plan on CPUs; raises as `dry_run` does."""
     config = for_planning(config, "--dry-run")
     if not 0 <= rank < cluster.world_size:
         raise ValueError(f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to {cluster.world_size - 1}")
@@ -178,7 +166,6 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def language_model_task(config: RunConfig, plan: RunPlan, built: Built) -> DryTask:
-    """Pretraining's."""
     seq_length = config.data.seq_length
     assert seq_length is not None
     samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
@@ -261,14 +248,10 @@ class FakeScalars(TorchDispatchMode):
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that lived at once, of the tensors that operations of this thread touched.
+    """`peak`: the most bytes that lived at once since it was set to 0, of tensors that operations of this thread had.
 
     FSDP2 empties storages by resizing them, of which no operation tells. So what is known only grows, until it would
-    be a new peak: then all sizes are read anew.
-
-    Attributes:
-        peak: since it was set to 0.
-        fullest: bytes of each storage at that moment, by its `_cdata`.
+    be a new peak: then all sizes are read anew. `fullest` has them at the peak, by the storage's `_cdata`.
     """
 
     def __init__(self) -> None:

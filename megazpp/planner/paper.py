@@ -168,36 +168,27 @@ class Memory(StrEnum):
 
 
 class Ledger:
-    """Bytes that live now, by kind; `peak` is the same at the moment at which it was most."""
+    """Bytes that live now, by kind; `peak` has them at the fullest moment."""
 
     def __init__(self) -> None:
         self._now: Counter[Memory] = Counter()
         self.peak: Counter[Memory] = Counter()
 
     def add(self, kind: Memory, size: int) -> None:
-        """`size` bytes come, or go if it is negative."""
         self._now[kind] += size
         if size > 0 and self._now.total() > self.peak.total():
             self.peak = self._now.copy()
 
     def free(self, kind: Memory) -> None:
-        """All bytes of a kind go."""
         self._now[kind] = 0
 
     def pass_through(self, kind: Memory, size: int) -> None:
-        """`size` bytes come and go."""
         self.add(kind, size)
         self.add(kind, -size)
 
 
 class PaperAxis(MeshAxis):
-    """An axis without a process group, at any rank of a layout.
-
-    Args:
-        rank: the global rank whose axis it is.
-        cost: told of each collective and the bytes that this rank sends.
-        queue: where its collectives run beside the compute.
-    """
+    """The axis of a global rank, without a process group; `cost` is told of each collective and its bytes."""
 
     def __init__(
         self,
@@ -246,20 +237,17 @@ class PaperUnit(Unit):
     """A unit whose shards are described and not there; FSDP2's state of it; and its comms.
 
     Args:
-        parameters: names and shapes, not sharded.
-        num_ranks, rank: over how many they are, and whose shards these are.
+        num_ranks, rank: over how many `parameters` are sharded, and whose shards these are.
 
     Attributes:
-        size: elements of one rank's shard.
-        elements: of its parameters, without padding.
+        size: elements of one rank's shard; `elements` of the parameters, without padding.
         shapes: of this rank's shard of each parameter, without padding.
         version: stands for the contents of its weights.
         gathered: whether its parameters are there; `ready` is when those on the way will be.
         gather_buffer, reduce_buffer, cross_buffer: bytes of messages that the gather, the local hop and the cross hop
             of the reduction hold while they last.
         frozen: bytes of its parameters that are not trained.
-        secondary_bytes, partial_bytes, feedback_bytes: of kept weights (hpZ), of sums that wait for the cross hop
-            (qgZ) and of the error feedback.
+        secondary_bytes, partial_bytes, feedback_bytes: of hpZ, of sums that wait for qgZ's cross hop, of the feedback.
     """
 
     is_sharded = True
@@ -310,14 +298,11 @@ class PaperUnit(Unit):
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
         return (lambda: torch.empty(self.size, dtype=dtype, device=META)) if self.is_sharded else None
 
-    def check_shard_reader(self, expected: torch.Tensor) -> None:
-        """Nothing to compare."""
+    def check_shard_reader(self, expected: torch.Tensor) -> None: ...
 
-    def add_to_gradients(self, reduced: torch.Tensor) -> None:
-        """Costs little beside the rest."""
+    def add_to_gradients(self, reduced: torch.Tensor) -> None: ...
 
-    def refuse_gradient_hooks(self) -> None:
-        """There are none."""
+    def refuse_gradient_hooks(self) -> None: ...
 
 
 def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:

@@ -2,11 +2,11 @@
 
 One file of more than 300 lines: FSDP2's order of calls is told in one piece, as FSDP2 has it.
 
-TwoHopGather, TwoHopReduce, FSDP2's counted collectives and both schedules run as they are, on paper axes and meta
-tensors, so the code that orders the hops of a run orders them here. Only FSDP2's own part is written down a second
-time: when it gathers, prefetches, waits, reduces and frees (torch 2.13, _fsdp_param_group.py). On CUDA the host runs
-ahead and streams keep the order; on a CPU the process does everything that no queue does. A synchronization of islands
-runs islands/outer.py's OuterUnit on paper.
+The hops of zero/, FSDP2's counted collectives, both schedules and islands/outer.py's OuterUnit run as they are, on
+paper axes and meta tensors. Only FSDP2's own part is written down a second time: when it gathers, prefetches, waits,
+reduces and frees (torch 2.13, _fsdp_param_group.py). FSDP2 itself cannot run here: on CUDA its order is that of
+streams, which tensors without memory do not have, and three layers of it take 2 s where a plan has a hundred steps.
+Times are CUDA's: the host runs ahead and streams keep the order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.cost import Costs
 from megazpp.planner.paper import (
     META,
-    Clock,
     Ledger,
     Memory,
     PaperAxis,
@@ -70,17 +69,14 @@ class PaperStep:
     """The steps of one rank.
 
     Args:
-        documents: how attention stays inside documents; None if it need not.
+        documents, with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
         costs: how long things take; None for counting.
-        rank: whose links are used and whose bytes are counted.
-        on_cpu: whether the process itself computes.
+        on_cpu: queues hold the host, so that all gathers of a step start at its first.
         moments: of the optimizer, per parameter.
-        with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
-        frozen_bits: of their matrices at rest; None: as the model computes.
-        islands: local steps, on the islands of the layout; None where every step is synchronized.
+        frozen_bits: of frozen units' matrices at rest; None: as the model computes.
+        islands: local steps; None where every step is synchronized.
 
     Attributes:
-        trace: the model's work.
         counter: bytes of this rank by (wire, axis, collective), as a run counts them.
         units: in the order of use.
         fragments: outer weights, by what synchronizes together; [] where every step is synchronized.
@@ -104,8 +100,7 @@ class PaperStep:
         frozen_bits: Bits | None = None,
         islands: IslandsPlan | None = None,
     ) -> None:
-        zero, precision, self._on_cpu = spec.zero, spec.precision, on_cpu
-        self._zero, self._precision = zero, precision
+        self._zero, self._precision = zero, precision = spec.zero, spec.precision
         self.trace = trace_model(
             spec.config,
             vocab_size=spec.vocab_size,
@@ -173,7 +168,6 @@ class PaperStep:
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
 
     def run_forward(self) -> None:
-        """One forward, of a model of which nothing is trained."""
         self._simulation.begin_step()
         self._open_ledger()
         self._forward()
@@ -298,11 +292,8 @@ class PaperStep:
             if gather is not None:
                 gather.after_step(keyframe=False)
 
-    # ---- frozen units ---------------------------------------------------------------------------------------------
-
     @property
     def unpacked_bytes(self) -> int:
-        """The bytes of all frozen weights, as modules compute with them; 0 where they are kept so."""
         return sum(unit.frozen.unpacked for unit in self.units)
 
     def _unpack(self, unit: PaperUnit, following: PaperUnit | None) -> None:
@@ -324,12 +315,8 @@ class PaperStep:
         """`unshard`: hand the shard to the gather, whose clock waits for it."""
         if unit.gathered or unit.ready is not None or unit.gather is None:
             return
-        clock = self._gathers
-        if self._on_cpu:  # the process, or with overlap something that only the queues hold up
-            compute = self._simulation.compute
-            clock = Clock(compute.now) if self._context.overlap_gather else compute
         if self._shard.size > 1:
-            with self._simulation.on(clock):
+            with self._simulation.on(self._gathers):
                 out = self._whole(unit)
                 self.ledger.add(Memory.BUFFERS, out.nbytes)
                 self.ledger.pass_through(Memory.BUFFERS, unit.gather_buffer)
@@ -337,7 +324,7 @@ class PaperStep:
                 pending = unit.gather(out, shard, self._shard.group)  # type: ignore[arg-type]
                 if pending is not None:
                     pending.wait()
-        unit.ready = clock.now
+        unit.ready = self._gathers.now
 
     def _wait_for_gather(self, unit: PaperUnit, *, forward: bool) -> None:
         """`wait_for_unshard`: copy out; the next gather but one may start after it in forward, the next in backward."""
@@ -378,7 +365,7 @@ class PaperStep:
             self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return
         simulation, compute, whole = self._simulation, self._simulation.compute, self._whole(unit, reduced=True)
-        reductions, copies = (compute, compute) if self._on_cpu else (self._reductions, self._copies)
+        reductions, copies = self._reductions, self._copies
         compute.wait_until(reductions.now)
         self.ledger.add(Memory.BUFFERS, whole.nbytes - self._sent_from)
         self._sent_from = whole.nbytes
@@ -403,8 +390,6 @@ class PaperStep:
             with simulation.on(copies):
                 self._replicate.all_reduce_(result)
 
-    # ---- memory and time ------------------------------------------------------------------------------------------
-
     def _open_ledger(self) -> None:
         self.ledger, units = Ledger(), self.units
         own = sum(math.prod(shape) for unit in units for shape in unit.shapes)
@@ -428,9 +413,8 @@ class PaperStep:
         return torch.empty(unit.size * self._shard.size, dtype=dtype, device=META)
 
     def _touch(self, touched_bytes: int) -> None:
-        """A pass over memory on the running clock; on a CPU the process that computes does it, in any queue."""
-        seconds = self._costs.memory(touched_bytes)
-        self._simulation.spend(seconds, taken=seconds if self._on_cpu else 0.0)
+        """A pass over memory on the running clock."""
+        self._simulation.spend(self._costs.memory(touched_bytes))
 
 
 def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:

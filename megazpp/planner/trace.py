@@ -1,11 +1,8 @@
 """The model's own code, run once on the meta device: what it computes, sends over tp and keeps for backward.
 
-One file of more than 300 lines: one recorder files operations, traffic and storages by the same segments.
-
-Forward and backward of one micro-batch run on tensors without memory, on a tensor-parallel axis on paper, so that work,
-traffic and activations are those of the code and not of a formula beside it. A recorder files each operation and each
-storage under its segment: the embedding, a layer or the head, in forward or backward. At most three layers are run,
-since all are alike.
+One file of more than 300 lines: one recorder files operations, traffic and storages by the same segments (the
+embedding, a layer or the head, in forward or backward), so that they are those of the code and not of a formula beside
+it. At most three layers are run, since all are alike.
 """
 
 from __future__ import annotations
@@ -50,9 +47,8 @@ class TraceSegment:
     """One part of the model in forward or backward.
 
     Attributes:
-        kept: bytes that live when it is done, less those before it; negative in backward.
+        kept: bytes that live when it is done, less those before it; `gradients` of them are whole gradients.
         peak: most bytes that live while it runs, above those before it.
-        gradients: bytes of whole gradients among those kept.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -190,7 +186,6 @@ class TraceRecorder(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def watch(self, model: GPTModel) -> None:
-        """Call once, before `model` runs."""
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(self._accumulated)
         for index, module in enumerate([model.embedding, *model.layers]):
@@ -238,13 +233,14 @@ class TraceRecorder(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage while it lives; its size does not change."""
+
+        def count(size: int) -> None:
+            self._live += size
+
         if storage not in self._known:
             self._known.add(storage)
-            self._count(storage.nbytes())
-            weakref.finalize(storage, self._count, -storage.nbytes())
-
-    def _count(self, size: int) -> None:
-        self._live += size
+            count(storage.nbytes())
+            weakref.finalize(storage, count, -storage.nbytes())
 
 
 class FusedAttention(TorchFunctionMode):

@@ -1,10 +1,9 @@
-"""Planned memory against the bytes of the tensors that live in steps, and the pure integers behind it."""
+"""Planned memory against the bytes of the tensors that live in steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from megazpp.islands.config import IslandsConfig
 from megazpp.islands.outer import Islands, OuterUnit
 from megazpp.model.config import GPTConfig
 from megazpp.planner.dry_run import PeakBytes, dry_run
-from megazpp.planner.paper import Ledger, Memory, own_shapes
+from megazpp.planner.paper import Memory
 from megazpp.topology.cluster import Cluster
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import GRADIENT_BLOCK, PrecisionConfig, ZeroConfig
@@ -228,24 +227,6 @@ def test_real_tensors_take_what_is_planned_too(case: Case):
     step = plan(case, 4)
     step.run(case.micro_batches)
     assert step.ledger.peak.total() == pytest.approx(peak, rel=0.05)
-
-
-def test_own_shapes_leave_the_padding_out():
-    shapes = [("a", (5, 3)), ("b", (2,))]  # chunks of 2 rows and of 1
-    assert [list(own_shapes(shapes, 3, rank)) for rank in range(3)] == [[(2, 3), (1,)], [(2, 3), (1,)], [(1, 3), (0,)]]
-    assert list(own_shapes(shapes, 1, 0)) == [(5, 3), (2,)]
-
-
-def test_the_ledger_remembers_its_peak_by_kind():
-    ledger = Ledger()
-    ledger.add(Memory.PARAMETERS, 10)
-    ledger.pass_through(Memory.ACTIVATIONS, 5)
-    ledger.add(Memory.GRADIENTS, 3)
-    assert ledger.peak == {Memory.PARAMETERS: 10, Memory.ACTIVATIONS: 5}
-    assert ledger.peak.total() == 15
-    ledger.free(Memory.PARAMETERS)
-    ledger.add(Memory.ACTIVATIONS, 13)
-    assert ledger.peak == Counter({Memory.ACTIVATIONS: 13, Memory.GRADIENTS: 3})
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------

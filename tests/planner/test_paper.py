@@ -1,13 +1,25 @@
-"""Axes, units and codecs on paper: shapes, bytes and costs without memory and without a process group."""
+"""On paper: order and time of queues and links; shapes, bytes and costs of axes, units and codecs."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
 
 from kernels.formats import BlockFormat
 from megazpp.parallel.axis import Traffic, TrafficCounter
-from megazpp.planner.paper import PaperAxis, PaperCodec, PaperUnit
+from megazpp.planner.cost import Costs
+from megazpp.planner.paper import (
+    Ledger,
+    Memory,
+    PaperAxis,
+    PaperCodec,
+    PaperUnit,
+    SimulatedQueue,
+    Simulation,
+    own_shapes,
+)
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 from megazpp.zero.layout import plan_message
@@ -65,13 +77,6 @@ def test_a_unit_s_shard_is_padded_to_the_same_rows_on_every_rank():
     assert unit.shard_reader(torch.bfloat16) is None
 
 
-def test_a_unit_s_fingerprint_changes_with_its_version_and_its_states_are_its_own():
-    unit, other = (PaperUnit([("weight", (8, 8))], 2) for _ in range(2))
-    before = unit.fingerprint()
-    unit.version += 1
-    assert unit.fingerprint() != before == other.fingerprint()
-
-
 def test_a_codec_tells_what_its_passes_read_and_write():
     unit = PaperUnit([("norm", (6,)), ("weight", (6, 100))], 4)
     told: list[int] = []
@@ -90,3 +95,98 @@ def test_a_codec_tells_what_its_passes_read_and_write():
     fed_back = errors.messages.nbytes
     assert fed_back > 0
     assert told[-1] == whole + sent + 2 * fed_back  # read and written
+
+
+def test_own_shapes_leave_the_padding_out():
+    shapes = [("a", (5, 3)), ("b", (2,))]  # chunks of 2 rows and of 1
+    assert [list(own_shapes(shapes, 3, rank)) for rank in range(3)] == [[(2, 3), (1,)], [(2, 3), (1,)], [(1, 3), (0,)]]
+    assert list(own_shapes(shapes, 1, 0)) == [(5, 3), (2,)]
+
+
+def test_the_ledger_remembers_its_peak_by_kind():
+    ledger = Ledger()
+    ledger.add(Memory.PARAMETERS, 10)
+    ledger.pass_through(Memory.ACTIVATIONS, 5)
+    ledger.add(Memory.GRADIENTS, 3)
+    assert ledger.peak == {Memory.PARAMETERS: 10, Memory.ACTIVATIONS: 5}
+    assert ledger.peak.total() == 15
+    ledger.free(Memory.PARAMETERS)
+    ledger.add(Memory.ACTIVATIONS, 13)
+    assert ledger.peak == Counter({Memory.ACTIVATIONS: 13, Memory.GRADIENTS: 3})
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it():
+    simulation = Simulation(Costs())
+    queue = SimulatedQueue(simulation, "cross")
+    work = queue.submit(lambda: simulation.spend(3.0))
+    simulation.spend(2.0)
+    work.wait()
+    assert simulation.compute.now == 3.0
+
+
+def test_a_queue_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done():
+    simulation = Simulation(Costs())
+    cross, local = SimulatedQueue(simulation, "cross"), SimulatedQueue(simulation, "local")
+    began: dict[str, float] = {}
+
+    def task(name: str, seconds: float) -> None:
+        began[name] = simulation.running.now
+        simulation.spend(seconds)
+
+    first = cross.submit(lambda: task("a", 3.0))
+    cross.submit(lambda: task("b", 1.0))
+    local.submit(lambda: task("c", 1.0), after=(first,))
+    assert began == {"a": 0.0, "b": 3.0, "c": 3.0}
+    assert simulation.compute.now == 0.0
+
+
+def test_a_task_does_not_start_before_it_was_given():
+    simulation = Simulation(Costs())
+    queue = SimulatedQueue(simulation, "cross")
+    simulation.spend(5.0)
+    assert queue.submit(lambda: simulation.running.now).wait() == 5.0
+
+
+def test_a_new_step_begins_when_all_is_done_and_works_of_the_last_one_hold_nobody_up():
+    simulation = Simulation(Costs())
+    work = SimulatedQueue(simulation, "cross").submit(lambda: simulation.spend(3.0))
+    simulation.spend(1.0)
+    assert simulation.busy == {"compute": 1.0}
+    assert simulation.begin_step() == simulation.compute.now == 3.0
+    work.wait()
+    assert simulation.compute.now == 3.0
+    assert not simulation.busy
+
+
+class TwoSeconds(Costs):
+    """Of every collective; a quarter of it is taken from the compute."""
+
+    beside = 0.25
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return 2.0
+
+
+def test_collectives_of_one_group_run_one_after_the_other_in_the_order_of_their_start():
+    simulation = Simulation(TwoSeconds())
+    gathers, reductions = simulation.new_clock(), simulation.new_clock()
+    for clock in (reductions, gathers):
+        with simulation.on(clock):
+            simulation.send("shard", "all_gather", 1)
+    assert (reductions.now, gathers.now) == (2.0, 4.0)
+    assert simulation.busy["shard"] == 4.0
+
+
+def test_a_collective_beside_the_compute_takes_from_it_and_one_that_the_compute_waits_for_does_not():
+    simulation = Simulation(TwoSeconds())
+    gathers = simulation.new_clock()
+    with simulation.on(gathers):
+        simulation.send("shard", "all_gather", 1)
+    assert simulation.compute.now == 0.5
+    simulation.running.wait_until(gathers.now)  # it was taken from a compute that had nothing to do
+    assert simulation.compute.now == 2.0
+    simulation.send("shard", "all_reduce", 1)
+    assert simulation.compute.now == 4.0
