@@ -32,9 +32,8 @@ from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import CPU, DryTask, count_step, language_model_task, plan_dry_run
 from megazpp.planner.estimate import paper_step
-from megazpp.planner.paper import PaperAxis
+from megazpp.planner.paper import Memory, PaperAxis
 from megazpp.planner.report import memory_rows
-from megazpp.planner.paper import Memory
 from megazpp.planner.step import MASTER_BYTES, PaperStep, TrafficTable, measure, sent_on
 from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
