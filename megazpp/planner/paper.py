@@ -1,4 +1,4 @@
-"""What a rank has, on paper: clocks, queues and memory; axes, units and codecs on which the hops of zero/ run.
+"""A rank on paper: clocks, queues and memory; axes, units and codecs on which the hops of zero/ run.
 
 One file of more than 300 lines: tensors are meta tensors, and all that they would cost is told to one Simulation.
 
