@@ -30,7 +30,7 @@ from megazpp.topology.layout import AXES, WIRES
 from megazpp.training.context import RunContext
 from megazpp.training.flops import memory_line, peak_memory_bytes
 from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, closing_lines, validation_lines
-from megazpp.training.step_recorder import Timers
+from megazpp.training.step_recorder import StepRecorder
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.zero.config import PrecisionConfig
 
@@ -63,7 +63,7 @@ class MetricsRecorder:
     model: nn.Module
     zero3: Callable[[int], Zero3Traffic | None]
     tracker: Tracker | None = None
-    timers: Timers | None = None
+    timers: StepRecorder | None = None
     validation_metric: str = "lm_loss"
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class MetricsRecorder:
         self.run.log(interval.line, short=interval.short_line)
         if first and (line := memory_line(self.run.dims.world.rank, iteration, self.run.device)):
             self.run.log(line)
-        if self.timers is not None and (times := self.timers.report()):
+        if self.timers is not None and (times := self.timers.report_timers()):
             self.run.log(times)
         if self.tracker is not None:
             self.tracker.interval(interval)

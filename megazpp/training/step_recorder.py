@@ -1,6 +1,4 @@
-"""Records steps, once for all who read them: Megatron's timers, slow ranks, and the timeline of one step.
-
-One file of more than 300 lines: all three readers share the recording of a step.
+"""Records the spans of steps, once for all who read them: Megatron's timers, slow ranks, the timeline of one step.
 
 `--timing-log-level` prints timers after a log line as Megatron does, the fastest and the slowest rank's:
 
@@ -28,20 +26,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from megazpp.base.flags import check_words, flag
 from megazpp.base.program import MEGA
-from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import (
     COMPUTE,
     STEP,
     WAIT,
     Span,
     SpanRecording,
-    Timeline,
     align,
     clip,
     hidden_shares,
@@ -90,77 +86,88 @@ class TimingConfig:
             raise ValueError(f"--timeline-step {self.timeline_step} is not positive: the first iteration is 1")
 
 
-class SpanReader(Protocol):
-    """Reads the spans of the steps that it wants; every rank has the same readers."""
-
-    def wants(self, iteration: int) -> bool:
-        """Return whether to record `iteration`; called once, before it begins."""
-
-    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
-        """Take in a step that has ended.
-
-        Args:
-            spans: those that began and ended in it, the step as a whole among them.
-            in_flight: those that began in the step before, if that was recorded, wherever they ended.
-        """
-
-
 class StepRecorder:
-    """Records each step that a reader wants, once for all of them; shows every step to the watchdog."""
+    """Records each step that a flag asks for; shows every step to the watchdog.
 
-    def __init__(self, timeline: Timeline, readers: Sequence[SpanReader]) -> None:
-        self._timeline, self._readers = timeline, readers
+    Args:
+        config: the flags.
+        run: measures, gathers from the ranks and logs; the timeline of a step goes to its folder.
+        interval: iterations between two comparisons of the ranks.
+    """
+
+    def __init__(self, config: TimingConfig, run: RunContext, *, interval: int) -> None:
+        self._config, self._run, self._interval = config, run, interval
+        self._names = ((), MAIN_TIMERS, (*MAIN_TIMERS, *OTHER_TIMERS))[config.timing_log_level]
+        self._seconds, self._steps = defaultdict[str, float](float), 0
         self._recording: SpanRecording | None = None
+        self._barrier_end: float | None = None
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
         """Surround iteration `iteration`, data included."""
-        readers = [reader for reader in self._readers if reader.wants(iteration)]
+        timeline, drawn = self._run.dims.timeline, self._config.timeline_step
+        compares = self._config.log_straggler and iteration % self._interval == 0
+        # cross gathers that the step before leaves in flight run under the one that is drawn
+        draws = drawn is not None and drawn - 1 <= iteration <= drawn
+        if draws and self._barrier_end is None:  # the zero of the ranks' common clock
+            float(self._run.dims.world.all_reduce_(torch.zeros((), device=self._run.device)))
+            self._barrier_end = time.perf_counter()
         before, self._recording = self._recording, None
-        if readers:
+        if self._names or compares or draws:
             # without a gap: a span that a queue begins between two steps belongs to the one before
-            self._recording = self._timeline.start(after=before)
+            self._recording = timeline.start(after=before)
         elif before is not None:
-            self._timeline.detach(before)
-        with self._timeline.span(STEP, f"step {iteration}"):
+            timeline.detach(before)
+        with timeline.span(STEP, f"step {iteration}"):
             yield
         if self._recording is None:
             return
         spans = self._recording.spans()
-        in_flight = [] if before is None else before.spans()
-        for reader in readers:
-            reader.read(iteration, spans, in_flight)
+        if self._names:
+            self._steps += 1
+            for name, seconds in seconds_by_timer(spans).items():
+                self._seconds[name] += seconds
+        if compares:
+            by_rank = self._gather([track_seconds(spans)[COMPUTE]])
+            self._run.log(describe_ranks(iteration, [seconds for (seconds,) in by_rank]))
+        if iteration == drawn:
+            self._write_timeline(spans, [] if before is None else before.spans())
 
     def close(self) -> None:
         """Record no more after the last step."""
         if self._recording is not None:
-            self._timeline.detach(self._recording)
+            self._run.dims.timeline.detach(self._recording)
 
-
-class Timers:
-    """Sums up Megatron's timers until they are reported; a `SpanReader`."""
-
-    def __init__(self, config: TimingConfig, dims: ParallelDims) -> None:
-        self._names = ((), MAIN_TIMERS, (*MAIN_TIMERS, *OTHER_TIMERS))[config.timing_log_level]
-        self._dims, self._seconds, self._steps = dims, defaultdict[str, float](float), 0
-
-    def wants(self, iteration: int) -> bool:
-        return bool(self._names)
-
-    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
-        for name, seconds in seconds_by_timer(spans).items():
-            self._seconds[name] += seconds
-        self._steps += 1
-
-    def report(self) -> str | None:
+    def report_timers(self) -> str | None:
         """Megatron's lines on the steps since the last call, means over them, the same on all ranks; or None."""
         if not self._steps:
             return None
-        mine = [1e3 * self._seconds[name] / self._steps for name in self._names]
-        tensor = torch.tensor([mine], dtype=torch.float64, device=self._dims.mesh.device_type)
-        by_rank = self._dims.world.all_gather(tensor).tolist()
+        by_rank = self._gather([1e3 * self._seconds[name] / self._steps for name in self._names])
         self._seconds, self._steps = defaultdict(float), 0
         return timer_lines(self._names, by_rank)
+
+    def _gather(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of all ranks."""
+        dims = self._run.dims
+        own = torch.tensor([values], dtype=torch.float64, device=self._run.device)
+        by_rank: list[list[float]] = dims.world.all_gather(own).tolist()
+        return by_rank
+
+    def _write_timeline(self, spans: list[Span], in_flight: list[Span]) -> None:
+        """Write a step's `spans`, and what is `in_flight` since the step before, of all ranks to the run folder."""
+        (whole,) = (span for span in spans if span.track == STEP)
+        inside = clip([*in_flight, *spans], whole.start_seconds, whole.end_seconds)
+        inside.sort(key=lambda span: (span.start_seconds, -span.seconds))
+        boot = Path("/proc/sys/kernel/random/boot_id")  # equal on processes that share a monotonic clock
+        clock = boot.read_text().strip() if boot.exists() else platform.node()
+        dims, folder = self._run.dims, self._run.folder
+        gathered = dims.world.gather_objects((inside, clock, self._barrier_end))
+        if folder is None or not gathered:
+            return
+        spans_by_rank = align(*zip(*gathered, strict=True))
+        names = [f"rank {rank}, node {dims.layout.cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
+        folder.write_json("timeline.json", chrome_trace(spans_by_rank, names))
+        self._run.log(describe(whole.name, spans_by_rank))
 
 
 def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
@@ -196,21 +203,6 @@ def timer_lines(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str
     return "\n".join(["(min, max) time across ranks (ms):", *rows]) if rows else None
 
 
-class Straggler:
-    """Compares the ranks' compute times every `interval` steps, if --log-straggler asks for it; a `SpanReader`."""
-
-    def __init__(self, config: TimingConfig, run: RunContext, *, interval: int) -> None:
-        self._interval = interval if config.log_straggler else None
-        self._dims, self._log = run.dims, run.log
-
-    def wants(self, iteration: int) -> bool:
-        return self._interval is not None and iteration % self._interval == 0
-
-    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
-        seconds = torch.tensor([track_seconds(spans)[COMPUTE]], dtype=torch.float64, device=self._dims.mesh.device_type)
-        self._log(describe_ranks(iteration, self._dims.world.all_gather(seconds).tolist()))
-
-
 def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
     """One line about compute seconds by rank."""
     median = statistics.median_low(seconds)  # of two ranks the faster one
@@ -224,42 +216,6 @@ def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
         f"fastest {seconds[fastest]:.4f} (rank {fastest}), slowest {seconds[slowest]:.4f} (rank {slowest}); "
         + (f"slow: {shown}{more}" if slow else "no slow rank")
     )
-
-
-class StepTimeline:
-    """Writes the timeline of the step that --timeline-step names to rank 0's run folder; a `SpanReader`.
-
-    It also wants the step before, because cross gathers that step leaves in flight run under this one.
-    """
-
-    def __init__(self, config: TimingConfig, run: RunContext) -> None:
-        self._step, self._dims, self._folder, self._log = config.timeline_step, run.dims, run.folder, run.log
-        self._barrier_end: float | None = None
-
-    def wants(self, iteration: int) -> bool:
-        """Want the step and the one before; a barrier before them is the zero of the ranks' common clock."""
-        wanted = self._step is not None and self._step - 1 <= iteration <= self._step
-        if wanted and self._barrier_end is None:
-            float(self._dims.world.all_reduce_(torch.zeros((), device=self._dims.mesh.device_type)))
-            self._barrier_end = time.perf_counter()
-        return wanted
-
-    def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
-        if iteration != self._step:
-            return
-        (whole,) = (span for span in spans if span.track == STEP)
-        inside = clip([*in_flight, *spans], whole.start_seconds, whole.end_seconds)
-        inside.sort(key=lambda span: (span.start_seconds, -span.seconds))
-        boot = Path("/proc/sys/kernel/random/boot_id")  # equal on processes that share a monotonic clock
-        clock = boot.read_text().strip() if boot.exists() else platform.node()
-        gathered = self._dims.world.gather_objects((inside, clock, self._barrier_end))
-        if self._folder is None or not gathered:
-            return
-        spans_by_rank = align(*zip(*gathered, strict=True))
-        cluster = self._dims.layout.cluster
-        names = [f"rank {rank}, node {cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
-        self._folder.write_json("timeline.json", chrome_trace(spans_by_rank, names))
-        self._log(describe(whole.name, spans_by_rank))
 
 
 def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:

@@ -51,7 +51,7 @@ from megazpp.training.profiler import Profiler
 from megazpp.training.recorder import MetricsRecorder, Validation, zero3_traffic
 from megazpp.training.setup import Built
 from megazpp.training.step import TrainStep
-from megazpp.training.step_recorder import StepRecorder, StepTimeline, Straggler, Timers
+from megazpp.training.step_recorder import StepRecorder
 from megazpp.training.tracking import Tracker
 
 
@@ -157,7 +157,7 @@ class Trainer:
             objective=parts.objective,
         )
         self.local_steps = None if self.islands is None else LocalSteps(self.islands, parts.objective, guard, dims)
-        self.timers = Timers(config.timing, dims)
+        self.step_recorder = StepRecorder(config.timing, run, interval=config.tracking.log_interval)
         self.recorder = MetricsRecorder(
             config.tracking,
             run,
@@ -165,15 +165,13 @@ class Trainer:
             model=model,
             zero3=functools.partial(zero3_traffic, sharding.shard_elements, dims, config.precision),
             tracker=tracker,
-            timers=self.timers,
+            timers=self.step_recorder,
             validation_metric=parts.validation_metric,
         )
         self.validation, self.test = (
             None if evaluate is None else functools.partial(self._evaluate, evaluate)
             for evaluate in (parts.validation, parts.test)
         )
-        slow_ranks = Straggler(config.timing, run, interval=config.tracking.log_interval)
-        self.step_recorder = StepRecorder(dims.timeline, (self.timers, slow_ranks, StepTimeline(config.timing, run)))
 
     def load(self, source: LoadSource | None) -> Resumed | None:
         """Take the folder of --save, and continue from a checkpoint of `source` if it has one.

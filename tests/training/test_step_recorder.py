@@ -18,7 +18,6 @@ from megazpp.parallel.timeline import Span, Timeline
 from megazpp.topology.cluster import Cluster
 from megazpp.training.step_recorder import (
     StepRecorder,
-    StepTimeline,
     TimingConfig,
     chrome_trace,
     describe,
@@ -37,18 +36,17 @@ class CountingTimeline(Timeline):
 
 
 class OneRank:
-    """What a StepTimeline needs of the dims."""
+    """What a StepRecorder needs of the dims."""
 
     def __init__(self) -> None:
         self.timeline, self.world = CountingTimeline(), MeshAxis("world")
         self.layout = SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=1))
-        self.mesh = SimpleNamespace(device_type="cpu")
 
 
 def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path: Path):
     dims = OneRank()
     run, said = context(dims, tmp_path)
-    steps = StepRecorder(dims.timeline, [StepTimeline(TimingConfig(timeline_step=3), run)])
+    steps = StepRecorder(TimingConfig(timeline_step=3), run, interval=1)
     go_on, ends = threading.Event(), threading.Event()
 
     def gather_that_lasts_into_the_next_step() -> None:
@@ -83,32 +81,26 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
 def test_without_the_flag_nothing_is_recorded_and_the_first_step_can_be():
     dims = OneRank()
     run, _ = context(dims)
-    with StepRecorder(dims.timeline, [StepTimeline(TimingConfig(), run)]).step(1):
+    with StepRecorder(TimingConfig(), run, interval=1).step(1):
         assert dims.timeline.open == 0
-    first = StepRecorder(dims.timeline, [StepTimeline(TimingConfig(timeline_step=1), run)])
+    first = StepRecorder(TimingConfig(timeline_step=1), run, interval=1)
     for iteration, is_open in ((1, 1), (2, 0)):
         with first.step(iteration):
             assert dims.timeline.open == is_open
 
 
-def test_a_step_is_recorded_once_for_all_who_read_it():
-    dims, read = OneRank(), []
-
-    class Reader:
-        def wants(self, iteration: int) -> bool:
-            return iteration > 1
-
-        def read(self, iteration: int, spans: list[Span], in_flight: list[Span]) -> None:
-            read.append((iteration, [span.name for span in spans], [span.name for span in in_flight]))
-
-    recorder = StepRecorder(dims.timeline, [Reader(), Reader()])
+def test_a_step_is_recorded_once_for_all_who_read_it_and_no_more_after_the_last():
+    dims = OneRank()
+    run, said = context(dims)
+    config = TimingConfig(timing_log_level=1, log_straggler=True, timeline_step=2)
+    recorder = StepRecorder(config, run, interval=2)
     for iteration in (1, 2, 3):
-        with recorder.step(iteration), dims.timeline.span("compute", f"forward {iteration}"):
-            assert dims.timeline.open == (iteration > 1)
+        with recorder.step(iteration), dims.timeline.span("compute", "forward"):
+            assert dims.timeline.open == 1
+    assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2"]
+    assert "forward-backward" in str(recorder.report_timers())
     recorder.close()
     assert dims.timeline.open == 0
-    second, third = ["step 2", "forward 2"], ["step 3", "forward 3"]
-    assert read == [(2, second, [])] * 2 + [(3, third, second)] * 2
 
 
 def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:
@@ -116,7 +108,7 @@ def train_with_a_timeline(folder: str) -> tuple[list[str], list[float]]:
     case = Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
     run, said = context(dims, folder)
-    timeline = StepRecorder(dims.timeline, [StepTimeline(TimingConfig(timeline_step=2), run)])
+    timeline = StepRecorder(TimingConfig(timeline_step=2), run, interval=1)
     size, losses = case.global_batch // dims.data_size // 2, []
     for index in range(case.steps):
         batches = [case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(2)]

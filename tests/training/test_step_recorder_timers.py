@@ -17,8 +17,6 @@ from megazpp.training.step_recorder import (
     MAIN_TIMERS,
     OTHER_TIMERS,
     StepRecorder,
-    Straggler,
-    Timers,
     TimingConfig,
     describe_ranks,
     seconds_by_timer,
@@ -76,14 +74,13 @@ def train_with_timers(level: int) -> tuple[str | None, bool, str | None]:
     """Two steps of ZeRO++ on two nodes of two: a report, whether the timeline was listened to, a second report."""
     case = Case(steps=2, nodes=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
-    timers = Timers(TimingConfig(timing_log_level=level), dims)
-    recorder = StepRecorder(dims.timeline, [timers])
+    recorder = StepRecorder(TimingConfig(timing_log_level=level), context(dims)[0], interval=1)
     size, listened = case.global_batch // dims.data_size, False
     for index in range(case.steps):
         with recorder.step(index + 1):
             listened = listened or bool(dims.timeline._listeners)
             step([case.batch(index, dims.data_rank * size, size)], learning_rate=1e-2, weight_decay=0.01)
-    return timers.report(), listened, timers.report()
+    return recorder.report_timers(), listened, recorder.report_timers()
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -113,7 +110,7 @@ def steps(slow_rank: int, log: bool) -> list[str]:
         plan_dims(ParallelConfig(), Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3), device_type="cpu"
     )
     run, said = context(dims)
-    recorder = StepRecorder(dims.timeline, [Straggler(TimingConfig(log_straggler=log), run, interval=2)])
+    recorder = StepRecorder(TimingConfig(log_straggler=log), run, interval=2)
     for iteration in range(1, 5):
         with recorder.step(iteration), dims.timeline.span(COMPUTE, "forward"):
             time.sleep(0.3 if dims.world.rank == slow_rank else 0.05)
