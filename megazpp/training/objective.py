@@ -3,22 +3,32 @@
 Every loss is a sum over the whole global batch: an objective works out its denominators before the first micro-batch,
 from all of them and over all data ranks, and each micro-batch gives its share. So neither the number of ranks nor the
 size of micro-batches changes the result.
+
+A perplexity says something beside others of the same tokenizer only; bits per byte of text do not depend on it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
-from megazpp.data.loader import BatchLoader, MicroBatch
+from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_marks
+from megazpp.data.gpt_dataset import WholeText
+from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
+from megazpp.data.loader import BatchLoader, Dataset, MicroBatch, make_padded_batch
+from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
+from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
+from megazpp.training.metrics import validation_lines
 from megazpp.zero.sharding import WeightHandle
 
 
@@ -121,3 +131,101 @@ class Evaluator:
 
     def _loss_and_tokens(self, batch: MicroBatch) -> torch.Tensor:
         return torch.stack((token_losses(self.model, batch).sum(), batch.loss_mask.sum()))
+
+
+class Score(NamedTuple):
+    """The loss of a text in nats per token, and how many tokens and bytes it has."""
+
+    loss: float
+    tokens: int
+    text_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Ends of documents count as tokens that cost bits, and have no bytes."""
+        return self.loss / math.log(2.0) * self.tokens / self.text_bytes if self.text_bytes else math.nan
+
+    def lines(self, where: str) -> list[str]:
+        """Megatron's lines of a validation, with one more."""
+        rule, line, _ = validation_lines(where, self.loss)
+        amount = f"{self.tokens:,} tokens, {self.text_bytes:,} bytes of text"
+        return [rule, line, f" bits per byte: {self.bits_per_byte:.6f} | {amount}", rule]
+
+
+def count_samples(dataset: Dataset, num_samples: int, tokenizer: Tokenizer, dims: ParallelDims) -> tuple[int, int]:
+    """Labels of the first samples, and the bytes of their text; each rank looks at some of them."""
+    tokens, text_bytes = 0, 0
+    for index in range(dims.world.rank, num_samples, dims.world.size):
+        ids = dataset[index].tolist()
+        tokens += len(ids) - 1  # the first one is an input only
+        text_bytes += len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(ids[:1]).encode())
+    return _sum_over_ranks(tokens, dims), _sum_over_ranks(text_bytes, dims)
+
+
+def check_input(path: str) -> None:
+    """Raises ValueError if `path` is neither a .bin/.idx pair nor a text, or holds no text."""
+    if _is_pair(path):
+        IndexedDataset(Path(path).expanduser())
+        return
+    try:
+        files = resolve_text_paths([path])
+    except ValueError as error:
+        raise ValueError(f"--input {path} is neither a text nor the prefix of a .bin/.idx pair") from error
+    check_texts(files, flag_name="--input")
+
+
+def score_whole(
+    built: tuple[GPTModel, WeightHandle],
+    dims: ParallelDims,
+    tokenizer: Tokenizer,
+    path: str,
+    data: DataConfig,
+    *,
+    micro_batch_size: int,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> Score:
+    """Predict every token of a .bin/.idx pair or of a text once.
+
+    Args:
+        path: a prefix, or a file as --text-path takes it.
+        data: sequence length and masks.
+    """
+    assert data.seq_length is not None
+    if _is_pair(path):
+        files, prefix = None, Path(path).expanduser()
+    else:
+        files = resolve_text_paths([path])
+        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), log=say, flag_name="--input")
+    sequences = IndexedDataset(prefix)
+    check_marks([sequences], tokenizer, f"--input {path}")
+    start = None if tokenizer.marks.used and tokenizer.marks.before else tokenizer.eod  # a text begins with its mark
+    text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
+    batch_size = micro_batch_size * dims.data_size
+    with BatchLoader(
+        text,
+        micro_batch_size=micro_batch_size,
+        data_rank=dims.data_rank,
+        data_size=dims.data_size,
+        make_batch=functools.partial(make_padded_batch, **batch_options(data, tokenizer)),
+        device=device,
+        num_workers=data.num_workers,
+    ) as loader:
+        evaluator = Evaluator(*built, loader, dims, iterations=-(-len(text) // batch_size), batch_size=batch_size)
+        loss = evaluator()  # first, because it checks the ids
+    if files is None:
+        own = range(dims.world.rank, len(sequences), dims.world.size)
+        texts: Iterator[str] = (tokenizer.decode(sequences.get(index).tolist()) for index in own)
+    else:  # the text itself: a tokenizer may lose some of it
+        documents = (document for file in files for document in read_documents(file, flag_name="--input"))
+        texts = itertools.islice(documents, dims.world.rank, None, dims.world.size)
+    return Score(loss, text.num_tokens, _sum_over_ranks(sum(len(each.encode()) for each in texts), dims))
+
+
+def _is_pair(path: str) -> bool:
+    return any(file.exists() for file in pair_paths(Path(path).expanduser()))
+
+
+def _sum_over_ranks(count: int, dims: ParallelDims) -> int:
+    device = "cuda" if dims.timeline.device_type == "cuda" else "cpu"
+    return int(dims.world.all_reduce_(torch.tensor(count, dtype=torch.int64, device=device)))

@@ -15,7 +15,7 @@ from helpers.training import CPU, Case, build_on_ranks
 from megazpp.data.dataset import DataConfig
 from megazpp.data.text import write_indexed_dataset
 from megazpp.data.tokenizer import ByteTokenizer
-from megazpp.training.perplexity import Amount, Score, check_input, count_samples, score_whole
+from megazpp.training.objective import Score, check_input, count_samples, score_whole
 from megazpp.training.setup import Built
 
 BYTES = ByteTokenizer()
@@ -60,7 +60,7 @@ def test_every_token_of_a_text_and_of_a_dataset_counts_once(
     for path in paths:
         for score, loss in ranks(world_size).run(score_on_ranks, case, path, str(tmp_path), micro_batch_size):
             assert score.loss == pytest.approx(loss, rel=SUMS)
-            assert score.amount == Amount(len(IDS), NUM_BYTES)
+            assert score[1:] == (len(IDS), NUM_BYTES)
             assert score.bits_per_byte == pytest.approx(loss * len(IDS) / NUM_BYTES / math.log(2), rel=SUMS)
 
 
@@ -76,25 +76,25 @@ class Samples:
         return np.array(self.rows[index])
 
 
-def count_on_ranks() -> Amount:
+def count_on_ranks() -> tuple[int, int]:
     *_, dims = build_on_ranks(Case())
     return count_samples(Samples(), 2, BYTES, dims)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_bytes_of_samples_are_those_of_the_labels(world_size: int):
-    assert set(ranks(world_size).run(count_on_ranks)) == {Amount(6, 5)}  # 3 bytes of the dash; y and z
+    assert set(ranks(world_size).run(count_on_ranks)) == {(6, 5)}  # 3 bytes of the dash; y and z
 
 
 def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
-    rule, line, more, last = Score(2.0, Amount(300, 1000)).lines("iteration 7")
+    rule, line, more, last = Score(2.0, 300, 1000).lines("iteration 7")
     assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert more == " bits per byte: 0.865617 | 300 tokens, 1,000 bytes of text"
     assert rule == last == "-" * (len(line) + 1)
 
 
 def test_a_text_without_bytes_has_no_bits_per_byte():
-    assert math.isnan(Score(2.0, Amount(3, 0)).bits_per_byte)
+    assert math.isnan(Score(2.0, 3, 0).bits_per_byte)
 
 
 def test_an_input_that_is_neither_text_nor_dataset_is_refused(paths: list[str], tmp_path: Path):
