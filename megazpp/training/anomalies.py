@@ -118,10 +118,9 @@ class Guard:
     """Decides whether a step is taken.
 
     Args:
-        config: what to look for.
-        sharding: the model whose gradients and weights are in question.
+        sharding: of the model whose gradients and weights are in question.
         run: asks the ranks, logs, and keeps the report.
-        plan: which samples an iteration has.
+        plan: knows which samples an iteration has.
         history: the losses so far; the guard adds each step's.
         dynamic_scale: gradients that are not finite are the loss scale's business.
         verify_interval: steps between two comparisons of the gathered weights; None: never.
@@ -188,10 +187,8 @@ class Guard:
         return self._failure is not None, self._wants_back
 
     def settle(self, *, failed: bool, back: bool) -> bool:
-        """End the job, or go back, because some island has to; called on all ranks of all islands.
+        """End the job, or go back, because some island has to; called on all ranks of all islands. Returns `back`.
 
-        Returns:
-            Whether all have gone back to a checkpoint.
         Raises:
             NotFiniteError: some island has `failed`.
         """

@@ -1,8 +1,6 @@
 """The samples of each step: pure integers, the same on every rank.
 
-The global batch size is constant or ramps up in equal increments, as Megatron's does; everything else follows
-from it: the number of micro-batches of a step, the length of the run, and which iteration a count of consumed
-samples belongs to.
+The global batch size is constant or ramps up in equal increments, as Megatron's does; everything else follows from it.
 """
 
 from __future__ import annotations
@@ -54,23 +52,15 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Batch sizes over a run; made from flags by `plan_batches`.
+    """Batch sizes over a run; made from flags by `plan_batches`."""
 
-    Attributes:
-        micro_batch_size: samples per micro-batch and data-parallel rank.
-        data_parallel_size: ranks that hold different samples.
-        global_batch_size: samples per step once any ramp-up is over.
-        start_batch_size, increment, rampup_samples: the ramp-up; no ramp-up if `rampup_samples` is 0.
-        train_iters, train_samples: exactly one is given.
-    """
-
-    micro_batch_size: int
-    data_parallel_size: int
-    global_batch_size: int
+    micro_batch_size: int  # samples per micro-batch and data-parallel rank
+    data_parallel_size: int  # ranks that hold different samples
+    global_batch_size: int  # samples per step once any ramp-up is over
     start_batch_size: int
     increment: int
-    rampup_samples: int
-    train_iters: int | None
+    rampup_samples: int  # 0: no ramp-up
+    train_iters: int | None  # or
     train_samples: int | None
 
     def batch_size_at(self, consumed_samples: int) -> int:
@@ -125,12 +115,7 @@ class BatchPlan:
 
 
 def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
-    """Fill in the batch size that is not given.
-
-    Raises:
-        ValueError: both sizes or the length are missing, or a size is not divisible by micro-batch size x data-parallel
-            size; a ramp-up that does not add up.
-    """
+    """Fill in the batch size that is not given; raises ValueError if sizes or length are missing, or do not divide."""
     size, total = config.micro_batch_size, config.global_batch_size
     if size is None and (total is None or config.rampup_batch_size is not None):
         raise ValueError("--micro-batch-size is required")

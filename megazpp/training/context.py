@@ -41,12 +41,7 @@ PROBE_BYTES = 1 << 20
 
 
 class Console:
-    """Prints on one rank and is silent on the others.
-
-    Args:
-        enabled: whether this rank prints.
-        out: where to; the bar is drawn, and lines are short, only if it is a terminal.
-    """
+    """Prints on one rank, which is `enabled`; the bar is drawn, and lines are short, only on a terminal."""
 
     def __init__(self, *, enabled: bool, out: TextIO | None = None) -> None:
         self._enabled, self._out = enabled, out or sys.stdout
@@ -59,14 +54,17 @@ class Console:
         self._file = path
 
     def log(self, text: str, *, short: str | None = None) -> None:
-        """Print lines, above the bar if there is one.
-
-        Args:
-            short: what a terminal gets in their place; nothing if it is empty.
-        """
+        """Print lines, above the bar if there is one; a terminal gets `short` in their place, if it is not empty."""
         if not self._enabled:
             return
-        self._append(text)
+        if self._file is not None:
+            try:
+                with self._file.open("a", encoding="utf-8") as file:
+                    print(text, file=file)
+            except OSError as error:
+                warning = f"warning: {self._file}: {error}; it gets no more lines, and training goes on"
+                print(warning, file=self._out)
+                self._file = None
         if short is not None and self._is_terminal:
             text = short
             if not text:
@@ -75,16 +73,6 @@ class Console:
             self._bar.write(text, file=self._out)
         else:
             print(text, file=self._out, flush=True)
-
-    def _append(self, text: str) -> None:
-        if self._file is None:
-            return
-        try:
-            with self._file.open("a", encoding="utf-8") as file:
-                print(text, file=file)
-        except OSError as error:
-            print(f"warning: {self._file}: {error}; it gets no more lines, and training goes on", file=self._out)
-            self._file = None
 
     def start_bar(self, total_iterations: int, done: int) -> None:
         if self._is_terminal:
@@ -131,11 +119,7 @@ def make_writable(path: str | Path, flag: str) -> Path:
 
 
 class RunFolder:
-    """Reads and writes the files of one run.
-
-    Raises:
-        ValueError: the folder cannot be made or written to.
-    """
+    """Reads and writes the files of one run; raises ValueError if the folder cannot be written to."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = make_writable(path, "--run-dir")

@@ -3,9 +3,8 @@
 A run stops before its end after an iteration, after a time, or at a signal, with the same answer on all ranks. SIGTERM
 (schedulers, container runtimes, `kill`), SIGUSR1 (Slurm's --signal) and Ctrl-C end a run in good order, whichever of
 its processes they reach: the step that is running is finished (with several GPUs the next one too), a checkpoint is
-saved where --save asks for one, and the program exits with 0. That takes as long as those steps (or one evaluation, if
-that is running) and one save; the last evaluation and the sample are left out. A second Ctrl-C ends the run at once;
-another signal changes nothing more.
+saved where --save asks for one, the last evaluation and the sample are left out, and the program exits with 0. A second
+Ctrl-C ends the run at once; another signal changes nothing more.
 """
 
 from __future__ import annotations
@@ -84,11 +83,9 @@ def train(
 
     Args:
         observers: entered around each step, in this order.
-        start: where to begin.
         after: what follows steps, in this order.
-        synchronize: lets models that train apart meet; called with a step, its iteration and True for the run's last
-            one, it returns whether all of them have waited for each other. They skip steps on their own, but share a
-            schedule.
+        synchronize: lets models that train apart meet, which skip steps on their own, but share a schedule. Called with
+            a step, its iteration and True for the run's last one; returns whether all have waited for each other.
     """
     progress = start
     if progress.iteration >= plan.total_iterations:

@@ -55,10 +55,6 @@ class Profiler(AbstractContextManager["Profiler"]):
     """Records what the flags ask for; every rank makes one. CUDA's allocations are recorded from its making on.
 
     While it is entered the job trains; what is not written yet is written at the end.
-
-    Args:
-        config: what to record.
-        run: its timeline names the spans, its world axis tells all ranks where rank 0 keeps the records.
     """
 
     def __init__(self, config: ProfilerConfig, run: RunContext) -> None:

@@ -46,9 +46,6 @@ class MetricsRecorder:
     """Every rank calls every method (some communicate); only rank 0 has a `tracker` and a console that prints.
 
     Args:
-        config: how often to log, and whether the norm of the parameters too.
-        run: prints, communicates and knows the device.
-        meter: adds the steps up.
         model: whose parameters' norm is recorded.
         zero3: number of micro-batches to what ZeRO-3 would have sent.
         tracker: writes on rank 0.
@@ -123,10 +120,8 @@ class MetricsRecorder:
     ) -> None:
         """The last evaluations, then what the run came to: printed, and written to summary.json.
 
-        Losses are nats per token, that of training the last log interval's; None where there was none.
-
-        Args:
-            unigram_entropy: nats per token of the validation text.
+        Losses and the validation text's entropy are nats per token, the training loss is the last log interval's; None
+        where there was none.
         """
         if validate is not None and (self.last_validation is None or self.last_validation[0] != progress.iteration):
             self.validate(validate, progress)
@@ -191,35 +186,23 @@ class MetricsRecorder:
 
 
 class TrafficRow(NamedTuple):
-    """One collective of one axis over one wire, all training steps together.
-
-    Attributes:
-        calls: of one rank.
-        sent_bytes: by all ranks of a node, the mean over nodes.
-    """
+    """One collective of one axis over one wire, all training steps together."""
 
     collective: str
     axis: str
     wire: str
-    calls: int
-    sent_bytes: int
+    calls: int  # of one rank
+    sent_bytes: int  # by all ranks of a node, the mean over nodes
 
 
 class Zero3Traffic(NamedTuple):
-    """ZeRO-3's traffic between nodes for the same steps.
+    """ZeRO-3's traffic between nodes for the same steps."""
 
-    Attributes:
-        weight_bytes, gradient_bytes: of the whole model, padded as it is sharded (M_w and M_g).
-        micro_batches: of all steps together.
-        cross_bytes: over one node's uplink.
-        formula: with the numbers in it.
-    """
-
-    weight_bytes: int
-    gradient_bytes: int
-    micro_batches: int
-    cross_bytes: int
-    formula: str
+    weight_bytes: int  # of the whole model, padded as it is sharded (M_w)
+    gradient_bytes: int  # M_g
+    micro_batches: int  # of all steps together
+    cross_bytes: int  # over one node's uplink
+    formula: str  # with the numbers in it
 
 
 def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow]:
@@ -240,11 +223,9 @@ def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow
 def zero3_traffic(
     shard_elements: int, dims: ParallelDims, precision: PrecisionConfig, micro_batches: int
 ) -> Zero3Traffic | None:
-    """ZeRO-3 with the same model, ranks, formats and micro-batches; None if a copy of the model is within one node.
+    """ZeRO-3 with the same ranks, formats, elements of a rank's shards and micro-batches of all steps together.
 
-    Args:
-        shard_elements: elements of one rank's shards.
-        micro_batches: of all training steps together.
+    None if a copy of the model is within one node.
     """
     layout = dims.layout
     if layout.cross * layout.island == 1:

@@ -46,10 +46,7 @@ def run_training(
 ) -> None:
     """One worker's whole run; rank 0 records it, where the run that it continues was recorded.
 
-    Args:
-        build_parts: makes the parts of this training; see `TrainingParts`.
-        source: what it begins with, or goes on from.
-        earlier: the record of that.
+    It begins with `source`, or goes on from there; `earlier` is the record of that.
     """
     with user_errors():
         tp = parsed.config.parallel.tensor_model_parallel_size
@@ -91,13 +88,7 @@ def _with_folder_to_save_to(parsed: ParsedRun, run: RunContext) -> ParsedRun:
 
 
 def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:
-    """The commands that go on from this run, as they can be typed.
-
-    Args:
-        folder: of the run's records.
-        stopped: before its last iteration.
-        generates: whether the model continues texts.
-    """
+    """The commands that go on from a run with records in `folder`, as they can be typed."""
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
 
     def tool(name: str) -> str:

@@ -29,10 +29,7 @@ class ModelSpec:
     """The specification that a model is built from, whatever ranks it is built on.
 
     Attributes:
-        config: its shape.
         vocab_size: of the tokenizer; the model may pad it.
-        sequence_parallel: whether tensor-parallel ranks split activations along the sequence.
-        zero, precision: how it is sharded, and in which dtypes.
         wire: the run's plan of what replaces FSDP2's collectives; None: the plan of `zero` on the layout.
         seed: of the initial weights and of dropout.
         product: what linear layers multiply with, whatever the device; None: what `config` asks of the device.

@@ -7,10 +7,9 @@ also multiplied by the loss scale and the gradients divided by it again.
 
 By default the host waits for nothing between a backward and its update: clipping and the check for what is not finite
 go to the fused optimizer as scalars on the device, which leaves the weights alone if it has to. The host reads the
-numbers of a step before the update of the next one, while the device is busy with that; at once where they are needed:
-for a log line, a checkpoint, an evaluation, at the end. What has to be decided on the host (loss spikes, verification,
-a dynamic loss scale, steps that are skipped and not the end) waits for the numbers before the update, and so do other
-optimizers.
+numbers of a step before the update of the next one, or at once for a log line, a checkpoint, an evaluation, at the end.
+What has to be decided on the host (loss spikes, verification, a dynamic loss scale, steps that are skipped and not the
+end) waits for the numbers before the update, and so do other optimizers.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ class TrainStep:
     """Runs steps on a sharded model.
 
     Args:
-        model, sharding: the model and its handle.
         optimizer: over the model's sharded parameters.
         scaler: the loss scale, constant 1 unless fp16.
-        dims: for the sums over ranks.
         clip_grad: largest gradient norm; 0 does not clip.
         guard: decides whether a step is taken; without it only a norm that is not finite skips one.
         count_zeros: also count zero gradients (--log-num-zeros-in-grad).
@@ -145,11 +142,10 @@ class LaunchedStep:
     """A step that the device has been told to take; its numbers are waited for when they are asked for.
 
     Args:
-        record: what is known of it already.
+        record: what is known of it already; `wait` fills in the rest.
         loss: on the device.
         numbers: its loss, norm of the gradients and, if they are counted, zeros.
-        guard: decides by them; None: a norm that is not finite skips the step.
-        evidence: for the guard.
+        guard: decides by them and the evidence; None: a norm that is not finite skips the step.
         waits: they have to be known before its update; otherwise the device does not update with what is not finite.
     """
 

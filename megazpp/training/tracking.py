@@ -166,12 +166,9 @@ class Tracker(AbstractContextManager["Tracker"]):
 def open_sinks(
     config: TrackingConfig, folder: RunFolder, flags: Mapping[str, Any], tags: Sequence[str] = ()
 ) -> list[Sink]:
-    """The sinks that the flags ask for, each independent of the other.
+    """The sinks that the flags ask for, each independent of the other; wandb keeps flags and tags with the run.
 
-    Args:
-        flags, tags: what wandb keeps with the run.
-    Raises:
-        ValueError: a folder cannot be written to.
+    Raises ValueError if a folder cannot be written to.
     """
     wanted: dict[str, Callable[[], Sink]] = {}
     if config.wandb_project:

@@ -100,14 +100,7 @@ BuildParts = Callable[[ParsedRun, RunPlan, RunContext], TrainingParts]
 class Trainer:
     """Builds the parts of a run on this rank, each from its own config and from those above it.
 
-    Args:
-        build_parts: makes what is this training's own.
-        parsed: the flags.
-        plan: what follows from them.
-        run: what every part needs.
-        tracker: writes down the numbers; None on all ranks but the first.
-    Raises:
-        UserError: data or tokenizer cannot be used.
+    Raises UserError if data or tokenizer cannot be used. `tracker` is None on all ranks but the first.
     """
 
     def __init__(
@@ -174,11 +167,7 @@ class Trainer:
         )
 
     def load(self, source: LoadSource | None) -> Resumed | None:
-        """Take the folder of --save, and continue from a checkpoint of `source` if it has one.
-
-        Raises:
-            UserError: one of them cannot be used.
-        """
+        """Take the folder of --save, and continue from a checkpoint of `source` if it has one; else a UserError."""
         with user_errors():
             self.checkpoints.open()
             if source is None:
