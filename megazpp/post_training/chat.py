@@ -12,7 +12,7 @@ import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -24,6 +24,7 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.tokenizer_folder import DESCRIPTION
 
 Message = Mapping[str, Any]
+Spans = tuple[str, list[tuple[int, int]]]
 
 # ChatML in plain text; the assistant's turn ends with the end of a document, at which drawing ends
 DEFAULT_TEMPLATE = """\
@@ -43,13 +44,6 @@ _TEMPLATE_FILE = "chat_template.jinja"
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 
-class ChatText(NamedTuple):
-    """A conversation as text, and the places in it, from and to, that are the assistant's words."""
-
-    text: str
-    assistant: list[tuple[int, int]]
-
-
 class ChatTemplate:
     """A template that was read.
 
@@ -57,6 +51,8 @@ class ChatTemplate:
         source: Jinja.
         name: of the template in messages.
         variables: what it is given beside the messages.
+    Attributes:
+        key: equal for templates that write the same text.
     Raises:
         ValueError: it is not Jinja.
     """
@@ -69,15 +65,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         self.source, self.name, self._variables = source, name, dict(variables or {})
+        self.key: list[object] = [source, self._variables]
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{name}, line {error.lineno}: {error.message}") from error
-
-    @property
-    def key(self) -> list[object]:
-        """Equal for templates that write the same text."""
-        return [self.source, self._variables]
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
@@ -93,8 +85,8 @@ class ChatTemplate:
         """
         return self._render(messages, add_generation_prompt, tools).replace(_BEGIN, "").replace(_END, "")
 
-    def render_spans(self, messages: Sequence[Message], *, tools: Sequence[object] | None = None) -> ChatText:
-        """The text of a conversation with the assistant's words in it.
+    def render_spans(self, messages: Sequence[Message], *, tools: Sequence[object] | None = None) -> Spans:
+        """The text of a conversation, and the places in it, from and to, that are the assistant's words.
 
         Raises:
             ValueError: the template does not take such a conversation, or it does not tell whose words they are.
@@ -108,9 +100,9 @@ class ChatTemplate:
             words, _, others = piece.partition(_END)
             spans.append((len(text), len(text) + len(words)))
             text += words + others
-        return ChatText(text, spans)
+        return text, spans
 
-    def _what_messages_add(self, messages: Sequence[Message], text: str, tools: Sequence[object] | None) -> ChatText:
+    def _what_messages_add(self, messages: Sequence[Message], text: str, tools: Sequence[object] | None) -> Spans:
         spans = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -122,7 +114,7 @@ class ChatTemplate:
                         f" its text of the first {number + 1} messages is not how its text of all begins"
                     )
                 spans.append((len(before), len(after)))
-        return ChatText(text, spans)
+        return text, spans
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[object] | None) -> str:
         for number, role in enumerate((message["role"] for message in messages), start=1):
@@ -154,21 +146,21 @@ def load_chat_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
         text = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(text, str):
             variables[name] = text
-    if path is not None:
-        try:
-            source = Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {path} cannot be read: {error}") from error
-        return ChatTemplate(source, name=f"--chat-template {path}", variables=variables)
-    if _TEMPLATE_FILE in tokenizer.files:
-        source = tokenizer.files[_TEMPLATE_FILE].decode()
-        return ChatTemplate(source, name=f"the tokenizer's {_TEMPLATE_FILE}", variables=variables)
+    source, name = DEFAULT_TEMPLATE, "the default chat template"
     found = description.get("chat_template")
     if isinstance(found, list):  # several by name
         found = {each["name"]: each["template"] for each in found}.get("default")
-    if isinstance(found, str):
-        return ChatTemplate(found, name=f"the chat_template of the tokenizer's {DESCRIPTION}", variables=variables)
-    return ChatTemplate(DEFAULT_TEMPLATE, name="the default chat template", variables=variables)
+    if path is not None:
+        name = f"--chat-template {path}"
+        try:
+            source = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{name} cannot be read: {error}") from error
+    elif _TEMPLATE_FILE in tokenizer.files:
+        source, name = tokenizer.files[_TEMPLATE_FILE].decode(), f"the tokenizer's {_TEMPLATE_FILE}"
+    elif isinstance(found, str):
+        source, name = found, f"the chat_template of the tokenizer's {DESCRIPTION}"
+    return ChatTemplate(source, name=name, variables=variables)
 
 
 class _Generation(jinja2.ext.Extension):

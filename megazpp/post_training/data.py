@@ -32,7 +32,7 @@ from megazpp.post_training.examples import Examples, Prompt
 
 
 class EpochOrder:
-    """The order in which N things come as samples.
+    """The order in which N things come as samples; a data set has one of its own.
 
     Args:
         size: N.
@@ -42,12 +42,16 @@ class EpochOrder:
 
     def __init__(self, size: int, *, num_samples: int | None, seed: int | None) -> None:
         self._size, self._seed = size, seed
-        self.num_samples = size if num_samples is None else num_samples
+        self._num_samples = size if num_samples is None else num_samples
         self._permutation = functools.lru_cache(maxsize=4)(self._permute)
 
-    def __getitem__(self, index: int) -> int:
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index} of {self.num_samples}")
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def place(self, index: int) -> int:
+        """The number of the thing that is sample `index`."""
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
         epoch, place = divmod(index, self._size)
         return place if self._seed is None else int(self._permutation(epoch)[place])
 
@@ -56,13 +60,11 @@ class EpochOrder:
         return np.random.default_rng((self._seed, epoch)).permutation(self._size)
 
 
-class SupervisedDataset:
+class SupervisedDataset(EpochOrder):
     """Samples of supervised training: [3, max_length + 1] int64, to be batched by `make_supervised_batch`.
 
     Args:
-        examples: `read_examples`'s.
-        num_samples: how many will be asked for; None for one epoch.
-        seed: of their order; None keeps that of the files.
+        num_samples, seed: see `EpochOrder`.
         max_length: S.
         pad: the id that stands after an example.
         packing: several examples to a sample.
@@ -82,15 +84,12 @@ class SupervisedDataset:
         lengths = np.diff(examples.starts)
         self._rows = pack(lengths, max_length) if packing else [[number] for number in range(len(lengths))]
         self.samples_per_epoch = len(self._rows)
-        self._order = EpochOrder(len(self._rows), num_samples=num_samples, seed=seed)
-
-    def __len__(self) -> int:
-        return self._order.num_samples
+        super().__init__(len(self._rows), num_samples=num_samples, seed=seed)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        sample = _padding(3, self._max_length, self._pad)
-        end = 0
-        for number in self._rows[self._order[index]]:
+        sample, end = np.zeros((3, self._max_length + 1), dtype=np.int64), 0
+        sample[0] = self._pad
+        for number in self._rows[self.place(index)]:
             tokens, mask = self._examples.row(number)
             start, end = end, end + len(tokens)
             sample[:, start:end] = tokens, mask, np.arange(len(tokens))
@@ -98,7 +97,7 @@ class SupervisedDataset:
         return sample
 
 
-class PreferenceDataset:
+class PreferenceDataset(EpochOrder):
     """Pairs: [5, max_length + 1] int64, to be batched by `make_pair_batch`; arguments as for `SupervisedDataset`.
 
     Attributes:
@@ -111,18 +110,15 @@ class PreferenceDataset:
         self._examples, self._max_length, self._pad = examples, max_length, pad
         self.num_pairs = (len(examples.starts) - 1) // 2
         self.ref_logps: torch.Tensor | None = None
-        self._order = EpochOrder(self.num_pairs, num_samples=num_samples, seed=seed)
-
-    def __len__(self) -> int:
-        return self._order.num_samples
+        super().__init__(self.num_pairs, num_samples=num_samples, seed=seed)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return self.pair(self._order[index])
+        return self.pair(self.place(index))
 
     def pair(self, number: int) -> npt.NDArray[np.int64]:
         """Pair `number` of the files, as a sample."""
-        sample = _padding(5, self._max_length, self._pad)
-        sample[2] = self._pad
+        sample = np.zeros((5, self._max_length + 1), dtype=np.int64)
+        sample[0] = sample[2] = self._pad
         for row in (0, 1):
             tokens, mask = self._examples.row(2 * number + row)
             sample[2 * row : 2 * row + 2, : len(tokens)] = tokens, mask
@@ -137,18 +133,15 @@ class PreferenceDataset:
         return found.hexdigest()
 
 
-class PromptDataset:
-    """Prompts in the order of the samples; arguments as for `SupervisedDataset`."""
+class PromptDataset(EpochOrder):
+    """Prompts in the order of the samples."""
 
     def __init__(self, prompts: Sequence[Prompt], *, num_samples: int | None, seed: int | None) -> None:
         self._prompts = prompts
-        self._order = EpochOrder(len(prompts), num_samples=num_samples, seed=seed)
-
-    def __len__(self) -> int:
-        return self._order.num_samples
+        super().__init__(len(prompts), num_samples=num_samples, seed=seed)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[self._order[index]]
+        return self._prompts[self.place(index)]
 
 
 def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: bool = False) -> MicroBatch:
@@ -193,12 +186,6 @@ def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
         if left > lengths[number]:
             bisect.insort(free, (left - int(lengths[number]), row))
     return rows
-
-
-def _padding(rows: int, max_length: int, pad: int) -> npt.NDArray[np.int64]:
-    sample = np.zeros((rows, max_length + 1), dtype=np.int64)
-    sample[0] = pad
-    return sample
 
 
 def _inputs(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

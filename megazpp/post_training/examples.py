@@ -35,6 +35,11 @@ from megazpp.post_training.chat import ChatTemplate, Message
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.uint8]
+# a text, the places of it, from and to, that are to be learned, and whether it ends there; a template's text does not,
+# and has no marks but those that the template has written (as TRL 1.16 has it)
+Text = tuple[str, list[tuple[int, int]], bool]
 _SAME = "'chosen' and 'rejected' are the same"
 _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
 
@@ -71,12 +76,12 @@ class Examples(NamedTuple):
             the same; of the first of these file and line.
     """
 
-    tokens: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.uint8]
+    tokens: Ids
+    mask: Mask
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
 
-    def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    def row(self, number: int) -> tuple[Ids, Mask]:
         """Tokens and mask of one row."""
         part = slice(*self.starts[number : number + 2].tolist())
         return self.tokens[part], self.mask[part]
@@ -186,23 +191,12 @@ def read_prompts(
     return prompts
 
 
-class _Text(NamedTuple):
-    """A text, the places of it, from and to, that are to be learned, and whether it ends there.
-
-    What ends is no template's text, which has no marks but those that the template has written. Source: TRL 1.16.
-    """
-
-    text: str
-    learned: list[tuple[int, int]]
-    ends: bool
-
-
-def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[_Text]:
+def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
     if record.get("messages") is not None:
         messages = _value(record, "messages")
         if isinstance(messages, str):
             raise ValueError("'messages' is a string, not a list of messages")
-        return [_Text(*_conversation(messages, record, template, config), ends=False)]
+        return [(*_conversation(messages, record, template, config), False)]
     if record.get("prompt") is not None and record.get("completion") is not None:
         prompt, completion = _value(record, "prompt"), _value(record, "completion")
         return [_answer(prompt, completion, "completion", record, template, config)]
@@ -211,11 +205,10 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
     text = _value(record, "text")
     if not isinstance(text, str):
         raise ValueError("'text' is a list, not a string: a conversation belongs into 'messages'")
-    _need_conversation(config)
-    return [_Text(text, [(0, len(text))], ends=True)]
+    return [_string(text, 0, config)]
 
 
-def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[_Text]:
+def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
     chosen, rejected = _value(record, "chosen"), _value(record, "rejected")
     if chosen == rejected:
         return []
@@ -224,8 +217,10 @@ def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig
     elif type(chosen) is not type(rejected):
         raise ValueError("of 'chosen' and 'rejected' one is a string and one a conversation")
     else:
-        prompt = _common(chosen, rejected)
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        same = _same(chosen, rejected)
+        if isinstance(chosen, str) and chosen[:same].endswith(" "):
+            same -= 1  # the space belongs to the answers (as TRL has it)
+        prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
     config = DataFormatConfig(max_length=config.max_length)  # the loss is on the answers
     answers = {"chosen": chosen, "rejected": rejected}
     return [_answer(prompt, answer, name, record, template, config) for name, answer in answers.items()]
@@ -238,12 +233,10 @@ def _answer(
     record: Record,
     template: ChatTemplate,
     config: DataFormatConfig,
-) -> _Text:
+) -> Text:
     """Prompt and answer as one text."""
     if isinstance(prompt, str) and isinstance(answer, str):
-        _need_conversation(config)
-        start = len(prompt) if config.completion_only_loss else 0
-        return _Text(prompt + answer, [(start, len(prompt) + len(answer))], ends=True)
+        return _string(prompt + answer, len(prompt) if config.completion_only_loss else 0, config)
     if isinstance(answer, str):
         raise ValueError(f"'prompt' is a conversation and {name!r} a string")
     if isinstance(prompt, str):
@@ -256,7 +249,14 @@ def _answer(
     start = _same(_render_prompt(template, prompt, record), text)
     if config.completion_only_loss:
         spans = [(max(start, first), last) for first, last in spans if last > start]
-    return _Text(text, spans, ends=False)
+    return text, spans, False
+
+
+def _string(text: str, start: int, config: DataFormatConfig) -> Text:
+    """A string with the loss from `start` on."""
+    if config.assistant_only_loss:
+        raise ValueError("--assistant-only-loss needs a conversation, a list of messages")
+    return text, [(start, len(text))], True
 
 
 def _conversation(
@@ -273,11 +273,6 @@ def _render_prompt(template: ChatTemplate, prompt: Sequence[Message], record: Re
     if prompt and prompt[-1]["role"] == "assistant":
         raise ValueError("the last message of 'prompt' is the assistant's: there is nothing to answer")
     return template.render(prompt, add_generation_prompt=True, tools=record.get("tools"))
-
-
-def _need_conversation(config: DataFormatConfig) -> None:
-    if config.assistant_only_loss:
-        raise ValueError("--assistant-only-loss needs a conversation, a list of messages")
 
 
 def _value(record: Record, name: str) -> Any:
@@ -315,14 +310,6 @@ def _columns(record: Record) -> str:
     return ", ".join(repr(name) for name, value in record.items() if value is not None) or "an empty object"
 
 
-def _common(chosen: Any, rejected: Any) -> Any:
-    """The beginning that both share; of strings whole words, and the space belongs to the answers (as TRL has it)."""
-    same = _same(chosen, rejected)
-    if isinstance(chosen, str) and chosen[:same].endswith(" "):
-        same -= 1
-    return chosen[:same]
-
-
 def _same(a: Sequence[object], b: Sequence[object]) -> int:
     """Count the characters, or messages, that both begin with."""
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -332,27 +319,28 @@ def _tokenize(
     paths: Sequence[Path],
     tokenizer: Tokenizer,
     max_length: int,
-    texts: Callable[[Record], list[_Text]],
+    texts: Callable[[Record], list[Text]],
     seconds: float = math.inf,
 ) -> Examples:
-    def encode(record: Record) -> list[_Tokens]:
-        return [_encode(text, tokenizer) for text in texts(record)]
+    def encode(record: Record) -> list[tuple[Ids, Mask, bool]]:
+        return [_encode(*text, tokenizer) for text in texts(record)]
 
-    tokens: list[npt.NDArray[np.int32]] = []
-    masks: list[npt.NDArray[np.uint8]] = []
+    tokens: list[Ids] = []
+    masks: list[Mask] = []
     total = cut = empty = within = same = 0
     first = (0, 0)
     for path, number, rows in _each(paths, encode, seconds):
         total += 1
-        cut += any(len(row.ids) > max_length for row in rows)
-        within += any(row.begins_within for row in rows)
-        if not all(row.mask[:max_length].any() for row in rows):
+        cut += any(len(ids) > max_length for ids, _, _ in rows)
+        within += any(begins_within for _, _, begins_within in rows)
+        shown, learned = [ids[:max_length] for ids, _, _ in rows], [mask[:max_length] for _, mask, _ in rows]
+        if not all(mask.any() for mask in learned):
             empty += 1
-        elif not rows or (len(rows) == 2 and np.array_equal(rows[0].ids[:max_length], rows[1].ids[:max_length])):
+        elif not rows or (len(rows) == 2 and np.array_equal(shown[0], shown[1])):
             same, first = same + 1, first if same else (paths.index(path), number)
         else:
-            tokens += [row.ids[:max_length] for row in rows]
-            masks += [row.mask[:max_length] for row in rows]
+            tokens += shown
+            masks += learned
     if not tokens:
         why = f"no example has an answer within --max-length {max_length}" if total else "there is no example"
         raise ValueError(f"{_names(paths)}: {why}" + (f"; {_SAME}, first in line {first[1]}" if same else ""))
@@ -361,32 +349,25 @@ def _tokenize(
     return Examples(np.concatenate(tokens), np.concatenate(masks), starts, counts)
 
 
-class _Tokens(NamedTuple):
-    """Ids and mask of a text, and whether what is learned begins in the middle of a token."""
+def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer: Tokenizer) -> tuple[Ids, Mask, bool]:
+    """Ids, a mask, and whether what is learned begins in the middle of a token.
 
-    ids: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.uint8]
-    begins_within: bool
-
-
-def _encode(text: _Text, tokenizer: Tokenizer) -> _Tokens:
-    """Ids, and 1 where one of them has a character that is to be learned, or the end of the text; never at the first.
-
-    A byte of a character has no width in some tokenizers, and counts with the place where it is.
+    The mask is 1 where a token has a character that is to be learned, or the end of the text; never at the first. A
+    byte of a character has no width in some tokenizers, and counts with the place where it is.
     """
-    ids, spans = tokenizer.encode_spans(text.text, marked=text.ends)
+    ids, spans = tokenizer.encode_spans(text, marked=ends)
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
     first, last = places[:, 0], np.maximum(places[:, 1], places[:, 0] + 1)
     mask = np.zeros(len(ids) + 1, dtype=np.uint8)
     within = False
-    for start, stop in text.learned:
-        mask[:-1] |= (first < stop + (stop == len(text.text))) & (last > start)  # with marks after the text
+    for start, stop in learned:
+        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # with marks after the text
         within |= bool(((first < start) & (last > start)).any())
-    if text.ends and tokenizer.eod is not None and not text.text.endswith(tokenizer.eod_name or "\0"):
+    if ends and tokenizer.eod is not None and not text.endswith(tokenizer.eod_name or "\0"):
         ids, mask[-1] = [*ids, tokenizer.eod], 1
     mask = mask[: len(ids)]
     mask[:1] = 0
-    return _Tokens(np.array(ids, dtype=np.int32), mask, within)
+    return np.array(ids, dtype=np.int32), mask, within
 
 
 def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:

@@ -59,7 +59,6 @@ class LoraConfig:
         "folder of adapters to go on with, of PEFT's or a LoRA run's folder adapter/; --load is their base, and the "
         "reference is what they were",
     )
-
     base_weight_bits: Literal[16, 8, 4] | None = flag(
         None,
         "bits of an element of the frozen base's matrices; 8 and 4 round it, the same on every layout, and the "
@@ -91,17 +90,11 @@ class LoraConfig:
 
 
 class AdaptedPolicy(NamedTuple):
-    """A model with trained adapters on a frozen base.
+    """A model with trained adapters on a frozen base."""
 
-    Attributes:
-        built: the model, and the handle on its adapters' shards.
-        base: the handle on the frozen weights.
-        settings: of the adapters, with the checksum of the base.
-    """
-
-    built: Built
+    built: Built  # with the handle on the adapters' shards
     base: FrozenUnits
-    settings: AdapterSettings
+    settings: AdapterSettings  # with the checksum of the base
 
 
 def load_adapted(
@@ -137,7 +130,13 @@ def load_adapted(
     saved = SafeReader(source.checkpoint)
     begun = {key.removeprefix(MODEL): saved.read_whole(key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
     if lora.lora_load is not None:
-        begun |= _read_begun(Path(lora.lora_load), spec.config, settings)
+        found, tensors = read_adapter(Path(lora.lora_load), spec.config)
+        if found.checksum not in (None, settings.checksum):
+            raise ValueError(
+                f"--lora-load {lora.lora_load} was trained on weights with checksum {found.checksum}, those of --load "
+                f"{settings.base} have {settings.checksum}: its base was {found.base}"
+            )
+        begun |= tensors
     _begin_with(built, begun)
     for name, module in built.model.named_modules():
         if lora.lora_load is not None and keep_reference and isinstance(module, Adapter):
@@ -206,22 +205,14 @@ def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, wit
     """
     model, sharding = policy.built
     sharding.free_gathered()
-    written = [(name, p) for name, p in model.named_parameters() if with_head or ".adapter." in name]
+    whole = {}
     with dims.counter.paused():
-        whole = {name: _whole(p.detach()).cpu() for name, p in written}
+        for name, parameter in model.named_parameters():
+            if with_head or ".adapter." in name:
+                value = parameter.detach()
+                whole[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
     if dims.world.rank == 0:
         write_adapter(folder, model.config, policy.settings, whole)
-
-
-def _read_begun(folder: Path, config: GPTConfig, own: AdapterSettings) -> dict[str, torch.Tensor]:
-    """Whole tensors by our names; raises ValueError if they were trained on another base."""
-    found, tensors = read_adapter(folder, config)
-    if found.checksum not in (None, own.checksum):
-        raise ValueError(
-            f"--lora-load {folder} was trained on weights with checksum {found.checksum}, those of --load {own.base} "
-            f"have {own.checksum}: its base was {found.base}"
-        )
-    return tensors
 
 
 def _begin_with(built: Built, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -235,7 +226,3 @@ def _begin_with(built: Built, tensors: Mapping[str, torch.Tensor]) -> None:
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 parameter.copy_(value)
     built.sharding.weights_changed()
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

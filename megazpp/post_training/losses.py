@@ -1,14 +1,12 @@
 """The losses of post-training, as functions of tensors.
 
-One file of more than 300 lines: a formula of each loss, with its source, beside the others that it is compared with.
-
 Nothing here communicates or averages: a function gives a number for each token or each pair, and whoever calls it
-divides by denominators of the whole global batch (TRL's span a process, or a micro-batch), so that the result depends
-neither on the number of ranks nor on the size of micro-batches. tests/post_training compares values and gradients with
-those of TRL: DPO, reward, GRPO and RLOO of 1.16.0, PPO of 1.12.0.
+divides by denominators of the whole global batch (TRL's span a process, or a micro-batch). tests/post_training compares
+values and gradients with those of TRL: DPO, reward, GRPO and RLOO of 1.16.0, PPO of 1.12.0.
 
 Legend: B rows of a micro-batch, S tokens of a row, N completions of a whole rollout, G completions of one prompt. Masks
-are fp32 of zeros and ones.
+are fp32 of zeros and ones; without another word `mask` is [B, S] and has the completions' tokens, and log-probabilities
+`logps`, `old_logps` and `ref_logps` are [B, S], of the labels.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ PairLoss = Literal[
 TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RewardScale = Literal["group", "batch", "none"]
 AdvantageEstimator = Literal["grpo", "rloo"]
-_ADVANTAGE_EPSILON = 1e-4  # TRL's
-_WHITEN_EPSILON = 1e-8
+_ADVANTAGE_EPSILON, _WHITEN_EPSILON = 1e-4, 1e-8  # TRL's
 
 
 class PairLosses(NamedTuple):
@@ -36,16 +33,6 @@ class PairLosses(NamedTuple):
     losses: torch.Tensor
     chosen_rewards: torch.Tensor
     rejected_rewards: torch.Tensor
-
-    @property
-    def margins(self) -> torch.Tensor:
-        """[B]: by how much the preferred answer's reward is the larger one."""
-        return self.chosen_rewards - self.rejected_rewards
-
-    @property
-    def accuracies(self) -> torch.Tensor:
-        """[B]: 1 where the preferred answer has the larger reward."""
-        return (self.chosen_rewards > self.rejected_rewards).float()
 
 
 def dpo_losses(
@@ -62,16 +49,15 @@ def dpo_losses(
     rejected_lengths: torch.Tensor | None = None,
     mean_chosen_length: float | torch.Tensor = 1.0,
 ) -> PairLosses:
-    """Direct preference optimization of pairs.
+    """Direct preference optimization of pairs, by [B] sums of the log-probabilities of their answers.
 
     Args:
-        policy_chosen, policy_rejected, ref_chosen, ref_rejected: [B] sums of the log-probabilities of an answer.
         beta: how strongly the policy is held to the reference.
-        label_smoothing: the share of labels that robust takes to be wrong; of no meaning to the others.
+        label_smoothing: the share of labels that robust takes to be wrong.
         loss_types: Rafailov et al. 2023 (sigmoid), SLiC (hinge), Azar et al. 2023 (ipo), Chowdhury et al. 2024
             (robust), Chen et al. 2024 (nca_pair), Jung et al. 2024 (bco_pair without its running mean), Wu et al. 2024
             (sppo_hard), D'Oosterlinck et al. 2024 (apo_zero, apo_down), the likelihood of the preferred answers (sft).
-        loss_weights: of each of them in the sum that is minimised; None for 1 each.
+        loss_weights: of each of them in the sum; None for 1 each.
         chosen_lengths, rejected_lengths: [B] tokens of the answers, by which ipo divides.
         mean_chosen_length: tokens of a preferred answer, the mean of the whole step, by which sft divides.
     """
@@ -161,10 +147,7 @@ def importance_ratio(
 ) -> torch.Tensor:
     """[B, S] probability of each token over that of the policy which drew it, or [B, 1] their geometric means (GSPO).
 
-    Args:
-        logps: [B, S] log-probabilities of the labels, with a gradient.
-        old_logps: [B, S] of the policy that drew them; None: the same policy, the ratio is 1.
-        mask: [B, S] the completions' tokens; 1 outside of it.
+    Without `old_logps` the same policy drew them, and the ratio is 1, as it is outside of `mask`.
     """
     # outside of the mask a log-probability may be anything: exp of it must not become an inf that 0 turns into NaN
     log_ratio = torch.where(mask > 0, logps - (logps.detach() if old_logps is None else old_logps), 0.0)
@@ -185,11 +168,9 @@ def policy_losses(
     """The clipped surrogate of PPO and GRPO, without an entropy or KL term; 0 outside of `mask`.
 
     Args:
-        ratio: `importance_ratio`.
         advantages: [B] of rows or [B, S] of tokens.
-        mask: [B, S] the completions' tokens.
-        epsilon, epsilon_high: the ratio counts from 1 - epsilon to 1 + epsilon_high (None: epsilon).
-        delta: it never counts as more than this, where advantages are negative either (INTELLECT-2).
+        epsilon, epsilon_high, delta: the ratio counts from 1 - epsilon to 1 + epsilon_high (None: epsilon), as delta
+            at most, where advantages are negative either (INTELLECT-2).
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
@@ -212,7 +193,7 @@ def cispo_losses(
 def kl_to_reference(
     logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[B, S] estimates of the divergence from the reference, never negative (Schulman's k3); 0 outside of `mask`.
+    """[B, S] estimates of the divergence from the reference (Schulman's k3); 0 outside of `mask`.
 
     Times `ratio` they have the gradient of the reverse divergence, without bias (DeepSeek-V3.2).
     """
@@ -232,12 +213,9 @@ def token_weights(
     """[B, S] weights so that the loss of an optimizer step is the sum of its tokens' losses times them.
 
     Args:
-        mask: [B, S] the completions' tokens.
         loss_type: grpo gives each completion the same weight, dr_grpo each token, whatever the lengths; bnpo and dapo
-            give each token its share of the step's tokens, and are the same here: TRL's bnpo counts those of one
-            process and micro-batch. cispo weighs as dapo.
-        num_completions, num_tokens: of the whole step, over its micro-batches and all ranks.
-        max_completion_length: tokens of the longest completion that could be drawn.
+            give each token its share of the step's (TRL's bnpo: of one process and micro-batch's); cispo as dapo.
+        num_completions, num_tokens: of the whole step and all ranks.
     """
     match loss_type:
         case "grpo":
@@ -251,9 +229,7 @@ def token_weights(
 def value_mask(mask: torch.Tensor, *, max_completion_length: int) -> torch.Tensor:
     """The places of PPO's values: completions' tokens, and the place after a completion that ended before the limit.
 
-    Args:
-        mask: [B, S] the completions' tokens, beside each other in a row.
-        max_completion_length: a completion of so many tokens has no place after it. (TRL: the longest of a batch.)
+    A completion of `max_completion_length` tokens has no place after it. (TRL: the longest of a batch.)
     """
     after = torch.zeros_like(mask)
     after[:, 1:] = (mask[:, :-1] > 0) & (mask[:, 1:] == 0)
@@ -269,32 +245,21 @@ def ppo_rewards(
     *,
     kl_coef: float,
 ) -> torch.Tensor:
-    """[B, S] rewards of tokens: the penalty for leaving the reference, and the score where the last value is.
+    """[B, S] rewards of tokens: the penalty for leaving the reference, and the [B] score where the last value is.
 
-    Args:
-        logps, ref_logps: [B, S].
-        scores: [B] of the completions.
-        mask: [B, S] the completions' tokens.
-        values_at: [B, S] `value_mask` of them.
+    `values_at` is the `value_mask` of `mask`.
     """
     kl = torch.where(mask > 0, logps - ref_logps, 0.0)
     following = F.pad(values_at, (0, 1))[:, 1:]
     return -kl_coef * kl + scores.unsqueeze(1) * values_at * (1 - following)
 
 
-class Estimates(NamedTuple):
-    """[B, S] each: advantages, and the returns that values are trained towards; 0 outside of the mask."""
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalized advantage estimation along rows: [B, S] advantages, and the returns that values are trained towards.
 
-    advantages: torch.Tensor
-    returns: torch.Tensor
-
-
-def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float) -> Estimates:
-    """Generalized advantage estimation along rows; PPO then whitens the advantages of the completions' tokens.
-
-    Args:
-        rewards, values: [B, S].
-        mask: [B, S] `value_mask`; after its last place a row is worth nothing.
+    `mask` is a `value_mask`; after its last place a row is worth nothing. PPO then whitens the tokens' advantages.
     """
     values = values * mask
     following, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
@@ -303,7 +268,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamm
         delta = rewards[:, place] + gamma * following - values[:, place]
         advantage = (delta + gamma * lam * advantage) * mask[:, place]
         advantages[:, place], following = advantage, values[:, place]
-    return Estimates(advantages, advantages + values)
+    return advantages, advantages + values
 
 
 def whiten(
@@ -315,10 +280,8 @@ def whiten(
 ) -> torch.Tensor:
     """`x` with variance 1 (and mean 0) over the masked places of the whole rollout batch; 0 outside of `mask`.
 
-    Args:
-        x, mask: [B, S] of this rank.
-        sum_over_ranks: sums an fp64 tensor over the ranks that hold other rows (TRL whitens each process alone).
-        shift_mean: False keeps the mean.
+    `sum_over_ranks` sums an fp64 tensor over the ranks that hold other rows (TRL whitens each process alone);
+    `shift_mean` False keeps the mean.
     """
     x64, mask64 = x.double(), mask.double()
     sums = sum_over_ranks(torch.stack((mask64.sum(), (x64 * mask64).sum(), (x64.square() * mask64).sum())))
@@ -331,13 +294,7 @@ def whiten(
 def clipped_value_losses(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, *, cliprange_value: float
 ) -> TokenLosses:
-    """PPO's losses of values that may move by `cliprange_value` from the old ones; 0 outside of `mask`.
-
-    Args:
-        values: [B, S], with a gradient.
-        old_values, returns: [B, S].
-        mask: [B, S] `value_mask`.
-    """
+    """PPO's losses of [B, S] values that may move so far from the old ones; 0 outside of the `value_mask`."""
     near = torch.minimum(torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value)
     free, clamped = (values - returns).square(), (near - returns).square()
     return TokenLosses(0.5 * torch.maximum(free, clamped) * mask, (clamped > free).float() * mask)

@@ -66,11 +66,7 @@ class StepSums:
 
 
 class PreferenceLoss:
-    """Pairs of answers: the mean over all pairs of the step.
-
-    Args:
-        reference: for dpo where batches come without the reference's log-probabilities.
-    """
+    """Pairs of answers: the mean over all pairs of the step; dpo takes `reference` where a batch has no ref_logps."""
 
     def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Logps | None = None) -> None:
         self._config, self._dims, self._reference = config, dims, reference
@@ -85,8 +81,8 @@ class PreferenceLoss:
         self._sums = StepSums(self._dims)
 
     def loss(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
-        losses = self._reward(model, batch) if self._config.objective == "reward" else self._dpo(model, batch)
-        return losses.sum() / self._pairs
+        losses = self._reward if self._config.objective == "reward" else self._dpo
+        return losses(model, batch).sum() / self._pairs
 
     def metrics(self) -> Mapping[str, float]:
         return self._sums.means()
@@ -120,8 +116,8 @@ class PreferenceLoss:
         )
         self._sums.add("rewards/chosen", found.chosen_rewards)
         self._sums.add("rewards/rejected", found.rejected_rewards)
-        self._sums.add("rewards/margins", found.margins)
-        self._sums.add("rewards/accuracies", found.accuracies)
+        self._sums.add("rewards/margins", found.chosen_rewards - found.rejected_rewards)
+        self._sums.add("rewards/accuracies", (found.chosen_rewards > found.rejected_rewards).float())
         for name, part in zip(("chosen", "rejected"), logps.chunk(2), strict=True):
             self._sums.add(f"logps/{name}", part)
         return found.losses
@@ -132,7 +128,7 @@ class PolicyLoss:
 
     Args:
         temperature: that the completions were drawn at.
-        rollout_metrics: what is known of them before the step.
+        rollout_metrics: of the completions, known before the step.
     """
 
     def __init__(

@@ -228,12 +228,12 @@ class RolloutLoader(StatePart):
         rewards = ppo_rewards(batch.old_logps, reference, scores[buffer.rows], mask, at, kl_coef=config.kl_coef)
         if config.whiten_rewards:
             rewards = whiten(rewards, at, sum_over_ranks=self.summed, shift_mean=False)
-        found = gae(rewards, batch.values, at, gamma=config.gamma, lam=config.lam)
+        advantages, returns = gae(rewards, batch.values, at, gamma=config.gamma, lam=config.lam)
         divergence = (batch.old_logps - reference) * mask
         kl, tokens, rows = self.summed(torch.stack((divergence.sum(), mask.sum(), mask.new_tensor(len(mask)))).double())
         self._metrics = {"kl": float(kl / tokens.clamp(min=1)), "objective/kl": float(kl / rows)}
-        advantages = whiten(found.advantages, mask, sum_over_ranks=self.summed)
-        return batch._replace(advantages=advantages, returns=found.returns, value_mask=at)
+        advantages = whiten(advantages, mask, sum_over_ranks=self.summed)
+        return batch._replace(advantages=advantages, returns=returns, value_mask=at)
 
     def _each(self, batch: RolloutBatch, ask: Callable[[RolloutBatch], torch.Tensor]) -> torch.Tensor:
         """Ask `ask` of all rows, by the micro-batches of the training; on the CPU, 0 behind their rows."""

@@ -39,16 +39,15 @@ def examples(*lengths: int) -> Examples:
 @given(size=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
 def test_each_epoch_is_a_permutation_of_its_own(size: int, seed: int) -> None:
     order = EpochOrder(size, num_samples=3 * size + 1, seed=seed)
-    drawn = [order[index] for index in range(3 * size)]
+    drawn = [order.place(index) for index in range(3 * size)]
     epochs = [drawn[start : start + size] for start in range(0, 3 * size, size)]
     assert all(sorted(epoch) == [*range(size)] for epoch in epochs)
-    assert [
-        EpochOrder(size, num_samples=3 * size + 1, seed=seed)[index] for index in reversed(range(3 * size))
-    ] == drawn[::-1]
+    again = EpochOrder(size, num_samples=3 * size + 1, seed=seed)
+    assert [again.place(index) for index in reversed(range(3 * size))] == drawn[::-1]
     if size > 9:
         assert epochs[0] != epochs[1] != epochs[2]
     with pytest.raises(IndexError, match=f"sample {3 * size + 1} of {3 * size + 1}"):
-        order[3 * size + 1]
+        order.place(3 * size + 1)
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=60))
@@ -169,4 +168,4 @@ def test_prompts_come_in_the_order_of_the_epoch() -> None:
     prompts = [Prompt([number], "?", {}, f"line {number}") for number in range(5)]
     dataset = PromptDataset(prompts, num_samples=7, seed=1)
     order = EpochOrder(5, num_samples=7, seed=1)
-    assert [dataset[index].tokens for index in range(len(dataset))] == [[order[index]] for index in range(7)]
+    assert [dataset[index].tokens for index in range(len(dataset))] == [[order.place(index)] for index in range(7)]
