@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,8 @@ from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import program
 from megazpp.base.run import Loaded, run_on_checkpoint
 from megazpp.data.tokenizer import marks_note
-from megazpp.inference.memory import sequences_that_fit
+from megazpp.inference.generate import sequences_that_fit
 from megazpp.inference.text import continue_texts
-from megazpp.stored.streamed import Speed
 
 DEFAULT_TOKENS = 100
 
@@ -77,10 +77,9 @@ def run(loaded: Loaded) -> None:
     out, done = sys.stdout if world.rank == 0 else None, 0
     if note := marks_note(loaded.tokenizer):
         loaded.say(f"note: {note}")
-    speed, count = None, 0
+    started, count = 0.0, 0
     while prompts := world.share_object(next(batches, [])):
-        if loaded.streamed is not None and speed is None:
-            speed = Speed(loaded.streamed)
+        started = started or time.perf_counter()
         _, generated = continue_texts(
             *loaded.built,
             loaded.dims,
@@ -97,8 +96,8 @@ def run(loaded: Loaded) -> None:
         done, count = done + len(prompts), count + sum(map(len, generated.tokens))
     if not done:
         raise ValueError("there is no prompt on stdin")
-    if speed is not None:
-        loaded.say(speed.reached(count))
+    if loaded.streamed is not None:
+        loaded.say(loaded.streamed.describe_speed(count, time.perf_counter() - started))
 
 
 def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[list[str]]:

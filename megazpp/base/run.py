@@ -22,6 +22,7 @@ from megazpp.base.program import EXIT_USER_ERROR, UserError, launched_rank, say_
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import LoadSource, find_weights, load_soundest, load_weights
 from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.weights import open_frozen_place
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.gpt import GPTModel
@@ -30,13 +31,7 @@ from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import LaunchConfig, Place, device_type, find_place, launch_workers
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
-from megazpp.stored.load import (
-    WeightsConfig,
-    bf16_note,
-    load_frozen_model,
-    load_streamed_model,
-    open_frozen_place,
-)
+from megazpp.stored.load import WeightsConfig, bf16_note, load_used_model
 from megazpp.stored.streamed import StreamedUnits
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import detect_cluster, read_cluster
@@ -189,9 +184,7 @@ def _load(
         def load(source: LoadSource, record: RunRecord) -> tuple[GPTModel, WeightHandle]:
             if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
                 say(f"WARNING: the tokenizer gives other ids than that of {source.folder.path}")
-            if weights.packs:
-                return load_streamed_model(weights, spec, place, source, record)
-            return load_frozen_model(spec, place, source, record)[:2]
+            return load_used_model(weights, spec, place, source, record)
 
         built, iteration = load_soundest(source, load, say)
     else:

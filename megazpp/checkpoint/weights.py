@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, Saved
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.tensor_parallel.lora import joined_factors, merged
 from megazpp.tensor_parallel.parameters import owned_parameters, seed_for
 
@@ -192,6 +193,35 @@ def check_weights(
         if problem:
             what = f"the tensors are not of the model that {RECORD} describes: {key} {problem}"
             raise DamagedError(f"{checkpoint}: {what}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenPlace:
+    """The home of a job's frozen models; they share one, because its axes are process groups.
+
+    Attributes:
+        axis: the ranks of a node that share a frozen unit.
+        files: all ranks, for what is read and written together (`open_axis`).
+        say: prints a line on rank 0.
+    """
+
+    dims: ParallelDims
+    device: torch.device
+    axis: MeshAxis
+    files: MeshAxis
+    say: Callable[[str], None] = lambda line: None
+
+
+def open_frozen_place(
+    dims: ParallelDims, device: torch.device, *, say: Callable[[str], None], whole: bool = False
+) -> FrozenPlace:
+    """Make the axes of frozen models; every rank calls this once.
+
+    Args:
+        whole: every rank has all weights of its tensor-parallel part: nothing is gathered, or there twice.
+    """
+    axis = MeshAxis("whole", timeline=dims.timeline) if whole else dims.twin("local", "frozen")
+    return FrozenPlace(dims=dims, device=device, axis=axis, files=open_axis(dims), say=say)
 
 
 class WeightReader:

@@ -9,9 +9,11 @@ stream, rank 0 draws for all.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import seed_for
 from megazpp.zero.sharding import WeightHandle
+
+MOST_SEQUENCES = 256  # of a batch that `sequences_that_fit` chooses
 
 
 class Generated(NamedTuple):
@@ -72,25 +76,30 @@ def generate(
     """
     started, first = time.perf_counter(), 0.0
     rows = [list(prompt) for prompt in prompts]
-    going = [True] * len(rows)
-    names = [f"prompt {first_prompt + row}" for row in range(len(rows))]
-    generators = [torch.Generator().manual_seed(seed_for(name, seed=seed)) for name in names]
+    active = [True] * len(rows)
+    seeds = [seed_for(f"prompt {first_prompt + row}", seed=seed) for row in range(len(rows))]
+    generators = [torch.Generator().manual_seed(each) for each in seeds]
+    cache = None
+    if use_cache:
+        capacity = min(max_length, max(map(len, rows)) + config.sample_tokens)
+        cache = KVCache(len(model.layers), len(rows), capacity, on_host=cache_on_host)
     together = dims.tp if sharding.keeps_gathered else dims.world  # who must take equally many forwards
     with torch.no_grad(), evaluating(model), sharding.kept_gathered():
-        reader = Reader(model, rows, config.sample_tokens, max_length, use_cache, cache_on_host)
         for _ in range(config.sample_tokens):
-            logits = reader.next_logits(rows, going)
+            if max(map(len, rows)) > max_length:
+                cache = None  # positions move from here on
+            logits = _next_logits(model, cache, rows, active, max_length)
             drawn = torch.zeros(len(rows), dtype=torch.int64)
             if together.rank == 0:
                 scores = logits.float().cpu()
-                for row in itertools.compress(range(len(rows)), going):
+                for row in itertools.compress(range(len(rows)), active):
                     drawn[row] = pick(scores[row], config, generators[row], rows[row])
             agreed = together.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
-            for row in itertools.compress(range(len(rows)), tuple(going)):
+            for row in itertools.compress(range(len(rows)), tuple(active)):
                 rows[row].append(agreed[row])
-                going[row] = not is_last(row, agreed[row])
+                active[row] = not is_last(row, agreed[row])
             first = first or time.perf_counter() - started
-            if not any(going):
+            if not any(active):
                 break
     new = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     return Generated(new, first, time.perf_counter() - started)
@@ -173,46 +182,38 @@ def draw_completions(
     return Drawn(drawn.cpu(), new_lengths.cpu(), logps.cpu(), (~going).cpu())
 
 
-class Reader:
-    """Reads rows of tokens and says what the model expects next.
+def _next_logits(
+    model: GPTModel, cache: KVCache | None, rows: Sequence[Sequence[int]], active: Sequence[bool], max_length: int
+) -> torch.Tensor:
+    """[B, V]: the logits after the last token of each of `rows`; nobody looks at those that are not active."""
+    seen = [0] * len(rows) if cache is None else cache.lengths
+    new = [row[count:][-max_length:] for row, count in zip(rows, seen, strict=True)]
+    device, longest = model.embedding.word.weight.device, max(map(len, new))  # of frozen models too
+    # causal: what follows a row's own tokens is never seen
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in new], device=device)
+    last = torch.tensor([len(row) - 1 for row in new], device=device)
+    part = model(tokens, cache=cache, logits_at=last)[:, 0]
+    if cache is not None:  # a row that is over stays where it is: its last token is read again and again
+        cache.add([len(row) if goes else 0 for row, goes in zip(new, active, strict=True)])
+    return model.tp.all_gather(part.t()).t()[:, : model.vocab_size]
 
-    Args:
-        rows: as they will be given first.
-        num_tokens: by which each row will grow at most.
-        max_length, use_cache, cache_on_host: see `generate`.
+
+def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on_host: bool) -> int:
+    """Count the sequences of `length` tokens that have their keys and values in half of the free memory; 1 to 256.
+
+    More would not help: products of so many rows take longer than it takes to unpack the matrix.
     """
-
-    def __init__(
-        self,
-        model: GPTModel,
-        rows: Sequence[Sequence[int]],
-        num_tokens: int,
-        max_length: int,
-        use_cache: bool,
-        cache_on_host: bool = False,
-    ) -> None:
-        self._model, self._max_length = model, max_length
-        self._device = model.embedding.word.weight.device  # of frozen models too
-        self._cache: KVCache | None = None
-        if use_cache:
-            capacity = min(max_length, max(map(len, rows)) + num_tokens)
-            self._cache = KVCache(len(model.layers), len(rows), capacity, on_host=cache_on_host)
-
-    def next_logits(self, rows: Sequence[Sequence[int]], going: Sequence[bool]) -> torch.Tensor:
-        """[B, V]: the logits after the last token of each of `rows`; nobody looks at those that are not `going`."""
-        if max(map(len, rows)) > self._max_length:
-            self._cache = None  # positions move from here on
-        cache = self._cache
-        seen = [0] * len(rows) if cache is None else cache.lengths
-        new = [row[count:][-self._max_length :] for row, count in zip(rows, seen, strict=True)]
-        longest = max(map(len, new))
-        # causal: what follows a row's own tokens is never seen
-        tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in new], device=self._device)
-        last = torch.tensor([len(row) - 1 for row in new], device=self._device)
-        part = self._model(tokens, cache=cache, logits_at=last)[:, 0]
-        if cache is not None:  # a row that is over stays where it is: its last token is read again and again
-            cache.add([len(row) if goes else 0 for row, goes in zip(new, going, strict=True)])
-        return self._model.tp.all_gather(part.t()).t()[:, : self._model.vocab_size]
+    config, weight = model.config, model.embedding.word.weight
+    per_token = 2 * config.layers * (config.query_groups // model.tp.size) * config.head_size * weight.element_size()
+    if device.type == "cuda" and not on_host:
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        try:
+            fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+            free = 1024 * int(fields["MemAvailable"].split()[0])
+        except (OSError, KeyError, ValueError):  # not on Linux: all the memory there is
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(max(free // 2 // (per_token * length), 1), MOST_SEQUENCES)
 
 
 @contextmanager

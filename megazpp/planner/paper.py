@@ -28,7 +28,7 @@ from kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 from megazpp.planner.cost import Costs
-from megazpp.stored.freeze import FrozenBytes
+from megazpp.stored.frozen import FrozenBytes
 from megazpp.topology.layout import AXES, Layout
 from megazpp.zero.comms import CommContext, CountedGather, SummingReduce
 from megazpp.zero.gather import TwoHopGather

@@ -37,8 +37,7 @@ from megazpp.planner.paper import (
     own_shapes,
 )
 from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
-from megazpp.stored.freeze import frozen_bytes
-from megazpp.stored.packed import Bits
+from megazpp.stored.frozen import frozen_bytes
 from megazpp.topology.layout import AXES, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comms import CommContext
@@ -97,7 +96,7 @@ class PaperStep:
         moments: int = 2,
         with_entropy: bool = False,
         prepare: Callable[[GPTModel], None] | None = None,
-        frozen_bits: Bits | None = None,
+        frozen_bits: int | None = None,
         islands: IslandsPlan | None = None,
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision

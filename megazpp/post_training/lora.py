@@ -20,6 +20,7 @@ from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import IMPORTED_FROM, RunRecord
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
+from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.convert.peft import (
     AdapterSettings,
     Branch,
@@ -34,7 +35,7 @@ from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.stored.frozen import FrozenUnits
-from megazpp.stored.load import FrozenPlace, load_frozen_model
+from megazpp.stored.load import load_frozen_model
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.lora import Adapter, LowRankAdapter, QkvAdapter
 from megazpp.training.setup import Built, ModelSpec, fill, shard_built
@@ -121,12 +122,12 @@ def load_adapted(
     if bits is not None:
         rounded = "" if bits >= 8 * spec.precision.param_dtype.itemsize else " (rounded)"
         place.say(f" base weights: {bits} bits{rounded}, in memory")
-    frozen = load_frozen_model(spec, place, source, record, bits=bits, trained=trained)
+    model, base, checksum = load_frozen_model(spec, place, source, record, bits=bits, trained=trained)
     origin = record.flags.get(IMPORTED_FROM) or str(source.folder.path.resolve())
-    settings = settings._replace(base=origin, checksum=frozen.checksum)
+    settings = settings._replace(base=origin, checksum=checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank)
-    add_adapters(frozen.model, settings, shared)
-    built = fill(shard_built(frozen.model, spec, dims), spec, dims, device)
+    add_adapters(model, settings, shared)
+    built = fill(shard_built(model, spec, dims), spec, dims, device)
     saved = SafeReader(source.checkpoint)
     begun = {key.removeprefix(MODEL): saved.read_whole(key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
     if lora.lora_load is not None:
@@ -143,7 +144,7 @@ def load_adapted(
             module.has_reference = True
             if isinstance(module, LowRankAdapter):
                 module.keep_reference(begun[f"{name}.a"], begun[f"{name}.b"], device)
-    return AdaptedPolicy(built, frozen.units, settings)
+    return AdaptedPolicy(built, base, settings)
 
 
 def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGenerator | None) -> None:

@@ -41,9 +41,7 @@ from megazpp.post_training.lora import add_adapters
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.start import PostConfigs
-from megazpp.stored.freeze import freeze, frozen_axis
-from megazpp.stored.frozen import FrozenUnits
-from megazpp.stored.packed import Bits
+from megazpp.stored.frozen import FrozenUnits, freeze
 from megazpp.stored.streamed import plan_stream
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
@@ -89,7 +87,7 @@ def plan_models(
             _freeze(model)
             add_adapters(model, settings, None)
 
-    def asked_in(bits: Bits | None) -> Counter[Memory]:
+    def asked_in(bits: int | None) -> Counter[Memory]:
         step = make(prepare=_freeze, frozen_bits=bits)
         step.run_forward()
         return step.ledger.peak
@@ -172,7 +170,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
 
     def make_task(spec: ModelSpec, dims: ParallelDims, fake: FakeTensorMode) -> DryTask:
         nonlocal base_bytes, trained
-        frozen = functools.partial(_frozen, dims, frozen_axis(dims), fake)
+        frozen = functools.partial(_frozen, dims, dims.twin("local", "frozen"), fake)
         reference, reward = None, None
         if post.needs_reference and lora.lora_r is None and not post.precompute_ref_log_probs:
             if post.sync_ref_model:
@@ -238,7 +236,7 @@ def _frozen(
     spec: ModelSpec,
     *,
     trained: str | tuple[()] = (),
-    bits: Bits | None = None,
+    bits: int | None = None,
 ) -> tuple[GPTModel, FrozenUnits]:
     """A model of frozen units, but for parameters whose names begin with `trained`."""
     model = model_on_meta(spec, dims, CPU)

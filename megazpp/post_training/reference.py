@@ -23,13 +23,14 @@ from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.state import Saved, StatePart
+from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.model.gpt import GPTModel, TokenOutputs
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Logps, scores_of
-from megazpp.stored.load import FrozenPlace, WeightsConfig, load_frozen_model, load_streamed_model
+from megazpp.stored.load import WeightsConfig, load_used_model
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import local
 from megazpp.training.setup import Built, ModelSpec
@@ -139,10 +140,7 @@ def load_frozen(
     if spec.scalar_head:
         untied = record.flags.get("untie_embeddings_and_output_weights", False)  # an imported one has no output layer
         spec = replace(spec, config=replace(spec.config, untie_embeddings_and_output_weights=untied))
-    if weights.packs:
-        model, _ = load_streamed_model(weights, spec, place, source, record)
-    else:
-        model = load_frozen_model(spec, place, source, record).model
+    model, _ = load_used_model(weights, spec, place, source, record)
     return FrozenModel(model, temperature=temperature)
 
 

@@ -18,6 +18,7 @@ from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.state import StatePart
+from megazpp.checkpoint.weights import FrozenPlace, open_frozen_place
 from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
 from megazpp.data.loader import BatchLoader
@@ -40,7 +41,6 @@ from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
-from megazpp.stored.load import FrozenPlace, open_frozen_place
 from megazpp.training.context import RunContext
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation

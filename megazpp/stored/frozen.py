@@ -4,14 +4,11 @@
     message [M] --local all-gather--> [L, M] --unpack--> weights   before each use, forward and backward; freed after it
 
 L ranks of a node share a tensor-parallel index. A frozen weight is a plain tensor in the place of the module's
-parameter: FSDP2, the optimizer, the norm and checkpoints do not see it. It has no fp32 master and no moments, and no
-optimizer step drops it. Unless fewer bits are asked for, the message holds the compute dtype, so that a forward
-computes with the same bits as that of trained weights; in 8 or 4 bits it holds the matrices rounded (packed.py).
+parameter, which FSDP2, the optimizer, the norm and checkpoints do not see: no fp32 master, no moments. Unless fewer
+bits are asked for, the message holds the compute dtype, so that a forward computes with the bits of trained weights.
 
-| bytes of a rank, P weights of its tensor-parallel part | 16 bits | 8 bits       | 4 bits       |
-|---------------------------------------------------------|---------|--------------|--------------|
-| kept                                                    | 2 P / L | 1.0312 P / L | 0.5625 P / L |
-| sent inside the node, per use: (L - 1) times            | 2 P / L | 1.0312 P / L | 0.5625 P / L |
+Of P weights a rank keeps 2 P / L bytes in 16 bits, 1.0312 P / L in 8 and 0.5625 P / L in 4, and sends L - 1 times as
+much inside the node per use.
 
 A use in backward is one through which a gradient flows: of a unit below the first trained weight there is none. As
 frozen weights never change, the next unit's gather runs ahead beside the compute, and what has arrived stays valid.
@@ -21,10 +18,10 @@ The axis has a process group and a queue of its own, so it never waits for the t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,179 +30,129 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
-from megazpp.stored.messages import Placed
+from megazpp.stored.format import LoadRows, MessagePlan, at_rest, parameter_slots, plan_message, replace_parameter
 from megazpp.zero.schedule import in_backward
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrozenWeight:
-    """One weight of a unit.
-
-    Attributes:
-        placed: its name, its rows on each rank, and their place in the unit's message.
-        whole: [L x rows of each rank x ...] flat, where it is unpacked; no memory between uses.
-        weight: the view of `whole` that modules compute with.
-    """
-
-    placed: Placed
-    whole: torch.Tensor
-    weight: torch.Tensor
-
-    def unpack(self, messages: torch.Tensor) -> None:
-        """Read the whole of it from the messages [L, M] of all ranks."""
-        rows = self.placed.rows
-        assert rows is not None
-        rows.unpack(self.placed.rows_in(messages), self.whole.view(len(messages), self.placed.part_rows, rows.columns))
-
-
-class FrozenUnit:
-    """Weights that are gathered together.
+def freeze(
+    model: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    axis: MeshAxis,
+    load: LoadRows,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    bits: int | None = None,
+    trained: Callable[[str], bool] = lambda name: False,
+) -> FrozenUnits:
+    """Make the parameters of `model` frozen units, one after the other; it computes as before.
 
     Args:
-        name: for messages and spans.
-        weights: in any order.
-        axis: the ranks of the node that share them.
-        message: [M] uint8, this rank's part of all weights; None: they are whole on this rank, and never packed.
-    Attributes:
-        expects_backward: whether a gradient may flow through it before its next forward.
+        model: on the meta device, with the shapes of this tensor-parallel rank's part.
+        units: modules whose weights are used together, in the order of use; `model` takes what is left.
+        axis: the ranks of a node that share units; one of size 1 is a whole copy on this rank.
+        load: (name, rows) -> these rows of dim 0 of the part, in any dtype; each is asked for once, on one rank of the
+            axis, a few megabytes at a time.
+        device: where messages are kept and weights unpacked.
+        dtype: in which the model computes.
+        bits: of an element of a matrix at rest; None: as the model computes.
+        trained: whether a parameter of this name is left alone.
+    Raises:
+        ValueError: `load` gave another shape, or units share a weight.
     """
+    slots, names = parameter_slots(model), {parameter: name for name, parameter in model.named_parameters()}
+    titles = {module: name for name, module in model.named_modules()}
+    taken = {name for name in slots if trained(name)}
+    groups = []
+    for modules in (*units, [model]):
+        shapes = {names[p]: tuple(p.shape) for module in modules for p in module.parameters() if names[p] not in taken}
+        inside = {each for module in modules for each in module.modules()}
+        for name in shapes:
+            if any(module not in inside for module, _ in slots[name]):
+                raise ValueError(f"{name} is used in several units: leave them to the model's own")
+        taken.update(shapes)
+        groups.append((modules, shapes))
+    *of_units, rest = groups
+    frozen = FrozenUnits(axis, outermost=bool(rest[1]))
+    with torch.inference_mode(False), torch.no_grad():
+        for modules, shapes in (rest, *of_units):  # the model's own are used around all others
+            if shapes:
+                title = ", ".join(titles[module] or "the rest" for module in modules)
+                plan = _plan_unit(shapes, axis.size, dtype, bits, title)
+                message = plan.fill(torch.empty(plan.num_bytes, dtype=torch.uint8, device=device), load, axis.rank)
+                unit = FrozenUnit(frozen, plan, message, dtype)
+                for placed, _, weight in unit.weights:
+                    replace_parameter(slots[placed.name], weight)
+                unit.attach(modules)
+                frozen.units.append(unit)
+    return frozen
 
-    def __init__(
-        self, name: str, weights: Sequence[FrozenWeight], axis: MeshAxis, message: torch.Tensor | None
-    ) -> None:
-        self.name, self.weights, self.message = name, tuple(weights), message
-        self.expects_backward = False
-        self._axis = axis
-        self._received: Work[torch.Tensor] | None = None  # a gather that was started ahead of its use
-        self.is_unpacked = message is None
 
-    def unpack(self, following: FrozenUnit | None = None) -> None:
-        """Have the weights in memory, and start to gather those of `following`."""
-        if self.is_unpacked:
-            return
-        received = self._received or self._start_gather()
-        self._received, self.is_unpacked = None, True
-        for weight in self.weights:
-            weight.whole.untyped_storage().resize_(weight.whole.nbytes)
-        done = self._axis.queue.submit(functools.partial(self._unpack, received))
-        if following is not None:
-            following.prefetch()
-        done.wait()
+class FrozenBytes(NamedTuple):
+    """Bytes of a frozen unit on one rank: always; of all ranks' messages until they are unpacked; of weights in use."""
 
-    def prefetch(self) -> None:
-        """Start to gather ahead of the use."""
-        if not self.is_unpacked and self._received is None:
-            self._received = self._start_gather()
+    kept: int
+    received: int
+    unpacked: int
 
-    def free(self) -> None:
-        """Give the memory of the weights back."""
-        if self.is_unpacked and self.message is not None:
-            self.is_unpacked = False
-            for weight in self.weights:
-                weight.whole.untyped_storage().resize_(0)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that are there all the time."""
-        return sum(weight.whole.nbytes for weight in self.weights) if self.message is None else self.message.nbytes
+def frozen_bytes(
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, bits: int | None = None
+) -> FrozenBytes:
+    """The bytes of a unit of these weights on each of `num_ranks` ranks of a node; arguments as for `freeze`."""
+    plan = _plan_unit(shapes, num_ranks, dtype, bits)
+    if not _packs(plan, dtype):
+        return FrozenBytes(plan.num_bytes, 0, 0)
+    unpacked = sum(num_ranks * placed.part_rows * math.prod(placed.shape[1:]) for placed in plan.weights)
+    return FrozenBytes(plan.num_bytes, num_ranks * plan.num_bytes if num_ranks > 1 else 0, unpacked * dtype.itemsize)
 
-    def _start_gather(self) -> Work[torch.Tensor]:
-        assert self.message is not None
-        gather = functools.partial(self._axis.all_gather, self.message.unsqueeze(0), of=self.name)
-        return Work(self.message.unsqueeze(0)) if self._axis.size == 1 else self._axis.queue.submit(gather)
 
-    def _unpack(self, received: Work[torch.Tensor]) -> None:
-        """[L, M] -> every weight, without autograd taking it for a change of what it has saved."""
-        messages = received.join()
-        with torch.autograd._unsafe_preserve_version_counter(tuple(weight.whole for weight in self.weights)):
-            for weight in self.weights:
-                weight.unpack(messages)
+def _plan_unit(
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, bits: int | None, name: str = ""
+) -> MessagePlan:
+    return plan_message(name, shapes, num_ranks, *at_rest(bits, dtype), vectors=dtype, align=16)
+
+
+def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
+    """True if weights are unpacked for a use; else modules compute with views of the message."""
+    return plan.num_parts > 1 or any(w.rows is not None and not w.rows.holds(dtype) for w in plan.weights)
 
 
 class FrozenUnits:
-    """The `WeightHandle` on frozen units, which unpacks and frees them around the modules' forwards and backwards.
+    """The `WeightHandle` on frozen units, which unpack and free themselves around modules' forwards and backwards.
 
-    Args:
-        units: in the order of use.
-        outermost: whether the first unit is used around all others, as the root module's own weights are.
+    With `outermost` the first is used around all others, as the root module's own weights are.
     """
 
     keeps_gathered = True
 
-    def __init__(self, units: Sequence[FrozenUnit], *, outermost: bool) -> None:
-        self.units = tuple(units)
-        self._outermost, self._keep = outermost, False
-        self._in_backward: dict[FrozenUnit, set[object]] = {unit: set() for unit in units}  # forwards whose turn it is
-        self._backward = -1
+    def __init__(self, axis: MeshAxis, *, outermost: bool) -> None:
+        self.axis, self._outermost, self.backward = axis, outermost, -1
+        self.units: list[FrozenUnit] = []  # in the order of use
+        self.keeps = False  # units stay unpacked after their use
 
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:
-        """Keep each unit unpacked after its first use, for the forwards inside; afterwards free all.
-
-        For a generation, where every token is a forward. It costs the memory of the whole model in compute precision.
-        """
-        before, self._keep = self._keep, True
+        """Keep each unit unpacked after its first use, for the forwards of a generation; afterwards free all."""
+        before, self.keeps = self.keeps, True
         try:
             yield
         finally:
-            self._keep = before
+            self.keeps = before
             if not before:
                 self.free_gathered()
 
     def free_gathered(self) -> None:
-        """Free what is unpacked."""
         for unit in self.units:
             unit.free()
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that this rank holds all the time."""
-        return sum(unit.kept_bytes for unit in self.units)
+        return sum(unit.message.nbytes for unit in self.units)
 
-    def attach(self, unit: FrozenUnit, modules: Sequence[nn.Module]) -> None:
-        """Unpack `unit` before the forward of the first of `modules`, free it after that of the last."""
-        if unit.message is None:
-            return
-        use = _Use(self, unit, modules)
-        for module in modules:
-            module.register_forward_pre_hook(use.before_forward, with_kwargs=True)
-            module.register_forward_hook(use.after_forward)
-
-    def unpack(self, unit: FrozenUnit) -> None:
-        """Have the unit's weights in memory, and start to gather what comes next."""
-        unit.unpack(self._following(unit))
-
-    def free_after_forward(self, unit: FrozenUnit) -> None:
-        """Free the unit, unless it is kept or a backward through it runs, in which the forward was recomputed."""
-        if not self._keep and not self._in_backward[unit]:
-            unit.free()
-
-    def begin_backward(self, unit: FrozenUnit, forward: object) -> None:
-        """A gradient has arrived at the unit's output in `forward`."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
-            Variable._execution_engine.queue_callback(self._end_backward)
-        self._in_backward[unit].add(forward)
-        self.unpack(unit)
-
-    def finish_backward(self, unit: FrozenUnit, forward: object) -> None:
-        """The gradients of the unit's inputs in `forward` are complete."""
-        self._in_backward[unit].discard(forward)
-        if not self._keep and not self._in_backward[unit]:
-            unit.free()
-
-    def _end_backward(self) -> None:
-        """Free what no gradient of an input has freed: of a first unit nobody wants one."""
-        self._backward = -1
-        for unit, forwards in self._in_backward.items():
-            unit.expects_backward = False
-            if forwards:
-                forwards.clear()
-                if not self._keep:
-                    unit.free()
-
-    def _following(self, unit: FrozenUnit) -> FrozenUnit | None:
+    def following(self, unit: FrozenUnit) -> FrozenUnit | None:
+        """The unit that is used next, in this forward or backward."""
         index = self.units.index(unit)
         if not in_backward():
             return self.units[index + 1] if index + 1 < len(self.units) else None
@@ -214,48 +161,137 @@ class FrozenUnits:
         before = self.units[index - 1]  # of the outermost unit the last one
         return before if before.expects_backward else None
 
+    def end_backward(self) -> None:
+        """Free what no gradient of an input has freed: of a first unit nobody wants one."""
+        self.backward = -1
+        for unit in self.units:
+            unit.expects_backward = False
+            if unit.in_backward:
+                unit.in_backward.clear()
+                unit.free_unless_used()
 
-class _Use:
-    """The hooks of one unit on its modules."""
 
-    def __init__(self, model: FrozenUnits, unit: FrozenUnit, modules: Sequence[nn.Module]) -> None:
-        self._model, self._unit, self._modules = model, unit, frozenset(modules)
+class FrozenUnit:
+    """Weights that are gathered together, and the hooks on the modules that use them.
+
+    `message` [M] uint8 is this rank's part of all weights, `dtype` the one in which the model computes.
+
+    Attributes:
+        weights: of each its place in the message, all of it flat (no memory between uses), and the view of that which
+            modules compute with.
+    """
+
+    def __init__(self, model: FrozenUnits, plan: MessagePlan, message: torch.Tensor, dtype: torch.dtype) -> None:
+        self.name, self.message, self._model, self._packs = plan.name, message, model, _packs(plan, dtype)
+        self.weights = []
+        for placed in plan.weights:
+            if self._packs:
+                size = plan.num_parts * placed.part_rows * math.prod(placed.shape[1:])
+                whole = torch.empty(size, dtype=dtype, device=message.device)
+            else:
+                whole = message[placed.start : placed.stop].view(dtype)
+            self.weights.append((placed, whole, whole[: math.prod(placed.shape)].view(placed.shape)))
+            if self._packs:
+                whole.untyped_storage().resize_(0)
+        self.is_unpacked = False  # has memory beside the message
+        self.expects_backward = False  # a gradient may flow through it before its next forward
+        self.in_backward: set[object] = set()  # forwards whose backward runs
+        self._received: Work[torch.Tensor] | None = None  # a gather that was started ahead of its use
+        self._modules: frozenset[nn.Module] = frozenset()
         self._to_run: set[nn.Module] = set()
         self._forward = object()  # names the forward that runs
 
-    def before_forward(
+    def unpack(self) -> None:
+        """Have the weights in memory, and start to gather those of the unit that follows."""
+        if self.is_unpacked:
+            return
+        received = self._received or self._start_gather()
+        self._received, self.is_unpacked = None, True
+        for _, whole, _ in self.weights:
+            whole.untyped_storage().resize_(whole.nbytes)
+        done = self._model.axis.queue.submit(functools.partial(self._unpack, received))
+        following = self._model.following(self)
+        if following is not None and following._packs and not following.is_unpacked and following._received is None:
+            following._received = following._start_gather()
+        done.wait()
+
+    def free(self) -> None:
+        if self.is_unpacked:
+            self.is_unpacked = False
+            for _, whole, _ in self.weights:
+                whole.untyped_storage().resize_(0)
+
+    def free_unless_used(self) -> None:
+        """Free the unit, unless it is kept or a backward through it runs, in which the forward was recomputed."""
+        if not self._model.keeps and not self.in_backward:
+            self.free()
+
+    def _start_gather(self) -> Work[torch.Tensor]:
+        axis, message = self._model.axis, self.message.unsqueeze(0)
+        if axis.size == 1:
+            return Work(message)
+        return axis.queue.submit(functools.partial(axis.all_gather, message, of=self.name))
+
+    def _unpack(self, received: Work[torch.Tensor]) -> None:
+        """[L, M] -> every weight, without autograd taking it for a change of what it has saved."""
+        messages = received.join()
+        with torch.autograd._unsafe_preserve_version_counter(tuple(whole for _, whole, _ in self.weights)):
+            for placed, whole, _ in self.weights:
+                assert placed.rows is not None
+                out = whole.view(len(messages), placed.part_rows, placed.rows.columns)
+                placed.rows.unpack(placed.rows_in(messages), out)
+
+    def attach(self, modules: Sequence[nn.Module]) -> None:
+        """Unpack before the forward of the first of `modules`, free after that of the last."""
+        if not self._packs:
+            return
+        self._modules = frozenset(modules)
+        for module in modules:
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            module.register_forward_hook(self._after_forward)
+
+    def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # none has finished: the last forward was left by an exception, as a recomputation may be
         first = module not in self._to_run or len(self._to_run) == len(self._modules)
         if first:
             self._to_run, self._forward = set(self._modules), object()
-        self._model.unpack(self._unit)
-        return self._notice_inputs(args, kwargs) if first and torch.is_grad_enabled() else None
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._to_run.discard(module)
-        if not self._to_run:
-            self._model.free_after_forward(self._unit)
-        if torch.is_grad_enabled():
-            begin = functools.partial(self._model.begin_backward, self._unit)
-            forward = self._forward
-            for tensor in _differentiable(tree_leaves(output)):
-                self._unit.expects_backward = True
-                tensor.register_hook(lambda gradient: begin(forward))
-
-    def _notice_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The same arguments; once their gradients are there, the weights are not needed any more."""
+        self.unpack()
+        if not (first and torch.is_grad_enabled()):
+            return None
+        # the same arguments; once their gradients are there, the weights are not needed any more
         leaves, spec = tree_flatten((args, kwargs))
         places = [index for index, leaf in enumerate(leaves) if _differentiable([leaf])]
         if not places:
             return None
-        finish = functools.partial(self._model.finish_backward, self._unit, self._forward)
+        finish = functools.partial(self._finish_backward, self._forward)
         for index, tensor in zip(places, _Inputs.apply(finish, *(leaves[i] for i in places)), strict=True):
             leaves[index] = tensor
         return tree_unflatten(leaves, spec)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._to_run.discard(module)
+        if not self._to_run:
+            self.free_unless_used()
+        if torch.is_grad_enabled():
+            for tensor in _differentiable(tree_leaves(output)):
+                self.expects_backward = True
+                tensor.register_hook(functools.partial(self._begin_backward, self._forward))
+
+    def _begin_backward(self, forward: object, gradient: torch.Tensor) -> None:
+        """A gradient has arrived at the output of `forward`."""
+        backward, model = torch._C._current_graph_task_id(), self._model
+        if backward != model.backward:
+            model.backward = backward
+            Variable._execution_engine.queue_callback(model.end_backward)
+        self.in_backward.add(forward)
+        self.unpack()
+
+    def _finish_backward(self, forward: object) -> None:
+        """The gradients of the inputs of `forward` are complete."""
+        self.in_backward.discard(forward)
+        self.free_unless_used()
 
 
 class _Inputs(torch.autograd.Function):

@@ -1,22 +1,23 @@
-"""A store: one file of packed weights, written once from a checkpoint, that a rank reads layer by layer.
+"""A store of packed weights: one file, written once from a checkpoint; and the ring into which layers are fetched.
 
     section 0 | section 1 | ... | contents: what it is of; place, size and CRC-32 of sections | length, CRC-32, mark
 
-It appears whole or not at all: it is written under another name and renamed. Sections begin at multiples of 4096. They
-are read with pread into buffers of the caller, because the pages of a mapping would count as memory of the process.
-Each is summed when it is first read; a file that is not as it was written is removed, so that the next run writes it
-anew: a store holds nothing that the checkpoint does not.
+A store appears whole or not at all: it is written under another name and renamed. Sections begin at multiples of 4096.
+They are read with pread into buffers of the caller, because the pages of a mapping would count as memory of the
+process. Each is summed when it is first read; a file that is not as it was written is removed, so that the next run
+writes it anew: a store holds nothing that the checkpoint does not.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ import torch
 
 from megazpp.base.files import DamagedError, remove, renamed_when_done, sync
 from megazpp.base.program import GIGA
+from megazpp.parallel.comm_queue import CommQueue, Work
 
 MARK = b"MegaZ++w"
 _END = struct.Struct("<QI8s")  # bytes and CRC-32 of the contents, mark
@@ -89,9 +91,10 @@ class WeightStore:
         if zlib.crc32(text) != crc:
             raise self._damaged("its contents are not as they were written")
         contents = json.loads(text)
-        if contents["identity"] != dict(identity):
-            other = [name for name in identity if contents["identity"].get(name) != identity[name]]
-            told = "; ".join(f"{name}: {contents['identity'].get(name)}, not {identity[name]}" for name in other)
+        if (found := contents["identity"]) != identity:
+            told = "; ".join(
+                f"{key}: {found.get(key)}, not {it}" for key, it in identity.items() if found.get(key) != it
+            )
             raise ValueError(f"{self.path} is the store of other weights ({told}): choose another --weight-store")
         return tuple(Section(*section) for section in contents["sections"])
 
@@ -136,6 +139,54 @@ def write_store(
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ValueError(f"{full}: {error.strerror}; nothing of it was kept") from error
         raise
+
+
+class FetchRing:
+    """Brings messages, in order, into a ring of buffers on the device, from a thread.
+
+    Args:
+        read: fills a buffer on the host with the message of a unit, or gives a tensor that holds it already.
+        fills: whether it fills the buffer; else there is none, and what is given is page-locked.
+        sizes: bytes of the messages.
+        ring: how many are in memory.
+        queue: runs the reads.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int, torch.Tensor], torch.Tensor],
+        sizes: Sequence[int],
+        *,
+        ring: int,
+        queue: CommQueue,
+        device: torch.device,
+        fills: bool = True,
+    ) -> None:
+        self._read, self._sizes, self._queue, self._next = read, sizes, queue, 0
+        cuda, byte = device.type == "cuda", torch.uint8
+        self._host = [torch.empty(max(sizes) if fills else 0, dtype=byte, pin_memory=cuda) for _ in range(ring)]
+        self._ring, self._stream = self._host, None
+        if cuda:
+            self._ring = [torch.empty(max(sizes), dtype=byte, device=device) for _ in range(ring)]
+            self._stream = torch.cuda.Stream(device)
+
+    def fetch(self, index: int) -> Work[torch.Tensor]:
+        """Begin to bring a unit's message; it stays until the ring is round."""
+        slot, self._next = self._next, (self._next + 1) % len(self._ring)
+        free = None if self._stream is None else torch.cuda.current_stream().record_event()  # after the slot's last use
+        return self._queue.submit(functools.partial(self._bring, index, slot, free))
+
+    def _bring(self, index: int, slot: int, free: torch.cuda.Event | None) -> torch.Tensor:
+        size = self._sizes[index]
+        message = self._read(index, self._host[slot][:size])
+        if self._stream is None:
+            return message
+        assert free is not None
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(free)
+            self._ring[slot][:size].copy_(message, non_blocking=True)
+        self._stream.synchronize()
+        return self._ring[slot][:size]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -1,15 +1,15 @@
-"""Streamed units: layers whose packed weights (packed.py) come from elsewhere for each use: ZeRO-Inference.
+"""Streamed units: layers whose packed weights come from elsewhere for each use (ZeRO-Inference).
 
-One file of more than 300 lines: the ring of buffers, the fetches and the products that use them are one schedule.
-
-    host or disk: message [M], 1/L of a layer --fetch--> [M] --local all-gather--> [L, M] --pieces--> products
+    host or disk: message [M], 1/L of a layer --fetch--> [M] --local all-gather--> [L, M]
+    weight [rows, columns] --a piece of rows--> compute dtype, in one small buffer --product--> columns of the result
 
 L ranks of a node share a tensor-parallel index; each fetches its part of a layer over its own link, and the rest comes
 over the node's wires. Nothing crosses nodes. What is in memory is a ring of 1 + `prefetch` messages, and what does not
-stream: the two ends of the model (a tied embedding is used at both) and all vectors, whole on every rank.
+stream: the two ends of the model (a tied embedding is used at both) and all vectors, whole on every rank. While a layer
+computes, those behind it in the order of use are fetched; behind the last comes the first, for the next pass.
 
-While a layer computes, those behind it in the order of use are fetched; behind the last comes the first, for the next
-pass. The same arithmetic runs wherever the messages lie, so that the results are the same bits.
+A matrix is never unpacked as a whole: a piece lies in the cache when it is multiplied, and no memory is freed and
+mapped again for each use. The same arithmetic runs wherever the messages lie, so that the results are the same bits.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.comm_queue import CommQueue, Work
-from megazpp.stored.messages import MessagePlan, Placed, plan_message
-from megazpp.stored.packed import Bits, PackedMatrix, PackedWeight
+from megazpp.parallel.comm_queue import Work
+from megazpp.stored.format import MessagePlan, Placed, parameter_slots, plan_message, replace_parameter
 
 PAGE = 4096
+_CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # elements that are unpacked at once
 
 
 class StreamPlan(NamedTuple):
@@ -57,13 +58,9 @@ class StreamPlan(NamedTuple):
         ring, parts = (ahead + 1) * largest, self.streamed[0].num_parts
         return self.kept.num_bytes + (ring if fetched else self.pass_bytes) + (parts * ring if parts > 1 else 0)
 
-    @property
-    def messages(self) -> tuple[MessagePlan, ...]:
-        return (self.kept, *self.streamed)
-
 
 def plan_stream(
-    model: nn.Module, units: Sequence[nn.Module], num_parts: int, bits: Bits, dtype: torch.dtype
+    model: nn.Module, units: Sequence[nn.Module], num_parts: int, bits: int, dtype: torch.dtype
 ) -> StreamPlan:
     """Plan which of the weights of `model` stream, and how they are packed.
 
@@ -75,99 +72,31 @@ def plan_stream(
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     titles = {module: name for name, module in model.named_modules()}
-    taken: set[nn.Parameter] = set()
+    rest = {name: tuple(p.shape) for p, name in names.items()}
     streamed = []
     for unit in units:
-        own = [p for p in dict.fromkeys(unit.parameters()) if p.dim() == 2 and len(p) > 1 and p not in taken]
-        taken.update(own)
-        shapes = {names[p]: tuple(p.shape) for p in own}
+        matrices = [names[p] for p in unit.parameters() if p.dim() == 2 and len(p) > 1]
+        shapes = {name: rest.pop(name) for name in matrices if name in rest}
         streamed.append(plan_message(titles[unit], shapes, num_parts, bits, dtype, vectors=None, align=PAGE))
-    rest = {name: tuple(p.shape) for p, name in names.items() if p not in taken}
     kept = plan_message("what stays in memory", rest, 1, bits, dtype, vectors=None, align=PAGE)
     return StreamPlan(kept, tuple(streamed))
 
 
-class Messages(Protocol):
-    """The place of this rank's messages."""
-
-    def fetch(self, index: int) -> Work[torch.Tensor]:
-        """Begin to bring a unit's message into memory, [M] uint8 on the device; it stays until the ring is round."""
-
-
-class KeptMessages:
-    """Messages in the memory of the device."""
-
-    def __init__(self, messages: Sequence[torch.Tensor]) -> None:
-        self._messages = tuple(messages)
-
-    def fetch(self, index: int) -> Work[torch.Tensor]:
-        return Work(self._messages[index])
-
-
-class FetchedMessages:
-    """Messages that a thread brings in, in order, into a ring of buffers on the device.
-
-    Args:
-        read: fills a buffer on the host with the message of a unit, or gives a tensor that holds it already.
-        fills: whether it fills the buffer; else there is none, and what is given is page-locked.
-        sizes: bytes of the messages.
-        ring: how many are in memory.
-        queue: runs the reads.
-    Attributes:
-        fetched_bytes: so far.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[int, torch.Tensor], torch.Tensor],
-        sizes: Sequence[int],
-        *,
-        ring: int,
-        queue: CommQueue,
-        device: torch.device,
-        fills: bool = True,
-    ) -> None:
-        self._read, self._sizes, self._queue, self._device = read, tuple(sizes), queue, device
-        self._cuda, self._next, self.fetched_bytes = device.type == "cuda", 0, 0
-        largest, byte = max(sizes), torch.uint8
-        buffer = largest if fills else 0
-        self._host = [torch.empty(buffer, dtype=byte, pin_memory=self._cuda) for _ in range(ring)]
-        self._ring = self._host
-        if self._cuda:
-            self._ring = [torch.empty(largest, dtype=byte, device=device) for _ in range(ring)]
-        self._stream = torch.cuda.Stream(device) if self._cuda else None
-
-    def fetch(self, index: int) -> Work[torch.Tensor]:
-        slot, self._next = self._next, (self._next + 1) % len(self._ring)
-        free = torch.cuda.current_stream().record_event() if self._cuda else None  # what computed with the slot
-        return self._queue.submit(functools.partial(self._bring, index, slot, free))
-
-    def _bring(self, index: int, slot: int, free: torch.cuda.Event | None) -> torch.Tensor:
-        size = self._sizes[index]
-        message = self._read(index, self._host[slot][:size])
-        self.fetched_bytes += size
-        if self._stream is None:
-            return message
-        assert free is not None
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(free)
-            self._ring[slot][:size].copy_(message, non_blocking=True)
-        self._stream.synchronize()
-        return self._ring[slot][:size]
-
-
 class StreamedUnits:
-    """The handle on a model whose layers stream; it makes the modules' parameters packed weights.
+    """The `WeightHandle` on a model whose layers stream; it makes the modules' parameters packed weights.
 
     Args:
         model: on the meta device.
         units: as they were planned.
         kept: [bytes] the message that stays, on the device.
+        fetch: begins to bring a unit's message, [M] uint8, onto the device, where it stays until 1 + `prefetch` others
+            have been fetched.
         axis: the ranks of the node that share the units.
         dtype: in which the model computes.
         prefetch: units that are fetched ahead.
     Attributes:
         passes: over the weights, begun so far.
+        waited_seconds: for which the compute was held by messages that were not there yet (on CUDA: the host).
         keeps_gathered: False, each use fetches anew.
     """
 
@@ -179,48 +108,35 @@ class StreamedUnits:
         units: Sequence[nn.Module],
         plan: StreamPlan,
         kept: torch.Tensor,
-        messages: Messages,
+        fetch: Callable[[int], Work[torch.Tensor]],
         axis: MeshAxis,
         *,
         dtype: torch.dtype,
         prefetch: int,
     ) -> None:
-        self.plan, self.passes, self._waited = plan, 0, 0.0
-        self._messages, self._axis, self._device, self._dtype = messages, axis, kept.device, dtype
-        self._ahead = min(prefetch, len(units) - 1)
+        self.plan, self.passes, self.waited_seconds = plan, 0, 0.0
+        self._fetch, self._axis, self._ahead = fetch, axis, min(prefetch, len(units) - 1)
         self._started: dict[int, Work[torch.Tensor]] = {}
         self._gathered: list[torch.Tensor] = []
         self._num_gathered = 0
         if axis.size > 1:
             size = axis.size * max(message.num_bytes for message in plan.streamed)
             self._gathered = [torch.empty(size, dtype=torch.uint8, device=kept.device) for _ in range(self._ahead + 1)]
-        self._kept: list[PackedMatrix] = []
-        self._matrices: list[list[tuple[Placed, PackedMatrix]]] = []
-        owners: dict[str, list[tuple[nn.Module, str]]] = {}
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for module in model.modules():
-            for attribute, parameter in module.named_parameters(recurse=False):
-                owners.setdefault(names[parameter], []).append((module, attribute))
+        slots = parameter_slots(model)
 
-        def place(weight: Placed, tensor: torch.Tensor) -> None:
-            for module, attribute in owners[weight.name]:
-                delattr(module, attribute)
-                setattr(module, attribute, tensor)
+        def place(weight: Placed) -> PackedMatrix:
+            matrix = PackedMatrix(weight, dtype, kept.device)
+            replace_parameter(slots[weight.name], PackedWeight(matrix))
+            return matrix
 
         for weight in plan.kept.weights:
-            part = kept[weight.start : weight.stop]
             if weight.rows is None:
-                place(weight, part.view(torch.float32).to(dtype, copy=True).view(weight.shape))
+                vector = kept[weight.start : weight.stop].view(torch.float32)
+                replace_parameter(slots[weight.name], vector.to(dtype, copy=True).view(weight.shape))
             else:
-                matrix = self._matrix(weight)
-                matrix.parts = part.view(1, weight.part_rows, -1)
-                self._kept.append(matrix)
-                place(weight, PackedWeight(matrix))
-        for index, (unit, message) in enumerate(zip(units, plan.streamed, strict=True)):
-            matrices = [(weight, self._matrix(weight)) for weight in message.weights]
-            for weight, matrix in matrices:
-                place(weight, PackedWeight(matrix))
-            self._matrices.append(matrices)
+                place(weight).take(kept.view(1, -1))
+        self._matrices = [[place(weight) for weight in message.weights] for message in plan.streamed]
+        for index, unit in enumerate(units):
             unit.register_forward_pre_hook(functools.partial(self._before, index))
             unit.register_forward_hook(functools.partial(self._after, index))
 
@@ -232,33 +148,20 @@ class StreamedUnits:
     def free_gathered(self) -> None:
         """Nothing is kept but the ring."""
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of weights on the device at most."""
-        return self.plan.device_bytes(self._ahead, fetched=not isinstance(self._messages, KeptMessages))
-
-    @property
-    def waited_seconds(self) -> float:
-        """For which the compute was held by messages that were not there yet (on CUDA: the host)."""
-        return self._waited
-
-    def _matrix(self, weight: Placed) -> PackedMatrix:
-        assert weight.rows is not None
-        rows, columns = weight.shape
-        return PackedMatrix(
-            weight.name,
-            (rows, columns),
-            weight.rows,
-            part_rows=weight.part_rows,
-            dtype=self._dtype,
-            device=self._device,
+    def describe_speed(self, num_tokens: int, seconds: float) -> str:
+        """One line about all uses so far, which generated `num_tokens` in `seconds`."""
+        return (
+            f" {self.passes} passes fetched {self.passes * self.plan.pass_bytes} bytes; {num_tokens / seconds:.1f} "
+            f"tokens/s; {100 * self.waited_seconds / seconds:.0f} % of the time waited for weights"
         )
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
         """Have the unit's weights, and start to fetch those behind it."""
         self.passes += index == 0
         if index not in self._started:  # the last forward was left by an exception, or this is the first
-            self._drop_started()
+            for work in self._started.values():
+                work.wait()
+            self._started.clear()
             self._start(index)
         received = self._started.pop(index)
         for ahead in range(1, self._ahead + 1):
@@ -266,51 +169,127 @@ class StreamedUnits:
             if following not in self._started:
                 self._start(following)
         if not self._axis.queue.blocks_host:
-            received = self._gathered_work(received, index)
+            received = self._gather(received, index)
         started = time.perf_counter()
-        message = received.wait().view(self._axis.size, -1)
-        self._waited += time.perf_counter() - started
-        for weight, matrix in self._matrices[index]:
-            matrix.parts = weight.rows_in(message)
-
-    def _drop_started(self) -> None:
-        """Give up what was fetched ahead: its places in the ring are free."""
-        for work in self._started.values():
-            work.wait()
-        self._started.clear()
+        messages = received.wait().view(self._axis.size, -1)
+        self.waited_seconds += time.perf_counter() - started
+        for matrix in self._matrices[index]:
+            matrix.take(messages)
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
-        for _, matrix in self._matrices[index]:
+        for matrix in self._matrices[index]:
             matrix.parts = None
 
     def _start(self, index: int) -> None:
-        fetched = self._messages.fetch(index)
+        fetched = self._fetch(index)
         # a stream's queue would hold the host until the message is there: it gathers when the message is used
-        self._started[index] = self._gathered_work(fetched, index) if self._axis.queue.blocks_host else fetched
+        self._started[index] = self._gather(fetched, index) if self._axis.queue.blocks_host else fetched
 
-    def _gathered_work(self, fetched: Work[torch.Tensor], index: int) -> Work[torch.Tensor]:
+    def _gather(self, fetched: Work[torch.Tensor], index: int) -> Work[torch.Tensor]:
         """[M] -> [L, M]"""
         if self._axis.size == 1:
             return fetched
-        shape = (self._axis.size, self.plan.streamed[index].num_bytes)
-        out = self._gathered[self._num_gathered % len(self._gathered)][: shape[0] * shape[1]].view(shape)
+        message = self.plan.streamed[index]
+        out = self._gathered[self._num_gathered % len(self._gathered)][: self._axis.size * message.num_bytes]
+        out = out.view(self._axis.size, -1)
         self._num_gathered += 1
-        name = self.plan.streamed[index].name
-        return self._axis.queue.submit(lambda: self._axis.all_gather(fetched.join().unsqueeze(0), out=out, of=name))
-
-
-class Speed:
-    """The time that streamed weights took since this was made."""
-
-    def __init__(self, units: StreamedUnits) -> None:
-        self._units, self._passes, self._waited = units, units.passes, units.waited_seconds
-        self._started = time.perf_counter()
-
-    def reached(self, num_tokens: int) -> str:
-        """One line about this time, in which `num_tokens` were generated."""
-        seconds, passes = time.perf_counter() - self._started, self._units.passes - self._passes
-        waited = self._units.waited_seconds - self._waited
-        return (
-            f" {passes} passes fetched {passes * self._units.plan.pass_bytes} bytes; {num_tokens / seconds:.1f} "
-            f"tokens/s; {100 * waited / seconds:.0f} % of the time waited for weights"
+        return self._axis.queue.submit(
+            lambda: self._axis.all_gather(fetched.join().unsqueeze(0), out=out, of=message.name)
         )
+
+
+class PackedMatrix:
+    """A matrix whose packed rows lie in P parts of equally many rows, of which the last may be padding.
+
+    Args:
+        weight: its name, shape and place in a message.
+        dtype: in which is computed.
+    Attributes:
+        parts: [P, part_rows, row_bytes] uint8; None while the matrix is not there.
+    """
+
+    def __init__(self, weight: Placed, dtype: torch.dtype, device: torch.device) -> None:
+        assert weight.rows is not None
+        self.weight, self.dtype, self.device, self._format = weight, dtype, device, weight.rows
+        self.num_rows, self.columns = weight.shape
+        self.parts: torch.Tensor | None = None
+        self._at_once = max((_CUDA_PIECE if device.type == "cuda" else _CPU_PIECE) // self.columns, 1)
+
+    def take(self, messages: torch.Tensor) -> None:
+        """Have the rows that lie in messages [P, M]."""
+        self.parts = self.weight.rows_in(messages)
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, rows: range) -> torch.Tensor:
+        """x [..., columns] -> x W^T + bias [..., rows], of some rows."""
+        flat = x.reshape(-1, self.columns)
+        out = flat.new_empty(len(flat), len(rows))
+        for first, piece in self._pieces(rows):
+            torch.mm(flat, piece.t(), out=out[:, first - rows.start : first - rows.start + len(piece)])
+        if bias is not None:
+            out += bias
+        return out.view(*x.shape[:-1], len(rows))
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [...] -> rows [..., columns]."""
+        flat, part_rows = ids.reshape(-1), self.weight.part_rows
+        packed = self._require_parts()[flat // part_rows, flat % part_rows]
+        out = torch.empty(len(flat), self.columns, dtype=self.dtype, device=self.device)
+        return self._format.unpack(packed, out).view(*ids.shape, self.columns)
+
+    def _require_parts(self) -> torch.Tensor:
+        if self.parts is None:
+            raise RuntimeError(f"{self.weight.name} is not in memory: it is used outside of its unit's forward")
+        return self.parts
+
+    def _pieces(self, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first row of each piece of `rows`, and it in the compute dtype, which the next one overwrites."""
+        parts, part_rows = self._require_parts(), self.weight.part_rows
+        as_is = self._format.holds(self.dtype)
+        size = (0 if as_is else min(self._at_once, part_rows), self.columns)
+        buffer = torch.empty(size, dtype=self.dtype, device=self.device)
+        for number, part in enumerate(parts):
+            begin = number * part_rows
+            end = min(part_rows, rows.stop - begin)
+            for start in range(max(rows.start - begin, 0), end, self._at_once):
+                piece = part[start : min(start + self._at_once, end)]
+                unpacked = self._format.exact(piece) if as_is else self._format.unpack(piece, buffer[: len(piece)])
+                yield begin + start, unpacked
+
+
+class PackedWeight(torch.Tensor):
+    """Stands for a `PackedMatrix`, or some of its rows, where a module expects its weight.
+
+    It can be multiplied with, a whole one can be looked up in, and a slice of rows is such a weight again.
+    """
+
+    matrix: PackedMatrix
+    rows: range
+
+    @staticmethod
+    def __new__(cls, matrix: PackedMatrix, rows: range | None = None) -> PackedWeight:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        rows = range(matrix.num_rows) if rows is None else rows
+        weight: PackedWeight = make(cls, (len(rows), matrix.columns), dtype=matrix.dtype, device=matrix.device)
+        weight.matrix, weight.rows = matrix, rows
+        return weight
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and len(args) >= 2 and isinstance(args[1], cls):
+            return args[1].matrix.linear(args[0], *args[2:], rows=args[1].rows, **kwargs)
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step in (None, 1):
+            return cls(args[0].matrix, args[0].rows[args[1]])
+        if func is F.embedding and len(args) == 2 and isinstance(args[1], cls):
+            assert len(args[1].rows) == args[1].matrix.num_rows, "rows are looked up in a whole matrix"
+            return args[1].matrix.lookup(args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} of packed weights: they can be multiplied with and looked up")

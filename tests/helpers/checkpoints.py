@@ -21,13 +21,12 @@ from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import RunValues, TrainState
+from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.data.loader import MicroBatch
 from megazpp.islands.state import island_parts
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis
-from megazpp.stored.freeze import frozen_axis
-from megazpp.stored.load import FrozenPlace
 from megazpp.training.anomalies import LossHistory
 
 
@@ -176,7 +175,7 @@ def _axis() -> list[MeshAxis]:
 
 def frozen_place(dims: ParallelDims, say: Callable[[str], None] = lambda line: None) -> FrozenPlace:
     """Where frozen models live, with the axis of checkpoints."""
-    return FrozenPlace(dims=dims, device=CPU, axis=frozen_axis(dims), files=shared_axis(dims), say=say)
+    return FrozenPlace(dims=dims, device=CPU, axis=dims.twin("local", "frozen"), files=shared_axis(dims), say=say)
 
 
 def shared_axis(dims: ParallelDims) -> MeshAxis:

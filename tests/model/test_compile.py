@@ -24,7 +24,8 @@ from helpers.tensor_parallel import assert_gradients_near, build_gpt, local_grad
 from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
 from megazpp.data.loader import MicroBatch, make_micro_batch
-from megazpp.inference.generate import Reader, evaluating
+from megazpp.inference.generate import draw_completions, evaluating
+from megazpp.inference.sample import SampleConfig
 from megazpp.model import backends
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -194,19 +195,15 @@ def test_decoding_has_a_graph_for_any_number_of_rows_and_places_and_one_for_a_si
 
 def decoded_with_and_without() -> tuple[dict[bool, list[list[int]]], dict[bool, list[int]]]:
     prompts, found, graphs = [[5, 6, 7], [8, 9, 10, 11], [1]], {}, {}
+    greedy = SampleConfig(sample_tokens=9, sample_temperature=0.0)
     for compile_ in (True, False):
         with aot_eager():
             model = build_gpt(dataclasses.replace(LLAMA_STYLE, compile=compile_), tp_axis(), vocab_size=VOCAB)
             found[compile_], graphs[compile_] = [], []
             for rows in (3, 2, 1):
-                texts = [list(prompt) for prompt in prompts[:rows]]
-                with torch.no_grad(), evaluating(model):
-                    reader = Reader(model, texts, 9, 16, use_cache=True)
-                    for _ in range(9):
-                        logits = reader.next_logits(texts, [True] * rows)
-                        for text, token in zip(texts, logits.argmax(dim=-1).tolist(), strict=True):
-                            text.append(token)
-                found[compile_] += texts
+                with evaluating(model):
+                    drawn = draw_completions(model, model.tp, prompts[:rows], greedy, torch.zeros(rows, 9), ends=None)
+                found[compile_] += drawn.tokens.tolist()
                 graphs[compile_].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return found, graphs
 

@@ -29,7 +29,7 @@ from megazpp.post_training.lora import (
     load_adapted,
     save_adapter,
 )
-from megazpp.stored.packed import plan_rows
+from megazpp.stored.format import plan_rows
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.training.step import TrainStep
@@ -80,7 +80,7 @@ def train_on_ranks(case: Case, lora: LoraConfig, load: str) -> dict[str, Any]:
     return {
         "steps": results,
         "trained": trained,
-        "unpacked": [u.name for u in policy.base.units if u.is_unpacked and u.message is not None],
+        "unpacked": [u.name for u in policy.base.units if u.is_unpacked],
         "checksum": policy.settings.checksum,
         "cross": dims.counter.sent_bytes("cross") - sent,
     }

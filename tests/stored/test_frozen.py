@@ -14,9 +14,8 @@ from zero.test_streams import BREAKAGES
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.stored.freeze import LoadRows, freeze, frozen_axis
-from megazpp.stored.frozen import FrozenUnits
-from megazpp.stored.packed import Bits, at_rest, plan_rows
+from megazpp.stored.format import LoadRows, at_rest, plan_rows
+from megazpp.stored.frozen import FrozenUnits, freeze
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.sharding import shard_model
@@ -39,7 +38,7 @@ WIDTH = 101  # divides nothing
 
 
 def assert_freed(frozen: FrozenUnits) -> None:
-    assert all(unit.is_unpacked == (unit.message is None) for unit in frozen.units)
+    assert not any(unit.is_unpacked for unit in frozen.units)
 
 
 class Stack(nn.Module):
@@ -66,7 +65,7 @@ def stack_weights() -> dict[str, torch.Tensor]:
 
 
 def frozen_stack(
-    axis: MeshAxis, *, recompute: bool = False, bits: Bits | None = None, load: LoadRows | None = None
+    axis: MeshAxis, *, recompute: bool = False, bits: int | None = None, load: LoadRows | None = None
 ) -> tuple[Stack, FrozenUnits]:
     with torch.device("meta"):
         model = Stack(recompute)
@@ -80,7 +79,7 @@ def plain_stack(weights: dict[str, torch.Tensor]) -> Stack:
     return model
 
 
-def rounded_to(weights: dict[str, torch.Tensor], bits: Bits | None) -> dict[str, torch.Tensor]:
+def rounded_to(weights: dict[str, torch.Tensor], bits: int | None) -> dict[str, torch.Tensor]:
     """The weights, of which the matrices have been in packed rows."""
     found = dict(weights)
     for name, weight in weights.items():
@@ -90,7 +89,7 @@ def rounded_to(weights: dict[str, torch.Tensor], bits: Bits | None) -> dict[str,
     return found
 
 
-def message_bytes(bits: Bits | None) -> int:
+def message_bytes(bits: int | None) -> int:
     """Bytes of the messages of all weights, of 51 rows of the 101 each."""
     row_bytes = {None: 4 * WIDTH, 8: 144, 4: 80}[bits]  # 128 + 4 and 64 + 8, to a multiple of 16
     vector = 208  # 51 elements of fp32, to a multiple of 16
@@ -107,7 +106,7 @@ def assert_same(model: Stack, plain: Stack, x: torch.Tensor) -> None:
     assert torch.equal(inputs[0].grad, inputs[1].grad)
 
 
-def use_stack(bits: Bits | None, recompute: bool) -> None:
+def use_stack(bits: int | None, recompute: bool) -> None:
     dims, weights, held = make_dims(2), stack_weights(), []
     asked: list[tuple[str, int]] = []
 
@@ -115,7 +114,7 @@ def use_stack(bits: Bits | None, recompute: bool) -> None:
         asked.append((name, rows.stop - rows.start))
         return weights[name][rows]
 
-    model, frozen = frozen_stack(frozen_axis(dims), bits=bits, recompute=recompute, load=load)
+    model, frozen = frozen_stack(dims.twin("local", "frozen"), bits=bits, recompute=recompute, load=load)
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: held.append(sum(u.is_unpacked for u in frozen.units)), prepend=True)
 
@@ -127,20 +126,20 @@ def use_stack(bits: Bits | None, recompute: bool) -> None:
     assert dims.counter.table()["local", "frozen", "all_gather"] == (8, 2 * message_bytes(bits))
     assert dims.counter.sent_bytes("cross") == 0
     assert max(held) == 2  # the layer and the model's own
-    assert sum(w.whole.untyped_storage().nbytes() for unit in frozen.units for w in unit.weights) == 0
+    assert sum(whole.untyped_storage().nbytes() for unit in frozen.units for _, whole, _ in unit.weights) == 0
 
 
 @pytest.mark.parametrize(
     ("bits", "recompute"), [(None, False), (8, False), slow(4, False), (None, True)], ids=["16", "8", "4", "again"]
 )
-def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(bits: Bits | None, recompute: bool):
+def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(bits: int | None, recompute: bool):
     """Four messages forward and again backward: (L - 1) of each from each rank, L = 2."""
     ranks(4).run(use_stack, bits, recompute)
 
 
 def generate() -> None:
     dims = make_dims(1)
-    model, frozen = frozen_stack(frozen_axis(dims))
+    model, frozen = frozen_stack(dims.twin("local", "frozen"))
 
     def calls() -> int:
         return dims.counter.table()["local", "frozen", "all_gather"].calls
@@ -162,7 +161,7 @@ def test_kept_weights_travel_once_for_any_number_of_tokens():
 
 def use_upper_layers() -> None:
     dims = make_dims(1)
-    model, _ = frozen_stack(frozen_axis(dims))
+    model, _ = frozen_stack(dims.twin("local", "frozen"))
     with torch.no_grad():
         x = model.layers[0](torch.ones(1, WIDTH))
     y = model.layers[2](model.layers[1](x.requires_grad_()))
@@ -179,7 +178,8 @@ def test_below_the_first_gradient_nothing_is_gathered_in_backward():
 def test_one_rank_holds_the_weights_as_they_are_and_packs_them_where_bits_are_fewer():
     weights, x = stack_weights(), torch.randn(3, WIDTH)
     model, frozen = frozen_stack(MeshAxis("frozen"))
-    assert frozen.kept_bytes == sum(weight.nbytes for weight in weights.values())
+    padding = frozen.kept_bytes - sum(weight.nbytes for weight in weights.values())
+    assert 0 <= padding < 7 * 16  # each weight begins at 16 bytes
     assert_same(model, plain_stack(weights), x)
     model, frozen = frozen_stack(MeshAxis("frozen"), bits=8)
     assert_same(model, plain_stack(rounded_to(weights, 8)), x)
@@ -217,7 +217,7 @@ def test_a_weight_in_two_places_stays_one():
 
 
 def test_rows_of_another_shape_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"layers\.0\.weight: rows of shape \(101, 5\) were loaded, not \(101, 101\)"):
+    with pytest.raises(ValueError, match=r"scale: rows of shape \(101, 5\) were loaded, not \(101,\)"):
         frozen_stack(MeshAxis("frozen"), load=lambda name, rows: torch.ones(WIDTH, 5))
 
 
@@ -244,7 +244,7 @@ def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[dict[str, torch.Tens
     if freezes:
         bases = nn.ModuleList(layer.base for layer in model)
         weights = {name: p.detach() for name, p in bases.named_parameters()}
-        freeze(bases, [[base] for base in bases], frozen_axis(dims), rows_of(weights), device=CPU)
+        freeze(bases, [[base] for base in bases], dims.twin("local", "frozen"), rows_of(weights), device=CPU)
     sharding = shard_model(model, [[layer] for layer in model], dims, zero=zero)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 3
@@ -272,12 +272,12 @@ def test_trained_weights_beside_frozen_ones_become_the_same_as_beside_weights_wi
         torch.testing.assert_close(units, parameters, rtol=0.0, atol=tolerance)
 
 
-def race_alone(bits: Bits | None, breakage: str = "") -> list[str]:
+def race_alone(bits: int | None, breakage: str = "") -> list[str]:
     """The races of a frozen model forward and backward, in inference mode, kept for a while, and again."""
     with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
         if breakage:
             patch.setattr(*BREAKAGES[breakage])
-        model, frozen = frozen_stack(frozen_axis(make_dims(2)), bits=bits)
+        model, frozen = frozen_stack(make_dims(2).twin("local", "frozen"), bits=bits)
         for _ in range(3):
             model(torch.ones(2, WIDTH).requires_grad_()).sum().backward()
             with torch.inference_mode(), frozen.kept_gathered():

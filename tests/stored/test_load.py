@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import resource
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.trace import FORWARD, TraceRecorder
 from megazpp.stored import store
-from megazpp.stored.freeze import frozen_bytes
+from megazpp.stored.frozen import frozen_bytes
 from megazpp.stored.load import WeightsConfig, load_frozen_model, load_streamed_model, pack_where_they_stay
-from megazpp.stored.streamed import FetchedMessages, Speed, StreamedUnits, plan_stream
+from megazpp.stored.store import WeightStore
+from megazpp.stored.streamed import plan_stream
 from megazpp.zero.config import PrecisionConfig
 
 # 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
@@ -83,9 +86,9 @@ def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list
 
 def load_frozen(case: Case, load: str, step: int | None = None, vocab_size: int = 101) -> tuple[str, int]:
     """The checksum of the weights, and the elements that this rank reads of them."""
-    model, sharding, dims = build_on_ranks(case)
-    load_weights(model, sharding, dims, *found(load, step), vocab_size=101, say=lambda line: None)
-    expected, read, original = losses_and_gradient(model, case, dims), [], SafeReader.read_box
+    trained, sharding, dims = build_on_ranks(case)
+    load_weights(trained, sharding, dims, *found(load, step), vocab_size=101, say=lambda line: None)
+    expected, read, original = losses_and_gradient(trained, case, dims), [], SafeReader.read_box
 
     def counted(reader: SafeReader, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
         read.append(box.numel())
@@ -94,20 +97,20 @@ def load_frozen(case: Case, load: str, step: int | None = None, vocab_size: int 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SafeReader, "read_box", counted)
         spec = dataclasses.replace(spec_of(case), vocab_size=vocab_size)
-        frozen = load_frozen_model(spec, frozen_place(dims), *found(load, step))
+        model, units, digest = load_frozen_model(spec, frozen_place(dims), *found(load, step))
     before = {wire: dims.counter.sent_bytes(wire) for wire in ("local", "cross")}
-    results = losses_and_gradient(frozen.model, case, dims)
+    results = losses_and_gradient(model, case, dims)
 
     assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
-    assert list(frozen.model.parameters()) == []
+    assert list(model.parameters()) == []
     assert dims.counter.sent_bytes("cross") == before["cross"]
     assert (dims.counter.sent_bytes("local") > before["local"]) == (dims.local.size > 1)
-    shapes = [{w.placed.name: tuple(w.weight.shape) for w in unit.weights} for unit in frozen.units.units]
+    shapes = [{placed.name: placed.shape for placed, _, _ in unit.weights} for unit in units.units]
     planned = [frozen_bytes(each, dims.local.size, case.precision.param_dtype) for each in shapes]
-    assert frozen.units.kept_bytes == sum(each.kept for each in planned)
+    assert units.kept_bytes == sum(each.kept for each in planned)
     parts = dims.local.size * case.tp
-    assert sum(read) < sum(p.numel() for p in model.parameters()) / parts * 1.2  # norms are whole on each tp rank
-    return frozen.checksum, sum(read)
+    assert sum(read) < sum(p.numel() for p in trained.parameters()) / parts * 1.2  # norms are whole on each tp rank
+    return digest, sum(read)
 
 
 @pytest.mark.parametrize(
@@ -159,15 +162,22 @@ def test_another_tokenizer_or_a_damaged_file_is_refused(load: str, tmp_path: Pat
 
 def stream(case: Case, load: str, config: WeightsConfig, step: int | None = None) -> dict[str, Any]:
     """What one rank's streamed model generates, its losses, what it fetched, and the lines it says."""
-    dims = dims_on_ranks(case)
-    lines: list[str] = []
-    model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load, step))
-    speed, before = Speed(units), units.passes
-    generated = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1)
-    passes, batch = units.passes - before, case.batch(0, 0, 2)
-    lines.append(speed.reached(24))
-    with torch.no_grad():
-        losses = model.eval()(batch.tokens, batch.labels)
+    dims, lines, read, original, before = dims_on_ranks(case), list[str](), [], WeightStore.read, live_bytes()
+
+    def counted(store: WeightStore, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        read.append(buffer.numel() if index > 0 else 0)  # 0 is what stays
+        return original(store, index, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightStore, "read", counted)
+        model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load, step))
+        started = time.perf_counter()
+        generated = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1)
+        passes, batch = units.passes, case.batch(0, 0, 2)
+        lines.append(units.describe_speed(24, time.perf_counter() - started))
+        with torch.no_grad():
+            losses = model.eval()(batch.tokens, batch.labels)
+    on_disk = config.weights_on == "disk"
     return {
         "tokens": generated.tokens,
         "losses": losses,
@@ -176,17 +186,15 @@ def stream(case: Case, load: str, config: WeightsConfig, step: int | None = None
         "cross": dims.counter.sent_bytes("cross"),
         "local": dims.counter.sent_bytes("local"),
         "pass_bytes": units.plan.pass_bytes,
-        "fetched": getattr(units._messages, "fetched_bytes", None),
-        "device_bytes": (units.device_bytes, live_bytes(units)),
+        "fetched": sum(read),
+        "device_bytes": (units.plan.device_bytes(config.prefetch_layers, fetched=on_disk), live_bytes() - before),
     }
 
 
-def live_bytes(units: StreamedUnits) -> int:
-    """Of all storages that hold packed weights."""
-    messages = units._messages
-    held = messages._ring if isinstance(messages, FetchedMessages) else messages._messages
-    kept = [matrix.parts for matrix in units._kept]
-    storages = [tensor.untyped_storage() for tensor in (*held, *units._gathered, *kept)]
+def live_bytes() -> int:
+    """Of all storages that hold bytes."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

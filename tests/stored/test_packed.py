@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.stored.packed import PackedMatrix, PackedWeight, RowFormat, plan_rows
+from megazpp.stored.format import Placed, RowFormat, plan_rows
+from megazpp.stored.streamed import PackedMatrix, PackedWeight
 
 CPU = torch.device("cpu")
 
@@ -19,10 +20,13 @@ def matrix_of(weight: torch.Tensor, rows: RowFormat, parts: int = 1, dtype: Any 
     part_rows = -(-len(weight) // parts)
     padded = torch.zeros(parts * part_rows, weight.shape[1])
     padded[: len(weight)] = weight
-    shape = (weight.shape[0], weight.shape[1])
-    matrix = PackedMatrix("weight", shape, rows, part_rows=part_rows, dtype=dtype, device=CPU)
-    matrix.parts = rows.pack(padded).view(parts, part_rows, -1)
+    matrix = PackedMatrix(Placed("weight", tuple(weight.shape), rows, part_rows, 0), dtype, CPU)
+    matrix.take(rows.pack(padded).view(parts, -1))
     return matrix
+
+
+def unpacked_rows(matrix: PackedMatrix) -> torch.Tensor:
+    return matrix.lookup(torch.arange(matrix.num_rows))
 
 
 @pytest.mark.parametrize(("bits", "error"), [(16, 0.003), (8, 0.01), (4, 0.1)])
@@ -30,12 +34,12 @@ def test_products_and_lookups_are_those_of_the_unpacked_matrix(
     monkeypatch: pytest.MonkeyPatch, bits: Any, error: float
 ):
     for columns, parts, piece in itertools.product([1, 37, 64, 257], [1, 3], [1, 5, 1000]):
-        monkeypatch.setattr("megazpp.stored.packed._CPU_PIECE", piece * columns)
+        monkeypatch.setattr("megazpp.stored.streamed._CPU_PIECE", piece * columns)
         torch.manual_seed(0)
         weight, bias, x = torch.randn(31, columns), torch.randn(31), torch.randn(2, 3, columns)
 
         matrix = matrix_of(weight, plan_rows(columns, bits), parts)
-        packed, unpacked = PackedWeight(matrix), matrix.whole()
+        packed, unpacked = PackedWeight(matrix), unpacked_rows(matrix)
 
         assert unpacked.shape == packed.shape == weight.shape
         assert (unpacked - weight).norm() < error * weight.norm()
@@ -53,7 +57,7 @@ def test_16_bits_of_the_compute_dtype_are_used_where_they_lie():
     for dtype in (torch.bfloat16, torch.float16):
         weight, x = torch.randn(31, 37).to(dtype), torch.randn(3, 37).to(dtype)
         matrix = matrix_of(weight.float(), plan_rows(37, 16, dtype), dtype=dtype)
-        assert torch.equal(matrix.whole(), weight)
+        assert torch.equal(unpacked_rows(matrix), weight)
         assert torch.allclose(F.linear(x, PackedWeight(matrix)), F.linear(x, weight), atol=0.1)
 
 
