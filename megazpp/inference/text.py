@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.generate import Generated, generate
@@ -92,18 +92,14 @@ def continue_texts(
     prompts: Sequence[str],
     config: SampleConfig,
     *,
-    max_length: int,
-    seed: int,
-    first_prompt: int = 0,
-    use_cache: bool = True,
-    cache_on_host: bool = False,
     out: TextIO | None = None,
+    **options: Any,
 ) -> tuple[list[str], Generated]:
     """Continue `prompts`: texts without the prompts, each to its end-of-document token or stop string.
 
     Args:
         out: where prompts and texts are shown as they grow.
-        max_length, seed, first_prompt, use_cache, cache_on_host: see `generate`.
+        options: see `generate`.
     """
     starts = [tokenizer.encode(prompt) or [tokenizer.eod or 0] for prompt in prompts]
     rows = [Continuation(tokenizer, start, config.stops) for start in starts]
@@ -115,19 +111,7 @@ def continue_texts(
             stream.show()
         return over
 
-    generated = generate(
-        model,
-        sharding,
-        dims,
-        starts,
-        config,
-        max_length=max_length,
-        seed=seed,
-        first_prompt=first_prompt,
-        use_cache=use_cache,
-        cache_on_host=cache_on_host,
-        is_last=is_last,
-    )
+    generated = generate(model, sharding, dims, starts, config, is_last=is_last, **options)
     for row in rows:
         row.finish()
     if stream is not None:

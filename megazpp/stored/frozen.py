@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
@@ -250,32 +251,22 @@ class FrozenUnit:
             module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             module.register_forward_hook(self._after_forward)
 
-    def _before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # none has finished: the last forward was left by an exception, as a recomputation may be
         first = module not in self._to_run or len(self._to_run) == len(self._modules)
         if first:
             self._to_run, self._forward = set(self._modules), object()
         self.unpack()
-        if not (first and torch.is_grad_enabled()):
-            return None
-        # the same arguments; once their gradients are there, the weights are not needed any more
-        leaves, spec = tree_flatten((args, kwargs))
-        places = [index for index, leaf in enumerate(leaves) if _differentiable([leaf])]
-        if not places:
-            return None
-        finish = functools.partial(self._finish_backward, self._forward)
-        for index, tensor in zip(places, _Inputs.apply(finish, *(leaves[i] for i in places)), strict=True):
-            leaves[index] = tensor
-        return tree_unflatten(leaves, spec)
+        inputs = _differentiable((args, kwargs)) if first and torch.is_grad_enabled() else []
+        if inputs:
+            register_multi_grad_hook(inputs, functools.partial(self._finish_backward, self._forward))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._to_run.discard(module)
         if not self._to_run:
             self.free_unless_used()
         if torch.is_grad_enabled():
-            for tensor in _differentiable(tree_leaves(output)):
+            for tensor in _differentiable(output):
                 self.expects_backward = True
                 tensor.register_hook(functools.partial(self._begin_backward, self._forward))
 
@@ -288,25 +279,11 @@ class FrozenUnit:
         self.in_backward.add(forward)
         self.unpack()
 
-    def _finish_backward(self, forward: object) -> None:
+    def _finish_backward(self, forward: object, gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients of the inputs of `forward` are complete."""
         self.in_backward.discard(forward)
         self.free_unless_used()
 
 
-class _Inputs(torch.autograd.Function):
-    """Identity; its backward tells that the gradients of all inputs are complete."""
-
-    @staticmethod
-    def forward(ctx: Any, finish: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.finish = finish
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.finish()
-        return (None, *gradients)
-
-
-def _differentiable(leaves: Iterable[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+def _differentiable(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
