@@ -32,7 +32,7 @@ from megazpp.checkpoint.read import LoadSource, choose_source, peek
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
 from megazpp.islands.loop import check_island_holds
-from megazpp.model.float8 import check_device
+from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.parallel.worker import leave
 from megazpp.planner.dry_run import dry_run

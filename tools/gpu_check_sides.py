@@ -42,8 +42,8 @@ import pretrain_gpt
 from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.program import program
 from megazpp.data.loader import MicroBatch, make_micro_batch
+from megazpp.model.backends import find_product
 from megazpp.model.config import GPTConfig
-from megazpp.model.float8 import find_product
 from megazpp.model.gpt import TransformerLayer
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer

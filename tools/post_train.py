@@ -25,7 +25,7 @@ from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.base.program import program
 from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
-from megazpp.model.float8 import check_device
+from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import changed

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from megazpp.base.arguments import RunConfig
 from megazpp.islands.config import IslandsPlan, count_islands, plan_islands
+from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
-from megazpp.model.float8 import MULTIPLE
 from megazpp.optim.apex import check_apex
 from megazpp.optim.schedule import Schedule, build_schedule
 from megazpp.parallel.dims import plan_dims
@@ -52,7 +52,7 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
     if seq_length is None:
         raise ValueError("--seq-length is missing")
     check_model(config.model, layout.tp, seq_length)
-    float8 = _check_float8(config, layout.tp, device_type)
+    products = check_products(config.model, layout.tp, device_type, bf16=config.precision.bf16)
     if config.parallel.sequence_parallel and seq_length % layout.tp:
         raise ValueError(
             f"--seq-length {seq_length} is not divisible by --tensor-model-parallel-size {layout.tp}, "
@@ -60,7 +60,7 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
         )
     wire = plan_wire(config.zero, layout)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
-    return layout, wire, (*cluster.notices, *layout.notices, *float8, *wire.notices)
+    return layout, wire, (*cluster.notices, *layout.notices, *products, *wire.notices)
 
 
 def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
@@ -153,29 +153,6 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
             f"--seq-length {seq_length} is longer than the {window} tokens of --window-size {model.window_size}: "
             "attention here is over the whole sample"
         )
-
-
-def _check_float8(config: RunConfig, tp_size: int, device_type: str) -> tuple[str, ...]:
-    """Refuse sizes that float8 products cannot take; a worker finds out if its device has them."""
-    model = config.model
-    if model.fp8_format is None:
-        return ()
-    asked = f"--fp8-format {model.fp8_format}"
-    if not config.precision.bf16:
-        raise ValueError(f"{asked} needs --bf16: what is not float8 is computed in that")
-    heads, groups, ranks = model.heads, model.query_groups, f"over {tp_size} tensor-parallel rank(s)"
-    all_heads, with_keys = heads * model.head_size, (heads + 2 * groups) * model.head_size
-    sizes = {
-        f"--hidden-size {model.hidden}": model.hidden,
-        f"--ffn-hidden-size {model.ffn_size} {ranks}": model.ffn_size // tp_size,
-        f"{heads} heads of {model.head_size} channels {ranks}": all_heads // tp_size,
-        f"queries, keys and values of {heads} heads in {groups} group(s) {ranks}": with_keys // tp_size,
-    }
-    for name, size in sizes.items():
-        if size % MULTIPLE:
-            raise ValueError(f"{asked}: {name}: {size} rows or columns of a matrix are no multiple of {MULTIPLE}")
-    compiles = device_type == "cuda" if model.compile is None else model.compile
-    return () if compiles else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
 
 
 def _check_observers(config: RunConfig, total_iterations: int, world_size: int, device_type: str) -> None:

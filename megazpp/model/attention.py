@@ -18,8 +18,7 @@ from torch import nn
 from megazpp.model.backends import DocumentKernel, mark_varying, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
-from megazpp.model.norms import Norm, normed
-from megazpp.model.recompute import recomputed
+from megazpp.model.norms import Norm, normed, recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
 
@@ -130,7 +129,7 @@ class SelfAttention(nn.Module):
 
 
 def rotary_angles(
-    position_ids: torch.Tensor, *, channels: int, base: float, scaling: float | None = None
+    position_ids: torch.Tensor, channels: int, base: float, scaling: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the rotary angles, [S, B, 1, channels] fp32 each, for position_ids [B, S].
 

@@ -27,6 +27,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from kernels.c_library import CLibraryError, find_compiler
 from megazpp.model.config import GPTConfig
+from megazpp.model.float8 import FLOAT8_CAPABILITY, MULTIPLE, float8_product
+from megazpp.tensor_parallel.layers import Product
 
 MASKED_ON_CUDA = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # of the variable-length kernel, which is flash attention 2: some devices train with no wider heads
@@ -45,14 +47,9 @@ DocumentKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 def variable_length(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Causal attention inside documents by torch's kernel, where `mask_reason` has nothing against it.
+    """Causal attention inside documents by torch's kernel: [T, heads, D], [T, groups, D] twice -> [T, heads, D].
 
-    Args:
-        q, k, v: [T, heads, D], [T, groups, D] twice: the documents lie one after the other.
-        starts: [documents + 1] int32 offsets from 0 to T.
-        longest: no document has more tokens.
-    Returns:
-        [T, heads, D].
+    The documents lie one after the other; `starts` are their [documents + 1] int32 offsets from 0 to T.
     """
     k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
     grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
@@ -62,15 +59,12 @@ def variable_length(
 
 
 def varlen_groups(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Keys or values [T, groups, D] as torch's kernel takes them: with one of each head where it knows no groups."""
+    """Keys or values [T, groups, D]; one of each head where torch's kernel knows no groups."""
     return x if "enable_gqa" in VARLEN_ARGUMENTS else repeated(x, heads)
 
 
 def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Give the reason that attention inside documents takes a mask of S x S; None where `variable_length` is used.
-
-    `capability` is None on devices other than CUDA; `dtype` is that of queries, keys and values.
-    """
+    """Give the reason that attention inside documents takes a mask of S x S; None where `variable_length` is used."""
     if capability is None:
         return "only CUDA has a kernel for documents"
     if "window_size" not in VARLEN_ARGUMENTS:
@@ -97,6 +91,56 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
+def find_product(config: GPTConfig, device: torch.device) -> Product | None:
+    """Product of linear layers on `device`; None for their own 16-bit products.
+
+    Raises:
+        ValueError: --fp8-format on a device without float8, or without torchao.
+    """
+    if config.fp8_format is None:
+        return None
+    found = capability(device)
+    if found is None or found < FLOAT8_CAPABILITY:
+        name = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else "a CPU"
+        least = ".".join(map(str, FLOAT8_CAPABILITY))
+        raise ValueError(
+            f"--fp8-format {config.fp8_format} needs an NVIDIA GPU of compute capability {least} or later, and this "
+            f"device is {name}"
+        )
+    return float8_product(config.fp8_format)
+
+
+def check_device(config: GPTConfig, device_type: str) -> None:
+    """Raises ValueError where no device of this type has float8; which GPU has it, its worker finds out."""
+    if device_type == "cpu":
+        find_product(config, torch.device("cpu"))
+
+
+def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: bool) -> tuple[str, ...]:
+    """Refuse sizes that the products of linear layers cannot take; a worker finds out if its device has them.
+
+    Returns notices.
+    """
+    if config.fp8_format is None:
+        return ()
+    asked = f"--fp8-format {config.fp8_format}"
+    if not bf16:
+        raise ValueError(f"{asked} needs --bf16: what is not float8 is computed in that")
+    heads, groups, ranks = config.heads, config.query_groups, f"over {tp_size} tensor-parallel rank(s)"
+    all_heads, with_keys = heads * config.head_size, (heads + 2 * groups) * config.head_size
+    sizes = {
+        f"--hidden-size {config.hidden}": config.hidden,
+        f"--ffn-hidden-size {config.ffn_size} {ranks}": config.ffn_size // tp_size,
+        f"{heads} heads of {config.head_size} channels {ranks}": all_heads // tp_size,
+        f"queries, keys and values of {heads} heads in {groups} group(s) {ranks}": with_keys // tp_size,
+    }
+    for name, size in sizes.items():
+        if size % MULTIPLE:
+            raise ValueError(f"{asked}: {name}: {size} rows or columns of a matrix are no multiple of {MULTIPLE}")
+    compiles = device_type == "cuda" if config.compile is None else config.compile
+    return () if compiles else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
+
+
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, dropout: float
 ) -> torch.Tensor:
@@ -111,10 +155,7 @@ def masked_attention(
 
 
 def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, groups, ...] -> [B, heads, ...]: one of each head, for kernels that know no groups.
-
-    The memory-efficient one of some versions is such a kernel, and the plain one would keep all scores.
-    """
+    """[B, groups, ...] -> [B, heads, ...], for kernels that know no groups (some torch's memory-efficient one)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
@@ -168,21 +209,16 @@ def missing_compiler(device_type: str) -> str | None:
 def model_backends(
     config: GPTConfig, *, device: torch.device, dtype: torch.dtype, documents: bool
 ) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) for the table of back ends; `documents`: attention stays inside documents."""
+    """Rows (piece, implementation, why) of what has a choice; `documents`: attention stays inside documents."""
     attention = "torch scaled_dot_product_attention", "the first of its kernels that can"
     if documents:
         attention = "torch varlen_attn", "attention stays inside documents; nothing of S x S is kept"
         if reason := mask_reason(config, capability=capability(device), dtype=dtype):
             attention = "torch scaled_dot_product_attention with a mask of S x S", reason
-    norm = {"LayerNorm": "torch layer_norm", "RMSNorm": "torch rms_norm"}[config.normalization]
-    loss = "linear and vocab-parallel cross entropy in chunks of the vocabulary"
     compiled, because = compiles_layers(config, device.type)
-    why = "logits are neither gathered nor kept in fp32, and never whole where they are large"
     formats = f"--fp8-format {config.fp8_format}: e4m3, gradients {'e5m2' if config.fp8_format == 'hybrid' else 'e4m3'}"
     return [
         ("attention", *attention),
         *([("linear layers", "torchao float8 tensorwise", formats)] if config.fp8_format else []),
-        ("norms", norm, "one fused kernel per device"),
-        ("cross entropy", loss, why),
         ("layers", "torch.compile" if compiled else "eager", because),
     ]

@@ -20,39 +20,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megazpp.model.backends import capability
-from megazpp.model.config import GPTConfig
 from megazpp.tensor_parallel.layers import Product
 
 Float8Format = Literal["e4m3", "hybrid"]
 
-FIRST_CAPABILITY = (8, 9)  # of CUDA devices whose tensor cores take float8
+FLOAT8_CAPABILITY = (8, 9)  # of CUDA devices whose tensor cores take float8
 MULTIPLE = 16  # of the scaled products: both sizes of a matrix, and what is summed over
-
-
-def find_product(config: GPTConfig, device: torch.device) -> Product | None:
-    """Product of linear layers on `device`; None for their own 16-bit products.
-
-    Raises:
-        ValueError: --fp8-format on a device without float8, or without torchao.
-    """
-    if config.fp8_format is None:
-        return None
-    found = capability(device)
-    if found is None or found < FIRST_CAPABILITY:
-        name = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else "a CPU"
-        least = ".".join(map(str, FIRST_CAPABILITY))
-        raise ValueError(
-            f"--fp8-format {config.fp8_format} needs an NVIDIA GPU of compute capability {least} or later, and this "
-            f"device is {name}"
-        )
-    return float8_product(config.fp8_format)
-
-
-def check_device(config: GPTConfig, device_type: str) -> None:
-    """Raises ValueError where no device of this type has float8; which GPU has it, its worker finds out."""
-    if device_type == "cpu":
-        find_product(config, torch.device("cpu"))
 
 
 def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:

@@ -34,12 +34,9 @@ Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # of dropout
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of a forward where more than losses is asked for: [B, S] fp32 each.
+    """Outputs of a forward where more than losses is asked for: [B, S] fp32 each; None what was not.
 
-    Attributes:
-        losses: of the labels, the negative log-probabilities; None without labels.
-        entropy: of the distributions that the labels are drawn from, without a gradient; None unless asked for.
-        values: of the scalar head for the tokens up to and including each; None unless asked for.
+    The entropy is of the distributions that labels are drawn from, without a gradient; values are the scalar head's.
     """
 
     losses: torch.Tensor | None = None
@@ -123,11 +120,11 @@ class GPTModel(nn.Module):
             With labels: [B, S] fp32 losses. Without: [B, S, V/T] logits of this tp rank's part of the padded
             vocabulary ([B, 1, V/T] with logits_at). With entropy or values: TokenOutputs, without logits.
         """
-        batch, seq = tokens.shape
+        (batch, seq), device = tokens.shape, tokens.device
         if cache is not None:
-            position_ids = cache.positions(seq, tokens.device)
+            position_ids = cache.positions(seq, device)
         elif position_ids is None:
-            position_ids = torch.arange(seq, device=tokens.device).expand(batch, seq)
+            position_ids = torch.arange(seq, device=device).expand(batch, seq)
         inputs = self._attention_inputs(position_ids, document_starts, cache)
         x = self.embedding(tokens, position_ids)
         for index, layer in enumerate(self.layers):
@@ -135,7 +132,7 @@ class GPTModel(nn.Module):
         x = self.final_norm(x)
         x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
         if logits_at is not None:
-            x = x[logits_at, torch.arange(batch, device=x.device)].unsqueeze(0)
+            x = x[logits_at, torch.arange(batch, device=device)].unsqueeze(0)
         values = None
         if with_values:
             assert self.scalar_head is not None, "values need a scalar head"
@@ -182,9 +179,7 @@ class GPTModel(nn.Module):
         config, (batch, seq), rotary = self.config, position_ids.shape, None
         if config.positions == "rope":
             channels = int(config.head_size * config.rotary_percent)
-            rotary = rotary_angles(
-                position_ids, channels=channels, base=config.rotary_base, scaling=config.rope_scaling
-            )
+            rotary = rotary_angles(position_ids, channels, config.rotary_base, config.rope_scaling)
         if cache is not None:
             return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
         if starts is not None and self.document_kernel is None:
@@ -217,16 +212,10 @@ class TransformerLayer(nn.Module):
         self.recompute = config.recomputes_layer(index)
         self.shared = shared
         self.attention_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
-        self.attention = SelfAttention(
-            config,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            output_std=output_std,
-            document_kernel=document_kernel,
-            product=product,
-        )
+        linear: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
+        self.attention = SelfAttention(config, document_kernel=document_kernel, output_std=output_std, **linear)
         self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
-        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel, output_std=output_std, product=product)
+        self.mlp = MLP(config, output_std=output_std, **linear)
         self.dropout = Dropout(config.hidden_dropout, shared)
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
         self.run = compile_layer(self._run) if compiled else self._run

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.norms import Norm, normed
-from megazpp.model.recompute import recomputed
+from megazpp.model.norms import Norm, normed, recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear, column_parallel
 

@@ -1,4 +1,9 @@
-"""LayerNorm and RMSNorm as torch computes them, with weights every tp rank holds whole."""
+"""LayerNorm and RMSNorm as torch computes them, and recomputing what stands before a matrix product.
+
+A norm or an activation is checkpointed together with the product after it: autograd keeps the norm's input, and
+backward computes again as far as the product's input, where non-reentrant checkpointing stops, because nothing after it
+was kept. torch.compile computes again whatever a checkpoint holds, so there the product stands outside.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.recompute import recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 
@@ -54,3 +59,39 @@ def normed(norm: Norm | None, x: torch.Tensor, *, then: Callable[[torch.Tensor],
     if norm is None:
         return then(x)
     return recomputed(norm, x, norm.read_weights() if recompute else None, then=then, when=recompute)
+
+
+def recomputed(
+    cheap: Callable[..., Any],
+    *args: object,
+    then: Callable[..., Any] | None = None,
+    when: bool,
+    draws: bool = False,
+    in_graph: bool = True,
+) -> Any:
+    """`then(cheap(*args))`; with `when`, backward computes again what it needs of that up to the input of `then`.
+
+    Args:
+        then: the product, which is not computed again; None for nothing more.
+        draws: `cheap` draws random numbers from torch's default generator, which then has to be wound back.
+        in_graph: torch.compile may take `cheap` into its graph. Attention may not where parameters are DTensors: to
+            compute it again, torch 2.13 hands the generator's state on, and takes a DeviceMesh for it.
+    """
+
+    def both(*args: object) -> Any:
+        found = cheap(*args)
+        return found if then is None else then(found)
+
+    if not (when and torch.is_grad_enabled()):
+        return both(*args)
+    if torch.compiler.is_compiling():
+        found = (_checkpointed if in_graph else _outside)(cheap, *args, draws=draws)
+        return found if then is None else then(found)
+    return _checkpointed(both, *args, draws=draws)
+
+
+def _checkpointed(function: Callable[..., Any], *args: object, draws: bool) -> Any:
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
+
+
+_outside = torch.compiler.disable(_checkpointed)

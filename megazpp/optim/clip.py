@@ -24,10 +24,7 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class GradNorm(NamedTuple):
-    """The norm of all gradients, an fp32 scalar that is the same on every rank, and its parts on this rank.
-
-    `names` are those of the P parameters with a gradient, `squares` [P] fp64 this rank's parts of their squared norms.
-    """
+    """The norm of all gradients, an fp32 scalar equal on all ranks; names and this rank's squares [P] fp64 of each."""
 
     value: torch.Tensor
     names: list[str]
@@ -38,12 +35,12 @@ class GradNorm(NamedTuple):
 def global_grad_norm(
     named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, divisor: float = 1.0
 ) -> GradNorm:
-    """L2 norm of all gradients, divided by `divisor` (the loss scale); parameters without a gradient count as 0.
+    """L2 norm of all gradients, divided by `divisor` (the loss scale); one all-reduce of one number on each axis.
 
     Args:
         named_parameters: the same on every rank; DTensors whose mesh dims carry the axes' names, or plain tensors,
             which are taken as repeated on every rank of both axes.
-        tp, shard: the axes along which parameters may be split. One all-reduce of one number on each.
+        tp, shard: the axes along which parameters may be split.
     """
     named = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
     squares = _squares(_grad_parts(named, tp, shard))

@@ -147,10 +147,7 @@ def set_rates_(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight
 def update_(
     optimizer: torch.optim.Optimizer, grad_divisor: torch.Tensor, found_inf: torch.Tensor | None = None
 ) -> None:
-    """Step `optimizer` with its gradients divided by `grad_divisor`; `found_inf` is for `skips_on_device` alone.
-
-    Both are fp32 scalars on the device.
-    """
+    """Step with gradients divided by `grad_divisor`; both are fp32 scalars, `found_inf` is for `skips_on_device`."""
     if isinstance(optimizer, ShardedAdamW):
         optimizer.step(grad_scale=grad_divisor, found_inf=found_inf)
         return
@@ -165,11 +162,10 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) of the optimizer and of gradient clipping for the table of back ends."""
+    """Rows (piece, implementation, why) of the optimizer for the table of back ends."""
     implementation, why = "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}"
     if config.optimizer_backend == "apex":
         implementation, why = "apex.optimizers.FusedAdam", "asked for by --optimizer-backend apex"
     elif config.optimizer == "sgd":
         implementation, why = "torch.optim.SGD(foreach=True)", "torch's fused SGD does not take DTensors"
-    norm = ("gradient norm", "torch._foreach_norm", "one kernel over all shards, then one number per axis")
-    return [("optimizer", implementation, why), norm]
+    return [("optimizer", implementation, why)]

@@ -10,8 +10,7 @@ padding. No block spans two rows, so any run of rows is a run of bytes. The same
 a piece at a time.
 
 int4 at rest: blocks of 32, and of a few scales for each block the one with the least squared error. On normally
-distributed weights the relative error is 0.082 with 4.5 bits per element; without the choice of a scale it is 0.086, in
-asymmetric groups of 64 (4.5 bits) 0.090, in asymmetric groups of 32 (5 bits) 0.078.
+distributed weights the relative error is 0.082 with 4.5 bits per element, without the choice 0.086.
 """
 
 from __future__ import annotations
@@ -42,13 +41,7 @@ _PACKED_AT_ONCE = 1 << 16  # elements: they stay in the cache
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """The format in which one matrix's rows are packed.
-
-    Attributes:
-        columns: elements of a row.
-        dtype: of what is not quantized: fp32, bf16 or fp16.
-        fmt: None where nothing is.
-    """
+    """The format of rows of `columns` elements: blocks of `fmt`; where it is None fp32, bf16 or fp16 (`dtype`)."""
 
     columns: int
     dtype: torch.dtype
@@ -119,12 +112,9 @@ def at_rest(bits: int | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:
 
 
 class Placed(NamedTuple):
-    """A weight in a message.
+    """A weight in a message, from byte `start` on: `part_rows` rows of each part, of which the last may be padding.
 
-    Attributes:
-        rows: format of its rows; None for one that is whole in every part, in fp32.
-        part_rows: rows of each rank's part; those of the last may be padding.
-        start: its first byte.
+    `rows` is their format; None for a weight that is whole in every part, in fp32.
     """
 
     name: str
@@ -164,9 +154,7 @@ class MessagePlan(NamedTuple):
     def pieces(self, load: LoadRows, part: int) -> Iterator[torch.Tensor]:
         """A rank's message, piece by piece from its first byte to its last: uint8 on the CPU.
 
-        Args:
-            load: (name, rows) -> these rows of dim 0, of any dtype.
-            part: the rank of the unit's axis; where there is one part, any.
+        `load` gives rows of dim 0 of a weight in any dtype; `part` is the rank, any where there is one part.
         """
         done, part = 0, part % self.num_parts
         for weight in self.weights:
@@ -201,7 +189,6 @@ def plan_message(
 
     Args:
         shapes: of this tensor-parallel rank's part of each weight.
-        num_parts: ranks that share them.
         bits, dtype: of an element of a matrix, and the dtype of 32 or 16 bits.
         vectors: dtype in which all but matrices are spread over the parts too; None: they, and matrices of one row,
             are whole in every part.

@@ -42,11 +42,8 @@ class Section(NamedTuple):
 
 
 class WeightStore:
-    """An open store; any thread may read.
+    """An open store of `identity`; any thread may read.
 
-    Args:
-        path: the file.
-        identity: what it should be of.
     Raises:
         FileNotFoundError: there is none.
         DamagedError: it is not as it was written; it is removed.
@@ -62,11 +59,7 @@ class WeightStore:
         self._verified: set[int] = set()
 
     def read(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Fill `buffer` [size] uint8 on the CPU with a section; it is returned.
-
-        Raises:
-            DamagedError: it is not as it was written.
-        """
+        """Fill `buffer` [size] uint8 on the CPU with a section, which is returned; DamagedError if it has changed."""
         section = self.sections[index]
         assert buffer.numel() == section.size, (section, buffer.shape)
         view, done = _bytes_of(buffer), 0
@@ -106,12 +99,9 @@ class WeightStore:
 def write_store(
     path: Path, identity: Mapping[str, Any], sections: Sequence[tuple[str, int, Iterable[torch.Tensor]]]
 ) -> None:
-    """Write a store; whoever calls holds its lock.
+    """Write a store, whose lock the caller holds; raises ValueError if the disk is full, and leaves nothing then.
 
-    Args:
-        sections: name, size in bytes (a multiple of 4096) and content [bytes] uint8 on the CPU, piece by piece.
-    Raises:
-        ValueError: the disk is full; nothing is left of it.
+    `sections`: name, size in bytes (a multiple of 4096) and content [bytes] uint8 on the CPU, piece by piece.
     """
     needed = sum(size for _, size, _ in sections)
     unfinished = path.with_name(path.name + ".unfinished")  # a killed writer's is written over
@@ -142,14 +132,11 @@ def write_store(
 
 
 class FetchRing:
-    """Brings messages, in order, into a ring of buffers on the device, from a thread.
+    """Brings messages of `sizes` bytes, in order, into a `ring` of buffers on the device, by reads in a queue.
 
     Args:
-        read: fills a buffer on the host with the message of a unit, or gives a tensor that holds it already.
-        fills: whether it fills the buffer; else there is none, and what is given is page-locked.
-        sizes: bytes of the messages.
-        ring: how many are in memory.
-        queue: runs the reads.
+        read: fills a buffer on the host with the message of a unit, or gives a page-locked tensor that holds it.
+        fills: whether it fills the buffer; else there is none.
     """
 
     def __init__(

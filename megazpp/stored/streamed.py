@@ -33,12 +33,7 @@ _CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # elements that are unpacked at once
 
 
 class StreamPlan(NamedTuple):
-    """The plan of what stays and what streams, in integers.
-
-    Attributes:
-        kept: the ends and all vectors, whole.
-        streamed: a message for each unit, in the order of use; each rank of a node has its part.
-    """
+    """What stays, the ends and all vectors, whole; and of each unit that streams the message with this rank's part."""
 
     kept: MessagePlan
     streamed: tuple[MessagePlan, ...]
@@ -51,8 +46,7 @@ class StreamPlan(NamedTuple):
     def device_bytes(self, prefetch: int, *, fetched: bool) -> int:
         """Bytes of weights on the device at most: what stays, the ring, and of several ranks that of gathered units.
 
-        Args:
-            fetched: from elsewhere; else all messages are there.
+        Unless they are fetched from elsewhere, all messages are there.
         """
         ahead, largest = min(prefetch, len(self.streamed) - 1), max(message.num_bytes for message in self.streamed)
         ring, parts = (ahead + 1) * largest, self.streamed[0].num_parts
@@ -62,10 +56,9 @@ class StreamPlan(NamedTuple):
 def plan_stream(
     model: nn.Module, units: Sequence[nn.Module], num_parts: int, bits: int, dtype: torch.dtype
 ) -> StreamPlan:
-    """Plan which of the weights of `model` stream, and how they are packed.
+    """Plan which weights of `model`, this tensor-parallel rank's part, stream, and how they are packed.
 
     Args:
-        model: with the shapes of this tensor-parallel rank's part.
         units: modules whose matrices stream, in the order of use.
         num_parts: ranks of a node that share a unit.
         dtype: of 32 or 16 bits.
@@ -199,14 +192,7 @@ class StreamedUnits:
 
 
 class PackedMatrix:
-    """A matrix whose packed rows lie in P parts of equally many rows, of which the last may be padding.
-
-    Args:
-        weight: its name, shape and place in a message.
-        dtype: in which is computed.
-    Attributes:
-        parts: [P, part_rows, row_bytes] uint8; None while the matrix is not there.
-    """
+    """A matrix whose packed rows lie in `parts`, [P, part_rows, row_bytes] uint8; None while it is not there."""
 
     def __init__(self, weight: Placed, dtype: torch.dtype, device: torch.device) -> None:
         assert weight.rows is not None
@@ -216,7 +202,7 @@ class PackedMatrix:
         self._at_once = max((_CUDA_PIECE if device.type == "cuda" else _CPU_PIECE) // self.columns, 1)
 
     def take(self, messages: torch.Tensor) -> None:
-        """Have the rows that lie in messages [P, M]."""
+        """[P, M] uint8."""
         self.parts = self.weight.rows_in(messages)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, rows: range) -> torch.Tensor:

@@ -19,8 +19,7 @@ from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.data.dataset import cache_dir
 from megazpp.data.text import BUILTIN
-from megazpp.model.backends import model_backends
-from megazpp.model.float8 import find_product
+from megazpp.model.backends import find_product, model_backends
 from megazpp.optim.optimizer import optimizer_backends
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.measure_links import measure_links
@@ -52,7 +51,7 @@ def run_training(
         tp = parsed.config.parallel.tensor_model_parallel_size
         cluster = settle_cluster(worker, parsed.config.cluster, plan.layout.cluster, tp=tp)
         plan = check_run_config(parsed.config, cluster, device_type=worker.device.type)
-        find_product(parsed.config.model, worker.device)  # refuses a device without float8
+        find_product(parsed.config.model, worker.device)  # refuses a device that cannot
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop, answers=worker.rank == 0) as stops:

@@ -11,10 +11,9 @@ import torch
 from megazpp.data.dataset import DataConfig, batch_options
 from megazpp.data.loader import BatchLoader, Dataset, make_micro_batch
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.model.backends import compiles_layers, find_document_kernel
+from megazpp.model.backends import compiles_layers, find_document_kernel, find_product
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
-from megazpp.model.float8 import find_product
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import Product

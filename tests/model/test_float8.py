@@ -18,10 +18,10 @@ from helpers.small_run import check
 from helpers.tensor_parallel import build_gpt, counted, draw, local_gradients, tp_axis
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
-from megazpp.model import float8
-from megazpp.model.backends import capability, model_backends
+from megazpp.model import backends, float8
+from megazpp.model.backends import capability, find_product, model_backends
 from megazpp.model.config import GPTConfig
-from megazpp.model.float8 import Float8Format, find_product, float8_product
+from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.zero.config import ZeroConfig
 
 pytest.importorskip("torchao")
@@ -59,7 +59,7 @@ def test_all_three_products_are_those_of_rounded_inputs(fmt: Float8Format, shape
 
     From those of unrounded inputs they are a few per cent away: 4 bits of a number, or 3 (e5m2).
     """
-    if device == "cuda" and (capability(torch.device(device)) or (0, 0)) < float8.FIRST_CAPABILITY:
+    if device == "cuda" and (capability(torch.device(device)) or (0, 0)) < float8.FLOAT8_CAPABILITY:
         pytest.skip("no float8 here")
     x, weight, bias, grad = (
         draw(seed, *size, dtype=torch.float32).to(device)
@@ -264,12 +264,12 @@ def test_devices_without_float8_are_refused_by_name():
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"):
         for found in ((8, 0), None):  # None: AMD's
             with (
-                mock.patch.object(float8, "capability", return_value=found),
+                mock.patch.object(backends, "capability", return_value=found),
                 pytest.raises(ValueError, match=r"--fp8-format e4m3 needs .* this device is NVIDIA A100 \(cuda:1\)$"),
             ):
                 find_product(model, gpu)
     for found in ((8, 9), (9, 0), (10, 0)):
-        with mock.patch.object(float8, "capability", return_value=found):
+        with mock.patch.object(backends, "capability", return_value=found):
             assert find_product(model, gpu) is not None
 
 
