@@ -33,7 +33,7 @@ _CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # elements that are unpacked at once
 
 
 class StreamPlan(NamedTuple):
-    """What stays, the ends and all vectors, whole; and of each unit that streams the message with this rank's part."""
+    """The message that stays, with the ends and all vectors whole; and of each unit that streams this rank's part."""
 
     kept: MessagePlan
     streamed: tuple[MessagePlan, ...]
