@@ -1,13 +1,12 @@
 """The curves and the tables of a report.
 
-training time    seconds of all steps so far, those that a restart did again included; without validations and saves
-segments         a curve is cut where the iterations go back: at a restart
-thinning         of every bucket of neighbours the lowest and the highest stay, so that no spike disappears
-tables           rows of cells, the first row is the head, and the first column names the others
+A curve is cut where the iterations go back: at a restart. Training time is the seconds of all steps so far, those that a
+restart did again included. Of every bucket of neighbours the lowest and the highest stay, so that no spike disappears.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import math
@@ -26,25 +25,16 @@ Table = list[list[str]]
 DIGITS = 6  # significant, of a point
 NOTHING = "-"
 COMPLETIONS = 16  # of a run, in the page
-DIFFERENCES = 3  # that a legend names
-PLACES = ("--save", "--load", "--data-cache-path")  # which say little of a run
 
 
 class Chart(NamedTuple):
-    """One picture.
+    """One picture."""
 
-    Attributes:
-        key: of metrics.jsonl.
-        unit: what the vertical axis says.
-        scale: "fit": the values' range, "zero": from zero, "log".
-        factor: from what is recorded to `unit`.
-    """
-
-    key: str
+    key: str  # of metrics.jsonl
     title: str
-    unit: str
-    scale: str
-    factor: float = 1.0
+    unit: str  # of the vertical axis
+    scale: str  # "fit": the values' range, "zero": from zero, "log"
+    factor: float = 1.0  # from what is recorded to `unit`
 
 
 CHARTS = (
@@ -103,9 +93,7 @@ def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
 
 
 def thin(values: np.ndarray, max_points: int) -> np.ndarray:
-    """Indices of at most about `max_points` values: both ends, and of each bucket the extremes and a value that is not
-    finite.
-    """
+    """Indices of about `max_points` values: both ends, and of each bucket the extremes and what is not finite."""
     if len(values) <= max_points:
         return np.arange(len(values))
     kept = {0, len(values) - 1}
@@ -154,27 +142,6 @@ def summary_table(runs: Sequence[Run]) -> Table:
     return [["", *(run.name for run in runs)], *(row for row in rows if set(row[1:]) != {NOTHING})]
 
 
-def tiles(run: Run) -> list[tuple[str, str]]:
-    """The few numbers that a reader looks for first, each with its name; those that are not known are left out."""
-    came_out = _came_out(run)
-    cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
-    fewer = times_fewer(cross, _zero3_bytes(run) or 0) or NOTHING
-    loss = "validation loss" if came_out["validation loss"] != NOTHING else "training loss"
-    found = {
-        loss: came_out[loss].partition(" (")[0],
-        "training time": came_out["training time"],
-        "tokens per second": came_out["tokens per second, median"],
-        "bytes between nodes than ZeRO-3": fewer,
-    }
-    return [(name, value) for name, value in found.items() if value != NOTHING]
-
-
-def differences_in_words(runs: Sequence[Run]) -> list[str]:
-    """The first flags of each run that it does not share with the others, for a legend."""
-    rows = [row for row in flag_differences(runs)[1:] if row[0] not in PLACES][:DIFFERENCES]
-    return [", ".join(f"{row[0]} {row[1 + index]}" for row in rows) for index in range(len(runs))]
-
-
 def flag_differences(runs: Sequence[Run]) -> Table:
     """A row for every flag of which the runs have recorded different values."""
     names = sorted({name for run in runs for name in run.flags} - {"run_dir"})  # of course that differs
@@ -206,7 +173,7 @@ def traffic_table(run: Run) -> Table:
 
 
 def traffic_line(run: Run) -> str:
-    """Say which steps were counted, and what ZeRO-3 would have sent between nodes for the same ones."""
+    """Name the steps that were counted, and what ZeRO-3 would have sent between nodes for the same ones."""
     line = f"Counted over the {run.summary.get('iterations')} steps of the last start."
     if (would := _zero3_bytes(run)) is None:
         return line
@@ -226,38 +193,34 @@ def _zero3_bytes(run: Run) -> float | None:
 def _came_out(run: Run) -> dict[str, str]:
     """The cells of a run by their line."""
     rows, at = run.rows, times(run)
+    cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
     summary = {key: number(value) for key, value in run.summary.items()}
     done = max((row["iteration"] for row in rows), default=summary.get("iteration") or 0)
     wanted = number(run.flags.get("train_iters"))
-    training_time = NOTHING
-    if rows:
-        hours, rest = divmod(round(float(at[2, -1])), 3600)
-        training_time = f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{at[2, -1]:,.1f} s"
-    losses = _numbers(run.validations, "lm_loss")
+    seconds = float(at[2, -1]) if rows else 0.0
+    duration = f"{seconds:,.1f} s" if seconds < 3600 else str(datetime.timedelta(seconds=round(seconds)))
+    losses, speeds = _numbers(run.validations, "lm_loss"), _numbers(rows, "tokens_per_second")
     validation = losses[-1] if losses else summary.get("validation_loss")
     lowest = min(filter(math.isfinite, losses), default=None)
     also = f" (lowest {lowest:.4f})" if lowest not in (None, validation) else ""
-    cpu = summary.get("cpu_seconds_per_token")
     peak = max([*_numbers(rows, "peak_memory_bytes"), summary.get("peak_memory_bytes") or 0])
     went_back = int((at[0, 1:] <= at[0, :-1]).sum())
     not_finite = sum(not math.isfinite(loss) for loss in _numbers(rows, "lm_loss"))
     return {
         "state": run.state,
         "steps": f"{done:,}" + (f" of {wanted:,}" if wanted and wanted != done else ""),
-        "last log line": f"{run.written:%Y-%m-%d %H:%M:%S}" if run.written else NOTHING,
         "tokens": _decimal(max(_numbers(rows, "consumed_tokens"), default=None), 0),
-        "training time": training_time,
+        "training time": duration if rows else NOTHING,
         "training loss": _decimal(rows[-1].get("lm_loss"), 4) if rows else NOTHING,
         "validation loss": _decimal(validation, 4) + also,
         "test loss": _decimal(summary.get("test_loss"), 4),
         "unigram entropy of the validation text": _decimal(summary.get("unigram_entropy"), 4),
-        "tokens per second, median": _decimal(_median(rows, "tokens_per_second"), 0),
-        "seconds per step, median": _decimal(_median(rows, "step_seconds"), 4),
-        "CPU microseconds per token": _decimal(cpu and 1e6 * cpu, 1),
+        "tokens per second, median": _decimal(statistics.median_high(speeds) if speeds else None, 0),
         "peak memory, GB": _decimal(peak / GIGA, 3) if peak else NOTHING,
         "MB per step and node: between nodes": _megabytes(rows, "cross_bytes"),
         "MB per step and node: inside, data parallel": _megabytes(rows, "local_bytes"),
         "MB per step and node: inside, tensor parallel": _megabytes(rows, "tp_bytes"),
+        "bytes between nodes than ZeRO-3": times_fewer(cross, _zero3_bytes(run) or 0) or NOTHING,
         "skipped steps": _decimal(sum(_numbers(rows, "skipped")) or None, 0),
         "losses that are not finite": _decimal(not_finite or None, 0),
         "times it went back (restarts)": _decimal(went_back or None, 0),
@@ -268,11 +231,6 @@ def _came_out(run: Run) -> dict[str, str]:
 
 def _numbers(rows: Sequence[Row], key: str) -> list[float]:
     return [row[key] for row in rows if number(row.get(key)) is not None]
-
-
-def _median(rows: Sequence[Row], key: str) -> float | None:
-    values = _numbers(rows, key)
-    return statistics.median_high(values) if values else None
 
 
 def _megabytes(rows: Sequence[Row], key: str) -> str:

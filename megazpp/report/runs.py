@@ -4,9 +4,8 @@ restart, or is being written at this moment. Only a folder that is none is refus
 
 from __future__ import annotations
 
-import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,29 +17,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: tells it from the others of a report.
-        flags: the last start's; {} where there is no args.json.
-        rows: of metrics.jsonl, in the order of the file: iterations go back where a restart went back.
-        validations: of validation.jsonl.
-        completions: of completions.jsonl, where a post-training has drawn some.
-        summary: {} unless a process of this run has come to its end.
-        layout: None where it was not recorded.
-        notes: what a reader should know about the files.
-        written: when the last line was, or None.
-    """
-
-    name: str
-    flags: Mapping[str, Any]
-    rows: Sequence[Row]
-    validations: Sequence[Row]
-    completions: Sequence[Row]
-    summary: Mapping[str, Any]
-    layout: Layout | None
-    notes: Sequence[str]
-    written: datetime.datetime | None
+    name: str  # tells it from the others of a report
+    flags: Mapping[str, Any]  # the last start's; {} where there is no args.json
+    rows: Sequence[Row]  # of metrics.jsonl, in the order of the file: iterations go back where a restart went back
+    validations: Sequence[Row]  # of validation.jsonl
+    completions: Sequence[Row]  # of completions.jsonl, where a post-training has drawn some
+    summary: Mapping[str, Any]  # {} unless a process of this run has come to its end
+    layout: Layout | None  # None where it was not recorded
+    notes: Sequence[str]  # on files that are damaged, or say what ended the run
 
     @property
     def state(self) -> str:
@@ -75,7 +61,7 @@ def read_run(folder: Path, name: str) -> Run:
     if not metrics.is_file() and not (folder / "args.json").is_file():
         raise ValueError(f"{folder} is no run folder: it has neither metrics.jsonl nor args.json")
     notes: list[str] = []
-    rows, validations = (list(_rows(folder / f"{file}.jsonl", notes)) for file in ("metrics", "validation"))
+    rows, validations = (_rows(folder / f"{file}.jsonl", notes) for file in ("metrics", "validation"))
     endings = sorted(path.name for pattern in ("hang-*.txt", "not-finite-*.json") for path in folder.glob(pattern))
     notes += [f"{ending} says what ended it at one time" for ending in endings]
     topology, layout = _object(folder / "topology.json", notes), None
@@ -88,11 +74,10 @@ def read_run(folder: Path, name: str) -> Run:
         flags=_object(folder / "args.json", notes),
         rows=rows,
         validations=validations,
-        completions=list(_rows(folder / "completions.jsonl", notes)),
+        completions=_rows(folder / "completions.jsonl", notes),
         summary=_object(folder / "summary.json", notes),
         layout=layout,
         notes=notes,
-        written=datetime.datetime.fromtimestamp(metrics.stat().st_mtime) if rows else None,
     )
 
 
@@ -101,29 +86,20 @@ def number(value: Any, default: float | None = None) -> Any:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
-def _rows(file: Path, notes: list[str]) -> Iterator[Row]:
+def _rows(file: Path, notes: list[str]) -> list[Row]:
     """The objects of a .jsonl file that have an iteration; other lines are counted in a note.
 
     Raises:
         ValueError: it has lines, and none of them is one or the beginning of one.
     """
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    bad, whole, good = [], False, 0
-    for line_number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        row = _parsed(line)
-        if isinstance(row, dict) and isinstance(row.get("iteration"), int):
-            good += 1
-            yield row
-        else:
-            bad.append(line_number)
-            whole = whole or not line.startswith("{")
-    if whole and not good:
-        raise ValueError(f"{file}: line {bad[0]} is no JSON object with an iteration: not what a run writes")
-    if bad:
-        which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines (the first is {bad[0]}) are"
-        notes.append(f"{file.name}: {which} cut or damaged and left out")
+    lines = [line for line in text.split("\n") if line.strip()]
+    rows = [row for row in map(_parsed, lines) if isinstance(row, dict) and isinstance(row.get("iteration"), int)]
+    if not rows and not all(line.startswith("{") for line in lines):
+        raise ValueError(f"{file}: no line is a JSON object with an iteration: not what a run writes")
+    if bad := len(lines) - len(rows):
+        notes.append(f"{file.name}: {bad} line(s) cut or damaged, which are left out")
+    return rows
 
 
 def _object(file: Path, notes: list[str]) -> Mapping[str, Any]:

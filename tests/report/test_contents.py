@@ -13,11 +13,9 @@ import pytest
 from megazpp.report.contents import (
     completions_table,
     curves,
-    differences_in_words,
     flag_differences,
     summary_table,
     thin,
-    tiles,
     times,
     traffic_line,
     traffic_table,
@@ -92,13 +90,12 @@ def test_the_summary_says_what_came_out_of_each_run(make_run: MakeRun, make_row:
         [make_row(2, tokens_per_second=100.0), make_row(4, lm_loss=4.5, skipped=1, tokens_per_second=300.0)],
         validation=[{"iteration": 2, "lm_loss": 4.0}, {"iteration": 4, "lm_loss": 4.25}],
         args={"train_iters": 4},
-        summary={"iteration": 4, "unigram_entropy": 6.5, "cpu_seconds_per_token": 2e-6, "test_loss": None},
+        summary={"iteration": 4, "unigram_entropy": 6.5, "test_loss": None},
     )
     cut = make_run("cut", [make_row(2, lm_loss=math.nan), make_row(1), make_row(1)], args={"train_iters": 4})
     head, *rows = summary_table(read_runs([whole, cut]))
     assert head == ["", "whole", "cut"]
     cells = {row[0]: tuple(row[1:]) for row in rows}
-    del cells["last log line"]
     assert cells == {
         "state": ("finished", "still running, or it crashed"),
         "steps": ("4", "2 of 4"),
@@ -108,8 +105,6 @@ def test_the_summary_says_what_came_out_of_each_run(make_run: MakeRun, make_row:
         "validation loss": ("4.2500 (lowest 4.0000)", "-"),
         "unigram entropy of the validation text": ("6.5000", "-"),
         "tokens per second, median": ("300", "100"),
-        "seconds per step, median": ("1.0000", "1.0000"),
-        "CPU microseconds per token": ("2.0", "-"),
         "peak memory, GB": ("3.000", "3.000"),
         "MB per step and node: between nodes": ("4.000", "4.000"),
         "skipped steps": ("1", "-"),
@@ -129,8 +124,6 @@ def test_only_flags_that_differ_are_shown(make_run: MakeRun, make_row: MakeRow):
         ["--lr", "0.1", "0.2", "0.1"],
         ["--save", "none", "x", "-"],
     ]
-    assert differences_in_words(runs) == ["--lr 0.1", "--lr 0.2", "--lr 0.1"]
-    assert differences_in_words(runs[:1]) == [""]
 
 
 def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(make_run: MakeRun, make_row: MakeRow):
@@ -139,15 +132,9 @@ def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(make_run: Ma
     (run,) = read_runs([make_run(rows=[make_row(2), make_row(4)], summary=summary)])
     assert traffic_table(run)[1:] == [["shard", "cross", "all_gather", "8", "12.000", "3.000"]]
     assert traffic_line(run).startswith("Counted over the 4 steps of the last start. ZeRO-3 would have sent 90.000 MB")
-    assert tiles(run) == [
-        ("training loss", "5.0000"),
-        ("training time", "4.0 s"),
-        ("tokens per second", "100"),
-        ("bytes between nodes than ZeRO-3", "7.5 x fewer"),
-    ]
-    (without,) = read_runs([make_run("without", [make_row(2)], validation=[{"iteration": 2, "lm_loss": 4.5}])])
+    assert ["bytes between nodes than ZeRO-3", "7.5 x fewer"] in summary_table([run])
+    (without,) = read_runs([make_run("without", [make_row(2)])])
     assert len(traffic_table(without)) == len(completions_table(without)) == 1
-    assert tiles(without)[0] == ("validation loss", "4.5000")
 
 
 def test_the_latest_completions_are_shown_with_their_rewards(make_run: MakeRun, make_row: MakeRow):
