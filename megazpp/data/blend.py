@@ -11,7 +11,7 @@ sample per dataset. The order is Megatron's, ties included.
 
 from __future__ import annotations
 
-import contextlib
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,21 +40,22 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
     Values are `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number. Raises
     ValueError if a weight is not positive, or some datasets have one and others do not.
     """
-
-    def is_number(text: str) -> bool:
-        with contextlib.suppress(ValueError):
-            float(text)
-            return True
-        return False
-
-    if values and len(values) % 2 == 0 and all(map(is_number, values[::2])):
-        weights = tuple(map(float, values[::2]))
-        if not all(0 < weight < float("inf") for weight in weights):
+    numbers = list(map(_number, values))
+    weights = tuple(number for number in numbers[::2] if number is not None)
+    if values and len(values) == 2 * len(weights):
+        if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
         return tuple(values[1::2]), weights
-    if any(map(is_number, values)):
+    if any(number is not None for number in numbers):
         raise ValueError(f"{flag_name} {' '.join(values)}: give a weight before every dataset, or before none")
     return tuple(values), None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSource], tuple[float, ...] | None]:
@@ -110,10 +111,8 @@ def build_split(
 
     def sample(source: DataSource, span: tuple[int, int], count: int) -> GPTDataset:
         order = {"num_samples": count, "seq_length": seq_length, "seed": seed}
-        path = None
-        if source.fingerprint is not None:
-            path = indices / f"gpt-{cache_key(kind='gpt-1', source=source.fingerprint, span=span, **order)}"
-        name = f"{source.name} ({use})"
+        key = cache_key(kind="gpt-1", source=source.fingerprint, span=span, **order)
+        path, name = None if source.fingerprint is None else indices / f"gpt-{key}", f"{source.name} ({use})"
         dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=vocab_size, cache_path=path)
         _ = dataset[0]  # ids of another vocabulary are found now, not in the first step
         return dataset

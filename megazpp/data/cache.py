@@ -1,8 +1,7 @@
 """Things built once per node, however many processes ask for them at the same moment.
 
-`build_once` takes a file lock, which ends with its owner, builds under a temporary name and renames: a reader sees
-nothing or the whole thing. Ranks of one node share a cache directory and need no barrier; ranks of other nodes build
-their own copy of the same bytes, because every build is a pure function of its key.
+Ranks of one node share a cache directory and need no barrier: a file lock lets one of them build, and a reader sees
+nothing or the whole thing. Other nodes build their own copy of the same bytes: a build is a pure function of its key.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def cache_key(**parts: Any) -> str:
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """Make sure that the file or directory `path` exists, by letting one process build it, and return it.
+    """Return the file or directory `path`, once one process had `build` write it under a temporary path beside it.
 
-    Args:
-        build: writes it under the temporary path that it is given (in the same directory).
     Raises:
         ValueError: the directory cannot be written to.
     """

@@ -146,10 +146,8 @@ def build_datasets(
 ) -> Splits[Samples | None]:
     """The training, validation and test data; None where no samples are asked for, or --split gives that use nothing.
 
-    Args:
-        num_samples: samples each will be asked for.
-        seed: of the order of documents and samples.
-        log: gets a line for each thing that is built, before that takes its time, and for each dataset.
+    `log` gets a line for each thing that is built, before that takes its time, and for each dataset.
+
     Raises:
         ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """

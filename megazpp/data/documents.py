@@ -17,7 +17,6 @@ import contextlib
 import gzip
 import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedIOBase
 from pathlib import Path
@@ -49,7 +48,6 @@ class Block(NamedTuple):
     kind: Kind
     first_line: int  # its number, from 1; of a Parquet file, the row's
     content: Content  # whole lines, or rows
-    damage: str | None  # the reason that the file cannot be read beyond this (then empty) block
     disk_bytes: int  # of the file, that were read for it
 
 
@@ -98,26 +96,29 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
 
 
 def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """The file in order; if it turns out to be damaged, the last block says so, after the lines that are whole.
+    """The file in order.
 
     Args:
         keys: columns to read of a Parquet file; None reads all.
         block_bytes: a block of lines ends with the line that reaches this size.
+    Raises:
+        ValueError: the file is damaged; it is named with a line shortly before.
     """
     kind = kind_of(path)
     line, position = 1, 0
     with open(path, "rb") as file:
         try:
-            lines = sys.maxsize if kind == "text" else block_bytes
             pieces: Iterator[tuple[Content, int, int]]
-            pieces = _row_pieces(path, file, keys) if kind == "parquet" else _line_pieces(path, file, lines)
+            if kind == "parquet":
+                pieces = _row_pieces(path, file, keys)
+            else:
+                pieces = _line_pieces(path, file, -1 if kind == "text" else block_bytes)
             for content, num_lines, reached in pieces:
-                if content:
-                    yield Block(path, kind, line, content, None, reached - position)
+                yield Block(path, kind, line, content, reached - position)
                 line, position = line + num_lines, reached
         except Exception as error:  # each decompressor has exceptions of its own
-            reason = f"the file cannot be read from here on: {type(error).__name__}: {error}"
-            yield Block(path, kind, line, b"", reason, 0)
+            what = f"the file cannot be read from here on: {type(error).__name__}: {error}"
+            raise ValueError(f"{path}, line {line}: {what}") from error
 
 
 def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
@@ -154,9 +155,6 @@ def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator
 
 def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T] | BadLine]:
     """Apply `read` to each record, and give the number of the line where it begins; raise nothing."""
-    if block.damage is not None:
-        yield BadLine(block.path, block.first_line, block.damage)
-        return
     content, plain = block.content, block.kind == "text"
     records = content if isinstance(content, list) else [content] if plain else content.split(b"\n")
     for number, record in enumerate(records, start=block.first_line):
@@ -183,26 +181,10 @@ def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[
 
 
 def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tuple[bytes, int, int]]:
-    """(lines, their number, position in the file), all of it at once if `block_bytes` is sys.maxsize.
-
-    Of a damaged file's last line there is nothing, nor of its only document, but their lines are counted.
-    """
-    plain, damage = decompressed(path, file), None
-    while damage is None:
-        content = bytearray()
-        try:  # read1, because in a damaged file read loses what it has read already
-            while len(content) < block_bytes and (piece := plain.read1(min(BLOCK_BYTES, block_bytes - len(content)))):
-                content += piece
-            content += plain.readline()
-        except Exception as error:  # each decompressor has exceptions of its own
-            damage = error
-        if not content and damage is None:
-            return
-        whole = len(content)
-        if damage is not None:
-            whole = 0 if block_bytes == sys.maxsize else content.rfind(b"\n") + 1
-        yield bytes(content[:whole]), content.count(b"\n"), file.tell()
-    raise damage
+    """(lines, their number, position in the file), all of it at once if `block_bytes` is -1."""
+    plain = decompressed(path, file)
+    while content := plain.read(block_bytes) + plain.readline():
+        yield content, content.count(b"\n"), file.tell()
 
 
 def _row_pieces(

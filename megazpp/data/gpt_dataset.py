@@ -40,17 +40,11 @@ class Sequences(Protocol):
 
 
 class Indices(NamedTuple):
-    """The three arrays of the module's docstring.
+    """The three arrays of the module's docstring."""
 
-    Attributes:
-        documents: [epochs * documents] int32.
-        samples: [n + 1, 2] int32 or int64: (position in `documents`, offset) of each window's first id.
-        shuffle: [n] uint32 or int64.
-    """
-
-    documents: np.ndarray
-    samples: np.ndarray
-    shuffle: np.ndarray
+    documents: np.ndarray  # [epochs * documents] int32
+    samples: np.ndarray  # [n + 1, 2] int32 or int64: (position in `documents`, offset) of each window's first id
+    shuffle: np.ndarray  # [n] uint32 or int64
 
 
 class GPTDataset:
@@ -194,8 +188,6 @@ def build_indices(
         lengths: [documents] ids of the documents in use.
         first: the number of the first of them, added to what `Indices.documents` holds.
         num_samples: windows wanted; None for one epoch.
-        seq_length: ids from one window to the next.
-        seed: of the shuffles.
     """
     per_epoch = int(lengths.sum(dtype=np.int64))
     wanted = 0 if num_samples is None else num_samples * seq_length + 1
@@ -229,7 +221,6 @@ def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_len
     Args:
         lengths: [n] ids of the documents in line order; zeros are allowed.
         num_samples: windows; they fit: num_samples * seq_length < sum(lengths).
-        seq_length: ids from one window's start to the next one's.
     Returns:
         [num_samples + 1, 2] (document, offset) of id k * seq_length; int32 if that holds them, else int64.
     """

@@ -47,7 +47,6 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
     """Micro-batches of one data rank.
 
     Args:
-        dataset: with as many samples as will be asked for.
         make_batch: [B, ...] int64 samples to a micro-batch (`make_micro_batch` with its options bound).
         device: where the micro-batches go; for CUDA through pinned memory, without waiting for the copy.
         num_workers: threads; 0 builds each step when it is asked for.
@@ -141,20 +140,15 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
 class MicroBatch(NamedTuple):
     """One forward pass's worth of samples.
 
-    Attributes:
-        tokens: [B, S] int64.
-        labels: [B, S] int64, the token after each of `tokens`.
-        loss_mask: [B, S] fp32, 1 where the loss counts.
-        position_ids: [B, S] int64.
-        document_starts: [D + 1] int32 offsets into the B * S tokens, from 0 to B * S; None without
-            --reset-attention-mask. A sample always starts a document.
+    `document_starts` are offsets into the B * S tokens, from 0 to B * S; None without --reset-attention-mask. A sample
+    always starts a document.
     """
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    position_ids: torch.Tensor
-    document_starts: torch.Tensor | None
+    tokens: torch.Tensor  # [B, S] int64
+    labels: torch.Tensor  # [B, S] int64, the token after each of `tokens`
+    loss_mask: torch.Tensor  # [B, S] fp32, 1 where the loss counts
+    position_ids: torch.Tensor  # [B, S] int64
+    document_starts: torch.Tensor | None  # [D + 1] int32
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))

@@ -71,7 +71,7 @@ class Encoded(NamedTuple):
 
 @dataclass(kw_only=True)
 class PreprocessProgress:
-    """Counts of what has been written; sizes in bytes, of `total_disk_bytes` of input."""
+    """Counts of what has been written, out of `total_disk_bytes` of input."""
 
     total_disk_bytes: int
     started: float = field(default_factory=time.monotonic)
@@ -117,10 +117,11 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
         blocks = itertools.chain.from_iterable(read_blocks(path, keys) for path in inputs)
         encoded: Generator[Encoded, None, None]
+        how: dict[str, Any] = {"keys": keys, "append_eod": config.append_eod}
         if config.workers == 1:
-            encoded = (encode_block(block, loaded, keys=keys, append_eod=config.append_eod) for block in blocks)
+            encoded = (encode_block(block, loaded, **how) for block in blocks)
         else:
-            encode = functools.partial(_encode_in_worker, config=tokenizer, keys=keys, append_eod=config.append_eod)
+            encode = functools.partial(_encode_in_worker, config=tokenizer, **how)
             encoded = map_in_processes(encode, blocks, config.workers)
         for block in stack.enter_context(contextlib.closing(encoded)):
             for bad in block.bad_lines:
@@ -184,10 +185,10 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
     return inputs, prefixes
 
 
-def _encode_in_worker(block: Block, *, config: TokenizerConfig, keys: Sequence[str], append_eod: bool) -> Encoded:
+def _encode_in_worker(block: Block, config: TokenizerConfig, **how: Any) -> Encoded:
     tokenizer = _load_once(config)
     assert tokenizer is not None
-    return encode_block(block, tokenizer, keys=keys, append_eod=append_eod)
+    return encode_block(block, tokenizer, **how)
 
 
 _load_once = functools.lru_cache(maxsize=1)(load_tokenizer)

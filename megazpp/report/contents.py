@@ -1,7 +1,7 @@
 """The curves and the tables of a report.
 
-A curve is cut where the iterations go back: at a restart. Training time is the seconds of all steps so far, those that a
-restart did again included. Of every bucket of neighbours the lowest and the highest stay, so that no spike disappears.
+A curve is cut where the iterations go back: at a restart. Training time is the seconds of all steps so far, also those
+that a restart did again. Of every bucket of neighbours the lowest and the highest stay, so that no spike disappears.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import contextlib
 import gzip
 import json
 import lzma
@@ -20,8 +19,8 @@ from pyarrow import parquet
 
 from megazpp.data.documents import (
     BadLine,
+    Block,
     check_readable,
-    decompressed,
     kind_of,
     parse_block,
     read_blocks,
@@ -153,31 +152,19 @@ def packed(content: bytes, suffix: str) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_damaged_file_gives_all_whole_lines_before_and_names_the_next(tmp_path: Path, suffix: str):
+def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path: Path, suffix: str):
     lines = numbered_lines(20_000)
     whole = packed(b"".join(lines), suffix)
-    third, texts = len(whole) // 3, [(json.loads(line)["text"],) for line in lines]
-    for cut, block_bytes in ((third, 1), (third, 1 << 20), (len(whole) - 1, 1)):
-        path = write(tmp_path / f"a.jsonl{suffix}", whole[:cut])
-        with open(path, "rb") as file, decompressed(path, file) as plain, contextlib.suppress(EOFError):
-            readable = 0
-            while piece := plain.read1(1 << 16):
-                readable += piece.count(b"\n")
-        *before, bad = documents(path, block_bytes=block_bytes)
-        assert before == texts[:readable]
-        assert isinstance(bad, BadLine)
-        assert bad.number == readable + 1 > 4000
-        assert bad.reason.startswith("the file cannot be read from here on: EOFError: ")
-    write(path, whole[:third] + b"\xff" * 100 + whole[third + 100 :])
-    *_, bad = documents(path, block_bytes=1000)  # what was made of the damage may come before
-    assert "cannot be read from here on" in str(bad)
-
-
-def test_a_text_that_was_cut_is_no_document_and_is_named_by_the_line(tmp_path: Path) -> None:
-    whole = gzip.compress(b"".join(b"%d\n" % (i * i) for i in range(10_000)))
-    (bad,) = documents(write(tmp_path / "a.txt.gz", whole[:-1]))
-    assert isinstance(bad, BadLine)
-    assert bad.number == 10_001
+    third = len(whole) // 3
+    for content in (whole[:third], whole[:-1], whole[:third] + b"\xff" * 100 + whole[third + 100 :]):
+        path, blocks = write(tmp_path / f"a.jsonl{suffix}", content), list[Block]()
+        with pytest.raises(ValueError, match=r"a\.jsonl\.\w+, line \d+: the file cannot be read from here on: \w+: "):
+            blocks.extend(read_blocks(path, block_bytes=1000))
+        assert len(blocks) > 40
+        if content == whole[: len(content)]:
+            assert b"".join(lines).startswith(b"".join(block.content for block in blocks))
+    with pytest.raises(ValueError, match=r"a.txt.gz, line 1: the file cannot be read"):
+        documents(write(tmp_path / "a.txt.gz", gzip.compress(b"a\n" * 10_000)[:-1]))
 
 
 def test_the_name_and_else_the_beginning_say_what_a_file_holds(tmp_path: Path) -> None:
