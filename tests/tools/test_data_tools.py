@@ -98,7 +98,7 @@ train_tokenizer | --input a.jsonl --vocab-size 0 | --vocab-size 0 is not positiv
 train_tokenizer | --input a.jsonl --output-prefix there | there.model exists (--overwrite replaces it)
 train_tokenizer | --input a.jsonl --model-type word | 'word' is not one of bpe, unigram
 report | none | none is no folder
-report | junk_run | metrics.jsonl: line 1 is no JSON object
+report | junk_run | metrics.jsonl: no line is a JSON object
 report | run --output run/metrics.jsonl | metrics.jsonl exists and is no report
 report | run --output none/r.html | none/r.html cannot be written: No such file or directory
 """
