@@ -78,13 +78,11 @@ class MeshAxis:
     """The ranks that differ from this one in a single mesh coordinate, and the collectives among them.
 
     Args:
-        name: "tp", "shard", "replicate", "data", ...
+        name: "tp", "shard", "replicate", ...; the track of its collectives in the timeline.
         ranks: global ranks along the axis, in axis order.
         rank: this rank's index in `ranks`.
         group: the process group of exactly these ranks; None if and only if there is one rank.
-        counter: where sent bytes are counted.
         wire: the wire under this rank's link to its successor: "tp", "local" (inside a node) or "cross".
-        timeline: where each collective is recorded, on the track `name`.
         queue: where its collectives run beside the compute; None: in a thread (CPU) or on a stream (CUDA), made on use.
     """
 
@@ -213,8 +211,8 @@ class MeshAxis:
 
 
 _numbers = itertools.count()
-# An operator's arguments are tensors and plain values, so compiled code names its axis by a string; torch names process
-# groups so too. Written when an axis is made, read by these operators alone, and it keeps no axis alive.
+# An operator's arguments are tensors and plain values, so compiled code names its axis by a string, as torch does its
+# process groups. Read by these operators alone, and it keeps no axis alive.
 _axes: weakref.WeakValueDictionary[str, MeshAxis] = weakref.WeakValueDictionary()
 
 
@@ -263,22 +261,19 @@ def make_group(
     ascending = all(list(ranks) == sorted(ranks) for ranks in partition)
     world, nccl = dist.group.WORLD, dist.get_backend() == "nccl"
     assert world is not None
-    group: dist.ProcessGroup | None = None
     if options is backend is None and mine == tuple(range(dist.get_world_size())):
-        group = world
-    elif len(mine) == 1:
+        return world
+    if len(mine) == 1:
         own = "gloo" if nccl else None  # not a communicator that nobody talks through; only this rank knows of it
-        group = dist.new_group(list(mine), backend=own, group_desc=name, use_local_synchronization=True)
-    # into all parts at once: splitting one off takes all ranks, and one by one a thousand would take a minute
-    elif backend is None and ascending and nccl and world.bound_device_id is not None:
+        return dist.new_group(list(mine), backend=own, group_desc=name, use_local_synchronization=True)
+    if backend is None and ascending and nccl and world.bound_device_id is not None:
+        # into all parts at once: splitting one off takes all ranks, and one by one a thousand would take a minute
         group = dist.split_group(split_ranks=[list(r) for r in partition], pg_options=options, group_desc=name)
-    else:
-        for ranks in partition:
-            order: dict[str, Any] = {} if ascending else {"sort_ranks": False}
-            made = dist.new_group(list(ranks), backend=backend, pg_options=options, group_desc=name, **order)
-            group = made if ranks == mine else group
-    assert group is not None
-    return group
+        assert group is not None, "this rank is in a part"
+        return group
+    settings: dict[str, Any] = {"backend": backend, "pg_options": options, "group_desc": name}
+    settings |= {} if ascending else {"sort_ranks": False}
+    return [dist.new_group(list(ranks), **settings) for ranks in partition][partition.index(mine)]
 
 
 def can_order_groups() -> bool:

@@ -10,8 +10,7 @@
 | island    | hold the same shards of different models      | islands/outer.py, once per synchronization  |
 
 A rank's index along shard is cross index x local size + local index. Each rank is in at most one group per axis (an
-axis of one rank has none), every group is made once, by all ranks in the same order, and the number of groups does not
-grow with the model.
+axis of one rank has none), and every group is made once, by all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -127,8 +126,7 @@ class ParallelDims:
             order_launches(layout)
         self.layout, self._nccl, self._threads = layout, nccl or NcclConfig(), threads
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
-        # an axis of one rank is no dim of the mesh, but for shard, which FSDP2 cannot do without; groups number their
-        # ranks as the axes do, because FSDP2 takes shard indices from its group's ranks
+        # FSDP2 cannot do without shard; groups number their ranks as the axes do, as it takes shard indices from them
         self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
         if mesh is None:
             ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])

@@ -96,10 +96,8 @@ def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str
 def check_connections(env: Mapping[str, str] = os.environ) -> None:
     """Raise a ValueError if CUDA has started with a single connection."""
     if env.get(CONNECTIONS) == "1" and torch.cuda.is_initialized():
-        raise ValueError(
-            f"{CONNECTIONS}=1, and CUDA has started: no collective would overlap with the computation; unset it before "
-            "the program starts"
-        )
+        why = "no collective would overlap with the computation"
+        raise ValueError(f"{CONNECTIONS}=1, and CUDA has started: {why}; unset it before the program starts")
 
 
 def node_folder(name: str) -> Path | None:

@@ -127,12 +127,7 @@ def device_type() -> str:
 
 
 def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """A store in this process that listens on the loopback only; torch's own listens on every interface.
-
-    Args:
-        port: 0 for any that is free.
-        timeout: of a client's wait for a key.
-    """
+    """A store in this process that listens on the loopback only (torch's own: everywhere); port 0: any free one."""
     listener = socket.create_server((LOOPBACK, port))
     port = listener.getsockname()[1]
     return dist.TCPStore(

@@ -32,19 +32,13 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """Something that took time.
-
-    Attributes:
-        track, name: where it is drawn and what it is.
-        start_seconds: on the host's monotonic clock.
-        blocking: it ran on the computing thread (CPU) or stream (CUDA), which did nothing else meanwhile.
-    """
+    """Something that took time."""
 
     track: str
     name: str
-    start_seconds: float
+    start_seconds: float  # on the host's monotonic clock
     seconds: float
-    blocking: bool = False
+    blocking: bool = False  # it ran on the computing thread (CPU) or stream (CUDA), which did nothing else meanwhile
 
     @property
     def end_seconds(self) -> float:
@@ -84,10 +78,9 @@ class Timeline:
         self._listeners = tuple(other for other in self._listeners if other is not listener)
 
     def start(self, *, after: SpanRecording | None = None) -> SpanRecording:
-        """Attach a recording; the calling thread (on CUDA its current stream) counts as the one that computes.
+        """Attach a recording, which begins as that of `after` ends.
 
-        Args:
-            after: a recording that ends as the new one begins.
+        The calling thread (on CUDA its current stream) counts as the one that computes.
         """
         recording = SpanRecording(cuda=self.device_type == "cuda")
         self._listeners = (*(other for other in self._listeners if other is not after), recording)
@@ -162,17 +155,13 @@ def _record_event() -> torch.cuda.Event:
 class Doing(NamedTuple):
     """An open span.
 
-    Attributes:
-        track, name: as in the timeline.
-        number: of the track's spans so far, this one included. Ranks of an axis call its collectives in the same order,
-            so equal numbers mean the same collective.
-        seconds: since its thread last opened or closed a span.
+    Ranks of an axis call its collectives in the same order, so equal numbers mean the same collective.
     """
 
     track: str
     name: str
-    number: int
-    seconds: float = 0.0
+    number: int  # of the track's spans so far, this one included
+    seconds: float = 0.0  # since its thread last opened or closed a span
 
 
 class Activity:

@@ -2,11 +2,9 @@
 
 A thread in each rank looks at what the rank's other threads are doing: collectives of the axes, and the step around
 them, which covers what does not pass through an axis (FSDP2's all-reduce between replicas, the wait for a GPU). When
-nothing has moved for longer than the limit, it raises an alarm in the store. Every rank's thread then puts its
-activity and its Python stacks there; the one that raised the alarm collects them, reports, and all leave.
-
-    no alarm    one look at the store every few seconds
-    an alarm    ranks that do not answer within ANSWER_SECONDS are stopped, gone, or hold Python's interpreter lock
+nothing has moved for longer than the limit, it raises an alarm in the store, which all look at every few seconds. Every
+rank's thread then puts its activity and its Python stacks there; the one that raised the alarm collects them, reports,
+and all leave. Ranks that do not answer within ANSWER_SECONDS are stopped, gone, or hold Python's interpreter lock.
 
 On CUDA the host runs ahead of the collectives: it stands still where it next waits for the device, and the rank that
 has launched fewer collectives than the others is the one that they wait for.
@@ -91,10 +89,10 @@ class Watchdog:
 
     def _end_job(self, limit: float) -> None:
         store, rank = self._store, self._worker.rank
-        first = store.add(ALARM, 1) == 1
+        raised_it = store.add(ALARM, 1) == 1
         state = RankState(self._activity.now(), self._activity.entered, python_stacks())
         store.set(STATE.format(rank), json.dumps(state))
-        if not first:
+        if not raised_it:
             _wait_for(store, [REPORTED], 2 * ANSWER_SECONDS)
             leave(EXIT_SECONDARY)
         self._root.add(FAILURES.format(self._worker.restarts), 1)  # what breaks from now on is an echo
@@ -103,28 +101,22 @@ class Watchdog:
         answers = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
         states = {r: RankState([Doing(*each) for each in doing], *rest) for r, (doing, *rest) in answers.items()}
         report = describe_hang(states, self._dims.layout, limit)
-        stacks = "".join(f"\n==== rank {r}\n{states[r].stacks}" for r in sorted(states))
-        print(f"\n{report}\n{self._write(report + stacks)}", file=sys.stderr, flush=True)
+        text = report + "".join(f"\n==== rank {r}\n{states[r].stacks}" for r in sorted(states))
+        try:
+            file = Path(store.get(FOLDER).decode()) / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+            file.write_text(text)
+            where = f"the stacks of all ranks: {file}"
+        except (OSError, dist.DistError) as error:
+            where = f"(no file with the stacks of all ranks: {error})\n{text}"
+        print(f"\n{report}\n{where}", file=sys.stderr, flush=True)
         store.set(REPORTED, "")
         leave(EXIT_HANG)
-
-    def _write(self, text: str) -> str:
-        """Write a file beside the run's records; returns a line with its path, or the text if that cannot be."""
-        try:
-            file = Path(self._store.get(FOLDER).decode()) / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-            file.write_text(text)
-        except (OSError, dist.DistError) as error:
-            return f"(no file with the stacks of all ranks: {error})\n{text}"
-        return f"the stacks of all ranks: {file}"
 
 
 def describe_hang(states: Mapping[int, RankState], layout: Layout, limit: float) -> str:
     """Name the collectives that ranks wait for, who has not arrived, and the stacks of those who keep others waiting.
 
-    Args:
-        states: of the ranks that have answered.
-        layout: which ranks share an axis.
-        limit: seconds without movement.
+    `states` are those of the ranks that have answered, `limit` the seconds without movement.
     """
     everyone = tuple(range(layout.cluster.world_size))
     lines = [f"watchdog: the job has not moved for {limit:g} s"]

@@ -8,9 +8,6 @@ Every worker, whoever started it, enters and leaves through `run_worker`:
 - every exit is barrier, destroy, flush, `os._exit`: an ordinary interpreter exit races with gloo's threads and
   aborts about one run in six (torch 2.13);
 - the kernel ends a worker that we started when its launcher is gone (`kill -9` included).
-
-On CPUs gloo's groups share one network device, its threads wait their turn, and freed memory is kept; each function
-says why.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megazpp.base.program import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, LAUNCHER_PID, JobError, end_with
-from megazpp.parallel.launch import RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
+from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
 
 REPORT_SECONDS = 1.0  # that the rank which failed first is given to say so
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
@@ -169,12 +166,11 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
         return
     gloo: Any = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch reads it
+    places = [{"interface": name} for name in interfaces.split(",")] if interfaces else [{"hostname": LOOPBACK}]
     own = lazy or None  # None: as TORCH_GLOO_LAZY_INIT says
     with _threads_that_wait_their_turn():
-        if interfaces:
-            devices = [gloo.create_device(interface=name, lazy_init=own) for name in interfaces.split(",")]
-        elif loopback:
-            devices = [gloo.create_device(hostname="127.0.0.1", lazy_init=own)]
+        if interfaces or loopback:
+            devices = [gloo.create_device(**place, lazy_init=own) for place in places]
         else:
             devices = [gloo.create_default_device(lazy_init=own)]
 

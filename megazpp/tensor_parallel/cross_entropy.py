@@ -77,17 +77,11 @@ class _Settings(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A part of this rank's columns.
+    """A part of this rank's columns."""
 
-    Attributes:
-        rows: of the weight; they end at a multiple of `COLUMNS_MULTIPLE` where the weight does.
-        real: columns of it that are no padding, the first.
-        first: the token of the first column.
-    """
-
-    rows: slice
-    real: int
-    first: int
+    rows: slice  # of the weight; they end at a multiple of `COLUMNS_MULTIPLE` where the weight does
+    real: int  # columns that are no padding, the first
+    first: int  # the token of the first column
 
     def at_labels(
         self, logits: torch.Tensor, labels: torch.Tensor, temperature: float

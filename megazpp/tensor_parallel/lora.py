@@ -60,7 +60,6 @@ class LowRankAdapter(Adapter):
         in_features, out_features: of this tp rank.
         rank, scale: r, alpha / r.
         row: whether the base splits its inputs; otherwise it splits its outputs.
-        dropout: of the input.
     """
 
     def __init__(
@@ -104,12 +103,7 @@ class LowRankAdapter(Adapter):
 class QkvAdapter(Adapter):
     """Adapters of queries, keys and values, each with its own A, beside the fused column-parallel projection.
 
-    [S, B, in] -> [S, B, rows of this rank], in the fused order [group, (Q queries, key, value), D].
-
-    Args:
-        adapters: by "q", "k", "v"; the rest of the projection stays as it is.
-        groups: of this rank.
-        queries_per_group, head_size: Q, D.
+    [S, B, in] -> [S, B, rows of this rank], in the fused order [group of this rank, (Q queries, key, value), D].
     """
 
     def __init__(
@@ -118,16 +112,14 @@ class QkvAdapter(Adapter):
         super().__init__()
         for name, adapter in adapters.items():
             self.add_module(name, adapter)
-        self.names = tuple(name for name in "qkv" if name in adapters)
         self.groups, self.head_size = groups, head_size
         self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # of a group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        products = {name: getattr(self, name)(x) for name in self.names}
         parts = []
         for name, heads in self.heads.items():
-            shape = (*x.shape[:2], self.groups, heads, self.head_size)
-            parts.append(products[name].view(shape) if name in products else x.new_zeros(shape))
+            shape, adapter = (*x.shape[:2], self.groups, heads, self.head_size), getattr(self, name, None)
+            parts.append(x.new_zeros(shape) if adapter is None else adapter(x).view(shape))
         return torch.cat(parts, dim=3).flatten(2)
 
 
@@ -137,9 +129,7 @@ def joined_factors(
     """A [in, R] and B [out, R] beside a whole linear layer, of its adapter's whole parameters: a, b, or q.a, q.b, ...
 
     R is the sum of the parts' ranks; rows of the fused projection that a part does not reach are zeros in its columns.
-
-    Args:
-        groups, queries: heads of keys, and of queries, of the whole layer.
+    `groups` and `queries` are the heads of keys and of queries of the whole layer.
     """
     if "a" in parameters:
         return parameters["a"], parameters["b"]
@@ -156,13 +146,9 @@ def joined_factors(
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """`weight` + scale B A^T in fp32, rounded to its type.
+    """`weight` [rows, columns], a box of [out, in], + scale b [rows, R] a^T [R, columns] in fp32, rounded to its type.
 
     The terms are added one after the other: an element has the same bits whatever box of the weight it is computed in.
-
-    Args:
-        weight: [rows, columns], a box of [out, in].
-        a, b: [columns, R], [rows, R].
     """
     result, at_once = torch.empty_like(weight), max(_AT_ONCE // weight.shape[1], 1)
     a, b = a.float(), b.float()

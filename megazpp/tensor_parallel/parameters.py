@@ -26,21 +26,13 @@ from megazpp.parallel.axis import MeshAxis
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """The split of one parameter over tp, and its initialisation.
+    """The split of one parameter over tp, and its initialisation."""
 
-    Attributes:
-        split: the dim that tp ranks share out, None for a parameter every rank holds whole.
-        std: standard deviation of the normal distribution it is drawn from; 0 for a constant.
-        value: the constant when `std` is 0.
-        rows: rows that are drawn; the rest is padding and stays zero. None for all.
-        partial: each tp rank computes a part of the gradient; `sum_partial_gradients_` adds them, once per step.
-    """
-
-    split: int | None = None
-    std: float = 0.0
-    value: float = 0.0
-    rows: int | None = None
-    partial: bool = False
+    split: int | None = None  # the dim that tp ranks share out, None for a parameter every rank holds whole
+    std: float = 0.0  # standard deviation of the normal distribution it is drawn from; 0 for a constant
+    value: float = 0.0  # the constant when `std` is 0
+    rows: int | None = None  # rows that are drawn; the rest is padding and stays zero. None for all
+    partial: bool = False  # each tp rank computes a part of the gradient; see `sum_partial_gradients_`
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -93,8 +85,7 @@ def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.device) -> None:
     """Fill every parameter, local tensors or DTensors of any placement, from (seed, name).
 
-    Args:
-        draw_device: where the full tensor is drawn, one at a time; draws differ between CPU and CUDA.
+    Full tensors are drawn on `draw_device` one at a time; CPU and CUDA draw other numbers.
     """
     for name, module, attribute, spec in owned_parameters(model):
         parameter = getattr(module, attribute)
@@ -114,10 +105,7 @@ def partial_parameters(model: nn.Module) -> frozenset[str]:
 
 @torch.no_grad()
 def sum_partial_gradients_(parameters: Iterable[torch.Tensor], tp: MeshAxis) -> None:
-    """Add up over tp, in place and in one all-reduce, what its ranks have of the gradients of these parameters.
-
-    Once per optimizer step, after the last micro-batch: gradients are local tensors or DTensors, all of one dtype.
-    """
+    """Add up over tp, in one all-reduce per optimizer step, what its ranks have of these gradients, of one dtype."""
     parts = [local(p.grad) for p in parameters if p.grad is not None]
     if tp.size > 1 and parts:
         flat = tp.all_reduce_(torch.cat([part.reshape(-1) for part in parts]))

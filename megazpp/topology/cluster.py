@@ -133,7 +133,6 @@ class Link(NamedTuple):
         gigabytes_per_second: in one direction (1e9 bytes); for "domain" and "node" what one rank can send, for
             "network" what one node can send with all its adapters together.
         microseconds: from sending a small message to its arrival; None where nobody knows.
-        source: where the figures come from.
     """
 
     gigabytes_per_second: float
@@ -151,17 +150,11 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The wires of a cluster, by what they connect; None where nothing is known.
+    """The wires of a cluster, by what they connect; None where nothing is known."""
 
-    Attributes:
-        domain: between ranks of one fast domain (NVLink, NVSwitch).
-        node: between domains of one node (PCIe, shared memory).
-        network: between nodes.
-    """
-
-    domain: Link | None = None
-    node: Link | None = None
-    network: Link | None = None
+    domain: Link | None = None  # between ranks of one fast domain (NVLink, NVSwitch)
+    node: Link | None = None  # between domains of one node (PCIe, shared memory)
+    network: Link | None = None  # between nodes
 
     @property
     def known(self) -> dict[LinkKind, Link]:
@@ -174,22 +167,12 @@ class Links(NamedTuple):
 
 
 class Device(NamedTuple):
-    """A GPU. Figures are data sheets'; each file of configs/clusters says where they were looked up.
-
-    Attributes:
-        name: the vendor's.
-        teraflops: dense 16-bit peak.
-        gigabytes: memory (1e9 bytes).
-        gigabytes_per_second: of that memory.
-        source: where the figures come from.
-        shares: what programs reach of them: one of SHARES (planner/cost.py); None where nothing was compared.
-        price_per_hour: of one, in any currency; None where nobody asks.
-    """
+    """A GPU. Figures are data sheets'; each file of configs/clusters says where they were looked up."""
 
     name: str
-    teraflops: float
-    gigabytes: float
-    gigabytes_per_second: float
+    teraflops: float  # dense 16-bit peak
+    gigabytes: float  # memory (1e9 bytes)
+    gigabytes_per_second: float  # of that memory
     source: str = ""
-    shares: str | None = None
-    price_per_hour: float | None = None
+    shares: str | None = None  # what programs reach of these: one of SHARES (planner/cost.py)
+    price_per_hour: float | None = None  # of one, in any currency

@@ -26,46 +26,30 @@ OVERRIDE = "--cluster-file describes the machine by hand, --emulate-nodes N take
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as NVML sees it; what could not be found out is empty.
-
-    Attributes:
-        pci: bus address, "0000:1b:00.0".
-        fabric: of a multi-node NVLink domain: cluster and clique; empty elsewhere.
-        nvlink_peers: PCI addresses of the GPUs at the other end of its NVLinks, and `SWITCH`.
-    """
+    """One GPU as NVML sees it; what could not be found out is empty."""
 
     uuid: str
     name: str = ""
-    pci: str = ""
-    fabric: str = ""
-    nvlink_peers: tuple[str, ...] = ()
+    pci: str = ""  # bus address, "0000:1b:00.0"
+    fabric: str = ""  # of a multi-node NVLink domain: cluster and clique
+    nvlink_peers: tuple[str, ...] = ()  # PCI addresses of the GPUs at the other end of its NVLinks, and `SWITCH`
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """A rank's description of the machine it is on.
-
-    Attributes:
-        boot_id: the running kernel's; empty where the system hides it.
-        network_namespace: inode of the process's.
-        local_rank: the launcher's.
-        gpu: the one this rank computes and communicates with, None on a CPU.
-        notice: something the user should read, or nothing.
-    """
+    """A rank's description of the machine it is on."""
 
     host: str
-    boot_id: str = ""
-    network_namespace: int = 0
-    local_rank: int = 0
-    gpu: Gpu | None = None
-    notice: str = ""
+    boot_id: str = ""  # the running kernel's; empty where the system hides it
+    network_namespace: int = 0  # inode of the process's
+    local_rank: int = 0  # the launcher's
+    gpu: Gpu | None = None  # the one this rank computes and communicates with, None on a CPU
+    notice: str = ""  # something the user should read, or nothing
 
 
 def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
     """The cluster that the ranks find themselves on.
 
-    Args:
-        infos: one per rank, in rank order.
     Raises:
         ValueError: some ranks have a GPU and others none; two ranks use one GPU; the nodes differ in their number of
             ranks, or the domains; a fabric holds part of a node. The message names hosts and says what would fit.
