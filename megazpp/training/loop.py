@@ -28,7 +28,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS
 from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
-from megazpp.training.recorder import MetricsRecorder, Validation
+from megazpp.training.recorder import MetricsRecorder
 from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
 
 GARBAGE_INTERVAL = 50  # iterations
@@ -145,7 +145,6 @@ class Evaluations:
     """A validation every `interval` iterations, unless a signal ends the run."""
 
     recorder: MetricsRecorder
-    evaluate: Validation
     interval: int
     stops: StopConditions
 
@@ -154,7 +153,7 @@ class Evaluations:
 
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
         if self.due(progress.iteration, last=last):
-            self.recorder.validate(self.evaluate, progress)
+            self.recorder.validate(progress)
 
 
 class StopConditions:

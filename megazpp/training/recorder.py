@@ -15,6 +15,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
@@ -50,7 +51,9 @@ class MetricsRecorder:
         zero3: number of micro-batches to what ZeRO-3 would have sent.
         tracker: writes on rank 0.
         timers: reported after a log line.
-        validation_metric: what validations measure: "lm_loss", or "reward".
+        validation, test: evaluate held-out data; None without.
+        metric: what they measure: "lm_loss", or "reward".
+        weights_for_evaluation: entered around each evaluation.
     """
 
     config: TrackingConfig
@@ -61,7 +64,10 @@ class MetricsRecorder:
     zero3: Callable[[int], Zero3Traffic | None]
     tracker: Tracker | None = None
     timers: StepRecorder | None = None
-    validation_metric: str = "lm_loss"
+    validation: Validation | None = None
+    test: Validation | None = None
+    metric: str = "lm_loss"
+    weights_for_evaluation: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         self.last_interval: IntervalRecord | None = None
@@ -100,51 +106,50 @@ class MetricsRecorder:
         """True if a log interval ends with the iteration."""
         return iteration % self.config.log_interval == 0
 
-    def validate(self, evaluate: Validation, progress: TrainingProgress) -> None:
-        """Evaluate, show and record."""
-        value = evaluate()
+    def validate(self, progress: TrainingProgress) -> None:
+        """Evaluate, show and record, if there is validation data."""
+        value = self._evaluate(self.validation)
+        if value is None:
+            return
         self.last_validation = (progress.iteration, value)
-        short = f"iteration {progress.iteration:6d}  validation {self.validation_metric.replace('lm_', '')} {value:.4f}"
-        for line in validation_lines(f"iteration {progress.iteration}", value, metric=self.validation_metric):
+        short = f"iteration {progress.iteration:6d}  validation {self.metric.replace('lm_', '')} {value:.4f}"
+        for line in validation_lines(f"iteration {progress.iteration}", value, metric=self.metric):
             self.run.log(line, short="" if line.startswith("--") else short)
         if self.tracker is not None:
-            self.tracker.validation(value, progress, metric=self.validation_metric)
+            self.tracker.validation(value, progress, metric=self.metric)
 
-    def finish(
-        self,
-        progress: TrainingProgress,
-        validate: Validation | None,
-        test: Validation | None,
-        *,
-        unigram_entropy: float | None,
-    ) -> None:
+    def _evaluate(self, evaluate: Validation | None) -> float | None:
+        if evaluate is None:
+            return None
+        with self.weights_for_evaluation():
+            return evaluate()
+
+    def finish(self, progress: TrainingProgress, *, evaluate: bool, unigram_entropy: float | None) -> None:
         """The last evaluations, then what the run came to: printed, and written to summary.json.
 
         Losses and the validation text's entropy are nats per token, the training loss is the last log interval's; None
         where there was none.
         """
-        if validate is not None and (self.last_validation is None or self.last_validation[0] != progress.iteration):
-            self.validate(validate, progress)
-        test_loss = None if test is None else test()
+        if evaluate and (self.last_validation is None or self.last_validation[0] != progress.iteration):
+            self.validate(progress)
+        test_loss = self._evaluate(self.test) if evaluate else None
         if test_loss is not None:
-            for line in validation_lines(
-                f"iteration {progress.iteration} on test set", test_loss, metric=self.validation_metric
-            ):
+            for line in validation_lines(f"iteration {progress.iteration} on test set", test_loss, metric=self.metric):
                 self.run.log(line)
         measured = None if self.last_validation is None else self.last_validation[1]
         used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self.run.device)
         peak = torch.tensor(float(peak_memory_bytes(self.run.device)), dtype=torch.float64, device=self.run.device)
         summary = self.meter.summary(cpu_seconds=float(self.run.dims.world.all_reduce_(used))) | {
             "final_loss": None if self.last_interval is None else self.last_interval.fields["lm_loss"],
-            "validation_loss": measured if self.validation_metric == "lm_loss" else None,
+            "validation_loss": measured if self.metric == "lm_loss" else None,
             "unigram_entropy": unigram_entropy,
             "peak_memory_bytes": int(self.run.dims.world.max_(peak)),
             "iteration": progress.iteration,
             "test_loss": test_loss,
             "stop_reason": progress.stop_reason,
         }
-        if self.validation_metric != "lm_loss" and measured is not None:
-            summary[f"validation_{self.validation_metric}"] = measured
+        if self.metric != "lm_loss" and measured is not None:
+            summary[f"validation_{self.metric}"] = measured
         rows, compared = collect_traffic(self.run.dims, self.run.device), self.zero3(self.meter.micro_batches)
         if rows:
             self.run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))

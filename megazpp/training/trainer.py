@@ -159,11 +159,10 @@ class Trainer:
             zero3=functools.partial(zero3_traffic, sharding.shard_elements, dims, config.precision),
             tracker=tracker,
             timers=self.step_recorder,
-            validation_metric=parts.validation_metric,
-        )
-        self.validation, self.test = (
-            None if evaluate is None else functools.partial(self._evaluate, evaluate)
-            for evaluate in (parts.validation, parts.test)
+            validation=parts.validation,
+            test=parts.test,
+            metric=parts.validation_metric,
+            weights_for_evaluation=self.weights_for_evaluation,
         )
 
     def load(self, source: LoadSource | None) -> Resumed | None:
@@ -183,8 +182,8 @@ class Trainer:
         self, start: TrainingProgress, schedule: Schedule, stops: StopConditions, worker: Worker
     ) -> TrainingProgress:
         """Take the run's steps; there are none without training data or with --skip-train."""
-        if self.parts.evaluates_first and start.iteration == 0 and self.validation is not None:
-            self.recorder.validate(self.validation, start)
+        if self.parts.evaluates_first and start.iteration == 0:
+            self.recorder.validate(start)
         if self.parts.batches is None or self.config.stop.skip_train:
             return start
         folder = None if self.run.folder is None else self.run.folder.path
@@ -194,9 +193,8 @@ class Trainer:
             if self.islands is not None:
                 self.islands.compile_kernels(self.run.device)
         after: list[AfterStep] = [self.checkpoints]
-        if self.validation is not None:
-            interval = self.config.evaluation.eval_interval
-            after.append(Evaluations(self.recorder, self.validation, interval, stops))
+        if self.parts.validation is not None:
+            after.append(Evaluations(self.recorder, self.config.evaluation.eval_interval, stops))
         with self.parts.batches as batches, watchdog, self.profiler:
             progress = train(
                 self.step,
@@ -218,8 +216,7 @@ class Trainer:
 
     def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
         """Log and write down what the run came to, with the last losses on held-out data if `evaluate`."""
-        validation, test = (self.validation, self.test) if evaluate else (None, None)
-        self.recorder.finish(progress, validation, test, unigram_entropy=self.parts.held_out_entropy())
+        self.recorder.finish(progress, evaluate=evaluate, unigram_entropy=self.parts.held_out_entropy())
         self.parts.finish()
 
     def write_sample(self) -> None:
@@ -239,10 +236,6 @@ class Trainer:
     def weights_for_evaluation(self) -> AbstractContextManager[None]:
         """With islands, the weights that all of them share are in the model; else those that are trained."""
         return nullcontext() if self.islands is None else self.islands.outer_weights()
-
-    def _evaluate(self, evaluate: Validation) -> float:
-        with self.weights_for_evaluation():
-            return evaluate()
 
     def _rewind(self) -> int:
         return self.checkpoints.rewind().iteration

@@ -106,11 +106,17 @@ class Run:
         tracking = TrackingConfig(log_interval=log_interval)
         self.zero3_asked: list[int] = []
         recorder = MetricsRecorder(
-            tracking, run, meter, model=torch.nn.Module(), zero3=self.zero3_asked.append, tracker=tracker
+            tracking,
+            run,
+            meter,
+            model=torch.nn.Module(),
+            zero3=self.zero3_asked.append,
+            tracker=tracker,
+            validation=self.evaluate,
         )
         self.recorder = recorder
         stops = StopConditions(StopConfig(**loop))
-        evaluations = Evaluations(recorder, self.evaluate, eval_interval, stops)
+        evaluations = Evaluations(recorder, eval_interval, stops)
         self.progress = train(
             self.fake,
             FakeLoader(),

@@ -36,7 +36,8 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     run = Run([3.0, 2.0, 1.0])
     summaries: list[dict[str, Any]] = []
     run.tracker.summary = lambda values: summaries.append(values)
-    run.recorder.finish(run.progress, run.evaluate, lambda: 8.0, unigram_entropy=6.0)
+    run.recorder.test = lambda: 8.0
+    run.recorder.finish(run.progress, evaluate=True, unigram_entropy=6.0)
     (summary,) = summaries
     assert summary["validation_loss"] == 7.0
     assert summary["unigram_entropy"] == 6.0
@@ -57,7 +58,7 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
 def test_a_continued_run_is_compared_with_what_zero_3_would_have_sent_for_the_same_steps():
     run = Run([3.0, 2.0, 1.0], start=TrainingProgress(iteration=1, consumed_samples=2, micro_batches=50))
     run.tracker.summary = lambda values: None
-    run.recorder.finish(run.progress, None, None, unigram_entropy=6.0)
+    run.recorder.finish(run.progress, evaluate=False, unigram_entropy=6.0)
     assert run.zero3_asked == [2]  # steps 2 and 3, of one micro-batch each
 
 
