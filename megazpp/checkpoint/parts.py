@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megazpp.checkpoint.state import (
     MODEL,
@@ -96,8 +95,9 @@ class Moments(StatePart):
         for key, entry in under(OPTIMIZER, saved).items():
             name, _, moment = key.rpartition(".")
             if name in parameters:
-                own = self._optimizer.state.get(parameters[name], {})
-                targets[key] = own[moment] if moment in own else _like(entry, parameters[name])
+                weight, own = parameters[name].detach(), self._optimizer.state.get(parameters[name], {})
+                new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # placed like the weight, or a scalar
+                targets[key] = own[moment] if moment in own else new.to(entry.properties.dtype)
         return targets
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
@@ -204,7 +204,13 @@ class RandomGenerators(StatePart):
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Undo everything that was drawn since `tensors`; generators without a state are left alone."""
         if not loaded:
-            return [self._seed_anew(iteration)]
+            # by the iteration, too: the masks of the run's first steps must not come again
+            dims = self._dims
+            seed = seed_for(f"iteration {iteration} on {dims.data_size} data ranks", seed=self._seed)
+            seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+            if self._shared is not None:
+                self._shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.data_rank}", seed=seed))
+            return ["random generators are seeded anew: the checkpoint has no states of this layout"]
         if "python" in loaded:
             version, internal, gauss_next = from_tensor(loaded["python"])
             random.setstate((version, tuple(internal), gauss_next))
@@ -219,26 +225,10 @@ class RandomGenerators(StatePart):
             self._shared.generator.set_state(loaded["shared"])
         return []
 
-    def _seed_anew(self, iteration: int) -> str:
-        # by the iteration, too: the masks of the run's first steps must not come again
-        dims = self._dims
-        seed = seed_for(f"iteration {iteration} on {dims.data_size} data ranks", seed=self._seed)
-        seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
-        if self._shared is not None:
-            self._shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.data_rank}", seed=seed))
-        return "random generators are seeded anew: the checkpoint has no states of this layout"
-
 
 def weights_bytes(model: GPTModel) -> int:
     """The bytes of all weights in fp32."""
     return 4 * sum(parameter.numel() for parameter in model.parameters())
-
-
-def _like(entry: TensorStorageMetadata, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Zeros for a saved scalar, or for a saved moment, placed like its parameter."""
-    if len(entry.size) == 0:
-        return torch.zeros((), dtype=entry.properties.dtype)
-    return torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
 
 
 def as_tensor(value: Any) -> torch.Tensor:

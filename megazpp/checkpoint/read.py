@@ -141,7 +141,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
 
 
 def peek(source: LoadSource | None) -> RunRecord | None:
-    """The record of the checkpoint that will most likely be loaded, before all of it is verified; None if none is.
+    """The record of the checkpoint that will most likely be loaded, before all of it is verified; None without one.
 
     Raises:
         ValueError: see `LoadSource.candidates`; no record can be read; it holds adapters whose base is not there.
@@ -208,12 +208,8 @@ class CheckpointReader:
     def _verify(self, checkpoint: Path) -> tuple[int, RunRecord]:
         """Return its size in bytes and its record; raises DamagedError on all ranks if a file is not as written."""
         axis = self._axis
-
-        def verify_share() -> tuple[int, RunRecord | None]:
-            size = verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size)
-            return size, read_record(checkpoint) if axis.rank == 0 else None
-
-        size, record = raise_on_all_ranks(axis, verify_share)
+        size = raise_on_all_ranks(axis, lambda: verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size))
+        record = raise_on_all_ranks(axis, lambda: read_record(checkpoint) if axis.rank == 0 else None)
         return size, axis.share_object(record)
 
     def _check(self, source: LoadSource, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
@@ -245,13 +241,11 @@ class CheckpointReader:
 
     def _fill(self, source: LoadSource, record: RunRecord, checkpoint: Path) -> list[str]:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""
-        parts = {"optimizer": source.optimizer, "rng": source.rng}
-        if source.continues:
-            reader = SafeReader(checkpoint)
-        else:
+        parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()
+        reader = SafeReader(checkpoint)
+        if not source.continues:
             reader = open_weights(checkpoint, record, self._axis, source.lora_base)
         saved = raise_on_all_ranks(self._axis, reader.tensors)
-        weights = self._state.weights()
         shapes, padded = {key: tuple(x.shape) for key, x in weights.items()}, self._state.padded(weights)
         check_weights(saved, shapes, padded, record, checkpoint, any_head=not source.continues)
         targets = self._state.targets(saved, **parts)

@@ -40,10 +40,14 @@ class SafeReader:
         with (self.path / ".metadata").open("rb") as file:
             return _IndexUnpickler(file).load()
 
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shape and type of every tensor, by key."""
+    @functools.cached_property
+    def _saved(self) -> dict[str, TensorStorageMetadata]:
         saved = self._index.state_dict_metadata
         return {key: entry for key, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Shape and type of every tensor, by key."""
+        return self._saved
 
     def fill(self, targets: Mapping[str, torch.Tensor], padded: Collection[str]) -> None:
         """Read this rank's parts of tensors, however they were spread when they were written.

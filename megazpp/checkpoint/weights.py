@@ -107,8 +107,8 @@ class AdaptedReader(SafeReader):
         self.base, self._own, self._config, self._scale = base, own, config, scale
         self._factors = functools.lru_cache(maxsize=1)(self._read_factors)
 
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The merged model's."""
+    @functools.cached_property
+    def _saved(self) -> dict[str, TensorStorageMetadata]:
         weights = {key: entry for key, entry in self._own.tensors().items() if key.startswith(SCALAR_HEAD)}
         return weights | {key: self.base.tensors()[key] for key in _weights(self.base)}
 

@@ -108,27 +108,27 @@ def _read_bias(settings: Settings, relative: Relative) -> bool:
 def _read_window(settings: Settings, relative: Relative) -> str | None:
     """Return --window-size: `sliding_window` counts the token itself, is 4096 if it is missing, and null is none."""
     if relative.window_switch is None:
-        return None if settings.is_null("sliding_window") else f"{settings.count('sliding_window', 4096) - 1},0"
+        null = settings.values.get("sliding_window", 0) is None
+        return None if null else f"{settings.count('sliding_window', 4096) - 1},0"
     settings.absent(relative.window_switch)
     return None
 
 
 def _read_rotary(settings: Settings, positions: int) -> dict[str, Any]:
     """From `rope_scaling` or else `rope_parameters`, as transformers 5 does, with `rope_theta` beside them."""
-    name = next((name for name in ("rope_scaling", "rope_parameters") if settings.part(name)), "rope_parameters")
-    rope, prefix = settings.part(name), f"{name}."
-    rope.nothing_but(*(prefix + key for key in (*_ROPE_KEYS, *_LLAMA3)))
-    kind = rope.only(prefix + ("rope_type" if prefix + "rope_type" in rope else "type"), "default", "llama3")
-    for holder, key in ((settings, "partial_rotary_factor"), (rope, f"{prefix}partial_rotary_factor")):
-        holder.only(key, 1.0)
-    base = rope.positive(f"{prefix}rope_theta", settings.positive("rope_theta", 10000.0))
+    name = "rope_scaling" if settings.part("rope_scaling").values else "rope_parameters"
+    rope = settings.part(name)
+    rope.absent(*(key for key in rope.values if key not in (*_ROPE_KEYS, *_LLAMA3)), empty=(None,))
+    kind = rope.only("rope_type" if "rope_type" in rope else "type", "default", "llama3")
+    settings.only("partial_rotary_factor", 1.0)
+    rope.only("partial_rotary_factor", 1.0)
+    base = rope.positive("rope_theta", settings.positive("rope_theta", 10000.0))
     if kind == "default":
         return {"rotary_base": base}
     settings.absent("original_max_position_embeddings", empty=(None, ORIGINAL_CONTEXT))
     for key, value in _LLAMA3.items():
-        rope.only(prefix + key, value, default=positions if value == ORIGINAL_CONTEXT else None)
-    factor = rope.positive(f"{prefix}factor")
-    return {"rotary_base": base, "use_rope_scaling": True, "rope_scaling_factor": factor}
+        rope.only(key, value, default=positions if value == ORIGINAL_CONTEXT else None)
+    return {"rotary_base": base, "use_rope_scaling": True, "rope_scaling_factor": rope.positive("factor")}
 
 
 def write(config: GPTConfig, *, relative: Relative) -> dict[str, Any]:

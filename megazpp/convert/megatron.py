@@ -40,9 +40,9 @@ from megazpp.convert.model import (
     Deferred,
     Model,
     check_tensors,
+    checked_model,
     fuse_qkv,
     model_config,
-    model_shapes,
 )
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
@@ -124,15 +124,16 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
         raise ValueError(f"{where}: args: use_rope_scaling True is not supported here with the legacy model")
     if config.tied:
         tensors.pop(OUTPUT, None)  # a copy
-    if WORDS not in tensors:
-        raise ValueError(f"{where} has no word_embeddings")
-    rows = tensors[WORDS].shape[0]
-    expected = model_shapes(config, rows, where, num_tensors=len(tensors))
-    check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, where)
     done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
-    progress = TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed)
-    length = settings.count("seq_length", config.max_position_embeddings)
-    return Model(config, rows, tensors, length, _find_tokenizer(settings), progress, padded=True)
+    names = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings]
+    tokenizer: dict[str, Any] = {name: settings.text(name) for name in names}
+    here = all(Path(file).exists() for file in tokenizer.values())  # its files are on this machine
+    return checked_model(config, tensors, where)._replace(
+        progress=TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed),
+        seq_length=settings.count("seq_length", config.max_position_embeddings),
+        tokenizer=TokenizerConfig(**tokenizer) if here else TokenizerConfig(),
+        padded=True,
+    )
 
 
 def find_checkpoint(folder: Path, iteration: int | None) -> Path:
@@ -226,32 +227,21 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
         if isinstance(value, Mapping):
             found |= our_tensors(value, where, f"{name}.")
         elif isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
-            ours = our_name(name)
-            if ours is None:
+            if (ours := _our_name(name)) is None:
                 raise ValueError(f"{where}: {name} has no place in this model")
             found[ours] = value
     return found
 
 
-def our_name(name: str) -> str | None:
-    """Our name of the tensor; None if we do not have it."""
-    fused = _FUSED_NORM.fullmatch(name)  # Transformer Engine's layers begin with their norm
-    if fused:
+def _our_name(name: str) -> str | None:
+    if fused := _FUSED_NORM.fullmatch(name):  # Transformer Engine's layers begin with their norm
         name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"
-    layer = _LAYER.fullmatch(name)
-    if layer:
+    if layer := _LAYER.fullmatch(name):
         ours = _LAYER_NAMES.get(layer[2].removeprefix("self_"))
         return None if ours is None else f"layers.{layer[1]}.{ours}.{layer[3]}"
     name = name.removeprefix("language_model.")
     final = _FINAL_NORM.fullmatch(name)
     return f"final_norm.{final[1]}" if final else _OTHER_NAMES.get(name)
-
-
-def _find_tokenizer(settings: Settings) -> TokenizerConfig:
-    """The run's tokenizer, where its files are on this machine."""
-    names = ("tokenizer_model", "vocab_file", "merge_file")
-    files: dict[str, Any] = {name: settings.text(name) for name in names if name in settings}
-    return TokenizerConfig(**files) if all(Path(file).exists() for file in files.values()) else TokenizerConfig()
 
 
 def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, version: float) -> torch.Tensor:

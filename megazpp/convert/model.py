@@ -118,14 +118,7 @@ def refuse(class_name: str, problems: Mapping[str, bool]) -> None:
 
 
 def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """The shape that settings describe.
-
-    Args:
-        values: fields of GPTConfig.
-        where: what the settings are of, for messages.
-    Raises:
-        ValueError: they describe no model.
-    """
+    """The config with these fields; raises ValueError naming `where` they are from if they describe no model."""
     try:
         return GPTConfig(**values)
     except (ValueError, TypeError) as error:
@@ -135,13 +128,10 @@ def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
 def model_shapes(
     config: GPTConfig, rows: int, where: str, *, num_tensors: int, scalar_head: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model, whole.
+    """The shape of every tensor of the model, whole; raises ValueError naming `where` if the settings describe none.
 
     Args:
-        where: what the settings are of, for messages.
         num_tensors: that are there; a model of more layers is not built.
-    Raises:
-        ValueError: the settings describe no model.
     """
     if config.layers > num_tensors:
         raise ValueError(f"{where} describes a model of {config.layers} layers, but there are {num_tensors} tensors")
@@ -152,6 +142,16 @@ def model_shapes(
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch's, of sizes beyond any machine
         raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str) -> Model:
+    """The model of these tensors; raises ValueError naming `where` they are from if they are not the config's."""
+    if WORDS not in tensors:
+        raise ValueError(f"{where} holds no word embeddings")
+    rows = tensors[WORDS].shape[0]
+    expected = model_shapes(config, rows, where, num_tensors=len(tensors), scalar_head=HEAD in tensors)
+    check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, where)
+    return Model(config, rows, tensors)
 
 
 def same(name: str) -> ForeignTensors:

@@ -18,7 +18,7 @@ from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, under
 from megazpp.checkpoint.weights import AdaptedReader, open_weights
-from megazpp.convert.model import HEAD, WORDS, Deferred, Model, check_tensors, model_config, model_shapes
+from megazpp.convert.model import Deferred, Model, checked_model, model_config
 from megazpp.convert.peft import AdapterSettings, default_targets
 from megazpp.data.dataset import DataConfig, build_tokenizer
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, names_tokenizer
@@ -48,12 +48,7 @@ def open_checkpoint(
         name: Deferred(tuple(entry.size), entry.properties.dtype, functools.partial(reader.read_whole, MODEL + name))
         for name, entry in under(MODEL, reader.tensors()).items()
     }
-    if WORDS not in tensors:
-        raise ValueError(f"{checkpoint} holds no weights")
-    rows = tensors[WORDS].shape[0]
-    expected = model_shapes(config, rows, where, num_tensors=len(tensors), scalar_head=HEAD in tensors)
-    check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, where)
-    model = Model(config, rows, tensors)
+    model = checked_model(config, tensors, where)
     # a run pads; a checkpoint without a layout comes from a conversion, and has the rows it had there
     return (model.first_rows(record.vocab_size) if record.layout else model), record
 

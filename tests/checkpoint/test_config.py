@@ -30,8 +30,3 @@ def test_what_cannot_work_is_refused_by_name_and_value():
     for flags, message in REFUSED:
         with pytest.raises(ValueError, match=f"^{message}"):
             CheckpointConfig(**flags)
-
-
-def test_megatrons_usual_flags_are_fine():
-    CheckpointConfig()
-    CheckpointConfig(save="x", load="x", save_interval=100, async_save=True, keep_last=3, ckpt_step=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -58,24 +57,6 @@ def test_nothing_complete_is_overwritten(folder: CheckpointFolder):
     texts = [(folder.path / f"iter_0000005{end}" / "file").read_text() for end in ("", ".replaced-1", ".replaced-2")]
     assert texts == ["third", "first", "second"]
     assert folder.iterations() == [5]
-
-
-def test_while_a_checkpoint_is_replaced_the_tracker_names_an_earlier_one(
-    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-):
-    save(folder, 3)
-    save(folder, 5)
-    seen = []
-    rename = Path.rename
-
-    def watched(path: Path, target: Path) -> Path:
-        result = rename(path, target)
-        seen.append(folder.latest())
-        return result
-
-    monkeypatch.setattr(Path, "rename", watched)
-    save(folder, 5)
-    assert seen == [3, 3, 3, 5]  # tracker back, old one aside, new one in place, tracker forward
 
 
 class Killed(BaseException):
@@ -208,16 +189,6 @@ def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s(t
     with pytest.raises(ValueError, match="is in use by process"):
         CheckpointFolder(folder.path, "--save").lock(patience_seconds=0.0)
     folder.unlock()
-
-
-def test_two_jobs_cannot_have_the_same_folder(folder: CheckpointFolder):
-    folder.lock()
-    second = CheckpointFolder(folder.path, "--save")
-    with pytest.raises(ValueError, match=rf"--save {folder.path} is in use by process {os.getpid()} on \S+, since 20"):
-        second.lock(patience_seconds=0.2)
-    folder.unlock()
-    second.lock(patience_seconds=0)
-    second.unlock()
 
 
 def test_a_job_that_is_killed_gives_its_folder_back(folder: CheckpointFolder):

@@ -76,7 +76,7 @@ def test_a_missing_checkpoint_is_an_error_only_when_asked_for(tmp_path: Path):
         choose(load=missing, exit_on_missing_checkpoint=True)
 
 
-def test_a_checkpoint_itself_is_refused_and_the_folder_around_it_named(used: Path):
+def test_a_checkpoint_itself_is_refused_and_the_folder_around_it_named(used: Path, monkeypatch: pytest.MonkeyPatch):
     (used / "iter_0000020" / "run.json").touch()
     (used / "iter_0000020.replaced-1").mkdir()
     (used / "iter_0000020.replaced-1" / "run.json").touch()
@@ -90,13 +90,8 @@ def test_a_checkpoint_itself_is_refused_and_the_folder_around_it_named(used: Pat
                 candidates(load=f"{used}/{name}", load_fallback=fallback)
         with pytest.raises(ValueError, match=rf"is one checkpoint, not .*: give --save {used}$"):
             choose(save=f"{used}/{name}", load=str(used))
-
-
-def test_a_checkpoint_named_from_within_is_refused_too(used: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(used / "iter_0000020")
-    with pytest.raises(
-        ValueError, match=rf"^--load \. is one checkpoint, .*: give --load {used} \(and --ckpt-step 20\)$"
-    ):
+    with pytest.raises(ValueError, match=rf"^--load \. is one checkpoint, .*: give --load {used} \(and --ckpt-step 20"):
         candidates(load=".")
 
 

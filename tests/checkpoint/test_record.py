@@ -20,9 +20,7 @@ from megazpp.checkpoint.record import (
     found_from_anywhere,
     read_record,
     rows_problem,
-    shape_of,
 )
-from megazpp.model.config import GPTConfig
 
 WHERE = Path("iter_0000007")
 RECORD = template(Job(case=Case(), steps=0, flags={}))
@@ -67,11 +65,6 @@ def test_flags_that_come_to_the_same_shape_are_the_same():
     explicit = dataclasses.replace(GPT2_STYLE, ffn_hidden_size=80, kv_channels=5)
     implicit = dataclasses.replace(GPT2_STYLE, ffn_hidden_size=None, hidden_dropout=0.3)
     check_same_model(dataclasses.asdict(explicit), implicit, WHERE)
-
-
-def test_the_shape_makes_the_same_model():
-    assert GPTConfig(**shape_of(dataclasses.asdict(LLAMA_STYLE))).ffn_size == LLAMA_STYLE.ffn_size
-    check_same_model(shape_of(dataclasses.asdict(LLAMA_STYLE)), LLAMA_STYLE, WHERE)
 
 
 def test_a_checkpoint_of_one_variant_is_not_loaded_as_the_other():

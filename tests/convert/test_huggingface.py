@@ -155,19 +155,6 @@ def test_the_first_gpt2_files_are_read_too(tmp_path: Path):
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("style", ["transformers 4", "transformers 5"])
-def test_the_rotary_base_is_found_where_each_version_keeps_it(style: str, tmp_path: Path):
-    theirs = save(make_llama(), tmp_path / "theirs")
-    config = json.loads((theirs / "config.json").read_text())
-    config.pop("rope_parameters", None)
-    config |= {
-        "transformers 4": {"rope_theta": 7e4, "rope_scaling": None},
-        "transformers 5": {"rope_parameters": {"rope_theta": 7e4, "rope_type": "default"}},
-    }[style]
-    (theirs / "config.json").write_text(json.dumps(config))
-    assert open_model(theirs).config.rotary_base == 7e4
-
-
 # fmt: off
 UNKNOWN = {
     "model_type": ("gpt2", {"model_type": "gemma"}, "model_type 'gemma' is not one that can be converted"),
@@ -183,6 +170,9 @@ UNKNOWN = {
     "a factor below one": ("llama", {"rope_scaling": LLAMA3 | {"factor": 0.5}}, "--rope-scaling-factor 0.5"),
     "layers of their own": ("llama", {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
     "quantized": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "truth": ("gpt2", {"tie_word_embeddings": 3}, "tie_word_embeddings 3 is not true or false"),
+    "no part": ("llama", {"rope_scaling": "linear"}, "rope_scaling 'linear' holds no settings"),
+    "not a list": ("llama", {"layer_types": 3}, "layer_types 3 is not supported"),
     "number": ("llama", {"rms_norm_eps": "tiny"}, "rms_norm_eps 'tiny' is not a number"),
     "groups": ("llama", {"num_key_value_heads": 3}, "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
     "wide": ("llama", {"hidden_size": 40, "head_dim": 8}, "has shape [107, 32], the model's is [107, 40]"),
