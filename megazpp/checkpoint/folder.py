@@ -3,13 +3,14 @@
     iter_0000100/                        complete: it got this name when all of it was on disk
     iter_0000200.partial/                being written (or being deleted); a crash leaves it, the next run removes it
     latest_checkpointed_iteration.txt    the tracker: "100"; replaced by rename, after the checkpoint has its name
+    ....txt.new                          the tracker to be, from before the checkpoint has its name: a crash in between
+                                         leaves it, the next run finishes what it says
     tokenizer-0123456789abcdef/          files of the tokenizer and their checksums; the name is a hash of the files
     lock                                 held by the job that writes here, for as long as it lives
 
-So a crash, a kill or a full disk at any moment leaves the tracker pointing at a complete checkpoint; where it came
-before the first tracker, the newest checkpoint counts. Nothing that is complete is overwritten: an older checkpoint of
-the same iteration, as one that a crash has kept from the tracker, is kept under a numbered name. run.json of each
-checkpoint names its tokenizer's folder, which a run with the same tokenizer finds there.
+So a crash, a kill or a full disk at any moment leaves the tracker pointing at a complete checkpoint; without a tracker
+the newest counts. Nothing that is complete is overwritten: an older checkpoint of the same iteration is kept under a
+numbered name. run.json of each checkpoint names the folder of its tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megazpp.base.files import (
     renamed_when_done,
     sync_directory,
     try_lock,
-    write_whole,
+    write_synced,
 )
 from megazpp.checkpoint.checksums import verify_files, write_checksums, write_durably
 from megazpp.data.tokenizer import TokenizerConfig
@@ -136,11 +137,21 @@ class CheckpointFolder:
             self._lock = None
 
     def recover(self) -> list[str]:
-        """Delete what a crash has left unfinished; a line for each."""
-        unfinished = sorted(entry for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name))
-        for path in unfinished:
+        """Finish the save that a crash has cut short if all of it is there, delete it otherwise; a line for each.
+
+        The tracker to be goes first: what is left of it must not count when the partial checkpoint has gone.
+        """
+        lines = []
+        with contextlib.suppress(DamagedError):  # the tracker to be was cut short
+            text = read_tracker(self._new)
+            if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
+                self._advance()
+                lines.append(f"{self.of(int(text))} was complete when its job ended: it is the latest now")
+        self._new.unlink(missing_ok=True)
+        for path in sorted(entry for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name)):
             shutil.rmtree(path)
-        return [f"removed {path}, which was not finished" for path in unfinished]
+            lines.append(f"removed {path}, which was not finished")
+        return lines
 
     def begin(self, iteration: int) -> None:
         """Make the folder that a checkpoint is written in, and what is around it if somebody has removed that."""
@@ -152,6 +163,7 @@ class CheckpointFolder:
 
     def abandon(self, iteration: int) -> None:
         """Give back the space of a checkpoint that could not be written."""
+        self._new.unlink(missing_ok=True)
         shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
     def complete(self, iteration: int) -> Path | None:
@@ -160,20 +172,36 @@ class CheckpointFolder:
         Returns where an older checkpoint of the same iteration has gone, if there was one.
         """
         sync_directory(self.partial(iteration))
-        aside = None
+        earlier, aside = [other for other in self.iterations() if other < iteration], None
+        if earlier and self.of(iteration).exists():  # the tracker must not name what is missing for a moment
+            self.track(earlier[-1])
+        self._prepare(iteration)
         if self.of(iteration).exists():
-            if earlier := [other for other in self.iterations() if other < iteration]:
-                self.track(earlier[-1])  # the tracker must not name what is missing for a moment
             aside = first_free(lambda number: self.path / f"{self.of(iteration).name}.replaced-{number}")
             self.of(iteration).rename(aside)
         self.partial(iteration).rename(self.of(iteration))
         sync_directory(self.path)
-        self.track(iteration)
+        self._advance()
         return aside
 
     def track(self, iteration: int) -> None:
         """Point the tracker at a checkpoint, from which a run goes on; later ones stay."""
-        write_whole(self.path / TRACKER, f"{iteration}\n".encode())
+        self._prepare(iteration)
+        self._advance()
+
+    @property
+    def _new(self) -> Path:
+        return self.path / f"{TRACKER}.new"
+
+    def _prepare(self, iteration: int) -> None:
+        """Write the tracker to be."""
+        write_synced(self._new, f"{iteration}\n".encode())
+        sync_directory(self.path)
+
+    def _advance(self) -> None:
+        """Put it in the tracker's place."""
+        self._new.rename(self.path / TRACKER)
+        sync_directory(self.path)
 
     def keep_only(self, kept: Iterable[int]) -> None:
         """Delete all other complete checkpoints; each loses its name first, so that none is ever half there."""

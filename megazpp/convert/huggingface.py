@@ -12,13 +12,12 @@ import torch
 
 from megazpp.base.files import write_whole
 from megazpp.base.program import in_words
-from megazpp.convert.gpt2 import GPT2
-from megazpp.convert.llama import RELATIVES
+from megazpp.convert.gpt2 import Gpt2
+from megazpp.convert.llama import RELATIVES, Relative
 from megazpp.convert.model import (
     HEAD,
     OUTPUT,
     WORDS,
-    Architecture,
     Deferred,
     ForeignTensors,
     Model,
@@ -36,7 +35,8 @@ from megazpp.model.config import GPTConfig
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
-ARCHITECTURES = {"gpt2": GPT2, **RELATIVES}  # by model_type
+Architecture = Gpt2 | Relative
+ARCHITECTURES: dict[str, Architecture] = {"gpt2": Gpt2(), **RELATIVES}  # by model_type
 
 
 def open_model(folder: Path) -> Model:
@@ -59,7 +59,7 @@ def open_model(folder: Path) -> Model:
     if scores:
         values["untie_embeddings_and_output_weights"] = False
     config = model_config(values, str(folder / CONFIG))
-    rows = settings.count("vocab_size", 50257 if architecture is GPT2 else None)
+    rows = settings.count("vocab_size", 50257 if kind == "gpt2" else None)
     shapes = model_shapes(config, rows, str(folder / CONFIG), num_tensors=len(tensors), scalar_head=scores)
     pieces = _pieces(architecture, config, scores=scores)
     if config.tied:

@@ -7,21 +7,22 @@
 | qwen3      | normalised queries and keys; no biases            | --qk-layernorm                            |
 
 Without a window a Mistral is a Llama, and becomes one. A relative that differs in these ways alone is one more entry
-of `DIFFERENCES` and one more case of `huggingface.choose_architecture`.
+of `RELATIVES` and one more case of `huggingface.choose_architecture`.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from megazpp.convert.model import Architecture, ForeignTensors, qkv_rows, refuse, same
+from megazpp.convert.model import ForeignTensors, qkv_rows, refuse, same
 from megazpp.convert.settings import Settings
 from megazpp.model.attention import HIGH_TURNS, LOW_TURNS, ORIGINAL_CONTEXT
 from megazpp.model.config import GPTConfig
 
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in older files
+_REQUIRED = ("num_key_value_heads", "max_position_embeddings")
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor")
 _LLAMA3 = {
     "low_freq_factor": LOW_TURNS,
@@ -30,88 +31,147 @@ _LLAMA3 = {
 }
 
 
-class Relative(NamedTuple):
-    """A model_type.
+@dataclass(frozen=True)
+class Relative:
+    """A model_type; `gpt2.Gpt2` has the same methods.
 
     Attributes:
-        class_name: of transformers, with the output layer.
+        model_type, class_name: in config.json, and of transformers, with the output layer.
         required: keys of config.json that may not be left out (transformers has defaults for them that no model uses).
         linear_bias: attention_bias and mlp_bias may give all linear layers biases.
         qkv_bias, qk_norm: it has biases on queries, keys and values; norms of queries and keys.
         window_switch: key that turns a window on, which is refused; None where windows are supported.
     """
 
+    model_type: str
     class_name: str
-    required: tuple[str, ...] = ("num_key_value_heads", "max_position_embeddings")
+    required: tuple[str, ...] = _REQUIRED
     linear_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     window_switch: str | None = "use_sliding_window"
 
+    def read(self, settings: Settings) -> dict[str, Any]:
+        """Fields of GPTConfig, or a ValueError that names a key; what is left out has transformers' value, if any."""
 
-DIFFERENCES = {
-    "llama": Relative("LlamaForCausalLM", required=(), linear_bias=True, window_switch="sliding_window"),
-    "mistral": Relative("MistralForCausalLM", window_switch=None),
-    "qwen2": Relative("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Relative("Qwen3ForCausalLM", required=(*Relative("").required, "head_dim"), qk_norm=True),
-}
+        def count(key: str, default: int) -> int:
+            return settings.count(key, None if key in self.required else default)
 
+        settings.only("hidden_act", "silu", "swish")
+        windows = self.window_switch is None
+        settings.each("layer_types", *(() if windows else ("full_attention",)))  # a Mistral with any is a Ministral
+        hidden, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
+        groups, head_size = count("num_key_value_heads", heads), count("head_dim", max(hidden // heads, 1))
+        positions = count("max_position_embeddings", 2048)
+        return {
+            "num_layers": settings.count("num_hidden_layers"),
+            "hidden_size": hidden,
+            "ffn_hidden_size": settings.count("intermediate_size"),
+            "num_attention_heads": heads,
+            "kv_channels": None if head_size * heads == hidden else head_size,
+            "group_query_attention": groups != heads,
+            "num_query_groups": groups if groups != heads else 1,
+            "max_position_embeddings": positions,
+            "position_embedding_type": "rope",
+            **_read_rotary(settings, positions),
+            "window_size": self._read_window(settings),
+            "normalization": "RMSNorm",
+            "norm_epsilon": settings.positive("rms_norm_eps", 1e-6),
+            "qk_layernorm": self.qk_norm,
+            "swiglu": True,
+            "untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", False),
+            "disable_bias_linear": not self._read_bias(settings),
+            "add_qkv_bias": self.qkv_bias,
+            "init_method_std": settings.number("initializer_range", 0.02),
+            "hidden_dropout": 0.0,
+            "attention_dropout": settings.number("attention_dropout", 0.0),
+        }
 
-def read(settings: Settings, *, relative: Relative) -> dict[str, Any]:
-    """Fields of GPTConfig; a key that config.json leaves out has transformers' value, or is an error."""
+    def write(self, config: GPTConfig) -> dict[str, Any]:
+        """config.json without the vocabulary; a ValueError names the flags of what it cannot hold."""
+        windows = self.window_switch is None
+        refuse(
+            self.class_name,
+            {
+                f"--position-embedding-type {config.positions}": config.positions != "rope",
+                f"--rotary-percent {config.rotary_percent}": config.rotary_percent != 1.0,
+                f"--normalization {config.normalization}": config.normalization != "RMSNorm",
+                "--apply-layernorm-1p": config.apply_layernorm_1p,
+                "--no-swiglu": not config.swiglu,
+                f"--window-size {config.window_size}": config.window is not None and not windows,
+                "--qk-layernorm": config.qk_layernorm and not self.qk_norm,
+                "--no-disable-bias-linear": config.linear_bias and not self.linear_bias,
+                "--add-qkv-bias": config.qkv_bias and not config.linear_bias and not self.qkv_bias,
+            },
+        )
+        scaling = {"rope_type": "llama3", "factor": config.rope_scaling, **_LLAMA3}
+        return {
+            "num_hidden_layers": config.layers,
+            "hidden_size": config.hidden,
+            "intermediate_size": config.ffn_size,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.query_groups,
+            "head_dim": config.head_size,
+            "hidden_act": "silu",
+            "max_position_embeddings": config.max_position_embeddings,
+            "rope_theta": config.rotary_base,
+            "rope_scaling": scaling if config.rope_scaling is not None else None,
+            "rms_norm_eps": config.norm_epsilon,
+            "tie_word_embeddings": config.tied,
+            "initializer_range": config.init_method_std,
+            "attention_dropout": config.attention_dropout,
+            **({"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias} if self.linear_bias else {}),
+            **({"sliding_window": config.window} if windows else {}),
+        }
 
-    def count(key: str, default: int) -> int:
-        return settings.count(key, None if key in relative.required else default)
+    def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
+        """Our names to theirs."""
+        found = {
+            "embedding.word.weight": same("model.embed_tokens.weight"),
+            "final_norm.weight": same("model.norm.weight"),
+        }
+        if not config.tied:
+            found["output.weight"] = same("lm_head.weight")
+        norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        if config.qk_layernorm:
+            norms |= {f"attention.{letter}_norm": f"self_attn.{letter}_norm" for letter in "qk"}
+        linears = {"attention.proj": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.fc1": "mlp.up_proj"}
+        linears["mlp.fc2"] = "mlp.down_proj"
+        for layer in range(config.layers):
+            ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+            found |= {f"{ours}.{norm}.weight": same(f"{theirs}.{name}.weight") for norm, name in norms.items()}
+            for kind in ("weight", "bias") if config.linear_bias else ("weight",):
+                found |= {
+                    f"{ours}.{linear}.{kind}": same(f"{theirs}.{name}.{kind}") for linear, name in linears.items()
+                }
+            for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+                names = [f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+                found[f"{ours}.attention.qkv.{kind}"] = qkv_rows(names, config)
+        return found
 
-    settings.only("hidden_act", "silu", "swish")
-    windows = relative.window_switch is None
-    settings.each("layer_types", *(() if windows else ("full_attention",)))  # a Mistral with any is a Ministral
-    hidden, heads = settings.count("hidden_size"), settings.count("num_attention_heads")
-    groups, head_size = count("num_key_value_heads", heads), count("head_dim", max(hidden // heads, 1))
-    positions = count("max_position_embeddings", 2048)
-    return {
-        "num_layers": settings.count("num_hidden_layers"),
-        "hidden_size": hidden,
-        "ffn_hidden_size": settings.count("intermediate_size"),
-        "num_attention_heads": heads,
-        "kv_channels": None if head_size * heads == hidden else head_size,
-        "group_query_attention": groups != heads,
-        "num_query_groups": groups if groups != heads else 1,
-        "max_position_embeddings": positions,
-        "position_embedding_type": "rope",
-        **_read_rotary(settings, positions),
-        "window_size": _read_window(settings, relative),
-        "normalization": "RMSNorm",
-        "norm_epsilon": settings.positive("rms_norm_eps", 1e-6),
-        "qk_layernorm": relative.qk_norm,
-        "swiglu": True,
-        "untie_embeddings_and_output_weights": not settings.truth("tie_word_embeddings", False),
-        "disable_bias_linear": not _read_bias(settings, relative),
-        "add_qkv_bias": relative.qkv_bias,
-        "init_method_std": settings.number("initializer_range", 0.02),
-        "hidden_dropout": 0.0,
-        "attention_dropout": settings.number("attention_dropout", 0.0),
-    }
+    def their_name(self, name: str) -> str | None:
+        """The name of a tensor in a file; None for one that holds no weight."""
+        return None if _FREQUENCIES.fullmatch(name) else name
 
+    def _read_bias(self, settings: Settings) -> bool:
+        """Return whether all linear layers have biases."""
+        if not self.linear_bias:
+            settings.absent("attention_bias", "mlp_bias")
+            return False
+        bias = settings.truth("attention_bias", False)
+        if settings.truth("mlp_bias", False) != bias:
+            raise ValueError(
+                f"{settings.where}: attention_bias and mlp_bias differ, here linear layers have biases or not"
+            )
+        return bias
 
-def _read_bias(settings: Settings, relative: Relative) -> bool:
-    """Return whether all linear layers have biases."""
-    if not relative.linear_bias:
-        settings.absent("attention_bias", "mlp_bias")
-        return False
-    bias = settings.truth("attention_bias", False)
-    if settings.truth("mlp_bias", False) != bias:
-        raise ValueError(f"{settings.where}: attention_bias and mlp_bias differ, here linear layers have biases or not")
-    return bias
-
-
-def _read_window(settings: Settings, relative: Relative) -> str | None:
-    """Return --window-size: `sliding_window` counts the token itself, is 4096 if it is missing, and null is none."""
-    if relative.window_switch is None:
-        null = settings.values.get("sliding_window", 0) is None
-        return None if null else f"{settings.count('sliding_window', 4096) - 1},0"
-    settings.absent(relative.window_switch)
-    return None
+    def _read_window(self, settings: Settings) -> str | None:
+        """Return --window-size: `sliding_window` counts the token itself, is 4096 if missing, and null is none."""
+        if self.window_switch is None:
+            null = settings.values.get("sliding_window", 0) is None
+            return None if null else f"{settings.count('sliding_window', 4096) - 1},0"
+        settings.absent(self.window_switch)
+        return None
 
 
 def _read_rotary(settings: Settings, positions: int) -> dict[str, Any]:
@@ -131,80 +191,12 @@ def _read_rotary(settings: Settings, positions: int) -> dict[str, Any]:
     return {"rotary_base": base, "use_rope_scaling": True, "rope_scaling_factor": rope.positive("factor")}
 
 
-def write(config: GPTConfig, *, relative: Relative) -> dict[str, Any]:
-    """config.json without the vocabulary."""
-    windows = relative.window_switch is None
-    refuse(
-        relative.class_name,
-        {
-            f"--position-embedding-type {config.positions}": config.positions != "rope",
-            f"--rotary-percent {config.rotary_percent}": config.rotary_percent != 1.0,
-            f"--normalization {config.normalization}": config.normalization != "RMSNorm",
-            "--apply-layernorm-1p": config.apply_layernorm_1p,
-            "--no-swiglu": not config.swiglu,
-            f"--window-size {config.window_size}": config.window is not None and not windows,
-            "--qk-layernorm": config.qk_layernorm and not relative.qk_norm,
-            "--no-disable-bias-linear": config.linear_bias and not relative.linear_bias,
-            "--add-qkv-bias": config.qkv_bias and not config.linear_bias and not relative.qkv_bias,
-        },
-    )
-    scaling = {"rope_type": "llama3", "factor": config.rope_scaling, **_LLAMA3}
-    return {
-        "num_hidden_layers": config.layers,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn_size,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.query_groups,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rotary_base,
-        "rope_scaling": scaling if config.rope_scaling is not None else None,
-        "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.tied,
-        "initializer_range": config.init_method_std,
-        "attention_dropout": config.attention_dropout,
-        **({"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias} if relative.linear_bias else {}),
-        **({"sliding_window": config.window} if windows else {}),
-    }
-
-
-def pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
-    """Our names to theirs."""
-    found = {
-        "embedding.word.weight": same("model.embed_tokens.weight"),
-        "final_norm.weight": same("model.norm.weight"),
-    }
-    if not config.tied:
-        found["output.weight"] = same("lm_head.weight")
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if config.qk_layernorm:
-        norms |= {f"attention.{letter}_norm": f"self_attn.{letter}_norm" for letter in "qk"}
-    linears = {"attention.proj": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.fc1": "mlp.up_proj"}
-    linears["mlp.fc2"] = "mlp.down_proj"
-    for layer in range(config.layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-        found |= {f"{ours}.{norm}.weight": same(f"{theirs}.{name}.weight") for norm, name in norms.items()}
-        for kind in ("weight", "bias") if config.linear_bias else ("weight",):
-            found |= {f"{ours}.{linear}.{kind}": same(f"{theirs}.{name}.{kind}") for linear, name in linears.items()}
-        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-            names = [f"{theirs}.self_attn.{letter}_proj.{kind}" for letter in "qkv"]
-            found[f"{ours}.attention.qkv.{kind}"] = qkv_rows(names, config)
-    return found
-
-
-def their_name(name: str) -> str | None:
-    return None if _FREQUENCIES.fullmatch(name) else name
-
-
 RELATIVES = {
-    kind: Architecture(
-        model_type=kind,
-        class_name=relative.class_name,
-        read=functools.partial(read, relative=relative),
-        write=functools.partial(write, relative=relative),
-        pieces=pieces,
-        their_name=their_name,
+    relative.model_type: relative
+    for relative in (
+        Relative("llama", "LlamaForCausalLM", required=(), linear_bias=True, window_switch="sliding_window"),
+        Relative("mistral", "MistralForCausalLM", window_switch=None),
+        Relative("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
+        Relative("qwen3", "Qwen3ForCausalLM", required=(*_REQUIRED, "head_dim"), qk_norm=True),
     )
-    for kind, relative in DIFFERENCES.items()
 }

@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from megazpp.checkpoint.record import TrainingProgress
-from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -87,27 +85,6 @@ class ForeignTensors(NamedTuple):
     theirs: tuple[str, ...]
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A kind of Hugging Face model.
-
-    Attributes:
-        model_type: in config.json.
-        class_name: of the model with its output layer.
-        read: settings to the fields of GPTConfig; a ValueError names the key of what we do not have.
-        write: the other way round; a ValueError names the flags of what it cannot hold.
-        pieces: what our tensors are called there.
-        their_name: of a tensor in a file; None for one that holds no weight.
-    """
-
-    model_type: str
-    class_name: str
-    read: Callable[[Settings], dict[str, Any]]
-    write: Callable[[GPTConfig], dict[str, Any]]
-    pieces: Callable[[GPTConfig], dict[str, ForeignTensors]]
-    their_name: Callable[[str], str | None]
 
 
 def refuse(class_name: str, problems: Mapping[str, bool]) -> None:

@@ -123,12 +123,13 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name_and_before
     synced = [name for what, name in done[:named] if what == "sync"]
     assert written - {index} | {unfinished} <= set(synced)
     assert done.index(("sync", unfinished)) < done.index((unfinished, index)) < done.index(("sync", partial))
-    assert done[named - 1 :] == [
+    assert done[named - 3 :] == [
         ("sync", partial),
+        ("sync", f"{tracker}.new"),
+        ("sync", "."),
         (partial, whole),
         ("sync", "."),
-        ("sync", f"{tracker}.unfinished"),
-        (f"{tracker}.unfinished", tracker),
+        (f"{tracker}.new", tracker),
         ("sync", "."),
     ]
 

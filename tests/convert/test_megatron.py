@@ -1,4 +1,4 @@
-"""Megatron's ranks put together again are the model they were cut from, for every version's layout; their pickles are not run."""
+"""Megatron's ranks put together are the model they were cut from, for every version; their pickles are not run."""
 
 from __future__ import annotations
 
