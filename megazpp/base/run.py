@@ -20,7 +20,7 @@ from megazpp.base.checkpoint_flags import with_checkpoint_flags
 from megazpp.base.checks import check_model_config
 from megazpp.base.program import EXIT_USER_ERROR, UserError, launched_rank, say_at_terminal, user_errors
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.read import LoadSource, find_weights, load_soundest, load_weights
+from megazpp.checkpoint.read import LoadSource, find_weights, first_sound, load_weights
 from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.weights import open_frozen_place
 from megazpp.data.dataset import build_tokenizer
@@ -181,12 +181,13 @@ def _load(
             say(f"note: {note}")
         place = open_frozen_place(dims, device, say=say, whole=not weights.packs)
 
-        def load(source: LoadSource, record: RunRecord) -> tuple[GPTModel, WeightHandle]:
+        def load(iteration: int) -> tuple[GPTModel, WeightHandle]:
+            found, record = find_weights(source.folder, iteration, lora_base=source.lora_base)
             if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
                 say(f"WARNING: the tokenizer gives other ids than that of {source.folder.path}")
-            return load_used_model(weights, spec, place, source, record)
+            return load_used_model(weights, spec, place, found, record)
 
-        built, iteration = load_soundest(source, load, say)
+        iteration, built = first_sound(source, source.candidates(), load, say)
     else:
         sharded = built = build_model(spec, dims, device)
         size, identity = tokenizer.vocab_size, tokenizer.identity

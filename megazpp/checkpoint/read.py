@@ -177,10 +177,8 @@ class CheckpointReader:
         self._config, self._state, self._own, self._axis, self._say = config, state, own, axis, say
 
     def read(self, source: LoadSource, schedule: Schedule) -> Resumed | None:
-        """Go on from a checkpoint of `source`; None if there is none.
+        """Go on from a checkpoint of `source`; None if there is none; `schedule` is this run's.
 
-        Args:
-            schedule: this run's.
         Raises:
             DamagedError: files are missing or not as they were written.
             ValueError: it is another model's, or this run's flags contradict it.
@@ -290,18 +288,6 @@ def find_weights(
     if record is None:
         raise ValueError(f"{folder.name} has no checkpoint")
     return source, record
-
-
-def load_soundest(
-    source: LoadSource, load: Callable[[LoadSource, RunRecord], T], say: Callable[[str], None]
-) -> tuple[T, int]:
-    """Return `load`'s result for the first candidate that is not damaged (`first_sound`), and its iteration."""
-
-    def load_iteration(iteration: int) -> T:
-        return load(*find_weights(source.folder, iteration, lora_base=source.lora_base))
-
-    iteration, loaded = first_sound(source, source.candidates(), load_iteration, say)
-    return loaded, iteration
 
 
 def load_weights(
