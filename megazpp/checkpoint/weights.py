@@ -230,11 +230,9 @@ class WeightReader:
     Args:
         model: on the meta device, with tensor-parallel parts as plain parameters.
         checkpoint, record: its folder and what it says.
-        files: all ranks, with a group for files (`open_axis`).
         lora_base: --lora-base.
         vocab_size: of the tokenizer in use.
         trained: whether a parameter of this name is none of the checkpoint's.
-        say: prints a line on rank 0.
     Raises:
         ValueError: it is damaged, or another model's or tokenizer's; on every rank.
     """
@@ -244,16 +242,16 @@ class WeightReader:
         model: GPTModel,
         checkpoint: Path,
         record: RunRecord,
-        files: MeshAxis,
+        place: FrozenPlace,
         *,
         lora_base: Sequence[str] = (),
         vocab_size: int,
         trained: Callable[[str], bool] = lambda name: False,
-        say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        files = place.files
         check_same_model(record.flags, model.config, checkpoint)
         check_same_vocabulary(record, vocab_size, checkpoint)
-        say(f" loading weights from {checkpoint}")
+        place.say(f" loading weights from {checkpoint}")
         raise_on_all_ranks(files, lambda: verify_files(checkpoint, rank=files.rank, num_ranks=files.size))
         self._reader, self._tp, self._sum = open_weights(checkpoint, record, files, lora_base), model.tp, 0
         parts = {

@@ -28,14 +28,13 @@ ORIGINAL_CONTEXT, LOW_TURNS, HIGH_TURNS = 8192, 1.0, 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs that all layers share in one forward pass.
+    """Inputs that all layers share in one forward pass; None what is not used.
 
     Attributes:
-        rotary: (cos, sin), each [S, B or 1, 1, rotated channels] fp32; None without rotary positions.
-        mask: [B, 1, S, keys] bool, True where a query may look; None without one.
-        document_starts: [documents + 1] int32 offsets into the B x S flattened tokens, for a document kernel; None
-            without documents, or where `mask` keeps them apart. With neither, attention is plainly causal.
-        places: [B, S] where keys and values go in a cache; None without one.
+        rotary: (cos, sin), each [S, B or 1, 1, rotated channels] fp32.
+        mask: [B, 1, S, keys] bool, True where a query may look; without it and documents attention is causal.
+        document_starts: [documents + 1] int32 offsets into the B x S flattened tokens, for a document kernel.
+        places: [B, S] where keys and values go in a cache.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
@@ -44,7 +43,6 @@ class AttentionInputs:
     places: torch.Tensor | None = None
 
     def mark_varying(self) -> None:
-        """See the function of that name."""
         for angles in self.rotary or ():
             mark_varying(angles, 0, 1)
         mark_varying(self.mask, 0, 2, 3)
@@ -165,11 +163,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def document_mask(document_starts: torch.Tensor, *, batch: int, seq: int) -> torch.Tensor:
-    """Causal attention that stays inside documents: [B, 1, S, S] bool.
-
-    Args:
-        document_starts: [D + 1] offsets of the documents in the B x S flattened tokens, first 0, last B x S.
-    """
+    """Causal attention inside documents, [B, 1, S, S] bool, for their [D + 1] offsets in the B x S flattened tokens."""
     position = torch.arange(batch * seq, device=document_starts.device)
     document = torch.bucketize(position, document_starts, right=True).view(batch, 1, seq)
     same = document.unsqueeze(-1) == document.unsqueeze(-2)

@@ -57,10 +57,7 @@ class Dropout(nn.Module):
         return x * (_draw(x, self.rate, self.shared) if mask is None else mask)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor | None:
-        """The next mask for a tensor such as `like`, outside of compiled code; None if forward uses torch's generator.
-
-        A mask's elements are 0 or 1 / (1 - rate). Compiled code draws none itself: it knows only torch's generator.
-        """
+        """The next mask for a tensor such as `like`, drawn outside of compiled code; None where torch's generator does it."""
         return _draw(like, self.rate, self.shared) if self._agrees() else None
 
     def _agrees(self) -> bool:

@@ -53,7 +53,6 @@ class GPTModel(nn.Module):
 
     Args:
         vocab_size: tokens that exist; the embedding is padded beyond.
-        sequence_parallel: keep activations between layers split along the sequence.
         shared_generator: where tp ranks draw the dropout masks they must agree on; None when there is no dropout.
         document_kernel: computes attention inside documents; None for a mask.
         product: of the layers' linear layers; None for 16-bit products that hide tp's collectives.
@@ -162,9 +161,8 @@ class GPTModel(nn.Module):
     def sharding_units(self) -> list[list[nn.Module]]:
         """Modules whose parameters are gathered together, in the order of use; the model itself takes the rest.
 
-        Each layer is a unit. Untied embeddings and the output layer are units too; tied ones stay with the model,
-        because their weight is used at both ends. A scalar head stays with the model too, and a forward that gives
-        values alone uses no output layer, which is then a unit by itself.
+        Tied embeddings stay with the model, because their weight is used at both ends, and so does a scalar head; a
+        forward that gives values alone uses no output layer, which is then a unit by itself.
         """
         layers: list[list[nn.Module]] = [[layer] for layer in self.layers]
         if self.output is None:

@@ -53,7 +53,6 @@ class LayerCache:
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def keep(self, rows: torch.Tensor) -> None:
-        """See `KVCache.keep`."""
         if self.kept is not None:
             keys, values = (x.index_select(1, rows.to(x.device)) for x in self.kept)
             self.kept = keys, values

@@ -38,17 +38,15 @@ class LossScaler:
         """Call after every step; `found_inf`: a gradient was NaN or Inf (the same on every rank)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale: what else was saved with it is in its units."""
-        return {"scale": self.scale}
+        return {"scale": self.scale}  # what else was saved with it is in its units
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def build_loss_scaler(config: LossScaleConfig, *, fp16: bool) -> LossScaler:
-    """Constant if `--loss-scale` is given, dynamic for fp16, otherwise 1."""
-    if config.loss_scale is not None:
-        return LossScaler(config.loss_scale)
-    return DynamicLossScale(config) if fp16 else LossScaler(1.0)
+    if fp16 and config.loss_scale is None:
+        return DynamicLossScale(config)
+    return LossScaler(1.0 if config.loss_scale is None else config.loss_scale)
 
 
 class DynamicLossScale(LossScaler):
@@ -59,9 +57,7 @@ class DynamicLossScale(LossScaler):
 
     def __init__(self, config: LossScaleConfig) -> None:
         super().__init__(config.initial_loss_scale)
-        self._config = config
-        self._growth_tracker = 0
-        self._hysteresis_tracker = config.hysteresis
+        self._config, self._growth_tracker, self._hysteresis_tracker = config, 0, config.hysteresis
 
     def update(self, found_inf: bool) -> None:
         if found_inf:
@@ -76,8 +72,7 @@ class DynamicLossScale(LossScaler):
             self._hysteresis_tracker = self._config.hysteresis
             self.scale *= 2.0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Scale and trackers under Megatron's names."""
+    def state_dict(self) -> dict[str, Any]:  # under Megatron's names
         trackers = {"growth_tracker": self._growth_tracker, "hysteresis_tracker": self._hysteresis_tracker}
         return {"scale": self.scale, **trackers}
 

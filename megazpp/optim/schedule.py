@@ -112,7 +112,6 @@ class Schedule:
         return self.start_weight_decay + progress * (self.end_weight_decay - self.start_weight_decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that a resumed run must agree with."""
         return dataclasses.asdict(self)
 
 
@@ -140,8 +139,6 @@ def build_schedule(
     Args:
         weight_decay: the constant weight decay, used unless the config ramps it.
         global_batch_size: samples per step after any ramp-up; turns iterations into samples.
-    Raises:
-        ValueError: the lengths do not fit the run; names the flags and their values.
     """
     if config.lr is None:
         raise ValueError("--lr is required")

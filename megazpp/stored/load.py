@@ -133,16 +133,8 @@ def _open_reader(
     record: RunRecord,
     trained: Callable[[str], bool] = lambda name: False,
 ) -> WeightReader:
-    return WeightReader(
-        model,
-        source.checkpoint,
-        record,
-        place.files,
-        lora_base=source.lora_base,
-        vocab_size=spec.vocab_size,
-        trained=trained,
-        say=place.say,
-    )
+    known = (model, source.checkpoint, record, place)
+    return WeightReader(*known, lora_base=source.lora_base, vocab_size=spec.vocab_size, trained=trained)
 
 
 def load_streamed_model(

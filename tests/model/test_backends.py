@@ -265,43 +265,28 @@ def test_a_torch_whose_function_has_no_groups_repeats_keys_and_values(monkeypatc
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel(monkeypatch: pytest.MonkeyPatch):
-    assert find_document_kernel(WIDE["llama"], torch.device("cpu"), torch.bfloat16) is None
+def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkeypatch: pytest.MonkeyPatch):
+    def chosen(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[bool, str]:
+        where = torch.device(device)
+        row = model_backends(WIDE["llama"], device=where, dtype=dtype, documents=True)[0]
+        return find_document_kernel(WIDE["llama"], where, dtype) is variable_length, row[1].split()[1]
+
+    assert chosen("cpu") == (False, "scaled_dot_product_attention")
     monkeypatch.setattr(module, "capability", lambda device: H100)
-    assert find_document_kernel(WIDE["llama"], torch.device("cuda"), torch.bfloat16) is variable_length
-    assert find_document_kernel(WIDE["llama"], torch.device("cuda"), torch.float32) is None
-
-
-# ---- names ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_of_back_ends_names_what_attention_will_be(monkeypatch: pytest.MonkeyPatch):
-    def row(documents: bool, device: str, **changes: float) -> tuple[str, ...]:
-        config, where = dataclasses.replace(WIDE["llama"], **changes), torch.device(device)
-        return model_backends(config, device=where, dtype=torch.bfloat16, documents=documents)[0][1:]
-
-    assert row(False, "cpu") == ("torch scaled_dot_product_attention", "the first of its kernels that can")
-    assert row(True, "cpu")[1] == "only CUDA has a kernel for documents"
-    monkeypatch.setattr(module, "capability", lambda device: H100)
-    assert row(True, "cuda")[0] == "torch varlen_attn"
-    name, reason = row(True, "cuda", attention_dropout=0.1)
-    assert name == "torch scaled_dot_product_attention with a mask of S x S"
-    assert reason == "varlen_attn has no dropout: --attention-dropout is 0.1"
+    assert chosen("cuda") == (True, "varlen_attn")
+    assert chosen("cuda", torch.float32) == (False, "scaled_dot_product_attention")
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
-def choice(compile: bool | None, device: str) -> tuple[bool, str]:
-    return compiles_layers(dataclasses.replace(GPT2_STYLE, compile=compile), device)
-
-
 def test_layers_are_compiled_on_cuda_by_default(monkeypatch: pytest.MonkeyPatch):
+    def choice(compile: bool | None, device: str) -> bool:
+        return compiles_layers(dataclasses.replace(GPT2_STYLE, compile=compile), device)[0]
+
+    cases = [(None, "cuda"), (None, "cpu"), (False, "cuda"), (True, "cpu")]
     monkeypatch.setattr(module, "missing_compiler", lambda device_type: None)
-    assert choice(None, "cuda") == (True, "the default on CUDA: see --no-compile")
-    assert choice(None, "cpu") == (False, "the default on a CPU: see --compile")
-    assert choice(False, "cuda") == (False, "--no-compile")
-    assert choice(True, "cpu") == (True, "--compile")
+    assert [choice(*case) for case in cases] == [True, False, False, True]
     monkeypatch.setattr(module, "missing_compiler", lambda device_type: "there is no Triton")
     rows = model_backends(GPT2_STYLE, device=torch.device("cuda"), dtype=torch.float32, documents=False)
     assert rows[-1] == ("layers", "eager", "cannot be compiled: there is no Triton")
@@ -311,20 +296,18 @@ def test_layers_are_compiled_on_cuda_by_default(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert missing_compiler("cpu") == "there is no C++ compiler (no-such-compiler)"
-    monkeypatch.setenv("CXX", "ls")
-    assert missing_compiler("cpu") is None
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    assert missing_compiler("cuda") == "there is no Triton (pip install triton)"
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(module, "capability", lambda device: (6, 1))
-    assert missing_compiler("cuda") == "Triton needs compute capability 7.0, not 6.1"
-    monkeypatch.setattr(module, "capability", lambda device: H100)
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert missing_compiler("cuda") == "CC=no-such-compiler is not found"
-    monkeypatch.setenv("CC", "ls")
-    assert missing_compiler("cuda") is None
+    for device, name, compiler, triton, capability, words in (
+        ("cpu", "CXX", "no-such-compiler", True, None, "there is no C++ compiler (no-such-compiler)"),
+        ("cpu", "CXX", "ls", True, None, "None"),
+        ("cuda", "CC", "ls", None, H100, "there is no Triton"),
+        ("cuda", "CC", "ls", True, (6, 1), "Triton needs compute capability 7.0, not 6.1"),
+        ("cuda", "CC", "no-such-compiler", True, H100, "CC=no-such-compiler is not found"),
+        ("cuda", "CC", "ls", True, H100, "None"),
+    ):
+        monkeypatch.setenv(name, compiler)
+        monkeypatch.setattr(module.importlib.util, "find_spec", lambda name, found=triton: found)
+        monkeypatch.setattr(module, "capability", lambda device, found=capability: found)
+        assert words in str(missing_compiler(device))
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

@@ -53,14 +53,6 @@ def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_paddin
 
 
 @torch.no_grad()
-def test_logits_at_one_place_are_those_of_all_places():
-    model, tokens = build_gpt(GPT2_STYLE, MeshAxis("tp"), vocab_size=101).eval(), texts(3, 16)
-    at = torch.tensor([0, 15, 7])
-    found = model(tokens, logits_at=at)
-    torch.testing.assert_close(found[:, 0], model(tokens)[torch.arange(3), at], atol=1e-6, rtol=1e-6)
-
-
-@torch.no_grad()
 def test_keys_and_values_take_the_type_in_which_the_model_computes():
     model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101).eval().bfloat16()
     cache = KVCache(2, 1, 4)
