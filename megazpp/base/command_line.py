@@ -45,23 +45,20 @@ class Given(NamedTuple):
 
 
 class MegatronFlag(NamedTuple):
-    """One line of the table; `arity` is a number, "?", "*" or "+"."""
+    """One line of the table."""
 
     name: str
-    arity: str
+    arity: str  # a number, "?", "*" or "+"
     verdict: str
     reason: str
 
 
 class Parsed(NamedTuple):
-    """The configs of a command line, one of each class.
-
-    `origins` has the place of each field that is given, by its name; `notices` a line for each flag that was ignored.
-    """
+    """The configs of a command line, one of each class."""
 
     configs: tuple[Any, ...]
-    origins: dict[str, str]
-    notices: tuple[str, ...] = ()
+    origins: dict[str, str]  # of each field that is given, by its name
+    notices: tuple[str, ...] = ()  # a line for each flag that was ignored
 
 
 class FlagParser:

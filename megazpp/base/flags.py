@@ -143,9 +143,7 @@ def is_union(hint: Any) -> bool:
 def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
     """One line per flag, `--name value  # origin`, aligned and grouped by config; reads back as a flag file.
 
-    Args:
-        configs: config dataclass instances.
-        origins: field name -> "command line" or "file:line"; fields that are not in it have their default.
+    `origins` has "command line" or "file:line" by field name; fields that are not in it have their default.
     """
     groups = [[(as_written(c, f), origins.get(f.name, DEFAULT)) for f in dataclasses.fields(c)] for c in configs]
     width = max((len(text) for lines in groups for text, _ in lines), default=0)

@@ -69,8 +69,8 @@ def program_of(
 ) -> Callable[[Callable[..., None]], Callable[..., int]]:
     """Make what takes one config of each class a main that reads them from the command line and writes all or nothing.
 
-    --help begins with `description` (default: the docstring of the program). `megatron_flags` are further flags of
-    Megatron's tool of that name, which have no effect or are refused.
+    --help begins with `description` (default: the program's docstring). `megatron_flags` are those of Megatron's tool
+    of that name that have no effect or are refused.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., int]:

@@ -124,8 +124,7 @@ def run_on_checkpoint(
 
     Args:
         script, description: the program's file, in a folder of the repository, and its docstring.
-        extra: config class of the program's own flags.
-        check: raises ValueError for flags that the program cannot follow.
+        extra: config class of the program's own flags, which `check` may refuse by a ValueError.
         spread: use more GPUs than tensor parallelism needs, where --nproc does not say. On a CPU one process per
             tensor-parallel rank has all cores.
     """
