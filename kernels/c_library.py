@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ SECONDS = 120  # a compilation takes about one; this one waits behind as many as
 
 
 class CLibraryError(Exception):
-    """Why there is no library, in words for the table of back ends."""
+    """There is no library; says why, for the table of back ends."""
 
 
 class CLibrary(NamedTuple):
@@ -50,7 +51,10 @@ def load_c_library(source: Path) -> CLibrary:
             library = cache / f"{source.stem}-{key}.so"
             if not library.exists():
                 os.replace(_run([*compiler, *FLAGS, "-shared", "-fPIC", str(source)], Path(folder) / "new.so"), library)
-            return CLibrary(ctypes.CDLL(str(library)), _name(macros.read_text()))
+            known = macros.read_text()
+            version = re.search(r'__VERSION__ "\D*([\d.]+)', known)
+            name = "clang" if "__clang__" in known else "gcc"
+            return CLibrary(ctypes.CDLL(str(library)), f"{name} {version[1] if version else 'of unknown version'}")
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         raise CLibraryError(f"{source.name}: {error}") from error
 
@@ -93,13 +97,3 @@ def _cache_folder() -> Path:
     folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
-
-
-def _name(macros: str) -> str:
-    """Name and version of the compiler that predefines these macros."""
-    values = dict(line.split(" ", 2)[1:3] for line in macros.splitlines() if line.count(" ") >= 2)
-    if "__clang__" in values:
-        return "clang " + ".".join(values[f"__clang_{part}__"] for part in ("major", "minor", "patchlevel"))
-    if "__GNUC__" in values:
-        return f"gcc {values['__GNUC__']}.{values['__GNUC_MINOR__']}.{values['__GNUC_PATCHLEVEL__']}"
-    return "an unknown compiler"

@@ -73,35 +73,22 @@ class BlockFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ByteRange:
-    """The bytes of a message that hold a run of neighbouring elements of the shard.
-
-    Attributes:
-        start, stop: elements of the shard.
-        payload: first byte and number of bytes of the quantized payload, or of the elements as they are.
-        scales: first byte and number of bytes of the scales; None for elements that are not quantized.
-    """
+    """The bytes of a message that hold a run of neighbouring elements of the shard: first byte and number of bytes."""
 
     start: int
     stop: int
-    payload: tuple[int, int]
-    scales: tuple[int, int] | None
+    payload: tuple[int, int]  # quantized, or the elements as they are
+    scales: tuple[int, int] | None  # None: not quantized
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
-    """The places of one shard's elements in its message.
+    """The places of one shard's elements in its message."""
 
-    Attributes:
-        size: elements of the shard.
-        message_bytes: a multiple of 16.
-        ranges: quantized runs, then exact ones.
-        fmt: format of the quantized runs; None if nothing is quantized.
-    """
-
-    size: int
-    message_bytes: int
-    ranges: tuple[ByteRange, ...]
-    fmt: BlockFormat | None
+    size: int  # elements of the shard
+    message_bytes: int  # a multiple of 16
+    ranges: tuple[ByteRange, ...]  # quantized runs, then exact ones
+    fmt: BlockFormat | None  # of the quantized runs; None if nothing is quantized
 
 
 def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tuple[list[ByteRange], int]:

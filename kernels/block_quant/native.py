@@ -80,8 +80,7 @@ class _Messages(Structure):
 
 
 def _functions() -> CDLL:
-    loaded = library()
-    if isinstance(loaded, CLibraryError):
+    if isinstance(loaded := library(), CLibraryError):
         raise loaded
     return loaded.functions
 

@@ -76,9 +76,7 @@ def quantize(
     beta: float = 0.0,
 ) -> None:
     """Quantize segments x [.., n] into payload [.., bytes] and scales [.., blocks], as those of the error are."""
-    values = _to_blocks(x, fmt)
-    if base is not None:
-        values = values - _to_blocks(base, fmt)
+    values = _to_blocks(x, fmt) if base is None else _to_blocks(x, fmt) - _to_blocks(base, fmt)
     if error is not None:
         stored = feedback_format(fmt)
         earlier = _dequantize_blocks(*error, stored)

@@ -23,14 +23,7 @@ from megazpp.training.step import LaunchedStep
 
 
 class LocalSteps:
-    """Synchronizes islands after steps; every rank calls it after every step.
-
-    Args:
-        islands: the islands' weights.
-        objective: knows the tokens of a step.
-        guard: finds what must not get into the weights.
-        dims: the axes.
-    """
+    """Synchronizes islands after steps; every rank calls it after every step, whose tokens `objective` knows."""
 
     def __init__(self, islands: Islands, objective: Objective, guard: Guard, dims: ParallelDims) -> None:
         assert isinstance(objective, LanguageModelLoss), "others are refused by check_post_training"
@@ -38,10 +31,8 @@ class LocalSteps:
         self._losses, self._steps = torch.zeros(()), 0  # since islands met
 
     def after_step(self, launched: LaunchedStep, iteration: int, last: bool) -> bool:
-        """Merge and send what is due after `iteration`; whether all islands have waited for each other.
+        """Merge and send what is due after `iteration`, after the last one all; True if all islands have waited.
 
-        Args:
-            last: of the training, which ends with a synchronization of everything.
         Raises:
             NotFiniteError: on all ranks, because of a step of some island since they last met.
         """

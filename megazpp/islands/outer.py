@@ -112,10 +112,14 @@ class OuterUnit:
 
     def begin(self) -> None:
         """Take R and the outer weights from the inner weights, which are the same on all islands."""
-        rows = self.rows.zero_()
-        for row, shard in self.pairs(rows):
+        self.outer.copy_(self.fill_(self.rows)[self._axis.rank])
+
+    def fill_(self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Write the shards (None: the model's) into rows [I, S], and zeros where they are padded."""
+        rows.zero_()
+        for row, shard in self.pairs(rows, shards):
             row.copy_(shard)
-        self.outer.copy_(rows[self._axis.rank])
+        return rows
 
     def spread(self) -> None:
         """Make R anew of all islands' outer weights; call on all ranks."""
@@ -133,9 +137,7 @@ class OuterUnit:
             correction: factor of the sum over islands, because weights do not add up to 1; a scalar.
         """
         rows = self.rows
-        delta = torch.zeros_like(rows)
-        for row, shard in self.pairs(delta):
-            row.copy_(shard)
+        delta = self.fill_(torch.empty_like(rows))
         torch.sub(rows, delta, out=delta).mul_(weight)
         self._sent = self._gradients.empty(self._axis.size, device=rows.device)
         self._gradients.pack(delta, self._sent, errors=self.errors)
@@ -320,13 +322,11 @@ class Islands:
         """Go on from what was saved as `common` and `counts`; weights and momentum are loaded already."""
         self.sharding.free_gathered()
         merge_at, tokens = counts
-        self.merge_at = [int(due) for due in merge_at.tolist()]
+        self.merge_at = list(map(int, merge_at.tolist()))
         self._tokens.copy_(tokens)
         with torch.no_grad():
             for unit in self.units:
-                shards = [common[p.name].to_local() for p in unit.unit.parameters]
-                for row, shard in unit.pairs(unit.rows.zero_(), shards):
-                    row.copy_(shard)
+                unit.fill_(unit.rows, [common[p.name].to_local() for p in unit.unit.parameters])
 
     def begin_at_outer_weights(self) -> None:
         """Have R and the inner weights be the outer weights, which are loaded; call on all ranks of all islands."""

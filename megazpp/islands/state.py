@@ -41,19 +41,16 @@ def island_parts(parts: Sequence[StatePart], islands: Islands, model: GPTModel, 
 
 
 class IslandState(StatePart):
-    """Inner weights, outer momentum, R and counts; goes on before all that depends on the inner weights.
-
-    Attributes:
-        source: the island of the checkpoint that this one's own state is read from.
-        same: whether the checkpoint has as many islands.
-        restored: whether inner weights and R are the checkpoint's.
-    """
+    """Inner weights, outer momentum, R and counts; goes on before all that depends on the inner weights."""
 
     prefix = ""
 
     def __init__(self, islands: Islands, model: GPTModel, values: RunValues) -> None:
         self.islands, self.model, self._values, self.axis = islands, model, values, islands.axis
-        self.source, self.same, self.restored = 0, True, False
+        self._own = f"island.{self.axis.rank}."
+        self.source = 0  # the island of the checkpoint that this one's own state is read from
+        self.same = True  # the checkpoint has as many islands
+        self.restored = False  # inner weights and R are the checkpoint's
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found = self._inner() | {f"{COMMON}{name}": weight for name, weight in self.islands.common().items()}
@@ -90,10 +87,6 @@ class IslandState(StatePart):
 
     def estimate_bytes(self) -> int:
         return (2 + self.axis.size) * weights_bytes(self.model)  # momentum and R, and inner weights
-
-    @property
-    def _own(self) -> str:
-        return f"island.{self.axis.rank}."
 
     def _inner(self) -> dict[str, torch.Tensor]:
         return {f"{self._own}inner.{name}": p.detach() for name, p in self.model.named_parameters()}

@@ -38,11 +38,10 @@ class Crossing(IntEnum):
 
 
 class TwoHopGather(FreshBuffers, AllGather):
-    """The all-gather of one unit in two hops, in the place of FSDP2's.
+    """The all-gather of one unit in two hops, in the place of FSDP2's, whose flat rank is cross rank x L + local rank.
 
-    Args:
-        unit: the unit whose parameters are gathered; its fingerprint, equal on all ranks, is read at every use.
-        context: shared by all units; FSDP2's flat rank is cross rank x L + local rank.
+    At every use the unit's fingerprint is read, which is equal on all ranks.
+
     Attributes:
         secondary: holds what arrived in the first hop, and brings it there; its elements have FSDP2's compute dtype.
     """
@@ -80,11 +79,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             self.drop()
 
     def after_step(self, *, keyframe: bool) -> None:
-        """Call after an optimizer's step, on all ranks.
-
-        Args:
-            keyframe: whether the next use sends whole weights in any case.
-        """
+        """Call after an optimizer's step, on all ranks; with `keyframe` the next use sends whole weights anyhow."""
         if keyframe or not self.secondary.sends_differences or self._made_from is None:
             self.drop()
         elif not self.unit.is_frozen:
@@ -175,9 +170,7 @@ class TwoHopGather(FreshBuffers, AllGather):
     def restore(self, row: torch.Tensor, crossing: Crossing) -> None:
         """Have the resident weights again as a checkpoint has kept them; call on all ranks, while the unit is sharded.
 
-        Args:
-            row: [S] this rank's own row.
-            crossing: what the next use had to send.
+        [S] is this rank's own row; `crossing` is the kind that the next use had to send.
         """
         secondary = self.secondary
         assert isinstance(secondary, Resident)

@@ -25,19 +25,12 @@ from kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One parameter's part of a flat shard.
-
-    Attributes:
-        name: the parameter's name.
-        start: its first element in the shard.
-        size: elements, padding included; the same on every rank.
-        exact: whether it is never quantized.
-    """
+    """One parameter's part of a flat shard."""
 
     name: str
-    start: int
-    size: int
-    exact: bool
+    start: int  # element in the shard
+    size: int  # elements, padding included; the same on every rank
+    exact: bool  # never quantized
 
     @property
     def stop(self) -> int:
@@ -45,12 +38,7 @@ class Segment:
 
 
 def plan_segments(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int) -> tuple[Segment, ...]:
-    """The segments of a flat shard.
-
-    Args:
-        parameters: name and shape (on this tensor-parallel rank) in FSDP2's flat order.
-        num_ranks: ranks that dim 0 is spread over.
-    """
+    """The segments of a flat shard, of names and shapes (on this tensor-parallel rank) in FSDP2's flat order."""
     segments, start = [], 0
     for name, shape in parameters:
         rows = shape[0] if shape else 1
@@ -67,16 +55,12 @@ def own_rows(rows: int, num_ranks: int, rank: int) -> int:
 
 
 def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_itemsize: int) -> MessageLayout:
-    """Lay a shard's segments out in a message.
-
-    Args:
-        fmt: how segments are quantized; None sends all of them exact.
-        exact_itemsize: bytes per element of what travels exact.
-    """
+    """Lay a shard's segments out in a message; without `fmt` all travel exact, `exact_itemsize` bytes an element."""
     quantized: list[Segment] = []
     exact: list[Segment] = []
     for segment in segments:
-        pays = fmt is not None and _wire_bytes(fmt, segment.size) < segment.size * exact_itemsize
+        size = segment.size
+        pays = fmt is not None and fmt.payload_bytes(size) + fmt.scale_bytes(size) < size * exact_itemsize
         (quantized if pays and not segment.exact else exact).append(segment)
 
     ranges, offset = ([], 0) if fmt is None else place_quantized([(s.start, s.stop) for s in quantized], fmt)
@@ -87,10 +71,6 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
         offset += length
     size = segments[-1].stop if segments else 0
     return MessageLayout(size=size, message_bytes=align(offset), ranges=tuple(ranges), fmt=fmt)
-
-
-def _wire_bytes(fmt: BlockFormat, size: int) -> int:
-    return fmt.payload_bytes(size) + fmt.scale_bytes(size)
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:

@@ -23,12 +23,7 @@ from megazpp.zero.units import Unit
 
 
 class TwoHopReduce(SummingReduce):
-    """The reduce-scatter of one unit in two hops, in the place of FSDP2's.
-
-    Args:
-        unit: the unit whose gradients are reduced.
-        context: shared by all units; FSDP2's flat rank is cross rank x L + local rank.
-    """
+    """The reduce-scatter of one unit in two hops, in the place of FSDP2's (flat rank: cross rank x L + local rank)."""
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         super().__init__(unit, context)

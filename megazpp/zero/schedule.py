@@ -58,12 +58,11 @@ class Startable(Protocol):
 class GatherSchedule:
     """Starts gathers ahead of use, in the order in which units that keep a secondary partition were used before.
 
-    On CUDA the host launches what it submits, so every use starts only a few other units' cross hops, after its own
-    hops: the GPU does not wait at the beginning of a step until the host has launched them all. Yet the queue holds
-    one more with every use as long as a unit is stale, for a use needs one and adds `CROSS_HOPS_PER_USE`. They wait for
-    what the compute had been given at the first use after the weights changed, not for what it has been given since.
-    On the CPU submitting takes no time, and all start at once. Which use starts which hop does not depend on time, so
-    it is the same on every rank.
+    On CUDA the host launches what it submits, so every use starts only `CROSS_HOPS_PER_USE` other units' cross hops,
+    after its own: the GPU does not wait at the beginning of a step until all are launched, and the queue never runs
+    empty while a unit is stale. They wait for what the compute had been given at the first use after the weights
+    changed, not for what it has been given since. On the CPU all start at once. Which use starts which hop does not
+    depend on time, so it is the same on every rank.
 
     Args:
         overlap: whether cross hops start before they are asked for.
@@ -83,11 +82,7 @@ class GatherSchedule:
         self._all.append(gather)
 
     def used(self, gather: Startable, *, crossed: bool) -> None:
-        """Start what follows the use of `gather`; call when its own hops have been submitted.
-
-        Args:
-            crossed: whether its cross hop was among them, because the weights have changed.
-        """
+        """Start what follows the use of `gather`, when its own hops (`crossed`: the cross hop too) are submitted."""
         if crossed:
             self._stale = deque(other for other in dict.fromkeys([*self._order, *self._all]) if other is not gather)
             self._since = self._queue.moment()

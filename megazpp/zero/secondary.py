@@ -28,14 +28,12 @@ from megazpp.zero.wire import Codec
 
 
 class Secondary:
-    """The secondary partition of a unit as the messages that arrived.
+    """The secondary partition of a unit (`of`) as the messages that arrived.
 
     `take_in` and `restore` run in the cross queue.
 
     Args:
         codec: packs the shard into the message that travels on both hops.
-        cross: the axis of the nodes.
-        of: the unit's name.
     Attributes:
         messages: [N, M] uint8, what the local hop sends; None while nothing is kept.
     """
@@ -57,11 +55,9 @@ class Secondary:
         self.messages = None
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
-        """Have `messages` hold the current weights of all nodes: the cross hop.
+        """Have `messages` hold the current weights of all nodes, this rank's [S] among them: the cross hop.
 
-        Args:
-            shard: [S] this rank's weights.
-            keyframe: whether whole weights are sent; the same on all ranks.
+        With `keyframe`, the same on all ranks, whole weights are sent.
         """
         self.codec.pack(shard, messages[self.cross.rank])
         self._exchange(messages)

@@ -1,6 +1,6 @@
 """Shard any model's parameters, gradients and optimizer state over the data ranks: the only file that drives FSDP2.
 
-One file of more than 300 lines: whoever drives FSDP2 reads all that is asked of it in one place.
+One file of more than 300 lines: all that is asked of FSDP2 is read in one place.
 
 | stage | parameters                        | gradients                             | moments |
 |-------|-----------------------------------|---------------------------------------|---------|
@@ -38,7 +38,7 @@ from megazpp.zero.units import Unit, find_units
 
 
 class WeightHandle(Protocol):
-    """The methods of a handle on weights that a program needs which only uses a model: `Sharding`'s, or another's."""
+    """A handle on weights that are only used: `Sharding`, or another."""
 
     keeps_gathered: bool  # whether `kept_gathered` keeps them, so that later forwards need no other data rank
 
@@ -355,9 +355,8 @@ def make_comms(unit: Unit, context: CommContext) -> tuple[TwoHopGather | Counted
 def _notice_steps(sharding: weakref.ref[Sharding]) -> None:
     """Have every step of any torch optimizer change the weights of `sharding`.
 
-    Hooks on all optimizers, because fused and foreach steps on DTensors move no version counter, and an optimizer
-    that somebody forgot to announce would train on stale weights. They outlive the model and then do nothing: taking
-    them away could happen while torch goes through its hooks.
+    Hooks on all optimizers, because fused and foreach steps on DTensors move no version counter. They outlive the model
+    and then do nothing: taking them away could happen while torch goes through its hooks.
     """
 
     def before_step(*_: Any) -> None:

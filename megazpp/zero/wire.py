@@ -13,12 +13,7 @@ from kernels.formats import MessageLayout
 
 
 class Codec:
-    """Packs and unpacks the shards of one unit.
-
-    Args:
-        layout: where the elements of a shard lie in its message.
-        dtype: dtype of the elements that are not quantized.
-    """
+    """Packs and unpacks the shards of one unit; elements that are not quantized travel in `dtype`."""
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
