@@ -197,11 +197,6 @@ def unpack_both(
     _compare(results, f"{num_parts} x {layout.fmt}, n {n}, {dtype}")
 
 
-def sum_both(implementation: ModuleType, parts: Tensor, fmt: BlockFormat, device: str, dtype: torch.dtype) -> None:
-    """`unpack_both` of one segment."""
-    unpack_both(implementation, parts, one_segment(parts.shape[2], fmt), device, dtype, torch.float32)
-
-
 def _compare(results: list[list[Tensor]], what: str) -> None:
     for step, (expected, got) in enumerate(zip(*results, strict=True)):
         assert_same(f"result {step} of {what}", got, expected)

@@ -20,15 +20,9 @@ from helpers.block_quant import (
     pack_both,
     quantize_both,
     segments,
-    sum_both,
     unpack_both,
 )
-from helpers.block_quant import (
-    bits as bits_of,
-)
 from helpers.tiers import slow
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kernels import block_quant
 from kernels.block_quant import TRITON, Feedback, pack, range_table, reference, unpack, unpack_sum
@@ -93,7 +87,7 @@ def test_blocks_of_any_kind_are_the_reference_s(
 ):
     for n in lengths:
         x, fmt = difficult((4, 2), n, dtype), BlockFormat(bits, block_size, clip)
-        quantize_both(module_of(name), x, fmt, DEVICES[name], swapped=n % 2 == 0, offset=n % 3)
+        quantize_both(module_of(name), x, fmt, DEVICES[name], swapped=n % 2 == 0, offset=n % 7)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.8])
@@ -145,7 +139,7 @@ def test_sums_are_the_reference_s(
 ):
     for n, dtype in shapes:
         parts = difficult((num_parts, 9 if name == "native" else 2), n, FP32, seed=num_parts)
-        sum_both(module_of(name), parts, BlockFormat(bits, 128), DEVICES[name], dtype)
+        unpack_both(module_of(name), parts, one_segment(n, BlockFormat(bits, 128)), DEVICES[name], dtype, FP32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -179,32 +173,6 @@ def test_a_difference_is_added_to_what_a_row_holds_and_rounded_once(name: str, b
         assert_same(f"{n} elements of {dtype} and beside them", resident, expected)
         assert out.cpu()[stays_nan].isnan().all()
         assert stays_nan.any() or n == 1
-
-
-@given(
-    st.sampled_from(KINDS),
-    st.sampled_from(BLOCK_SIZES),
-    st.sampled_from(DTYPES),
-    st.integers(1, 5000),
-    st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    st.integers(0, 17),
-    st.integers(0, 2),
-)
-@settings(max_examples=100)
-def test_native_quantizes_like_the_reference_wherever_data_start(
-    native: ModuleType,
-    kind: tuple[Literal[4, 8], bool],
-    block_size: int,
-    dtype: torch.dtype,
-    n: int,
-    lead: tuple[int, int],
-    offset: int,
-    steps: int,
-):
-    x = difficult(lead, n, dtype, seed=n + offset)
-    quantize_both(
-        native, x, BlockFormat(kind[0], block_size, kind[1]), "cpu", swapped=n % 2 == 0, offset=offset, steps=steps
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -333,6 +301,6 @@ def test_rows_that_lie_beyond_two_to_the_31_bytes_are_right():
     out, expected = torch.empty_like(x[0]), torch.empty_like(x[0])
     unpack_sum(messages, table, out=out)
     unpack_sum(messages.contiguous(), table, out=expected)
-    assert torch.equal(bits_of(out), bits_of(expected))
+    assert_same("the sum", out, expected)
     ((_, scales),) = segments(messages, table.layout)
     torch.testing.assert_close(out, x.sum(0), rtol=0, atol=2 * float(scales.max()))

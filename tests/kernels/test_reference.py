@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,10 +28,10 @@ def no_error(n: int, fmt: BlockFormat) -> Segment:
     return Segment(torch.zeros(stored.payload_bytes(n), dtype=torch.uint8), scales)
 
 
-def quantize(x: Tensor, fmt: BlockFormat, error: Segment | None = None) -> Segment:
+def quantize(x: Tensor, fmt: BlockFormat, error: Segment | None = None, **how: Any) -> Segment:
     payload = torch.empty(*x.shape[:-1], fmt.payload_bytes(x.shape[-1]), dtype=torch.uint8)
     scales = torch.empty(*x.shape[:-1], fmt.num_blocks(x.shape[-1]), dtype=torch.bfloat16)
-    reference.quantize(x, fmt, payload, scales, error)
+    reference.quantize(x, fmt, payload, scales, error, **how)
     return Segment(payload, scales)
 
 
@@ -140,14 +140,7 @@ def test_clipping_sends_nine_steps_as_eight_or_seven_and_gives_the_rest_to_the_e
 
 @pytest.mark.parametrize(
     ("bits", "block_size", "expected"),
-    [
-        (8, 128, 43.7),
-        (8, 256, 43.1),
-        (8, 2048, 41.6),
-        (4, 128, 19.9),
-        (4, 64, 20.6),
-        (4, 32, 21.4),
-    ],
+    [(8, 128, 43.7), (8, 256, 43.1), (8, 2048, 41.6), (4, 128, 19.9), (4, 64, 20.6), (4, 32, 21.4)],
 )
 def test_signal_to_noise_on_gaussian_data(bits: int, block_size: int, expected: float):
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
@@ -160,19 +153,13 @@ def test_signal_to_noise_on_gaussian_data(bits: int, block_size: int, expected: 
 def test_a_difference_is_taken_in_fp32_whatever_the_dtypes(fmt: BlockFormat):
     """bf16 would not hold x."""
     x, base = block(1 + 2**-20, 300.0), block(1.0, 300.0).bfloat16()
-    payload = torch.empty(fmt.payload_bytes(32), dtype=torch.uint8)
-    scales = torch.empty(1, dtype=torch.bfloat16)
-    reference.quantize(x, fmt, payload, scales, base=base)
-    expected = quantize(block(2**-20), fmt)
-    assert torch.equal(payload, expected[0])
-    assert torch.equal(scales, expected[1])
+    assert all(map(torch.equal, quantize(x, fmt, base=base), quantize(block(2**-20), fmt)))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_difference_that_is_not_finite_is_sent_as_nan(bad: float):
     for x, base in ((block(bad), block(1.0)), (block(1.0), block(bad)), (block(bad), block(bad))):
-        payload, scales = torch.empty(32, dtype=torch.uint8), torch.empty(1, dtype=torch.bfloat16)
-        reference.quantize(x, INT8, payload, scales, base=base)
+        payload, scales = quantize(x, INT8, base=base)
         assert scales.isnan().all()
         assert payload.eq(0).all()
 
@@ -214,11 +201,7 @@ def test_a_moving_average_keeps_the_share_beta_of_the_earlier_error(beta: float)
     for kept in (latest, averaged):
         for part, source in zip(kept, earlier, strict=True):
             part.copy_(source)
-    payload, scales = quantize(x, INT4, latest)
-    again, same = torch.empty_like(payload), torch.empty_like(scales)
-    reference.quantize(x, INT4, again, same, averaged, beta=beta)
-    assert torch.equal(payload, again)
-    assert torch.equal(scales, same)
+    assert all(map(torch.equal, quantize(x, INT4, latest), quantize(x, INT4, averaged, beta=beta)))
     old, new, kept = (torch.empty(256) for _ in range(3))
     for feedback, out in ((earlier, old), (latest, new), (averaged, kept)):
         reference.dequantize(*feedback, feedback_format(INT4), out)

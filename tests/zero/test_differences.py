@@ -30,49 +30,30 @@ def with_bits(inside: int, across: int, **flags: Any) -> ZeroConfig:
     return ZeroConfig(zeropp=True, zero_weight_bits=(inside, across), **flags)
 
 
-# ---- the rule in one process ----------------------------------------------------------------------------------------
-
-
 def quantized(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     """What arrives of x [n], fp32."""
     payload, scales = torch.empty(fmt.payload_bytes(len(x)), dtype=torch.uint8), torch.empty(fmt.num_blocks(len(x)))
-    scales = scales.bfloat16()
+    scales, out = scales.bfloat16(), torch.empty(len(x))
     reference.quantize(x.float(), fmt, payload, scales, None)
-    out = torch.empty(len(x))
     reference.dequantize(payload, scales, fmt, out)
     return out
 
 
-def pays(segment: Any, fmt: BlockFormat, itemsize: int) -> bool:
-    """Whether a segment travels as blocks."""
-    blocks = fmt.payload_bytes(segment.size) + fmt.scale_bytes(segment.size)
-    return not segment.exact and blocks < segment.size * itemsize
-
-
-def followed(shards: list[torch.Tensor], segments: Any, fmt: BlockFormat, keyframes: set[int]) -> list[torch.Tensor]:
-    """R's row [S] after each message about `shards`, one row's [S] over time."""
-    rows = []
-    for index, shard in enumerate(shards):
-        row = shard.clone() if index in keyframes else rows[-1].clone()
-        for segment in () if index in keyframes else segments:
-            part = slice(segment.start, segment.stop)
-            row[part] = shard[part]
-            if pays(segment, fmt, shard.element_size()):
-                row[part] = (rows[-1][part].float() + quantized(shard[part].float() - rows[-1][part].float(), fmt)).to(
-                    shard.dtype
-                )
+def followed(shards: list[torch.Tensor], segments: Any, fmt: BlockFormat) -> list[torch.Tensor]:
+    """The rule in one process: R's row [S] after each message about `shards`, the first of which is a keyframe."""
+    rows = [shards[0].clone()]
+    for shard in shards[1:]:
+        last, row = rows[-1].float(), shard.clone()
+        for segment in segments:
+            part, blocks = slice(segment.start, segment.stop), fmt.payload_bytes(segment.size)
+            is_shorter = blocks + fmt.scale_bytes(segment.size) < segment.size * shard.element_size()
+            if is_shorter and not segment.exact:
+                row[part] = (last[part] + quantized(shard[part].float() - last[part], fmt)).to(shard.dtype)
         rows.append(row)
     return rows
 
 
 # ---- the ranks ------------------------------------------------------------------------------------------------------
-
-
-class Named(NamedTuple):
-    """The picklable part of a unit."""
-
-    name: str
-    segments: Any
 
 
 class Watched(NamedTuple):
@@ -86,7 +67,7 @@ class Watched(NamedTuple):
 class Run(NamedTuple):
     """What one rank saw."""
 
-    units: list[tuple[Named, list[Watched]]]
+    units: list[tuple[Any, list[Watched]]]  # each one's segments
     losses: list[float]
     validations: list[float]
     place: tuple[int, int]  # index along cross and local
@@ -126,8 +107,8 @@ def watch(case: Case, evaluate_after: tuple[int, ...] = ()) -> Run:
             )
             validations.append(evaluator())
     places = (dims.cross.rank, dims.local.rank), (dims.cross.size, dims.local.size)
-    names = [Named(gather.unit.name, gather.unit.segments) for gather in gathers]
-    return Run(list(zip(names, watched, strict=True)), losses, validations, *places, sent)
+    segments = [gather.unit.segments for gather in gathers]
+    return Run(list(zip(segments, watched, strict=True)), losses, validations, *places, sent)
 
 
 def used(gather: Any, dims: Any) -> torch.Tensor:
@@ -158,15 +139,15 @@ def test_resident_weights_follow_the_rule_of_one_process_and_are_what_every_rank
     num_nodes, num_local = runs[0].sizes
     itemsize, inside = case.precision.param_dtype.itemsize, case.zero.weight_bits[0]
     whole, differences = 0, 0
-    for index, (unit, seen) in enumerate(runs[0].units):
-        whole += plan_message(unit.segments, None, exact_itemsize=itemsize).message_bytes
+    for index, (segments, seen) in enumerate(runs[0].units):
+        whole += plan_message(segments, None, exact_itemsize=itemsize).message_bytes
         fmt = BlockFormat(case.zero.weight_bits[1], 128)
-        differences += plan_message(unit.segments, fmt, exact_itemsize=itemsize).message_bytes
+        differences += plan_message(segments, fmt, exact_itemsize=itemsize).message_bytes
         shards = {(run.place, tp): run.units[index][1] for tp, run in tp_ranks(runs, case)}
         for (place, tp), mine in shards.items():
             for node in range(num_nodes):
                 owner = shards[(node, place[1]), tp]
-                rows = followed([each.shard for each in owner], unit.segments, fmt, keyframes={0})
+                rows = followed([each.shard for each in owner], segments, fmt)
                 assert any(not torch.equal(row, each.shard) for row, each in zip(rows, owner, strict=True))
                 for row, each in zip(rows, mine, strict=True):
                     assert torch.equal(bits(each.resident[node]), bits(row))
@@ -215,9 +196,9 @@ def crossings_after(case: Case) -> dict[str, set[Crossing]]:
     def take_step(**settings: Any) -> None:
         torch.optim.AdamW(parameters, lr=1e-3, **settings).step()
 
-    def write(first: int = 0, past_counters: bool = False) -> None:
+    def write(first: int = 0, *, of: Any = lambda parameter: parameter) -> None:
         for parameter in parameters[: first or None]:
-            (parameter.data if past_counters else parameter).mul_(1.5)
+            of(parameter).mul_(1.5)
 
     actions = {
         "a use": lambda: None,
@@ -227,11 +208,12 @@ def crossings_after(case: Case) -> dict[str, set[Crossing]]:
         "a step, loop": lambda: take_step(foreach=False),
         "a step of another optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step,
         "a write": write,
+        "a write to the local shards": lambda: write(of=lambda parameter: parameter.to_local()),
         "a write, then a step": lambda: (write(), step.optimizer.step()),
         "a step, then a write to the first unit": lambda: (step.optimizer.step(), write(first=1)),
         "weights_changed": step.sharding.weights_changed,
         "a load": lambda: step.model.load_state_dict(step.model.state_dict()),
-        "a write past all counters": lambda: write(past_counters=True),
+        "a write past all counters": lambda: write(of=lambda parameter: parameter.data),
     }
     found = {"nothing was ever sent": {gather.next_crossing() for gather in gathers}}
     for index, (what, action) in enumerate(actions.items()):
@@ -250,6 +232,14 @@ def test_a_step_sends_a_difference_any_other_write_whole_weights_and_nothing_els
         for what, crossing in found.items():
             expected = others.get(what, difference if what.startswith("a step") else keyframe)
             assert crossing == expected, what
+
+
+def test_without_differences_a_step_and_any_other_write_send_whole_weights():
+    nothing, _, keyframe = ({crossing} for crossing in Crossing)
+    calm = ("a use", "a change of mode", "a write past all counters")
+    for found in ranks(4).run(crossings_after, Case(nodes=2, zero=with_bits(8, 8), model=LLAMA_STYLE)):
+        for what, crossing in found.items():
+            assert crossing == (nothing if what in calm else keyframe), what
 
 
 def with_a_bad_weight(case: Case, bad: float) -> list[list[bool]]:
@@ -395,10 +385,9 @@ def errors_of_weights(case: Case) -> list[float]:
 @pytest.mark.slow
 def test_differences_bring_weights_three_times_as_close_as_8_bits_do():
     model = dataclasses.replace(GPT2_STYLE, hidden_size=96, ffn_hidden_size=384)
-    case = {"nodes": 2, "precision": BF16, "learning_rate": 1e-3, "steps": 10, "model": model}
-    eight, four = (
-        ranks(4).run(errors_of_weights, Case(zero=with_bits(*pair), **case))[0] for pair in ((8, 8), (16, 4))
-    )
+    case = Case(nodes=2, precision=BF16, learning_rate=1e-3, steps=10, model=model)
+    cases = (dataclasses.replace(case, zero=with_bits(*pair)) for pair in ((8, 8), (16, 4)))
+    eight, four = (ranks(4).run(errors_of_weights, each)[0] for each in cases)
     assert four[0] < 0.0018  # bf16
     assert max(four) < 0.0025
     assert min(eight) > 3 * max(four)
