@@ -41,11 +41,10 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.config import PrecisionConfig
-from megazpp.zero.layout import own_rows, plan_message, plan_segments
 from megazpp.zero.secondary import Resident
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
-from megazpp.zero.wire import Codec
+from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
 
 
 class OuterUnit:

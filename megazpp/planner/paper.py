@@ -32,11 +32,10 @@ from megazpp.stored.frozen import FrozenBytes
 from megazpp.topology.layout import AXES, Layout
 from megazpp.zero.comms import CommContext, CountedGather, SummingReduce
 from megazpp.zero.gather import TwoHopGather
-from megazpp.zero.layout import own_rows, plan_segments
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.sharding import make_comms
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
-from megazpp.zero.wire import Codec
+from megazpp.zero.wire import Codec, own_rows, plan_segments
 
 T = TypeVar("T")
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # name and shape on one tensor-parallel rank

@@ -17,10 +17,9 @@ from kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig
-from megazpp.zero.layout import Segment, plan_message
 from megazpp.zero.schedule import GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
-from megazpp.zero.wire import Codec
+from megazpp.zero.wire import Codec, Segment, plan_message
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter

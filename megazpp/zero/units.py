@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from megazpp.zero.config import Dtypes
-from megazpp.zero.layout import Segment, plan_segments
+from megazpp.zero.wire import Segment, plan_segments
 
 Fingerprint = tuple[object, ...]
 

@@ -22,7 +22,7 @@ from megazpp.planner.paper import (
 )
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
-from megazpp.zero.layout import plan_message
+from megazpp.zero.wire import plan_message
 
 Told = list[tuple[str, int]]
 LAYOUT = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=1, replicas=1)

@@ -20,8 +20,8 @@ from megazpp.training.objective import Evaluator
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.gather import Crossing
-from megazpp.zero.layout import plan_message
 from megazpp.zero.verify import CorruptWeightsError, verify_weights
+from megazpp.zero.wire import plan_message
 
 BF16, FP16 = PrecisionConfig(bf16=True), PrecisionConfig(fp16=True)
 

@@ -25,7 +25,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.layout import plan_message
+from megazpp.zero.wire import plan_message
 
 BF16 = PrecisionConfig(bf16=True)
 WIDE = dataclasses.replace(GPT2_STYLE, hidden_size=64, ffn_hidden_size=256)

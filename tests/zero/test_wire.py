@@ -1,16 +1,79 @@
-"""Packing and unpacking of planned messages: exact where exact, within half a block step elsewhere.
+"""Messages: every element is in one range, sizes are what the formats say; exact where exact, else half a step off.
 
 Sums, differences, errors that are fed back and other orders of peers are the kernels': tests/kernels.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kernels.formats import BlockFormat
-from megazpp.zero.layout import plan_message, plan_segments
-from megazpp.zero.wire import Codec
+from kernels.formats import ALIGNMENT, BlockFormat, MessageLayout
+from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
+
+shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6)
+formats = st.sampled_from([None, BlockFormat(8, 32), BlockFormat(4, 32), BlockFormat(8, 256), BlockFormat(4, 128)])
+
+
+def plan(shapes: list[tuple[int, ...]], ranks: int, fmt: BlockFormat | None, itemsize: int) -> MessageLayout:
+    segments = plan_segments([(str(i), shape) for i, shape in enumerate(shapes)], ranks)
+    return plan_message(segments, fmt, exact_itemsize=itemsize)
+
+
+@given(shapes, st.integers(1, 7), formats, st.sampled_from([2, 4]))
+def test_every_element_is_in_one_range_and_no_two_ranges_share_a_byte(shapes, ranks, fmt, itemsize):
+    layout = plan(shapes, ranks, fmt, itemsize)
+    elements = sorted((p.start, p.stop) for p in layout.ranges)
+    assert sum(stop - start for start, stop in elements) == layout.size
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(elements))
+    spans = sorted(span for p in layout.ranges for span in (p.payload, p.scales) if span is not None)
+    assert all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert all(first + length <= layout.message_bytes for first, length in spans)
+    assert layout.message_bytes % ALIGNMENT == 0
+    for part in layout.ranges:
+        assert part.payload[0] % ALIGNMENT == 0
+        n = part.stop - part.start
+        if part.scales is None:
+            assert part.payload[1] == n * itemsize
+        else:
+            assert fmt is not None
+            assert (part.payload[1], part.scales[1]) == (fmt.payload_bytes(n), fmt.scale_bytes(n))
+            assert part.scales[0] % 2 == 0
+
+
+@given(shapes, st.integers(1, 7), formats, st.sampled_from([2, 4]))
+def test_a_message_is_never_longer_than_the_elements_as_they_are(shapes, ranks, fmt, itemsize):
+    assert (
+        plan(shapes, ranks, fmt, itemsize).message_bytes <= plan(shapes, ranks, None, itemsize).message_bytes + 6 * 16
+    )
+
+
+def test_the_example_of_the_docstring():
+    segments = plan_segments([("norm", (6,)), ("weight", (6, 100))], 4)
+    assert [(s.start, s.size, s.exact) for s in segments] == [(0, 2, True), (2, 200, False)]
+    layout = plan_message(segments, BlockFormat(8, 128), exact_itemsize=2)
+    weight, norm = layout.ranges
+    assert (weight.payload, weight.scales) == ((0, 256), (256, 4))
+    assert (norm.payload, norm.scales) == ((272, 4), None)
+    assert layout.message_bytes == 288
+
+
+def test_ranks_beyond_the_last_row_have_none():
+    assert [own_rows(5, 4, rank) for rank in range(4)] == [2, 2, 1, 0]
+    assert [own_rows(2, 5, rank) for rank in range(5)] == [1, 1, 0, 0, 0]
+
+
+def test_one_dimensional_and_tiny_parameters_travel_exact():
+    layout = plan([(4096,), (4, 8), (64, 64)], 1, BlockFormat(8, 256), 2)
+    exact = [(p.start, p.stop) for p in layout.ranges if p.scales is None]
+    assert exact == [(0, 4096 + 32)]  # neighbours travel as one run
+
+
+# ---- the codec ----
 
 SHAPES = [("norm", (10,)), ("weight", (12, 33)), ("bias", (7,)), ("head", (5, 129)), ("scalar", ())]
 RANKS, PEERS = 3, 4
