@@ -1,6 +1,6 @@
 """FSDP2's comm interface, and its own collectives over our axes, which count the bytes that are sent.
 
-This is the only file that names the interface, which lives in a private module in torch 2.11 to 2.13.
+Only this file names the interface, which lives in a private module in torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CommContext:
 
 
 class FreshBuffers:
-    """A new buffer for each call in which FSDP2 asks its comms for one; the allocator knows how long it lives."""
+    """A new buffer whenever FSDP2 asks its comms for one; the allocator knows how long it lives."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -98,11 +98,7 @@ class CountedGather(FreshBuffers, AllGather):
         self._overlap = context.overlap_gather
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
         assert group is self.axis.group, f"FSDP2 gathers over another group than {self.axis.name}"
         done = self._queue.submit(lambda: self._gather(input_tensor, output_tensor))

@@ -70,14 +70,9 @@ def native() -> ModuleType:
     cases(
         [(LENGTHS, dtype, size, *kind) for dtype in DTYPES for size in BLOCK_SIZES for kind in KINDS],
         [
-            ([1], FP32, 32, 8, False),
-            ([63], BF16, 32, 4, False),
-            ([256], FP16, 256, 8, False),
-            ([257], FP32, 64, 4, False),
-            ([257], BF16, 2048, 8, False),
-            ([4096], BF16, 128, 8, False),
-            ([4101], FP32, 1024, 4, False),
-            ([4101], FP16, 512, 4, False),
+            *(([1], FP32, 32, 8, False), ([63], BF16, 32, 4, False), ([256], FP16, 256, 8, False)),
+            *(([257], FP32, 64, 4, False), ([257], BF16, 2048, 8, False), ([4096], BF16, 128, 8, False)),
+            *(([4101], FP32, 1024, 4, False), ([4101], FP16, 512, 4, False)),
             *(([size + size // 2 + 5], BF16, size, *kind) for size in BLOCK_SIZES for kind in KINDS),
         ],
     ),
@@ -106,11 +101,8 @@ def test_errors_that_are_fed_back_are_the_reference_s(
     cases(
         [(LENGTHS, dtype, base, bits) for dtype in DTYPES for base in DTYPES for bits in (8, 4)],
         [
-            ([63], BF16, BF16, 8),
-            ([257], FP32, BF16, 4),
-            ([4101], FP32, FP16, 4),
-            ([4096], FP16, FP16, 4),
-            ([300], BF16, FP32, 8),
+            *(([63], BF16, BF16, 8), ([257], FP32, BF16, 4), ([4101], FP32, FP16, 4)),
+            *(([4096], FP16, FP16, 4), ([300], BF16, FP32, 8)),
         ],
     ),
 )
@@ -237,28 +229,6 @@ def test_many_segments_are_packed_and_unpacked_like_the_reference_s(
         parts = difficult((3, 2), layout.size, FP32, seed=seed)
         for num_parts in (1, 3):
             unpack_both(implementation, parts[:num_parts], layout, device, dtype, exact)
-
-
-def test_triton_packs_and_unpacks_all_segments_in_one_launch_each(monkeypatch: pytest.MonkeyPatch):
-    launches, triton = list[str](), module_of("triton")
-
-    class Counted:
-        def __init__(self, name: str) -> None:
-            self.name, self.kernel = name, getattr(triton, name)
-
-        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-            launches.append(self.name)
-            return self.kernel[grid]
-
-    for name in ("_pack_kernel", "_unpack_sum_kernel"):
-        monkeypatch.setattr(triton, name, Counted(name))
-    layout = many_segments([(300, True), (33, False), (64, True), (17, False)], BlockFormat(4, 32), 4)
-    parts = difficult((3, 2), layout.size, torch.float32)
-    pack_both(triton, parts, layout, DEVICES["triton"], swapped=True, offset=1)
-    assert launches == ["_pack_kernel", "_unpack_sum_kernel", "_unpack_sum_kernel"]
-    launches.clear()
-    unpack_both(triton, parts, layout, DEVICES["triton"], torch.float32, torch.float32)
-    assert launches == ["_unpack_sum_kernel"] * 3
 
 
 # ---- buffers that 32-bit offsets cannot address -------------------------------------------------------------------

@@ -24,7 +24,6 @@ from megazpp.model.config import GPTConfig
 from megazpp.training.objective import Evaluator
 from megazpp.zero import wire
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.sharding import Sharding
 
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 ALL = ZeroConfig(zeropp=True)
@@ -161,19 +160,14 @@ def bytes_of_one_step(case: Case) -> dict[str, Any]:
     step, dims = build_step(case)
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
     table = dims.counter.table()
+    inside, across = zip(*(reduce.message_bytes for reduce in step.sharding._reduces), strict=True)
     return {
         "table": {(axis, collective): traffic for (_, axis, collective), traffic in table.items() if axis != "shard"},
-        "planned": message_bytes(step.sharding),
+        "planned": (sum(gather.message_bytes for gather in step.sharding._gathers), sum(inside), sum(across)),
         "sizes": (dims.cross.size, dims.local.size),
         "elements": step.sharding.shard_elements * dims.shard.size * dims.tp.size,
         "wires": {axis: wire for wire, axis, _ in table},
     }
-
-
-def message_bytes(sharding: Sharding) -> tuple[int, int, int]:
-    """Bytes of one rank's messages over all units: weights, gradients inside a node, gradients across."""
-    inside, across = zip(*(reduce.message_bytes for reduce in sharding._reduces), strict=True)
-    return sum(gather.message_bytes for gather in sharding._gathers), sum(inside), sum(across)
 
 
 @pytest.mark.slow  # the next test is the default tier's
