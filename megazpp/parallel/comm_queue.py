@@ -1,7 +1,6 @@
 """Communication queues: an axis's collectives run in them, in order, beside the compute.
 
-A queue runs the tasks that it is given one after the other and returns a `Work` for each. A task may wait for works of
-other queues.
+A queue runs its tasks one after the other and returns a `Work` for each. A task may wait for works of other queues.
 
     CommQueue     at once, in the caller: no overlap
     ThreadQueue   CPU: in a thread; gloo and torch's kernels release the interpreter lock

@@ -7,12 +7,10 @@
 |                               |                            | after it; Megatron's scripts export it for an     |
 |                               |                            | order of kernels that nothing here depends on     |
 | PYTORCH_ALLOC_CONF            | expandable_segments:True   | streams have pools of their own, which fragment   |
-| TRITON_CACHE_DIR              | a folder of the user's own | a home directory is often on a network file       |
-|                               | on the node                | system, and every rank would compile there        |
-| NCCL_LAUNCH_ORDER_IMPLICIT=1  | set where several axes     | collectives of two groups hold SMs until their    |
-|                               | have more than one rank    | peers have come: GPUs that start them in another  |
-|                               |                            | order wait for ever; NCCL 2.26 keeps the order in |
-|                               |                            | which the host launches, equal on all ranks       |
+| TRITON_CACHE_DIR              | the user's, on the node    | a home directory is often on a network            |
+| NCCL_LAUNCH_ORDER_IMPLICIT=1  | set where several axes     | collectives hold SMs until their peers have come: |
+|                               | have more than one rank    | GPUs that start two in another order wait for     |
+|                               |                            | ever; NCCL 2.26 keeps the host's order            |
 
 A user's own setting stays, but for the first.
 

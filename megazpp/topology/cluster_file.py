@@ -146,7 +146,12 @@ def cluster_text(cluster: Cluster) -> str:
         size = cluster.ranks_per_node
         content["rank_order"] = [list(cluster.order[at : at + size]) for at in range(0, cluster.world_size, size)]
     if cluster.links is not None and cluster.links.known:
-        content["links"] = {kind: _figures(link) for kind, link in cluster.links.known.items()}
+        content["links"] = {}
+        for kind, link in cluster.links.known.items():
+            figures: dict[str, Any] = {"gigabytes_per_second": float(f"{link.gigabytes_per_second:.6g}")}
+            if link.microseconds:  # none measured, or too short to tell
+                figures["microseconds"] = float(f"{link.microseconds:.6g}")
+            content["links"][kind] = figures | {"source": link.source}
     if cluster.device is not None:
         content["device"] = {key: value for key, value in cluster.device._asdict().items() if value is not None}
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None)
@@ -156,13 +161,6 @@ def cluster_text(cluster: Cluster) -> str:
 def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
     """The rank at each position when ranks were dealt out to the nodes one by one, as `srun -m cyclic` does."""
     return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
-
-
-def _figures(link: Link) -> dict[str, Any]:
-    figures: dict[str, Any] = {"gigabytes_per_second": float(f"{link.gigabytes_per_second:.6g}")}
-    if link.microseconds:  # none measured, or too short to tell
-        figures["microseconds"] = float(f"{link.microseconds:.6g}")
-    return figures | {"source": link.source}
 
 
 class _Loader(yaml.SafeLoader):

@@ -126,19 +126,14 @@ class Layout:
         cluster, tp = self.cluster, self.tp
         if cluster.ranks_per_domain % tp == 0:
             return ()
-        price = (
-            f"4 all-reduces per layer and micro-batch, so each rank sends {16 * (tp - 1) / tp:g} x --hidden-size bytes "
-            "per token and layer in 16 bit"
-        )
-        if tp > cluster.local_domain_size:
-            domains = tp // cluster.local_domain_size
-            return (
-                f"warning: --tensor-model-parallel-size {tp} spans {domains} {local_domains(cluster)} of "
-                f"{cluster.local_domain_size} ranks: {price}, and as much crosses each of their uplinks",
-            )
+        flag, size = f"--tensor-model-parallel-size {tp}", cluster.local_domain_size
+        price = f"each rank sends {16 * (tp - 1) / tp:g} x --hidden-size bytes per token and layer in 16 bit"
+        if tp > size:
+            spans = f"{tp // size} {local_domains(cluster)} of {size} ranks"
+            return (f"warning: {flag} spans {spans}: {price}, and as much crosses each of their uplinks",)
         return (
-            f"--tensor-model-parallel-size {tp} does not fit into the {cluster.ranks_per_domain} ranks that share the "
-            f"fastest wire, so tensor parallelism also takes the slower links of a node: {price}",
+            f"{flag} does not fit into the {cluster.ranks_per_domain} ranks that share the fastest wire, so tensor "
+            f"parallelism also takes the slower links of a node: {price}",
         )
 
     def describe(self) -> str:

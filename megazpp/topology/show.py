@@ -32,7 +32,8 @@ MAX_NODES, MAX_RANKS = 16, 8
 
 def topology_text(layout: Layout) -> str:
     """The whole map; of large clusters the first nodes."""
-    places = f"who is where: rank ({_coordinates(layout)}); [ ] shares the fastest wire"
+    coordinates = ".".join("replica" if axis == "replicate" else axis for axis in layout.coordinates)
+    places = f"who is where: rank ({coordinates}); [ ] shares the fastest wire"
     notices = [f"note: {notice}" for notice in layout.notices]
     return "\n".join([layout.describe(), *notices, "", places, *_nodes(layout), "", *_axes(layout)])
 
@@ -51,12 +52,7 @@ def axis_wires(layout: Layout, axis: str) -> str:
     return ", ".join(f"{text(kind)} from {count} of {ranks} ranks" for kind, count in counts.items())
 
 
-def _coordinates(layout: Layout) -> str:
-    return ".".join("replica" if axis == "replicate" else axis for axis in layout.coordinates)
-
-
 def _place(layout: Layout, rank: int) -> str:
-    """The rank's index along each of them."""
     return ".".join(str(layout.axis_ranks(axis, rank).index(rank)) for axis in layout.coordinates)
 
 

@@ -89,8 +89,7 @@ def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_
     plan_dims(whole_nodes, Cluster(num_nodes=2, ranks_per_node=2, order=CYCLIC), zero_stage=3)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("tp", [0, -2])
+@pytest.mark.parametrize(("tp", "stage"), [(0, 0), (-2, 3)])
 def test_a_degree_that_is_not_positive_names_its_flag_at_every_stage(tp: int, stage: int):
     cluster = Cluster(num_nodes=1, ranks_per_node=4)
     with pytest.raises(ValueError, match=f"--tensor-model-parallel-size {tp}"):

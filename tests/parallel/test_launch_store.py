@@ -77,12 +77,6 @@ def test_workers_of_the_launcher_find_its_store(monkeypatch: pytest.MonkeyPatch)
     assert is_on_one_machine(Place(started=True, world_size=2, rank=1))
 
 
-def test_a_single_process_listens_nowhere():
-    store, rank, size = open_store(Place(started=True, world_size=1), TIMEOUT, {})
-    assert isinstance(store, dist.HashStore)
-    assert (rank, size) == (0, 1)
-
-
 @pytest.mark.parametrize(("hosts", "address"), [("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")])
 def test_srun_on_one_node_meets_on_the_loopback(hosts: str, address: str, monkeypatch: pytest.MonkeyPatch):
     class Done:
@@ -95,7 +89,8 @@ def test_srun_on_one_node_meets_on_the_loopback(hosts: str, address: str, monkey
     assert is_on_one_machine(Place(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
 
 
-def test_rank_0_that_has_to_open_the_store_at_the_loopback_listens_there_only():
+def test_rank_0_that_has_to_open_the_store_at_the_loopback_listens_there_only_and_one_process_nowhere():
+    assert isinstance(open_store(Place(started=True, world_size=1), TIMEOUT, {})[0], dist.HashStore)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -1,4 +1,4 @@
-"""Gloo groups of one process share a device."""
+"""A worker's gloo groups share a device that listens on the loopback, and its threads wait their turn."""
 
 from __future__ import annotations
 
