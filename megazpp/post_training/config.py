@@ -17,16 +17,12 @@ from megazpp.post_training.losses import PairLoss, RewardScale, TokenLoss
 ROLLOUTS = ("grpo", "ppo")
 GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))  # what flags need
 REFERENCE, CHOSEN_LOSS = f"{DRAWN} dpo", f"{GRPO} dpo"
-LOSS_TYPES: dict[str, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}  # the default is not
-DEFAULT_LOSS = {"dpo": "sigmoid", "grpo": "dapo"}
-DEFAULT_BETA = {"dpo": 0.1, "grpo": 0.0}
-_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
-
-
-def objective_defaults(objective: str) -> dict[str, Any]:
-    """Defaults that flags of other configs have in post-training; tokens are drawn as the policy has them."""
-    drawing = {"sample_temperature": 1.0, "sample_top_k": 0, "sample_top_p": 1.0}
-    return {"lr": _RATE[objective], "weight_decay": 0.0, **drawing}
+LOSS_TYPES: dict[str | None, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}
+DEFAULT_LOSS: dict[str | None, tuple[str, ...]] = {"dpo": ("sigmoid",), "grpo": ("dapo",)}
+DEFAULT_BETA: dict[str | None, float] = {"dpo": 0.1}
+DEFAULT_RATE = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "grpo": 1e-6, "ppo": 3e-6}
+# of other configs; tokens are drawn as the policy has them
+DEFAULTS = {"weight_decay": 0.0, "sample_temperature": 1.0, "sample_top_k": 0, "sample_top_p": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +144,12 @@ class PostTrainingConfig:
             raise ValueError(f"--label-smoothing {self.label_smoothing} is not in [0, 0.5)")
         if not all(weight > 0.0 for weight in self.loss_weights or ()):
             raise ValueError(f"--loss-weights {as_words(self.loss_weights)}: a weight is not positive")
-        if self.objective is None:
+        if self.objective not in LOSS_TYPES:
             return
-        allowed = LOSS_TYPES.get(self.objective)
-        if allowed is None:
-            return
-        if wrong := [each for each in self.losses if each not in allowed]:
-            which = f"one of {', '.join(allowed)}"
-            raise ValueError(f"--loss-type {wrong[0]} is not {which} with --objective {self.objective}")
+        for name in self.losses:
+            if name not in (allowed := LOSS_TYPES[self.objective]):
+                which = f"one of {', '.join(allowed)}"
+                raise ValueError(f"--loss-type {name} is not {which} with --objective {self.objective}")
         if self.objective == "grpo" and len(self.losses) > 1:
             raise ValueError(f"--loss-type {' '.join(self.losses)}: --objective grpo has one")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.losses):
@@ -174,20 +168,14 @@ class PostTrainingConfig:
             ("use_bias_correction_kl sync_ref_model", not self.needs_reference, "needs --beta above 0"),
             ("precompute_ref_log_probs", self.sync_ref_model, "is for a reference without --sync-ref-model"),
         ):
-            for name in names.split() if off else ():
-                self._refuse(name, needed)
-
-    def _refuse(self, name: str, why: str) -> None:
-        """Raise ValueError if this field has another value than its default."""
-        field = next(field for field in dataclasses.fields(self) if field.name == name)
-        if getattr(self, name) != field.default:
-            raise ValueError(f"{as_written(self, field)} {why}")
+            for field in dataclasses.fields(self) if off else ():
+                if field.name in names.split() and getattr(self, field.name) != field.default:
+                    raise ValueError(f"{as_written(self, field)} {needed}")
 
     @property
     def losses(self) -> tuple[Any, ...]:
         """The types of the losses that are added, given or the objective's default; () where there is no choice."""
-        default = DEFAULT_LOSS.get(self.objective or "")
-        return self.loss_type or (() if default is None else (default,))
+        return self.loss_type or DEFAULT_LOSS.get(self.objective, ())
 
     @property
     def loss(self) -> Any:
@@ -200,7 +188,7 @@ class PostTrainingConfig:
 
     @property
     def beta_or_default(self) -> float:
-        return DEFAULT_BETA.get(self.objective or "", 0.0) if self.beta is None else self.beta
+        return DEFAULT_BETA.get(self.objective, 0.0) if self.beta is None else self.beta
 
     @property
     def draws(self) -> bool:

@@ -11,7 +11,8 @@ The formulas are in losses.py; what is here is the forward, the denominators of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megazpp.post_training.losses import (
     reward_losses,
     token_weights,
 )
+from megazpp.training.objective import Evaluator, Objective
 
 Logps = Callable[[Any], torch.Tensor]  # of a reference: a batch's [B, S] fp32 log-probabilities of the labels
 
@@ -88,9 +90,7 @@ class PreferenceLoss:
         return self._sums.means()
 
     def _reward(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
-        outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, with_values=True)
-        assert outputs.values is not None
-        chosen, rejected = scores_of(outputs.values, batch.loss_mask).chunk(2)
+        chosen, rejected = scores(model, batch).chunk(2)
         self._sums.add("accuracy", (chosen > rejected).float())
         self._sums.add("margin", chosen - rejected)
         self._sums.add("mean_reward", torch.cat((chosen, rejected)))
@@ -219,6 +219,40 @@ class PolicyLoss:
         self._sums.add("loss/value_avg", values.losses, at)
         self._sums.add("val/clipfrac_avg", values.clipped, at)
         return policy.sum() / self._tokens + self._config.vf_coef * values.losses.sum() / self._values
+
+
+@dataclass
+class ObjectiveEvaluator(Evaluator):
+    """Mean loss over the first global batches of a dataset, the same at every call; the metrics are logged.
+
+    Args:
+        objective: whose denominators span a global batch.
+        log: told the metrics.
+    """
+
+    objective: Objective
+    log: Callable[[str], None]
+
+    def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
+        """The mean over the steps."""
+        total = torch.zeros((), dtype=torch.float64, device=self.model.embedding.word.weight.device)
+        sums: dict[str, float] = {}
+        for batches in steps:
+            self.objective.begin_step(batches)
+            for batch in batches:
+                total += self.objective.loss(self.model, batch)
+            for name, value in self.objective.metrics().items():
+                sums[name] = sums.get(name, 0.0) + value / self.iterations
+        if sums:
+            self.log(" validation | " + " | ".join(f"{name}: {value:.4g}" for name, value in sums.items()) + " |")
+        return float(self.dims.sum_over_data_(total)) / self.iterations
+
+
+def scores(model: GPTModel, batch: PairBatch | RolloutBatch) -> torch.Tensor:
+    """[B] fp32: what the scalar head makes of each whole row."""
+    outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, with_values=True)
+    assert outputs.values is not None
+    return scores_of(outputs.values, batch.loss_mask)
 
 
 def scores_of(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -25,11 +25,11 @@ from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
-from megazpp.model.gpt import GPTModel, TokenOutputs
+from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
-from megazpp.post_training.objectives import Logps, scores_of
+from megazpp.post_training.objectives import Logps, scores
 from megazpp.stored.load import WeightsConfig, load_used_model
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import local
@@ -60,9 +60,7 @@ class FrozenModel:
     @torch.no_grad()
     def scores(self, batch: Any) -> torch.Tensor:
         """[B] fp32: what the scalar head makes of each row."""
-        outputs: TokenOutputs = self._model(batch.tokens, position_ids=batch.position_ids, with_values=True)
-        assert outputs.values is not None
-        return scores_of(outputs.values, batch.loss_mask)
+        return scores(self._model, batch)
 
 
 class SyncedModel(FrozenModel, StatePart):

@@ -23,6 +23,7 @@ import torch
 from megazpp.base.flags import flag
 from megazpp.post_training.config import DRAWN
 from megazpp.post_training.examples import Prompt
+from megazpp.post_training.losses import nanstd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,26 @@ def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None)
     """
     weighted = rewards if weights is None else rewards * rewards.new_tensor(weights)
     return weighted.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
+
+
+def reward_metrics(
+    names: Sequence[str], rewards: torch.Tensor, total: torch.Tensor, *, group_size: int
+) -> dict[str, float]:
+    """Means and deviations of [N, functions] rewards by their names, and of their [N] sums, under TRL's names."""
+    found: dict[str, float] = {}
+    for name, column in zip(names, rewards.t(), strict=True):
+        known = column[~column.isnan()]
+        if len(known):
+            found[f"rewards/{name}/mean"] = float(known.mean())
+            found[f"rewards/{name}/std"] = float(known.std()) if len(known) > 1 else 0.0
+    found["reward"] = float(total.nanmean())
+    if group_size > 1:
+        spread = nanstd(total.view(-1, group_size)).nan_to_num(0.0)
+        found["reward_std"] = float(spread.mean())
+        found["frac_reward_zero_std"] = float((spread < 1e-8).double().mean())
+    elif len(known := total[~total.isnan()]) > 1:
+        found["reward_std"] = float(known.std())
+    return found
 
 
 def check_reward_functions(config: RewardConfig) -> None:

@@ -17,6 +17,7 @@ Legend: n completions of this rank, N of all, S tokens of a row, F rewards.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -26,15 +27,14 @@ import torch
 
 from megazpp.checkpoint.state import StatePart
 from megazpp.inference.generate import Drawn
-from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.batch import RolloutBatch, lay_out_rollouts, make_rollout_batch, row_multiple, shortened
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.examples import Prompt
-from megazpp.post_training.losses import gae, group_advantages, nanstd, ppo_rewards, value_mask, whiten
+from megazpp.post_training.losses import gae, group_advantages, ppo_rewards, value_mask, whiten
 from megazpp.post_training.objectives import Logps
 from megazpp.post_training.reference import FrozenModel
-from megazpp.post_training.rewards import total_rewards
+from megazpp.post_training.rewards import reward_metrics, total_rewards
 from megazpp.post_training.sampler import PolicySampler
 
 _KNOWN = RolloutBatch._fields[5:]  # of completions, beside their tokens and mask
@@ -90,6 +90,7 @@ class RolloutLoader(StatePart):
     wait_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
+        self._dims, self._device = self.sampler.dims, next(self.sampler.model.parameters()).device
         self._buffer: Buffer | None = None
         self._used_up = True
         self._metrics: dict[str, float] = {}
@@ -112,7 +113,14 @@ class RolloutLoader(StatePart):
     def metrics(self) -> Mapping[str, float]:
         """The numbers of the current buffer, under TRL's names; the same on all ranks."""
         once, self._once = self._once, {}
-        return {**self._reward_metrics(), **self._metrics, **once}
+        assert self._buffer is not None
+        table, size = self._buffer.table, self.config.group_size
+        rewards = reward_metrics(self._reward_names, table[:, :-2], self.totals(table[:, :-2]), group_size=size)
+        lengths = {
+            "completions/mean_length": float(table[:, -2].mean()),
+            "completions/clipped_ratio": float((table[:, -1] == 0).double().mean()),
+        }
+        return {**rewards, **lengths, **self._metrics, **once}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         if self._buffer is None or self._used_up:
@@ -143,8 +151,6 @@ class RolloutLoader(StatePart):
             batch = make_rollout_batch(known["tokens"], known["mask"], **{x: known[x] for x in _KNOWN if x in known})
             self._buffer = Buffer(tensors["rollout.number"], tensors["rollout.table"], known["rows"], batch)
         return []
-
-    # ---- one generation ---------------------------------------------------------------------------------------
 
     def judged(self, prompts: Sequence[Prompt], drawn: Drawn, texts: Sequence[str]) -> torch.Tensor:
         """[n, F] fp64 rewards of completions of this data rank's prompts."""
@@ -256,8 +262,6 @@ class RolloutLoader(StatePart):
         parts = [batch.part(first, first + size) for first in range(0, len(batch.tokens), size)]
         return [shortened(part, multiple).to(self._device) for part in parts]
 
-    # ---- numbers ----------------------------------------------------------------------------------------------
-
     def _rows(self) -> list[int]:
         """The completions of a generation that are this data rank's, in the order of the steps that take them."""
         size, ranks = self.micro_batch_size, self._dims.data_size
@@ -265,32 +269,29 @@ class RolloutLoader(StatePart):
         firsts = range(self._dims.data_rank * size, total, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]
 
-    def _reward_metrics(self) -> dict[str, float]:
-        assert self._buffer is not None
-        table, config = self._buffer.table, self.config
-        found: dict[str, float] = {}
-        for name, column in zip(self._reward_names, table[:, :-2].t(), strict=True):
-            known = column[~column.isnan()]
-            if len(known):
-                found[f"rewards/{name}/mean"] = float(known.mean())
-                found[f"rewards/{name}/std"] = float(known.std()) if len(known) > 1 else 0.0
-        total = self.totals(table[:, :-2])
-        total = total[~total.isnan()] if config.group_size == 1 else total
-        found["reward"] = float(total.nanmean())
-        if config.group_size > 1:
-            spread = nanstd(total.view(-1, config.group_size)).nan_to_num(0.0)
-            found["reward_std"] = float(spread.mean())
-            found["frac_reward_zero_std"] = float((spread < 1e-8).double().mean())
-        elif len(total) > 1:
-            found["reward_std"] = float(total.std())
-        found["completions/mean_length"] = float(table[:, -2].mean())
-        found["completions/clipped_ratio"] = float((table[:, -1] == 0).double().mean())
-        return found
 
-    @property
-    def _dims(self) -> ParallelDims:
-        return self.sampler.dims
+@dataclass
+class RewardEvaluator:
+    """Mean reward of drawn completions of held-out prompts, the same prompts and numbers at every call.
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self.sampler.model.parameters()).device
+    Args:
+        loader: of the training, whose sampler and reward model are used.
+        prompts: the held-out data.
+        count: of prompts, over all ranks.
+    """
+
+    loader: RolloutLoader
+    prompts: PromptDataset
+    count: int
+
+    def __call__(self) -> float:
+        """The same number on all ranks."""
+        loader, sampler = self.loader, self.loader.sampler
+        dims = sampler.dims
+        rows = range(dims.data_rank, self.count, dims.data_size)
+        with dims.counter.paused():
+            prompts = [self.prompts[row] for row in rows]
+            drawn, texts = sampler.draw(prompts, [f"validation prompt {row}" for row in rows])
+            total = loader.totals(loader.judged(prompts, drawn, texts))
+            reward, count = loader.summed(torch.stack((total.nansum(), (~total.isnan()).sum().double()))).tolist()
+        return reward / count if count else math.nan

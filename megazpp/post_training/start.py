@@ -24,7 +24,7 @@ from megazpp.convert.peft import read_adapter
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.post_training.chat import load_chat_template
-from megazpp.post_training.config import PostTrainingConfig, objective_defaults
+from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
 from megazpp.post_training.examples import DataFormatConfig, read_examples, read_prompts
 from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.reference import find_frozen
@@ -201,8 +201,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: RunRecord) -> Par
     longest = config.model.max_position_embeddings
     if longest is not None and form.max_length > longest:
         raise ValueError(f"--max-length {form.max_length} is longer than --max-position-embeddings {longest}")
-    free = {
-        **objective_defaults(post.objective),
+    free = DEFAULTS | {
+        "lr": DEFAULT_RATE[post.objective],
         "ref_load": str(source.folder.path.resolve()),
         "ref_ckpt_step": earlier.progress.iteration,
     }

@@ -32,13 +32,12 @@ from megazpp.post_training.data import (
     make_pair_batch,
     make_supervised_batch,
 )
-from megazpp.post_training.evaluate import ObjectiveEvaluator, RewardEvaluator
 from megazpp.post_training.examples import read_examples, read_prompts
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
-from megazpp.post_training.objectives import Logps, PolicyLoss, PreferenceLoss
+from megazpp.post_training.objectives import Logps, ObjectiveEvaluator, PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_logps, load_frozen
 from megazpp.post_training.rewards import load_reward_functions
-from megazpp.post_training.rollouts import RolloutLoader
+from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
 from megazpp.training.context import RunContext

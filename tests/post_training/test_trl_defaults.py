@@ -13,7 +13,7 @@ import pytest
 from post_training.test_trl_goldens import FILES
 
 from megazpp.base.arguments import RunConfig
-from megazpp.post_training.config import PostTrainingConfig, objective_defaults
+from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
 from megazpp.post_training.start import EXTRA
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -155,7 +155,7 @@ def ours(config: str) -> dict[str, Any]:
     parts = [*typing.get_type_hints(RunConfig).values(), *EXTRA]
     post = PostTrainingConfig(**OBJECTIVES[config])
     found = {field.name: field.default for part in parts for field in dataclasses.fields(part)}
-    found |= objective_defaults(OBJECTIVES[config]["objective"])
+    found |= DEFAULTS | {"lr": DEFAULT_RATE[OBJECTIVES[config]["objective"]]}
     drawn = post.losses[0] if post.objective == "grpo" else [*post.losses]
     return found | {"beta": post.beta_or_default, "loss_type": drawn, "scale_rewards": post.reward_scale}
 
