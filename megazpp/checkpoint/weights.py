@@ -115,12 +115,13 @@ class AdaptedReader(SafeReader):
     def read_box(self, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
         if key.startswith(SCALAR_HEAD):
             self._own.read_box(key, offsets, box)
-            return
-        self.base.read_box(key, offsets, box)
-        factors = self._factors(key)
-        if factors is not None:
+        elif (factors := self._factors(key)) is None:
+            self.base.read_box(key, offsets, box)
+        else:
+            part = torch.empty(box.shape, dtype=self._saved[key].properties.dtype)  # rounded to it, whatever reads it
+            self.base.read_box(key, offsets, part)
             rows, columns = (slice(start, start + size) for start, size in zip(offsets, box.shape, strict=True))
-            box.copy_(merged(box, factors[0][columns], factors[1][rows], self._scale))
+            box.copy_(merged(part, factors[0][columns], factors[1][rows], self._scale))
 
     def _read_factors(self, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A and B of the adapter beside a weight."""

@@ -14,10 +14,12 @@ from helpers.checkpoints import Job, run
 from helpers.ranks import ranks
 from helpers.training import Case, build_on_ranks
 
-from megazpp.checkpoint.checksums import read_checksums, sum_file, write_checksums
+from megazpp.checkpoint.checksums import SummingWriter, read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.record import shape_of
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.weights import AdaptedReader
 from megazpp.model.config import GPTConfig
 
 CASE = Case(tp=2, sequence_parallel=True)
@@ -90,3 +92,19 @@ def test_a_record_of_another_model_than_the_tensors_is_refused(load: str, tmp_pa
         what = f"the tensors are not of the model that run.json describes: .*{problem}"
         with pytest.raises(AssertionError, match=what):
             ranks(1).run(half_of_it, str(tmp_path / "copy"))
+
+
+def test_merged_weights_are_rounded_to_their_own_type_whatever_reads_them(tmp_path: Path):
+    linear = "model.layers.0.mlp.fc1."
+    base = {f"{linear}weight": torch.randn(6, 4).bfloat16()}
+    SummingWriter(tmp_path / "base").save(base, None)
+    SummingWriter(tmp_path / "own").save(
+        {f"{linear}adapter.{x}": torch.randn(n, 2) for x, n in (("a", 4), ("b", 6))}, None
+    )
+    reader = AdaptedReader(SafeReader(tmp_path / "own"), SafeReader(tmp_path / "base"), CASE.model, 2.0)
+    target = {f"{linear}weight": torch.zeros(6, 4)}
+    reader.fill(target, ())
+    merged = reader.read_whole(f"{linear}weight")
+    assert merged.dtype == torch.bfloat16
+    assert torch.equal(target[f"{linear}weight"], merged.float())
+    assert not torch.equal(merged, base[f"{linear}weight"])
