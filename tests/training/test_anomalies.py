@@ -1,7 +1,11 @@
-"""Which steps are taken: what is not finite ends the job or is skipped, a spike is skipped or rewound."""
+"""The steps that are taken: what is not finite ends the job or is skipped, a spike is skipped or rewound.
+
+A NaN on one rank ends the job on all, before the update, with the rank, the parameter and the samples named.
+"""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +15,21 @@ import pytest
 import torch
 from helpers.checkpoints import Attempt, Job
 from helpers.context import context
+from helpers.faults import guarded, poison_gradient, poison_output
 from helpers.ranks import ranks
-from helpers.training import Case
+from helpers.tiers import slow
+from helpers.training import Case, build_step
 
 from megazpp.optim.clip import GradNorm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training import anomalies
-from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory, NotFiniteError
+from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory, NotFiniteError, StepReport, describe
 from megazpp.training.batches import BatchConfig, plan_batches
+from megazpp.training.metrics import StepRecord
 from megazpp.zero.config import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")
+ZEROPP = ZeroConfig(zeropp=True)
 
 
 class Watched:
@@ -230,3 +238,85 @@ def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():
     assert (watched.guard.found, went) == ((False, False), [1])
     assert watched.said[-1] == "the loss of an island has jumped, and the weights go back to those of iteration 7"
     assert len(watched.history.losses) == 31
+
+
+# ---- the message --------------------------------------------------------------------------------------------------
+
+
+def train_with_a_fault(case: Case, where: str, rank: int, folder: Path) -> tuple[str, bool, bool]:
+    """The message, whether the weights stayed, and whether the good steps before were taken."""
+    step, dims = build_step(case)
+    guarded(step, case, folder)
+
+    def take(index: int) -> StepRecord:
+        return step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.0, iteration=index + 1)
+
+    good = [not take(index).skipped for index in range(2)]
+    if dims.world.rank == rank:
+        if where == "gradient":
+            poison_gradient(step.model.layers[1].mlp.fc2)
+        else:
+            poison_output(step.model.final_norm, when=2)
+    before = [p.detach().to_local().clone() for p in step.model.parameters()]
+    try:
+        take(2)
+        message = "no error"
+    except NotFiniteError as error:
+        message = str(error)
+    unchanged = all(torch.equal(a, p.detach().to_local()) for a, p in zip(before, step.model.parameters(), strict=True))
+    return message, unchanged, all(good)
+
+
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [
+        slow({"nodes": 2, "zero": ZEROPP}, 3),
+        ({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1),
+        slow({"stage": 3}, 2),
+        ({"stage": 1}, 0),
+    ],
+    ids=["zeropp", "zeropp-tp", "stage3", "stage1"],
+)
+def test_a_nan_in_one_gradient_of_one_rank_names_the_parameter_and_the_rank(
+    case: dict[str, Any], rank: int, tmp_path: Path
+):
+    answers = ranks(4).run(train_with_a_fault, Case(micro_batches=2, **case), "gradient", rank, tmp_path)
+    assert [answer[1:] for answer in answers] == [(True, True)] * 4
+    assert len({answer[0] for answer in answers}) == 1
+    first, *lines = answers[0][0].splitlines()
+    assert first.startswith("iteration 3: loss ")
+    assert first.endswith(", gradient norm nan; the job ends before the update, the weights are those of iteration 2")
+    assert len(lines) == 2
+    assert lines[0] == f"layers.1.mlp.fc2.weight: the norm of the gradient is nan, from rank {rank}"
+    file = tmp_path / "not-finite-3.json"
+    assert lines[1] == f"samples, losses and norms: {file}"
+    record = json.loads(file.read_text())
+    assert (record["first_sample"], record["samples"]) == (32, 16)
+    assert record["grad_norms"]["layers.1.mlp.fc2.weight"] != record["grad_norms"]["layers.1.mlp.fc2.weight"]  # NaN
+    assert 0 < record["grad_norms"]["layers.0.mlp.fc2.weight"] < 100
+    assert len(record["ranks"]) == 4
+
+
+def test_a_nan_in_the_loss_names_the_micro_batch_and_its_samples(tmp_path: Path):
+    """4 data ranks, 2 micro-batches of 2: the second one of rank 2 in the third step is samples 32 + (4 + 2) * 2."""
+    answers = ranks(4).run(train_with_a_fault, Case(micro_batches=2, nodes=2, zero=ZEROPP), "output", 2, tmp_path)
+    assert [answer[1:] for answer in answers] == [(True, True)] * 4
+    lines = answers[0][0].splitlines()
+    assert lines[1] == "the loss of micro-batch 1 (samples 44 to 45) is not finite on rank 2"
+    assert all(line.endswith("from rank 2") for line in lines[2:-2])
+
+
+def test_where_whole_copies_are_summed_the_parameter_is_named_and_the_rank_is_said_to_be_unknown(tmp_path: Path):
+    answers = ranks(4).run(train_with_a_fault, Case(stage=0, micro_batches=2), "gradient", 1, tmp_path)
+    assert [answer[1:] for answer in answers] == [(True, True)] * 4
+    line = answers[0][0].splitlines()[1]
+    assert line.startswith("layers.1.mlp.fc2.weight: the norm of the gradient is nan, from a rank that is not known")
+
+
+def test_long_lists_are_cut_and_the_rest_counted():
+    norms = {f"p{i}": float("inf") for i in range(10)}
+    reports = [StepReport(rank, 5, 1.0, float("nan"), [float("nan")], [], norms) for rank in range(12)]
+    lines = describe(reports[0], reports, first_sample=0, micro_batch_size=1).splitlines()
+    assert len(lines) == 1 + 8 + 8 + 1
+    assert lines[9] == "p0: the norm of the gradient is inf, every rank's own gradient was finite"
+    assert lines[-1] == "and 6 more"

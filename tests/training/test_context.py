@@ -1,9 +1,12 @@
-"""The console writes to a real pseudo-terminal here: what a user's terminal would receive."""
+"""The console writes to a real pseudo-terminal; a run folder loses nothing, also when a run died while writing."""
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import io
+import json
+import math
 import os
 import pty
 import struct
@@ -12,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.disks import make_read_only, small_disk
 
-from megazpp.training.context import Console
+from megazpp.training.context import Console, RunFolder, default_run_dir, make_writable
 
 
 def run_three_steps(console: Console) -> None:
@@ -73,14 +77,8 @@ def test_a_file_receives_the_lines_alone():
     assert out.getvalue().splitlines() == LINES
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_rank_that_does_not_print_is_silent(terminal: bool):
-    if terminal:
-        assert on_a_terminal(run_three_steps, enabled=False) == ""
-    else:
-        out = io.StringIO()
-        run_three_steps(Console(enabled=False, out=out))
-        assert out.getvalue() == ""
+def test_a_rank_that_does_not_print_is_silent():
+    assert on_a_terminal(run_three_steps, enabled=False) == ""
 
 
 def test_a_resumed_bar_begins_where_training_stands():
@@ -99,3 +97,86 @@ def test_a_log_file_that_cannot_be_written_to_is_named_once_and_ends_nothing():
     console.log("second")
     assert out.getvalue().splitlines()[1:] == ["first", "second"]
     assert out.getvalue().startswith("warning: /dev/full: [Errno 28] No space left on device; it gets no more lines")
+
+
+def test_metrics_of_a_restart_follow_those_before_it_also_behind_a_line_cut_short_by_a_crash(tmp_path: Path):
+    for iteration in (1, 2):
+        RunFolder(tmp_path).append("metrics.jsonl", {"iteration": iteration})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iterat')
+    RunFolder(tmp_path).append("metrics.jsonl", {"iteration": 3})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert lines == ['{"iteration": 1}', '{"iteration": 2}', '{"iterat', '{"iteration": 3}']
+
+
+def test_a_loss_that_is_not_finite_survives_the_file(tmp_path: Path):
+    folder = RunFolder(tmp_path)
+    folder.append("metrics.jsonl", {"lm_loss": math.nan, "grad_norm": math.inf})
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert math.isnan(record["lm_loss"])
+    assert record["grad_norm"] == math.inf
+
+
+def test_replaced_files_keep_a_numbered_name(tmp_path: Path):
+    for lr in (1, 2, 2, 3):
+        folder = RunFolder(tmp_path)
+        folder.write_json("args.json", {"lr": lr, "path": Path("x")}, indent=2)
+        folder.write("args.txt", f"--lr {lr}\n")
+        folder.write_json("summary.json", {"final_loss": lr})
+    assert json.loads((tmp_path / "args.json").read_text()) == {"lr": 3, "path": "x"}
+    assert json.loads((tmp_path / "args.1.json").read_text())["lr"] == 1
+    assert json.loads((tmp_path / "args.2.json").read_text())["lr"] == 2
+    assert (tmp_path / "args.txt").read_text() == "--lr 3\n"
+    assert (tmp_path / "args.1.txt").read_text() == "--lr 1\n"
+    assert json.loads((tmp_path / "summary.2.json").read_text()) == {"final_loss": 2}
+    assert len(list(tmp_path.iterdir())) == 9
+
+
+def test_the_wandb_run_id_is_drawn_once_and_wandb_s_own_variable_names_the_run_that_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def ids() -> list[str]:
+        return [RunFolder(tmp_path / name).wandb_run_id() for name in "ab"]
+
+    drawn = RunFolder(tmp_path / "a").wandb_run_id()
+    assert len(drawn) == 8
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert ids() == ["mine", "mine"]
+    monkeypatch.delenv("WANDB_RUN_ID")
+    assert ids() == [drawn, "mine"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_with_flag_path_and_reason(tmp_path: Path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=r"--run-dir .*file/below is not a folder .* Not a directory"):
+        RunFolder(file / "below")
+    with pytest.raises(ValueError, match=r"--run-dir .*file is not a folder .* File exists"):
+        RunFolder(file)
+    with pytest.raises(ValueError, match="--tensorboard-dir /proc/none"):
+        make_writable("/proc/none", "--tensorboard-dir")
+
+
+def test_the_default_folder_is_named_by_time_and_config_and_never_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    for name in ("20260102-030405-gpt_tiny", "20260102-030405-gpt_tiny-2", "20260102-030405-gpt_tiny-3"):
+        path = default_run_dir("gpt_tiny", now)
+        assert path == Path("runs") / name
+        assert list(RunFolder(path).path.iterdir()) == []
+
+
+def test_a_full_disk_is_found_before_anything_is_written_to_it(tmp_path: Path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(ValueError, match=f"--run-dir {disk} is not .*No space left on device"):
+            RunFolder(disk)
+        assert list(disk.iterdir()) == []
+
+
+def test_a_read_only_disk_is_found_at_the_start(tmp_path: Path):
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        make_read_only(disk)
+        with pytest.raises(ValueError, match=r"--run-dir .* is not .*Read-only file system"):
+            RunFolder(disk / "run")

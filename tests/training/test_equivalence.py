@@ -15,9 +15,8 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tiers import pairwise, slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on_ranks, train_plain
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, FixedBatches, build_step, train_on_ranks, train_plain
 
-from megazpp.data.loader import MicroBatch
 from megazpp.model.config import GPTConfig
 from megazpp.training.objective import Evaluator
 from megazpp.zero.config import PrecisionConfig
@@ -67,15 +66,8 @@ def test_the_grid_has_each_style_in_every_pair_of_settings():
 def test_tp_zero_sequence_parallel_and_micro_batches_equal_one_process(
     tp: int, stage: int, sequence_parallel: bool, micro_batches: int, style: str
 ):
-    case = Case(
-        model=STYLES[style],
-        tp=tp,
-        stage=stage,
-        sequence_parallel=sequence_parallel,
-        micro_batches=micro_batches,
-        steps=5,
-    )
-    assert_equal_to_plain(case, world_size=4)
+    spread = {"tp": tp, "stage": stage, "sequence_parallel": sequence_parallel, "micro_batches": micro_batches}
+    assert_equal_to_plain(Case(model=STYLES[style], **spread), world_size=4)
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -166,15 +158,8 @@ def test_bf16_stays_within_its_rounding_of_fp32(
     At a low learning rate: where a gradient is nearly zero, AdamW makes a full step of its rounding noise.
     """
     precision = PrecisionConfig(bf16=True, grad_reduce_in_bf16=reduce_in_bf16)
-    case = Case(
-        model=STYLES[style],
-        tp=tp,
-        stage=stage,
-        sequence_parallel=sequence_parallel,
-        micro_batches=2,
-        precision=precision,
-        learning_rate=1e-3,
-    )
+    spread = {"tp": tp, "stage": stage, "sequence_parallel": sequence_parallel, "micro_batches": 2}
+    case = Case(model=STYLES[style], **spread, precision=precision, learning_rate=1e-3)
     expected = plain(case.model, learning_rate=1e-3)
     for result in ranks(4).run(train_on_ranks, case):
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-3)
@@ -235,17 +220,11 @@ def test_an_evaluation_in_the_middle_of_training_changes_nothing(tp: int, stage:
 
 def train_with_evaluations(case: Case) -> dict[str, Any]:
     step, dims = build_step(case)
-    size = case.global_batch // dims.data_size // case.micro_batches
     losses, evaluated = [], []
     for index in range(case.steps):
-
-        def micro_batch(number: int, of: int = index) -> MicroBatch:
-            return case.batch(of, (number * dims.data_size + dims.data_rank) * size, size)
-
-        batches = [micro_batch(m) for m in range(case.micro_batches)]
-        losses.append(step(batches, learning_rate=case.learning_rate, weight_decay=0.01).loss)
-        ahead = [micro_batch(m, index + 1) for m in range(case.micro_batches)]
-        evaluator = Evaluator(step.model, step.sharding, FixedLoader(ahead), dims, iterations=1, batch_size=1)
+        losses.append(step(case.batches(index, dims), learning_rate=case.learning_rate, weight_decay=0.01).loss)
+        ahead = FixedBatches(case.batches(index + 1, dims))
+        evaluator = Evaluator(step.model, step.sharding, ahead, dims, iterations=1, batch_size=1)
         evaluated.append(evaluator())
     return {"loss": losses, "evaluated": evaluated}
 
@@ -253,8 +232,7 @@ def train_with_evaluations(case: Case) -> dict[str, Any]:
 def evaluate_twice(case: Case) -> tuple[float, float, bool, bool]:
     """Two evaluations of the same batch, then whether the model trains on and holds shards alone."""
     step, dims = build_step(case)
-    size = case.global_batch // dims.data_size
-    loader = FixedLoader([case.batch(0, dims.data_rank * size, size)])
+    loader = FixedBatches(case.batches(0, dims))
     evaluator = Evaluator(step.model, step.sharding, loader, dims, iterations=1, batch_size=1)
     losses = evaluator(), evaluator()
     return *losses, step.model.training, all(unit.is_sharded for unit in step.sharding.units)
@@ -267,14 +245,6 @@ def test_an_evaluation_drops_nothing_out_and_leaves_shards():
         assert first == second
         assert trains
         assert sharded
-
-
-class FixedLoader:
-    def __init__(self, batches: list[MicroBatch]) -> None:
-        self.batches = batches
-
-    def step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
-        return self.batches
 
 
 @pytest.mark.parametrize(("micro_batches", "stage", "gathers", "reduces"), [

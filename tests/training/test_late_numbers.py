@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 import torch
 from helpers.checkpoints import digest
+from helpers.faults import guarded, poison_gradient, poison_output
 from helpers.pretended_run import Run
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import Case, build_step
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training.test_anomalies_not_finite import guarded, poison_gradient, poison_output
 
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import clip_divisor, global_grad_norm
@@ -38,9 +38,7 @@ READS = ("_local_scalar_dense", "equal", "nonzero")  # operations whose result t
 
 
 def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:
-    size = case.global_batch // step.dims.data_size // case.micro_batches
-    firsts = [(m * step.dims.data_size + step.dims.data_rank) * size for m in range(case.micro_batches)]
-    batches = [case.batch(index, first, size) for first in firsts]
+    batches = case.batches(index, step.dims)
     return step.launch(batches, learning_rate=1e-2, weight_decay=0.01, iteration=index + 1)
 
 
@@ -203,15 +201,11 @@ def test_a_nan_leaves_weights_and_moments_alone_and_is_told_in_the_next_step_by_
     results = ranks(4).run(fault_in_the_third_step, Case(micro_batches=2, **case), "gradient", rank, tmp_path)
     assert all(result["unchanged"] == (True, True) and result["good"] == [False, False] for result in results)
     (message,) = {result["message"] for result in results}
-    first, *lines = message.splitlines()
+    first, line, *_ = message.splitlines()
     assert first.startswith("iteration 3: loss ")
-    assert first.endswith(", gradient norm nan; the job ends before the update, the weights are those of iteration 2")
-    file = tmp_path / "not-finite-3.json"
-    assert lines == [
-        f"layers.1.mlp.fc2.weight: the norm of the gradient is nan, from rank {rank}",
-        f"samples, losses and norms: {file}",
-    ]
-    assert file.exists()
+    assert first.endswith("the weights are those of iteration 2")
+    assert line == f"layers.1.mlp.fc2.weight: the norm of the gradient is nan, from rank {rank}"
+    assert (tmp_path / "not-finite-3.json").exists()
 
 
 def test_a_nan_in_the_loss_is_told_late_with_the_samples_of_its_own_step(tmp_path: Path):

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from helpers.faults import guarded, poison_gradient
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import CPU, Case, build_diloco, build_step, spec_of
-from training.test_anomalies_not_finite import guarded, poison_gradient
 
 from megazpp.islands import loop
 from megazpp.islands.config import IslandsConfig
@@ -52,7 +52,6 @@ def train(case: Case, folder: Path, poisoned: int | None = None, signalled: int 
     assert step.guard is not None
     step._objective = objective
     islands, stops = LocalSteps(diloco, objective, step.guard, dims), StopConditions(StopConfig())
-    size = case.global_batch // dims.data_size
     found = Met([], [], [], [], [], "", {})
     try:
         for index in range(case.steps):
@@ -62,8 +61,8 @@ def train(case: Case, folder: Path, poisoned: int | None = None, signalled: int 
             if (iteration, dims.world.rank) == (2, signalled):
                 stops._caught = 15
             with Counted(dims.island, dims.world) as asked:
-                batch = case.batch(index, dims.data_rank * size, size)
-                launched = step.launch([batch], learning_rate=1e-2, weight_decay=0.0, iteration=iteration)
+                batches = case.batches(index, dims)
+                launched = step.launch(batches, learning_rate=1e-2, weight_decay=0.0, iteration=iteration)
                 met = islands.after_step(launched, iteration, last=iteration == case.steps)
                 reason = stops.reason(iteration, dims, agree=met, at_once=True)
             found.losses.append(launched.wait().loss)

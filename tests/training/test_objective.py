@@ -1,14 +1,24 @@
-"""Pretraining's loss by hand."""
+"""Pretraining's loss by hand; scores of a text or a dataset against plain sums."""
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from helpers.ranks import ranks
+from helpers.training import CPU, Case, build_on_ranks
 
-from megazpp.training.objective import LanguageModelLoss
+from megazpp.data.dataset import DataConfig
+from megazpp.data.text import write_indexed_dataset
+from megazpp.data.tokenizer import ByteTokenizer
+from megazpp.training.objective import LanguageModelLoss, Score, check_input, count_samples, score_whole
+from megazpp.training.setup import Built
 
 
 def batch_of(loss_mask: list[float]) -> Any:
@@ -32,3 +42,92 @@ def test_the_shares_of_micro_batches_add_up_to_the_mean_over_the_tokens_that_cou
     objective, batches = LanguageModelLoss(one_rank), [batch_of(mask) for mask in masks]
     objective.begin_step(batches)
     assert sum(objective.loss(model, batch).item() for batch in batches) == pytest.approx(loss)
+
+
+BYTES = ByteTokenizer()
+DOCUMENTS = ["Call me Ishmael.", "Some years ago — never mind", "how long", "precisely, having little or no money"]
+IDS = [token for text in DOCUMENTS for token in (*BYTES.encode(text), BYTES.eod)]
+NUM_BYTES = sum(len(text.encode()) for text in DOCUMENTS)
+SUMS = 1e-5  # relative: fp32 sums in another order
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """The same documents as a text and as a .bin/.idx pair."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
+    write_indexed_dataset(iter(DOCUMENTS), BYTES, tmp_path / "pair")
+    return [str(text), str(tmp_path / "pair")]
+
+
+def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> tuple[Score, float]:
+    """The score, and the mean loss over windows one after the other through the same model."""
+    model, sharding, dims = build_on_ranks(case)
+    data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0)
+    built = Built(model, sharding)
+    options = {"micro_batch_size": micro_batch_size, "device": CPU, "say": lambda line: None}
+    score = score_whole(built, dims, BYTES, path, data, **options)
+    assert model.training
+    model.eval()
+    line, total = torch.tensor([BYTES.eod, *IDS]), 0.0
+    with torch.no_grad():
+        for start in range(0, len(IDS), 16):
+            window = line[start : start + 17]
+            padded = torch.cat((window, window.new_zeros(17 - len(window)))).unsqueeze(0)
+            total += model(padded[:, :-1], padded[:, 1:])[0, : len(window) - 1].sum(dtype=torch.float64).item()
+    return score, total / len(IDS)
+
+
+@pytest.mark.parametrize(("world_size", "tp", "micro_batch_size"), [(1, 1, 3), (4, 2, 1)])
+def test_every_token_of_a_text_and_of_a_dataset_counts_once(
+    paths: list[str], tmp_path: Path, world_size: int, tp: int, micro_batch_size: int
+):
+    case = Case(vocab_size=257, tp=tp, sequence_parallel=tp > 1)
+    for path in paths:
+        for score, loss in ranks(world_size).run(score_on_ranks, case, path, str(tmp_path), micro_batch_size):
+            assert score.loss == pytest.approx(loss, rel=SUMS)
+            assert score[1:] == (len(IDS), NUM_BYTES)
+            assert score.bits_per_byte == pytest.approx(loss * len(IDS) / NUM_BYTES / math.log(2), rel=SUMS)
+
+
+class Samples:
+    """Three tokens to predict in each, of which the second sample has an end of document."""
+
+    rows = (BYTES.encode("a—"), [*BYTES.encode("xy"), 256, ord("z")])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.array(self.rows[index])
+
+
+def count_on_ranks() -> tuple[int, int]:
+    *_, dims = build_on_ranks(Case())
+    return count_samples(Samples(), 2, BYTES, dims)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_bytes_of_samples_are_those_of_the_labels(world_size: int):
+    assert set(ranks(world_size).run(count_on_ranks)) == {(6, 5)}  # 3 bytes of the dash; y and z
+
+
+def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
+    rule, line, more, last = Score(2.0, 300, 1000).lines("iteration 7")
+    assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    assert more == " bits per byte: 0.865617 | 300 tokens, 1,000 bytes of text"
+    assert rule == last == "-" * (len(line) + 1)
+
+
+def test_a_text_without_bytes_has_no_bits_per_byte():
+    assert math.isnan(Score(2.0, 3, 0).bits_per_byte)
+
+
+def test_an_input_that_is_neither_text_nor_dataset_is_refused(paths: list[str], tmp_path: Path):
+    for path in paths:
+        check_input(path)
+    with pytest.raises(ValueError, match="nowhere is neither a text nor the prefix"):
+        check_input("nowhere")
+    (tmp_path / "half.bin").write_bytes(b"12")
+    with pytest.raises(ValueError, match=r"half\.idx does not exist"):
+        check_input(str(tmp_path / "half"))

@@ -14,13 +14,6 @@ from helpers.training import Case, build_step
 from megazpp.training.profiler import Profiler, ProfilerConfig
 from megazpp.zero.config import ZeroConfig
 
-RUN: dict[str, Any] = {
-    "device_type": "cpu",
-    "world_size": 4,
-    "total_iterations": 20,
-    "exit_interval": None,
-    "trains": True,
-}
 CONFIG = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3, profile_ranks=(0, 3))
 
 
@@ -30,13 +23,12 @@ def train_profiled(config: ProfilerConfig, folder: str, iterations: range) -> tu
     step, dims = build_step(case)
     run, said = context(dims, folder)
     profiler = Profiler(config, run)
-    size, losses, heard = case.global_batch // dims.data_size, [], 0
+    losses, heard = [], 0
     with profiler:
         for iteration in iterations:
             with profiler.step(iteration):
                 heard += bool(dims.timeline._listeners)
-                batch = case.batch(iteration, dims.data_rank * size, size)
-                losses.append(step([batch], learning_rate=1e-2, weight_decay=0.01).loss)
+                losses.append(step(case.batches(iteration, dims), learning_rate=1e-2, weight_decay=0.01).loss)
     return said, losses, heard
 
 

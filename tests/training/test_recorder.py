@@ -1,14 +1,29 @@
-"""What is said and written of a run's steps."""
+"""What is logged and written of a run's steps; what they sent, and ZeRO-3's formula held against counted ZeRO-3."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from helpers.pretended_run import Run
+from helpers.ranks import ranks
+from helpers.training import LLAMA_STYLE, Case, build_step
 
 from megazpp.checkpoint.record import TrainingProgress
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
 from megazpp.training.metrics import StepRecord
+from megazpp.training.recorder import (
+    TrafficRow,
+    Zero3Traffic,
+    collect_traffic,
+    traffic_table,
+    zero3_traffic,
+)
+from megazpp.zero.config import PrecisionConfig
 
 
 def test_bytes_are_those_of_training_steps_per_node_and_not_of_evaluations():
@@ -70,3 +85,105 @@ def test_a_step_whose_gradients_are_ten_medians_long_is_named():
 def spikes(norm: float) -> str:
     """What is said of 14 steps of norm 1 and one of `norm`."""
     return Run([1.0] * 15, norms=[1.0] * 14 + [norm]).out.getvalue()
+
+
+CPU = torch.device("cpu")
+ROWS = [
+    TrafficRow("all_gather", "local", "local", 24, 1_500_000),
+    TrafficRow("all_gather", "cross", "cross", 6, 300_000),
+    TrafficRow("all_to_all", "cross", "cross", 6, 200_000),
+]
+ZERO3 = Zero3Traffic(400, 800, 12, 6_000_000, "a formula")
+
+
+def send_some() -> list[TrafficRow]:
+    """Rank 0 sends more than the others inside its node; the cross axis is used by rank 0 and its peer only."""
+    cluster = Cluster(num_nodes=2, ranks_per_node=2)
+    dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
+    dims.local.all_gather(torch.zeros(8, dtype=torch.uint8))
+    if dims.local.rank == 0:
+        dims.cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
+        dims.cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
+    if dims.world.rank == 0:
+        dims.local.count("all_gather", 100)
+    return collect_traffic(dims, CPU)
+
+
+def test_rows_are_the_most_calls_of_a_rank_and_the_mean_bytes_of_a_node_on_every_rank():
+    local = TrafficRow("all_gather", "local", "local", 2, (4 * 8 + 100) // 2)
+    cross = TrafficRow("all_to_all", "cross", "cross", 2, 2 * 2 * 50 // 2)
+    assert ranks(4).run(send_some) == [[local, cross]] * 4
+
+
+def zero3_steps(case: Case) -> tuple[int, Any]:
+    """Bytes per node that two steps of ZeRO-3 put between nodes for shards, and what the formula says."""
+    step, dims = build_step(case)
+    for index in range(2):
+        step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.0)
+    rows = collect_traffic(dims, CPU)
+    shards = sum(
+        row.sent_bytes
+        for row in rows
+        if row.wire == "cross" and row.axis == "shard" and row.collective in ("all_gather", "reduce_scatter")
+    )
+    return shards, zero3_traffic(step.sharding.shard_elements, dims, case.precision, 2 * case.micro_batches)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("precision", [PrecisionConfig(), PrecisionConfig(bf16=True)], ids=["fp32", "bf16"])
+def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp: int, precision: PrecisionConfig):
+    """Exactly; a ring's (W - 1) / W is rounded down once per collective."""
+    case = Case(nodes=2, tp=tp, micro_batches=2, model=LLAMA_STYLE, precision=precision)
+    for counted, formula in ranks(4).run(zero3_steps, case):
+        assert counted == pytest.approx(formula.cross_bytes, abs=64)
+        assert counted > 100_000
+
+
+def dims_of(nodes: int, per_node: int, *, tp: int = 1, replicas: int = 1) -> Any:
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=per_node)
+    return SimpleNamespace(layout=plan_layout(cluster, tp=tp, replicas=replicas))
+
+
+def test_zero3_s_figure_by_hand():
+    """2 nodes x 4 ranks, tp 2, 100 elements on each: 800 elements, 4 data ranks, 3 micro-batches."""
+    precision = PrecisionConfig(bf16=True)  # weights 2 bytes, gradients reduced in 4
+    zero3 = zero3_traffic(100, dims_of(2, 4, tp=2), precision, 3)
+    assert zero3 == (1600, 3200, 3, 3 * (2 * 1600 + 3200) * 3 // 4, zero3.formula)
+    assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.002 MB of weights" in zero3.formula
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tp", "replicas"),
+    [
+        (Cluster(num_nodes=4, ranks_per_node=4), 2, 2),
+        (Cluster(num_nodes=6, ranks_per_node=2, domain_size=6), 2, 1),
+        (Cluster(num_nodes=4, ranks_per_node=2), 4, 1),
+    ],
+    ids=["copies", "racks", "tp over nodes"],
+)
+def test_zero3_s_figure_is_what_the_rings_over_the_layout_send(cluster: Cluster, tp: int, replicas: int):
+    layout, size = plan_layout(cluster, tp=tp, replicas=replicas), 12
+    leaving = [rank for rank in range(cluster.world_size) if layout.wire("shard", rank) == "cross"]
+    per_rank = 3 * (2 * 2 + 4) * size * (layout.shard - 1)  # (W - 1)/W of the W shards in 2, 2 and 4 bytes per element
+    zero3 = zero3_traffic(size, SimpleNamespace(layout=layout), PrecisionConfig(bf16=True), 3)
+    assert zero3 is not None
+    assert zero3.cross_bytes == len(leaving) * per_rank // cluster.num_nodes
+
+
+@pytest.mark.parametrize(("nodes", "replicas"), [(1, 1), (2, 2)])
+def test_without_traffic_between_nodes_there_is_nothing_to_compare(nodes: int, replicas: int):
+    assert zero3_traffic(100, dims_of(nodes, 4, replicas=replicas), PrecisionConfig(), 3) is None
+
+
+def test_the_table_is_aligned_and_ends_with_the_comparison():
+    assert traffic_table(ROWS, ZERO3).splitlines() == [
+        "collective  axis   wire   calls  MB sent per node",
+        "all_gather  local  local  24     1.500",
+        "all_gather  cross  cross  6      0.300",
+        "all_to_all  cross  cross  6      0.200",
+        "between nodes: 0.500 MB per node; ZeRO-3 would have sent 6.000 MB, 12.0 times as much: a formula",
+    ]
+    assert traffic_table(ROWS[:1], None).splitlines()[-1] == "all_gather  local  local  24     1.500"
+    assert traffic_table(ROWS[:1], ZERO3).splitlines()[-1] == (
+        "between nodes: 0.000 MB per node; ZeRO-3 would have sent 6.000 MB: a formula"
+    )

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.disks import small_disk
+from helpers.metrics import meter, step
 
 import megazpp.training.tracking as tracking
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 from megazpp.training.context import RunFolder
-from megazpp.training.metrics import Meter, StepRecord
 from megazpp.training.tracking import TensorBoardSink, Tracker, TrackingConfig, open_sinks, run_tags
 
-SHAPE = {"total_iterations": 10, "total_samples": 80, "seq_length": 100, "world_size": 4, "flops_per_token": 2 * 10**9}
 CPU = torch.device("cpu")
 
 
@@ -55,45 +54,18 @@ class Broken(Recorder):
     summarize = close = write
 
 
-def step(iteration: int, **values: Any) -> StepRecord:
-    defaults: dict[str, Any] = {
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "loss": 4.0,
-        "grad_norm": 1.0,
-        "learning_rate": 0.1,
-        "seconds": 0.5,
-    }
-    return StepRecord(iteration=iteration, **{**defaults, **values})
-
-
 def tracker(tmp_path: Path, **flags: Any) -> tuple[Tracker, Recorder]:
     sink = Recorder()
     return Tracker(TrackingConfig(**flags), RunFolder(tmp_path), [sink], device=CPU), sink
 
 
-def test_a_step_is_written_under_megatrons_names(tmp_path: Path):
+def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path: Path):
     track, sink = tracker(tmp_path)
     track.step(step(3))
-    expected = {
-        "train/learning_rate": 0.1,
-        "train/batch_size": 8,
-        "train/loss": 4.0,
-        "train/grad_norm": 1.0,
-        "train/loss_scale": 1.0,
-    }
-    assert sink.written == [(expected, 3, 24)]
-
-
-def test_optional_scalars_are_written_where_there_are_any(tmp_path: Path):
-    track, sink = tracker(tmp_path)
-    track.step(step(1, num_zeros=3.0, params_norm=9.0, grad_norm=None))
-    ((scalars, _, _),) = sink.written
-    assert {name: scalars.get(name) for name in ("train/num_zeros", "train/params_norm", "train/grad_norm")} == {
-        "train/num_zeros": 3.0,
-        "train/params_norm": 9.0,
-        "train/grad_norm": None,
-    }
+    track.step(step(4, num_zeros=3.0, params_norm=9.0, grad_norm=None))
+    always = {"train/learning_rate": 1.5e-4, "train/batch_size": 8, "train/loss": 10.0, "train/loss_scale": 1.0}
+    first, second = {"train/grad_norm": 1.0}, {"train/num_zeros": 3.0, "train/params_norm": 9.0}
+    assert sink.written == [({**always, **first}, 3, 24), ({**always, **second}, 4, 32)]
 
 
 def test_steps_between_the_tensorboard_interval_are_left_out(tmp_path: Path):
@@ -105,9 +77,7 @@ def test_steps_between_the_tensorboard_interval_are_left_out(tmp_path: Path):
 
 def test_an_interval_records_step_time_and_throughput(tmp_path: Path):
     track, sink = tracker(tmp_path)
-    meter = Meter(**SHAPE)
-    meter.add(step(2))
-    track.interval(meter.interval())
+    track.interval(meter(step(2)).interval())
     ((scalars, *where),) = sink.written
     assert where == [2, 16]
     assert scalars["perf/step_seconds"] == 0.5
@@ -154,7 +124,6 @@ def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(
 def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    meter = Meter(**SHAPE)
     with small_disk(tmp_path / "disk", "4m") as disk:
         config = TrackingConfig(tensorboard_dir=str(disk / "events"))
         folder = RunFolder(disk / "run")
@@ -167,8 +136,7 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
                     (disk / "fill").unlink()
                 for _ in range(2000):  # more than TensorBoard buffers
                     track.step(step(iteration))
-                meter.add(step(iteration))
-                track.interval(meter.interval())
+                track.interval(meter(step(iteration)).interval())
             track.summary({"iteration": 4})
         rows = (disk / "run" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(rows[-1])["iteration"] == 4

@@ -1,7 +1,8 @@
-"""When training stops: the same answer on all ranks, whichever of them knows."""
+"""The loop: what is asked of whom and when, and when it ends, the same on all ranks."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from types import SimpleNamespace
@@ -9,12 +10,63 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pretended_run import Run
 from helpers.ranks import ranks
 
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
+from megazpp.training import loop
 from megazpp.training.loop import StopConditions, StopConfig
+
+
+def test_each_step_gets_the_next_samples_and_a_line_is_logged_every_interval_and_at_the_end():
+    run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
+    batches = [batch for call in run.fake.calls for batch in call["batch"]]
+    assert [(batch.first, len(batch.tokens)) for batch in batches] == [(0, 2), (2, 2), (4, 2), (6, 2), (8, 2)]
+    assert run.progress == TrainingProgress(iteration=5, consumed_samples=10, scheduled_samples=10, micro_batches=5)
+    assert [(r["iteration"], r["lm_loss"]) for r in run.tracker.records] == [(2, 4.5), (4, 2.5), (5, 1.0)]
+    assert run.out.getvalue().count(" consumed samples: ") == 3
+    assert run.tracker.validations == [(3, 7.0)]
+
+
+def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
+    nan = float("nan")
+    run = Run([1.0, nan, 1.0, 1.0])
+    assert [call["learning_rate"] for call in run.fake.calls] == [0.0, 0.25, 0.25, 0.5]
+    assert run.progress == TrainingProgress(iteration=4, consumed_samples=8, scheduled_samples=6, micro_batches=4)
+    assert "number of skipped iterations:   1 |" in run.out.getvalue()
+
+
+def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step():
+    run = Run([1.0] * 9, log_interval=100, exit_interval=4)
+    assert run.progress.iteration == 4
+    assert run.progress.stop_reason == "--exit-interval 4"
+    assert [r["iteration"] for r in run.tracker.records] == [4]
+
+
+def test_observers_stand_around_every_step():
+    assert Run([1.0, 2.0, 3.0]).observed == [(1, 1), (2, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1, [1, 4, 8]), (6, [6, 8, 12])])
+def test_it_collects_after_the_first_step_and_then_every_interval(
+    monkeypatch: pytest.MonkeyPatch, first: int, expected: list[int]
+):
+    collected: list[int] = []
+    iteration = first
+    monkeypatch.setattr(loop, "GARBAGE_INTERVAL", 4)
+    monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(iteration))
+    with loop.collect_garbage_between_steps() as collect_garbage:
+        for iteration in range(first, first + 8):
+            assert gc.isenabled() == (iteration == first)  # inside a step, once frozen, it is off
+            assert (gc.get_freeze_count() > 0) == (iteration > first)
+            collect_garbage(iteration)
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    assert collected == expected
+
 
 ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(device_type="cpu"))
 
