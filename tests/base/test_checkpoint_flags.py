@@ -50,6 +50,8 @@ def test_what_the_model_is_comes_from_the_checkpoint_and_where_and_how_the_tool_
     assert (config.precision.bf16, config.launch.seed, config.data.text_path) == (True, 77, ("a.txt", "b.txt"))
     assert (config.launch.nproc, config.parallel.tensor_model_parallel_size, config.zero.stage) == (None, 1, 3)
     assert config.sample.sample_tokens == 0
+    earlier = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")  # none beside the checkpoint
+    assert earlier.config.tokenizer.tokenizer_model == "/my.model"
 
 
 def test_given_flags_win_also_over_those_that_they_exclude_and_the_report_says_where_values_come_from():
@@ -141,11 +143,6 @@ def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(fo
     assert len(same.notices) == 1
 
 
-def test_a_checkpoint_of_an_earlier_version_has_its_recorded_path():
-    parsed = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")
-    assert parsed.config.tokenizer.tokenizer_model == "/my.model"
-
-
 def outer_rates(*argv: str, **flags: Any) -> ParsedRun:
     return with_outer_rates(parse(*argv), record(**flags), CheckpointFolder("ck", "--load"))
 
@@ -159,8 +156,5 @@ def test_what_was_chosen_for_the_outer_optimizer_stays_unless_flags_say_otherwis
     assert (given.diloco_outer_lr, given.diloco_outer_momentum) == (1.0, 0.5)
     for parsed in (outer_rates(**chosen), outer_rates("--diloco-steps", "10")):  # no islands now, or none before
         assert (parsed.config.islands.diloco_outer_lr, parsed.config.islands.diloco_outer_momentum) == (None, None)
-
-
-def test_damaged_rates_of_a_checkpoint_are_named():
     with pytest.raises(DamagedError, match=r"run\.json: .*outer.lr"):
         outer_rates("--diloco-steps", "10", diloco_outer_lr="a lot")

@@ -54,6 +54,8 @@ def test_split_strings_are_proportions_and_others_are_refused() -> None:
 
 
 def test_a_use_without_share_or_samples_has_no_dataset(tmp_path: Path) -> None:
+    assert None not in build(tmp_path, mock_data=True, seq_length=512)
+    assert not (tmp_path / "cache").exists()  # mock data need no files
     a = write(tmp_path / "a", first_id=0)
     built = [each is not None for each in build(tmp_path, data_path=(a,), split="6,4,0")]
     assert built == [True, True, False]
@@ -99,11 +101,6 @@ def test_paths_per_split_use_all_of_each(tmp_path: Path) -> None:
     assert ids(train) == set(range(10))
     assert ids(valid) == set(range(100, 110))
     assert test is None
-
-
-def test_mock_data_need_no_files(tmp_path: Path) -> None:
-    assert None not in build(tmp_path, mock_data=True, seq_length=512)
-    assert not (tmp_path / "cache").exists()
 
 
 def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every_use(tmp_path: Path) -> None:

@@ -100,12 +100,13 @@ def test_a_damaged_pair_is_refused_with_file_and_reason(tmp_path: Path) -> None:
 
 
 def test_missing_files_and_directories_are_refused_by_name(tmp_path: Path) -> None:
-    assert not not_refused([(tmp_path / "a", "a.idx does not exist")], IndexedDataset)
     write_pair(tmp_path / "a", DOCUMENTS)
     (tmp_path / "a.bin").unlink()
-    assert not not_refused([(tmp_path / "a", "a.bin does not exist")], IndexedDataset)
-    (tmp_path / "a.bin").mkdir()
-    assert not not_refused([(tmp_path / "a", "a.bin is a directory")], IndexedDataset)
+    write_pair(tmp_path / "b", DOCUMENTS)
+    (tmp_path / "b.bin").unlink()
+    (tmp_path / "b.bin").mkdir()
+    rows = [("none", "none.idx does not exist"), ("a", "a.bin does not exist"), ("b", "b.bin is a directory")]
+    assert not not_refused(rows, lambda name: IndexedDataset(tmp_path / name))
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
@@ -191,21 +192,16 @@ def test_a_new_bin_never_stands_beside_an_old_index(tmp_path: Path, monkeypatch:
         check_output(tmp_path / "a", overwrite=False)
 
 
-def test_leftovers_of_a_dead_process_are_replaced(tmp_path: Path) -> None:
+def test_a_pair_that_is_being_written_cannot_be_written_by_another_but_leftovers_are_replaced(tmp_path: Path) -> None:
     for name in ("a.bin.unfinished", "a.idx.unfinished"):
         (tmp_path / name).write_bytes(b"leftover " * 100)
-    write_pair(tmp_path / "a", [[1]])
-    assert set(contents(tmp_path)) == {"a.bin", "a.idx"}
-    assert (tmp_path / "a.bin").read_bytes() == b"\x01\x00"
-
-
-def test_a_pair_that_is_being_written_cannot_be_written_by_another(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "a", "<u2") as first:
         first.add_document([1])
         with pytest.raises(ValueError, match=r"a\.bin\.unfinished: another process is writing it"):
             IndexedDatasetBuilder(tmp_path / "a", "<u2")
         first.add_document([2])
         first.finalize()
+    assert set(contents(tmp_path)) == {"a.bin", "a.idx"}
     assert (tmp_path / "a.bin").read_bytes() == b"\x01\x00\x02\x00"
     write_pair(tmp_path / "a", [[3]])
     assert (tmp_path / "a.bin").read_bytes() == b"\x03\x00"

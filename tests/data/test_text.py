@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.refusals import not_refused
 
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.text import (
@@ -17,9 +18,8 @@ from megazpp.data.text import (
     read_documents,
     resolve_text_paths,
     train_sentencepiece,
-    write_indexed_dataset,
 )
-from megazpp.data.tokenizer import ByteTokenizer
+from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 
@@ -40,14 +40,6 @@ def test_the_shipped_corpus_is_one_chapter_a_document() -> None:
     assert "CC0" in source
 
 
-def test_each_document_ends_with_eod(tmp_path: Path) -> None:
-    tokenizer = ByteTokenizer()
-    write_indexed_dataset(iter(["ab", "c"]), tokenizer, tmp_path / "x")
-    dataset = IndexedDataset(tmp_path / "x")
-    assert [dataset.get(i).tolist() for i in range(2)] == [[97, 98, 256], [99, 256]]
-    assert dataset.document_indices.tolist() == [0, 1, 2]
-
-
 def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path: Path) -> None:
     said: list[str] = []
 
@@ -65,22 +57,17 @@ def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path: P
     assert tokenize(tmp_path / "a.txt") != second
 
 
-def test_a_tokenizer_is_trained_once_per_text_and_size(tmp_path: Path) -> None:
-    path, said = write_jsonl(tmp_path / "a.jsonl", "some text to learn from " * 20), []
+def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tmp_path: Path) -> None:
+    path, said = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000), []  # 55,000 characters without a break
 
-    def train(size: int) -> str:
-        return cached_sentencepiece([path], size, cache_dir=tmp_path / "cache", log=said.append).identity
+    def train(size: int) -> SentencePieceTokenizer:
+        return cached_sentencepiece([path], size, cache_dir=tmp_path / "cache", log=said.append)
 
-    assert train(280) == train(280)
+    assert train(280).identity == train(280).identity
     assert len(said) == 1
-    assert train(281) != train(280)
+    assert train(281).identity != train(280).identity
     assert len(said) == 2
-
-
-def test_a_tokenizer_learns_from_lines_of_any_length(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000)  # 55,000 characters without a break
-    tokenizer = cached_sentencepiece([path], 300, cache_dir=tmp_path, log=lambda _: None)
-    assert len(tokenizer.encode("abracadabra" * 10)) < 50
+    assert len(train(281).encode("abracadabra" * 10)) < 50
 
 
 def test_a_malformed_line_is_refused_with_flag_file_and_line(tmp_path: Path) -> None:
@@ -92,19 +79,16 @@ def test_a_malformed_line_is_refused_with_flag_file_and_line(tmp_path: Path) -> 
 
 
 def test_missing_files_directories_and_empty_corpora_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--text-path .*none does not exist"):
-        resolve_text_paths([str(tmp_path / "none")])
-    with pytest.raises(ValueError, match=r"--text-path .* is a directory"):
-        resolve_text_paths([str(tmp_path)])
-    with pytest.raises(ValueError, match="builtin:hamlet: there is no such corpus; there are builtin:moby_dick"):
-        resolve_text_paths(["builtin:hamlet"])
-    empty = write_jsonl(tmp_path / "empty.jsonl")
-    for build in (
-        lambda: cached_indexed_dataset([empty], ByteTokenizer(), cache_dir=tmp_path, log=lambda _: None),
-        lambda: cached_sentencepiece([empty], 300, cache_dir=tmp_path, log=lambda _: None),
-    ):
-        with pytest.raises(ValueError, match=r"--text-path empty\.jsonl holds no text"):
-            build()
+    rows = [
+        (str(tmp_path / "none"), "none does not exist"),
+        (str(tmp_path), "is a directory"),
+        ("builtin:hamlet", "builtin:hamlet: there is no such corpus; there are builtin:moby_dick"),
+    ]
+    assert not not_refused(rows, lambda value: resolve_text_paths([value]))
+    empty, common = [write_jsonl(tmp_path / "empty.jsonl")], {"cache_dir": tmp_path, "log": print}
+    rows = [(cached_indexed_dataset, ByteTokenizer(), "empty.jsonl holds no text")]
+    rows += [(cached_sentencepiece, 300, "--text-path empty.jsonl holds no text")]
+    assert not not_refused(rows, lambda build, by: build(empty, by, **common))
 
 
 def test_training_twice_gives_the_same_bytes() -> None:
