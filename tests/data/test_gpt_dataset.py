@@ -131,8 +131,7 @@ def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_har
 
 def test_a_range_uses_its_own_documents_only() -> None:
     dataset = GPTDataset(numbered([9, 9, 9, 9]), (1, 3), num_samples=10, seq_length=4, seed=0, name="x")
-    documents = {int(token) // 100 for i in range(len(dataset)) for token in dataset[i]}
-    assert documents == {1, 2}
+    assert {int(token) // 100 for i in range(len(dataset)) for token in dataset[i]} == {1, 2}
     assert dataset.token_counts(300).sum() == dataset.token_counts(300)[100:].sum() == 18
 
 
