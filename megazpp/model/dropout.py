@@ -57,7 +57,7 @@ class Dropout(nn.Module):
         return x * (_draw(x, self.rate, self.shared) if mask is None else mask)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor | None:
-        """The next mask for a tensor such as `like`, drawn outside of compiled code; None where torch's generator does it."""
+        """The next mask for a tensor such as `like`, outside of compiled code; None where torch's generator draws."""
         return _draw(like, self.rate, self.shared) if self._agrees() else None
 
     def _agrees(self) -> bool:
