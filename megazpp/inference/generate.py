@@ -59,7 +59,6 @@ def generate(
     max_length: int,
     seed: int,
     first_prompt: int = 0,
-    use_cache: bool = True,
     cache_on_host: bool = False,
     is_last: Callable[[int, int], bool] = lambda row, token: False,
 ) -> Generated:
@@ -70,8 +69,7 @@ def generate(
             token costs a forward over all positions, because they have all moved.
         seed: of the draws of each prompt, with its number: the other prompts of a batch do not matter.
         first_prompt: number of the first prompt.
-        use_cache: keep keys and values; without, each token costs a forward over all that came before.
-        cache_on_host: keep them in the memory of the host.
+        cache_on_host: keep keys and values in the memory of the host.
         is_last: told each new token of a row, in order; whether the row ends with it. Same answers on all tp ranks.
     """
     started, first = time.perf_counter(), 0.0
@@ -79,10 +77,8 @@ def generate(
     active = [True] * len(rows)
     seeds = [seed_for(f"prompt {first_prompt + row}", seed=seed) for row in range(len(rows))]
     generators = [torch.Generator().manual_seed(each) for each in seeds]
-    cache = None
-    if use_cache:
-        capacity = min(max_length, max(map(len, rows)) + config.sample_tokens)
-        cache = KVCache(len(model.layers), len(rows), capacity, on_host=cache_on_host)
+    capacity = min(max_length, max(map(len, rows)) + config.sample_tokens)
+    cache: KVCache | None = KVCache(len(model.layers), len(rows), capacity, on_host=cache_on_host)
     together = dims.tp if sharding.keeps_gathered else dims.world  # who must take equally many forwards
     with torch.no_grad(), evaluating(model), sharding.kept_gathered():
         for _ in range(config.sample_tokens):

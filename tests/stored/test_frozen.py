@@ -17,21 +17,17 @@ from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.stored.format import LoadRows, at_rest, plan_rows
 from megazpp.stored.frozen import FrozenUnits, freeze
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.config import ZeroConfig
 from megazpp.zero.sharding import shard_model
-
-BF16 = PrecisionConfig(bf16=True)
 
 
 def rows_of(weights: dict[str, torch.Tensor]) -> LoadRows:
     return lambda name, rows: weights[name][rows]
 
 
-def make_dims(nodes: int, *, tp: int = 1, threads: bool = True) -> ParallelDims:
-    world = torch.distributed.get_world_size()
-    cluster = Cluster(num_nodes=nodes, ranks_per_node=world // nodes)
-    layout = plan_dims(ParallelConfig(tensor_model_parallel_size=tp), cluster, zero_stage=3)
-    return ParallelDims(layout, device_type="cpu", threads=threads)
+def make_dims(nodes: int) -> ParallelDims:
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=torch.distributed.get_world_size() // nodes)
+    return ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
 
 
 WIDTH = 101  # divides nothing
