@@ -22,8 +22,8 @@ device:                   # optional, all of it: what one rank computes with; --
   teraflops: 989          # dense 16-bit peak
   gigabytes: 80           # memory
   gigabytes_per_second: 3350
-  shares: h100            # optional: what published runs have reached of all these figures (v100, a100, h100, h800:
-                          # megazpp/planner/cost.py); without it --plan warns
+  shares: h100            # optional: what published runs have reached of all these figures (v100, a100, h100, h800);
+                          # without it --plan warns
   price_per_hour: 2.5     # optional: of one device, in any currency; --plan adds it up
   source: NVIDIA H100 Tensor Core GPU data sheet
 """

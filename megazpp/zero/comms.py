@@ -33,7 +33,7 @@ except ImportError as error:  # pragma: no cover
 class CommContext:
     """The axes, queues, schedules and formats that the comms of all units share.
 
-    The planner (megazpp/planner/step.py) makes its comms with one too, on axes that exist on paper.
+    `--plan` makes its comms with one too, on axes that exist on paper.
 
     Args:
         zero, precision: switches, and the dtypes of what is not quantized.

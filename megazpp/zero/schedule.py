@@ -135,7 +135,7 @@ class ReduceSchedule:
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Finish the reductions in flight. Autograd calls this; the planner, which has no autograd, does too."""
+        """Finish the reductions in flight. Autograd calls this; `--plan`, which has no autograd, does too."""
         self._backward = -1
         finishing, self._finishing = self._finishing, []
         for work, finish in finishing:
