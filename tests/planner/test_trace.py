@@ -128,20 +128,13 @@ def kept_by_a_layer(found: Trace) -> int:
 
 
 @pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["gpt", "llama"])
-def test_documents_by_offsets_cost_a_row_as_much_as_plain_causal_attention(config: GPTConfig):
-    """One row: nothing is copied, nothing of S x S is kept."""
-    plain, documents = trace(like(config), samples=1), trace(like(config), samples=1, documents="kernel")
-    assert kept_by_a_layer(documents) == kept_by_a_layer(plain)
-    assert flops(documents) == flops(plain)
-
-
-@pytest.mark.parametrize("config", [GPT2_STYLE, LLAMA_STYLE], ids=["gpt", "llama"])
-def test_of_several_rows_a_copy_side_by_side_is_kept(config: GPTConfig):
-    """What comes out of the kernel lies row by row, and the output layer keeps it as the layer lies."""
-    plain, documents = trace(like(config)), trace(like(config), documents="kernel")
-    context = 2 * SAMPLES * SEQ * config.heads * config.head_size
-    assert kept_by_a_layer(documents) <= kept_by_a_layer(plain) + context
-    assert flops(documents) == flops(plain)
+def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several_rows_a_copy(config: GPTConfig):
+    """The output layer keeps the kernel's output, which lies row by row, as the layer lies; nothing of S x S is."""
+    for samples in (1, SAMPLES):
+        plain, documents = (trace(like(config), samples=samples, documents=how) for how in (None, "kernel"))
+        copy = 2 * samples * SEQ * config.heads * config.head_size if samples > 1 else 0
+        assert 0 <= kept_by_a_layer(documents) - kept_by_a_layer(plain) <= copy
+        assert flops(documents) == flops(plain)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

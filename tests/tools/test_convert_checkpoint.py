@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from helpers.hf_models import edit_config, file_tensors, make_llama, save
+from helpers.hf_models import file_tensors, make_llama, save
 from helpers.megatron_files import make_weights, write_megatron
 from helpers.program import run_forked
 
@@ -145,22 +145,18 @@ def index_of(text: str) -> Any:
 # fmt: off
 BAD: dict[str, tuple[str, Any, list[str], str]] = {
     "no flags": ("theirs", None, ["--output", "none"], r"--input\b.*"),
+    "full output": ("theirs", None, ["--output", "/usr"], "is not empty"),
     "missing folder": ("theirs", shutil.rmtree, [], "--input .* does not exist"),
     "empty folder": ("theirs", lambda f: (shutil.rmtree(f), f.mkdir()), [], "is neither a Hugging Face model"),
     "no config": ("theirs", lambda f: (f / "config.json").unlink(), ["--from", "huggingface"], "config.json is miss"),
     "binary config": ("theirs", lambda f: (f / "config.json").write_bytes(bytes(range(256))), [], "is no JSON"),
-    "a list as config": ("theirs", lambda f: (f / "config.json").write_text("[1]"), [], "holds no settings"),
     "no weights": ("theirs", lambda f: (f / "model.safetensors").unlink(), [], "model.safetensors is missing"),
     "pickled weights": (
         "theirs", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), [], "only safetensors are read"
     ),
     "cut weights": ("theirs", lambda f: truncate(f / "model.safetensors"), [], "is damaged or no safetensors file"),
-    "empty weights": ("theirs", lambda f: (f / "model.safetensors").write_text(""), [], "is damaged or no safetensors"),
     "no index": ("theirs", index_of('{"weight_map": 3}'), [], "no weight_map"),
-    "index outside": ("theirs", index_of('{"weight_map": {"a": "../b"}}'), [], "'../b', which is no file"),
     "index to nothing": ("theirs", index_of('{"weight_map": {"a": "b"}}'), [], "b is missing"),
-    "another model": ("theirs", lambda f: edit_config(f, model_type="bert"), [], "model_type 'bert'"),
-    "another shape": ("theirs", lambda f: edit_config(f, intermediate_size=45), [], r"has shape \[44, 32\]"),
     "damaged tokenizer": ("theirs", lambda f: truncate(f / "tokenizer.json"), [], "is not a usable tokenizer.json"),
     "out to out": ("theirs", None, ["--to", "huggingface"], "--from huggingface --to huggingface: one of the two"),
     "an iteration": ("theirs", None, ["--ckpt-step", "3"], "is one model, without iterations"),
@@ -190,25 +186,14 @@ def test_bad_input_gives_one_line_and_writes_nothing(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == (["source"] if source.exists() else [])
 
 
-def test_what_is_there_is_never_written_over(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/mine").write_text("mine")
-    for output, message in (
-        (tmp_path / "full", "is not empty"),
-        (tmp_path / "full/mine", "exists and is no folder"),
-        (tmp_path / "full/mine/deeper", "cannot be written to: Not a directory"),
-        (home / "theirs", "is not empty"),
-    ):
-        assert convert_checkpoint.main(["--input", str(home / "theirs"), "--output", str(output)]) == 2
-        assert message in capsys.readouterr().err.splitlines()[-1]
-    assert (tmp_path / "full/mine").read_text() == "mine"
-
-
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("source", ["theirs", "ours"])
+@pytest.mark.parametrize(
+    ("source", "failure", "said"),
+    [("theirs", OSError(28, "No space left on device"), "No space left"), ("ours", KeyboardInterrupt(), "interrupted")],
+)
 def test_what_ends_half_way_leaves_nothing(
-    failure: BaseException,
     source: str,
+    failure: BaseException,
+    said: str,
     home: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -225,8 +210,7 @@ def test_what_ends_half_way_leaves_nothing(
 
     monkeypatch.setattr(torch.Tensor, "contiguous", fail)
     assert convert_checkpoint.main(["--input", str(home / source), "--output", str(tmp_path / "output")]) != 0
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "No space left" in error or "KeyboardInterrupt" in error or "interrupted" in error
+    assert said in capsys.readouterr().err.splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
 

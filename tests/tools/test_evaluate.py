@@ -68,28 +68,22 @@ def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(
     assert [job.place.world_size for job in jobs] == [1, 2, 3]
 
 
-def refused(capfd: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert evaluate.main([str(word) for word in argv]) == 2
-    return capfd.readouterr().err
-
-
 def test_what_cannot_be_is_refused_in_one_line(trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     junk = tmp_path / "junk.idx"
     junk.write_bytes(bytes(range(256)))
     (tmp_path / "empty.txt").touch()
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe junk")
     for flags, message in (
         (("--load", trained.load, "--input", tmp_path / "empty.txt"), "--input empty.txt holds no text"),
         (("--load", trained.load, "--input", tmp_path / "binary.jsonl"), "binary.jsonl, line 1: not UTF-8"),
         ((), "--load is missing: the folder of checkpoints"),
         (("--load", tmp_path), f"--load {tmp_path} has no checkpoint"),
-        (("--load", trained.load, "--ckpt-step", 5), "--ckpt-step 5: "),
         (("--load", trained.load, "--input", "nowhere"), "--input nowhere is neither a text nor the prefix of"),
         (("--load", trained.load, "--input", tmp_path / "junk"), "junk.bin"),
         (("--load", trained.load, "--eval-iters", 0), "--eval-iters 0: nothing would be evaluated"),
-        (("--load", trained.load, "--num-layers", 0), "--num-layers 0 is not positive"),
     ):
-        error = refused(capfd, *flags)
+        assert evaluate.main([str(word) for word in flags]) == 2
+        error = capfd.readouterr().err
         assert message in error
         assert error.count("\n") == 1, error
         assert "--text-path" not in error
