@@ -6,7 +6,7 @@ The hops of zero/, FSDP2's counted collectives, both schedules and islands/outer
 paper axes and meta tensors. Only FSDP2's own part is written down a second time: when it gathers, prefetches, waits,
 reduces and frees (torch 2.13, _fsdp_param_group.py). FSDP2 itself cannot run here: on CUDA its order is that of
 streams, which tensors without memory do not have, and three layers of it take 2 s where a plan has a hundred steps.
-Times are CUDA's: the host runs ahead and streams keep the order.
+On CUDA the host runs ahead and streams keep the order; on a CPU the process does everything that no queue does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.cost import Costs
 from megazpp.planner.paper import (
     META,
+    Clock,
     Ledger,
     Memory,
     PaperAxis,
@@ -70,7 +71,7 @@ class PaperStep:
     Args:
         documents, with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
         costs: how long things take; None for counting.
-        on_cpu: queues hold the host, so that all gathers of a step start at its first.
+        on_cpu: whether the process itself computes; for times also that nothing runs beside the compute.
         moments: of the optimizer, per parameter.
         frozen_bits: of frozen units' matrices at rest; None: as the model computes.
         islands: local steps; None where every step is synchronized.
@@ -100,6 +101,7 @@ class PaperStep:
         islands: IslandsPlan | None = None,
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
+        self._on_cpu = on_cpu
         self.trace = trace_model(
             spec.config,
             vocab_size=spec.vocab_size,
@@ -314,8 +316,12 @@ class PaperStep:
         """`unshard`: hand the shard to the gather, whose clock waits for it."""
         if unit.gathered or unit.ready is not None or unit.gather is None:
             return
+        clock = self._gathers
+        if self._on_cpu:  # the process, or with overlap something that only the queues hold up
+            compute = self._simulation.compute
+            clock = Clock(compute.now) if self._context.overlap_gather else compute
         if self._shard.size > 1:
-            with self._simulation.on(self._gathers):
+            with self._simulation.on(clock):
                 out = self._whole(unit)
                 self.ledger.add(Memory.BUFFERS, out.nbytes)
                 self.ledger.pass_through(Memory.BUFFERS, unit.gather_buffer)
@@ -323,7 +329,7 @@ class PaperStep:
                 pending = unit.gather(out, shard, self._shard.group)  # type: ignore[arg-type]
                 if pending is not None:
                     pending.wait()
-        unit.ready = self._gathers.now
+        unit.ready = clock.now
 
     def _wait_for_gather(self, unit: PaperUnit, *, forward: bool) -> None:
         """`wait_for_unshard`: copy out; the next gather but one may start after it in forward, the next in backward."""
@@ -364,7 +370,7 @@ class PaperStep:
             self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return
         simulation, compute, whole = self._simulation, self._simulation.compute, self._whole(unit, reduced=True)
-        reductions, copies = self._reductions, self._copies
+        reductions, copies = (compute, compute) if self._on_cpu else (self._reductions, self._copies)
         compute.wait_until(reductions.now)
         self.ledger.add(Memory.BUFFERS, whole.nbytes - self._sent_from)
         self._sent_from = whole.nbytes
@@ -412,8 +418,9 @@ class PaperStep:
         return torch.empty(unit.size * self._shard.size, dtype=dtype, device=META)
 
     def _touch(self, touched_bytes: int) -> None:
-        """A pass over memory on the running clock."""
-        self._simulation.spend(self._costs.memory(touched_bytes))
+        """A pass over memory on the running clock; on a CPU the process that computes does it, in any queue."""
+        seconds = self._costs.memory(touched_bytes)
+        self._simulation.spend(seconds, taken=seconds if self._on_cpu else 0.0)
 
 
 def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:

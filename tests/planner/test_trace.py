@@ -133,7 +133,8 @@ def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several
     for samples in (1, SAMPLES):
         plain, documents = (trace(like(config), samples=samples, documents=how) for how in (None, "kernel"))
         copy = 2 * samples * SEQ * config.heads * config.head_size if samples > 1 else 0
-        assert 0 <= kept_by_a_layer(documents) - kept_by_a_layer(plain) <= copy
+        more = kept_by_a_layer(documents) - kept_by_a_layer(plain)
+        assert more == 0 if samples == 1 else more <= copy
         assert flops(documents) == flops(plain)
 
 
