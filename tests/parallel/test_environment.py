@@ -117,18 +117,15 @@ def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, islands: int = 1) -> Lay
 FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
 
 
-@pytest.mark.parametrize(
-    ("axis", "on", "config", "expected"),
-    [
-        ("tp", layout(), NcclConfig(), (True, {})),
-        ("local", layout(), NcclConfig(), (True, {})),
-        ("cross", layout(), NcclConfig(), (False, {})),
-        ("shard", layout(), NcclConfig(), (False, {})),  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
-        ("shard", layout(nodes=1), NcclConfig(), (True, {})),
-        ("cross", layout(), FLAGS, (False, {"max_ctas": 8})),
-        ("tp", layout(), FLAGS, (False, {})),
-    ],
-)
+@pytest.mark.parametrize(("axis", "on", "config", "expected"), [
+    ("tp", layout(), NcclConfig(), (True, {})),
+    ("local", layout(), NcclConfig(), (True, {})),
+    ("cross", layout(), NcclConfig(), (False, {})),
+    ("shard", layout(), NcclConfig(), (False, {})),  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
+    ("shard", layout(nodes=1), NcclConfig(), (True, {})),
+    ("cross", layout(), FLAGS, (False, {"max_ctas": 8})),
+    ("tp", layout(), FLAGS, (False, {})),
+])  # fmt: skip
 def test_groups_inside_a_node_go_first_and_flags_reach_theirs(
     axis: str, on: Layout, config: NcclConfig, expected: tuple[bool, dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -158,11 +155,12 @@ def test_values_that_nccl_refuses_are_refused_by_the_flag_s_name(value: int):
         NcclConfig(nccl_cross_max_ctas=value)
 
 
-@pytest.mark.parametrize(
-    ("on", "kept"),
-    [(layout(), True), (layout(1, 4), False), (layout(1, 2), True), (layout(2, 1, ranks=1, islands=2), True)],
-    ids=["several axes", "tp alone", "tp and shard", "islands of one rank"],
-)
+@pytest.mark.parametrize(("on", "kept"), [
+    (layout(), True),
+    (layout(1, 4), False),  # tp alone
+    (layout(1, 2), True),
+    (layout(2, 1, ranks=1, islands=2), True),
+])  # fmt: skip
 def test_launches_keep_their_order_where_several_axes_have_ranks(on: Layout, kept: bool):
     env: dict[str, str] = {}
     order_launches(on, env)
@@ -171,15 +169,12 @@ def test_launches_keep_their_order_where_several_axes_have_ranks(on: Layout, kep
     assert env == {LAUNCH_ORDER: "0"}
 
 
-@pytest.mark.parametrize(
-    ("partition", "bound", "expected", "calls"),
-    [
-        ([(0, 2), (1, 3)], True, "split", [("split", [[0, 2], [1, 3]])]),  # at once for all groups of an axis
-        ([(0, 1), (2, 3)], False, [2, 3], [("new", [0, 1]), ("new", [2, 3])]),
-        ([(0, 1), (3, 2)], True, [3, 2], [("new", [0, 1]), ("new", [3, 2])]),  # split_group would sort them
-        ([(0,), (1,), (2,), (3,)], True, [2], [("new", [2])]),
-    ],
-)
+@pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
+    ([(0, 2), (1, 3)], True, "split", [("split", [[0, 2], [1, 3]])]),  # at once for all groups of an axis
+    ([(0, 1), (2, 3)], False, [2, 3], [("new", [0, 1]), ("new", [2, 3])]),
+    ([(0, 1), (3, 2)], True, [3, 2], [("new", [0, 1]), ("new", [3, 2])]),  # split_group would sort them
+    ([(0,), (1,), (2,), (3,)], True, [2], [("new", [2])]),
+])  # fmt: skip
 def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(
     partition: list[tuple[int, ...]], bound: bool, expected: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
 ):

@@ -43,23 +43,16 @@ def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(mo
     assert find_place(LaunchConfig(), {}).world_size == 7
 
 
-@pytest.mark.parametrize(
-    ("flags", "env", "message"),
-    [
-        ({"nproc": 2}, TORCHRUN, "--nproc 2: .*torchrun"),
-        ({"nproc": 2}, SRUN, "--nproc 2: .*srun"),
-        ({"max_restarts": 3}, TORCHRUN, "--max-restarts 3: .*torchrun"),
-        ({"max_restarts": 3}, SRUN, "--max-restarts 3: .*srun"),
-        ({"nproc": 0}, {}, "--nproc 0 is not positive"),
-        ({"max_restarts": -1}, {}, "--max-restarts -1 is negative"),
-        ({"distributed_timeout_minutes": 0}, {}, "--distributed-timeout-minutes 0 is not positive"),
-        (
-            {"distributed_timeout_seconds_after_init": -2.5},
-            {},
-            "--distributed-timeout-seconds-after-init -2.5 is not positive",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "env", "message"), [
+    ({"nproc": 2}, TORCHRUN, "--nproc 2: .*torchrun"),
+    ({"nproc": 2}, SRUN, "--nproc 2: .*srun"),
+    ({"max_restarts": 3}, TORCHRUN, "--max-restarts 3: .*torchrun"),
+    ({"max_restarts": 3}, SRUN, "--max-restarts 3: .*srun"),
+    ({"nproc": 0}, {}, "--nproc 0 is not positive"),
+    ({"max_restarts": -1}, {}, "--max-restarts -1 is negative"),
+    ({"distributed_timeout_minutes": 0}, {}, "--distributed-timeout-minutes 0 is not positive"),
+    ({"distributed_timeout_seconds_after_init": -2.5}, {}, "-timeout-seconds-after-init -2.5 is not positive"),
+])  # fmt: skip
 def test_what_cannot_be_names_flag_and_value(flags: dict[str, Any], env: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message):
         find_place(LaunchConfig(**flags), env)

@@ -95,31 +95,28 @@ class Nvml:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("nvml", "uuid", "peers"),
-    [
-        (Nvml(ends=("switch",) * 18), "uuid0", (SWITCH,)),
-        (Nvml(ends=(3, 3)), "uuid0", ("0000:4b:00.0",)),  # a bridge to a GPU that this process may not see
-        (
-            Nvml(ends=(1,), reachable=((0, 1), (0, 3)), without=("nvmlDeviceGetNvLinkRemoteDeviceType",)),
-            "uuid0",  # where links do not say where they lead, the driver's paths count
-            ("0000:2b:00.0", "0000:4b:00.0"),
-        ),
-        (Nvml(), "uuid1", ()),
-    ],
-    ids=["switches", "bridge", "paths", "none"],
-)
+@pytest.mark.parametrize(("nvml", "uuid", "peers"), [
+    (Nvml(ends=("switch",) * 18), "uuid0", (SWITCH,)),
+    (Nvml(ends=(3, 3)), "uuid0", ("0000:4b:00.0",)),  # a bridge to a GPU that this process may not see
+    (  # where links do not say where they lead, the driver's paths count
+        Nvml(ends=(1,), reachable=((0, 1), (0, 3)), without=("nvmlDeviceGetNvLinkRemoteDeviceType",)),
+        "uuid0",
+        ("0000:2b:00.0", "0000:4b:00.0"),
+    ),
+    (Nvml(), "uuid1", ()),
+], ids=["switches", "bridge", "paths", "none"])  # fmt: skip
 def test_the_peers_over_nvlink(nvml: Nvml, uuid: str, peers: tuple[str, ...]):
     gpu = query_gpu(nvml, uuid, "A40")
     assert (gpu.uuid, gpu.name, gpu.pci) == (uuid, "A40", f"0000:{int(uuid[-1]) + 1}b:00.0")
     assert gpu.nvlink_peers == peers
 
 
-@pytest.mark.parametrize(
-    ("fabric", "name"),
-    [((7, 2, 3), "00" * 15 + "07/2"), ((0, 2, 3), ""), ((7, 2, 1), ""), (None, "")],
-    ids=["works", "inside one node", "not started", "none"],
-)
+@pytest.mark.parametrize(("fabric", "name"), [
+    ((7, 2, 3), "00" * 15 + "07/2"),
+    ((0, 2, 3), ""),  # inside one node
+    ((7, 2, 1), ""),  # not started
+    (None, ""),
+])  # fmt: skip
 def test_only_a_working_fabric_of_several_nodes_has_a_name(fabric: tuple[int, int, int] | None, name: str):
     assert query_gpu(Nvml(fabric=fabric), "uuid0", "GB200").fabric == name
 

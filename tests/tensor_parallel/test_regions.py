@@ -23,10 +23,6 @@ def integers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def sliced(x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    return x.chunk(size)[rank]
-
-
 def run_region(name: str, in_shape: tuple[int, ...], out_shape: tuple[int, ...], strided: bool) -> dict[str, Any]:
     """Forward of this rank's input and backward of this rank's output gradient."""
     tp = tp_axis()
@@ -52,9 +48,9 @@ def expect(
         case "reduce_from_region_":
             return sum(xs), grads[rank], ({"all_reduce": 1}, {})
         case "gather_sequence":
-            return torch.cat(xs), sliced(sum(grads), rank, size), ({"all_gather": 1}, {"reduce_scatter": 1})
+            return torch.cat(xs), sum(grads).chunk(size)[rank], ({"all_gather": 1}, {"reduce_scatter": 1})
         case "reduce_scatter_sequence":
-            return sliced(sum(xs), rank, size), torch.cat(grads), ({"reduce_scatter": 1}, {"all_gather": 1})
+            return sum(xs).chunk(size)[rank], torch.cat(grads), ({"reduce_scatter": 1}, {"all_gather": 1})
     raise AssertionError(name)
 
 
@@ -76,45 +72,28 @@ def test_a_region_does_what_its_row_of_the_table_says(name: str, size: int, shap
         assert result["unchanged"]
 
 
-def run_with_a_second_branch(name: str) -> dict[str, torch.Tensor]:
-    """`a` goes through the region, `b` does not, and autograd hands one gradient tensor to both."""
+def run_in_two_branches(name: str) -> dict[str, torch.Tensor]:
+    """`a` goes through the region and beside it, `b` beside it, and autograd hands one gradient tensor to all."""
     tp = tp_axis()
-    a = integers(tp.rank, 8, 3).requires_grad_()
-    b = integers(10 + tp.rank, 8, 3).requires_grad_()
+    a, b = (integers(first + tp.rank, 8, 3).requires_grad_() for first in (0, 10))
     grad = integers(20 + tp.rank, 8, 3)
-    given = a.clone() if name.endswith("_") else a
-    through = getattr(regions, name)(given, tp)
-    (through + b).backward(grad)
-    return {"a": a.grad, "b": b.grad, "given": grad, "input": a.detach()}
+    through = getattr(regions, name)(2 * a, tp)
+    y = a + through + b
+    y.backward(grad)
+    return {"y": y.detach(), "a": a.grad, "b": b.grad, "given": grad}
 
 
 @pytest.mark.parametrize("name", ["copy_to_region", "reduce_from_region_"])
-def test_a_gradient_that_another_branch_shares_is_left_alone(name: str):
-    """An all-reduce in place must not reach the gradient of the other branch, nor the forward's input."""
-    results = ranks(2).run(run_with_a_second_branch, name)
-    total = integers(20, 8, 3) + integers(21, 8, 3)
-    for rank, result in enumerate(results):
-        own = integers(20 + rank, 8, 3)
+def test_inputs_and_gradients_that_another_branch_shares_are_left_alone(name: str):
+    """An all-reduce in place must not reach the gradient of the other branch, nor what it reads."""
+    summed = name == "reduce_from_region_"
+    for rank, result in enumerate(ranks(2).run(run_in_two_branches, name)):
+        x, own = integers(rank, 8, 3), integers(20 + rank, 8, 3)
+        through = 2 * (integers(0, 8, 3) + integers(1, 8, 3)) if summed else 2 * x
+        assert torch.equal(result["y"], x + through + integers(10 + rank, 8, 3))
         assert torch.equal(result["b"], own)
         assert torch.equal(result["given"], own)
-        assert torch.equal(result["input"], integers(rank, 8, 3))
-        assert torch.equal(result["a"], own if name == "reduce_from_region_" else total)
-
-
-def run_input_in_two_branches() -> tuple[torch.Tensor, torch.Tensor]:
-    """x + reduce(2 x): the reduction must not overwrite what the other branch reads."""
-    tp = tp_axis()
-    x = integers(tp.rank, 4, 3).requires_grad_()
-    y = x + regions.reduce_from_region_(x * 2, tp) + regions.copy_to_region(x, tp)
-    y.backward(integers(30, 4, 3))
-    return y.detach(), x.grad
-
-
-def test_an_input_that_another_branch_reads_is_left_alone():
-    total = 2 * (integers(0, 4, 3) + integers(1, 4, 3))
-    for rank, (y, x_grad) in enumerate(ranks(2).run(run_input_in_two_branches)):
-        assert torch.equal(y, 2 * integers(rank, 4, 3) + total)
-        assert torch.equal(x_grad, 5 * integers(30, 4, 3))  # 1 by itself, 2 through the sum, 2 ranks' copies
+        assert torch.equal(result["a"], own + 2 * (own if summed else integers(20, 8, 3) + integers(21, 8, 3)))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
