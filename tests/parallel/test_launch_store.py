@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
 import socket
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,16 +20,6 @@ from megazpp.topology.hosts import Gpu, HostInfo
 LISTEN = "0A"  # in /proc/net/tcp
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 TIMEOUT = timedelta(seconds=10)
-
-
-class Evil:
-    """Makes a file where it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def addresses_of(port: int) -> set[str]:
@@ -110,21 +98,12 @@ def test_answers_in_the_store_come_back_as_they_were():
         share_survey(store, 0, 2, HOST)
 
 
-@pytest.mark.parametrize("text", ["", "1", "{", "{}", '"x"', "[" * 100_000, '{"gpu": []}', '{"gpu": {"id": "u"}}'])
+PICKLE = pickle.dumps(HOST).decode("latin-1")  # which a loader of pickles would run
+
+
+@pytest.mark.parametrize("text", ["", "1", "{", "{}", PICKLE, "[" * 100_000, '{"gpu": []}', '{"gpu": {"id": "u"}}'])
 def test_anything_else_in_the_store_is_refused(text: str):
     store = dist.HashStore()
     dist.PrefixStore("megazpp/survey", store).set("host/1", text)
     with pytest.raises(ValueError, match="is no HostInfo"):
         share_survey(store, 0, 2, HostInfo(host="a"))
-
-
-def test_a_pickle_in_the_store_is_an_error_and_is_not_run(tmp_path: Path):
-    bomb = pickle.dumps(Evil(tmp_path / "was here"))
-    pickle.loads(pickle.dumps(Evil(tmp_path / "would run")))
-    assert (tmp_path / "would run").exists()
-    for key, rank in (("cluster", 1), ("host/1", 0)):
-        store = dist.HashStore()
-        dist.PrefixStore("megazpp/survey", store).set(key, bomb)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="can't decode"):
-            share_survey(store, rank, 2, HostInfo(host="a"))
-    assert not (tmp_path / "was here").exists()

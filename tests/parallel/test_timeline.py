@@ -30,20 +30,6 @@ from megazpp.parallel.timeline import (
 OFF_SECONDS = 2e-6  # 0.39 microseconds measured; the rest is for a loaded machine
 
 
-def test_what_begins_before_start_or_after_detach_is_not_recorded():
-    timeline = Timeline()
-    with timeline.span("compute", "before"):
-        pass
-    recording = timeline.start()
-    with timeline.span("compute", "during"):
-        pass
-    with timeline.span("compute", "open at the end"):
-        timeline.detach(recording)
-    with timeline.span("compute", "after"):
-        pass
-    assert [s.name for s in recording.spans()] == ["during", "open at the end"]
-
-
 def test_a_span_that_is_not_recorded_costs_next_to_nothing():
     timeline = Timeline()
 
@@ -55,18 +41,22 @@ def test_a_span_that_is_not_recorded_costs_next_to_nothing():
     assert min(timeit.repeat(spans, number=1, repeat=20)) / 1000 < OFF_SECONDS
 
 
-def test_a_span_lasts_as_long_as_what_is_inside_and_its_time_is_the_monotonic_clock_s():
+def test_spans_that_begin_while_a_recording_is_attached_are_kept_by_their_beginning_in_the_monotonic_clock_s_time():
     timeline = Timeline()
-    recording = timeline.start()
+    with timeline.span("compute", "too early"):
+        recording = timeline.start()
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
     with timeline.span("compute", "outer"):
         with timeline.span("wait", "inner"):
             time.sleep(0.02)
         with pytest.raises(RuntimeError), timeline.span("compute", "failed"):
             raise RuntimeError
+        timeline.detach(recording)
+        with timeline.span("compute", "too late"):
+            pass
     after = time.clock_gettime(time.CLOCK_MONOTONIC)
     outer, inner, failed = recording.spans()
-    assert [s.name for s in (outer, inner, failed)] == ["outer", "inner", "failed"]  # by their beginning
+    assert [s.name for s in (outer, inner, failed)] == ["outer", "inner", "failed"]
     assert inner.seconds >= 0.02
     assert before <= outer.start_seconds <= inner.start_seconds
     assert inner.end_seconds <= failed.start_seconds <= failed.end_seconds <= outer.end_seconds <= after
@@ -111,8 +101,7 @@ def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
     assert [spans[track].blocking for track in ("cross", "compute", "wait")] == [False, True, True]
     for span in spans.values():
         assert before - 1e-3 <= span.start_seconds <= span.end_seconds <= after + 1e-3
-    assert spans["cross"].seconds > 0.01
-    assert spans["compute"].seconds > 0.01
+    assert min(spans["cross"].seconds, spans["compute"].seconds) > 0.01
     assert spans["wait"].start_seconds == pytest.approx(spans["compute"].end_seconds, abs=1e-3)
 
 
