@@ -103,17 +103,17 @@ class SafeReader:
     def _find_piece(self, index: MetadataIndex) -> tuple[Path, int]:
         """The file of a piece of a tensor and where its rows begin there; found once, for many boxes are read."""
         if index not in self._pieces:
-            found = self._index.storage_data[index]
-            path = self.path / found.relative_path
             try:
+                found = self._index.storage_data[index]
+                path = self.path / found.relative_path
                 with path.open("rb") as file, warnings.catch_warnings(), torch.serialization.skip_data():
                     view: Any = _create_file_view(file, found.offset, found.length)
                     archive: Any = torch._C.PyTorchFileReader(view)
                     start = found.offset + archive.get_record_offset("data/0")
                     view.seek(0)
                     described = torch.load(view, map_location="cpu", weights_only=True)
-            except (pickle.UnpicklingError, RuntimeError) as error:
-                raise ValueError(f"{path} holds more than a tensor: {error}") from error
+            except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
+                raise ValueError(f"{self.path}: {index.fqn} is not there as a tensor: {error}") from error
             if not described.is_contiguous() or described.storage_offset():
                 raise ValueError(f"{path}: {index.fqn} is not there row by row")
             self._pieces[index] = path, start

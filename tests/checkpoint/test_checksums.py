@@ -34,13 +34,10 @@ def damage(folder: Path, **share: int) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_a_file_is_summed_in_chunks_as_a_whole(folder: Path):
+def test_a_file_is_summed_in_chunks_as_a_whole_and_what_was_not_touched_is_sound(folder: Path):
     content = (folder / "__1_0.large").read_bytes()
     assert sum_file(folder / "__1_0.large") == FileSum(len(content), zlib.crc32(content))
     assert write_durably(folder / "text", "é") == sum_file(folder / "text")
-
-
-def test_what_was_not_touched_is_sound(folder: Path):
     assert sorted(read_checksums(folder)) == [".hidden with spaces", "__1_0.large", "empty"]
     assert verify_files(folder) == 3000 + 256 * (5 << 12)
 

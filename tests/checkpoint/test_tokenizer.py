@@ -60,14 +60,8 @@ def test_every_checkpoint_names_the_tokenizer_that_is_there_once(tmp_path: Path,
     assert sorted(path.name for path in tmp_path.glob("tokenizer*")) == sorted([str(name), str(second)])
     assert content(tmp_path / str(name)) == before
     assert save(tmp_path, 4, {})["tokenizer_folder"] is None
-
-
-def test_it_is_read_back_as_the_same_one_wherever_the_folder_is(tmp_path: Path, tokenizer: SentencePieceTokenizer):
-    (tmp_path / "save").mkdir()
-    name = write_tokenizer(tmp_path / "save", tokenizer.files)
-    assert name is not None
-    (tmp_path / "save").rename(tmp_path / "elsewhere")
-    found = load_tokenizer(read_tokenizer(tmp_path / "elsewhere", name))
+    shutil.copytree(tmp_path, tmp_path / "elsewhere")
+    found = load_tokenizer(read_tokenizer(tmp_path / "elsewhere", str(name)))
     assert found is not None
     assert (found.identity, found.files) == (tokenizer.identity, tokenizer.files)
 
