@@ -37,11 +37,7 @@ class CLibrary(NamedTuple):
 
 
 def load_c_library(source: Path) -> CLibrary:
-    """Load `source`, compiled for this machine.
-
-    Raises:
-        CLibraryError: there is no compiler, it failed, or its output cannot be kept or loaded.
-    """
+    """Load `source`, compiled for this machine; CLibraryError where it cannot be compiled, kept or loaded."""
     compiler = find_compiler()
     try:
         cache = _cache_folder()

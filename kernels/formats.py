@@ -92,11 +92,7 @@ class MessageLayout:
 
 
 def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tuple[list[ByteRange], int]:
-    """Place segments (first element, the one after the last) in a message: their payloads, then their scales.
-
-    Returns:
-        (ranges, the first byte after them)
-    """
+    """Place segments (first element, the one after the last) in a message: payloads, then scales; (ranges, end)."""
     payloads, ranges, offset = [], [], 0
     for start, stop in segments:
         payloads.append((start, stop, (offset, fmt.payload_bytes(stop - start))))

@@ -32,11 +32,8 @@ COLUMNS = 4
 class RangeTable:
     """The segments of a layout; make it with `range_table`, which makes one for all units of equal layout.
 
-    Args:
-        layout: where the elements of a row lie in its message.
-        dtype: dtype of the elements that are not quantized.
-
     Attributes:
+        dtype: of the elements that are not quantized.
         num_ranges: rows of the table of segments.
         address: its first byte, on the host.
     """
@@ -125,11 +122,9 @@ def span_of(messages: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
 
 
 def rescale_(errors: Sequence[Feedback], factor: torch.Tensor | float) -> None:
-    """Multiply errors by `factor`, in one pass over their scales that waits for nothing.
+    """Multiply errors on one device by a finite scalar on it, in one pass over their scales that waits for nothing.
 
-    Args:
-        errors: on one device.
-        factor: a scalar on that device, finite; it and each product are rounded to bf16.
+    The factor and each product are rounded to bf16.
     """
     scales = [error.scales for error in errors]
     if scales:
