@@ -60,6 +60,14 @@ LLAMA_STYLE = GPTConfig(
 )
 
 
+def packed_documents(vocab_size: int, seq: int, ends: list[tuple[int, int]]) -> MicroBatch:
+    """Three rows of documents that end at (row, token); the last one of a row may be cut."""
+    ids = torch.randint(EOD + 1, vocab_size, (3, seq + 1), generator=torch.Generator().manual_seed(4))
+    for row, end in ends:
+        ids[row, end] = EOD
+    return make_micro_batch(ids, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training run; the samples depend on nothing but the step."""

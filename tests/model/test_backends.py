@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.tensor_parallel import assert_gradients_near, build_gpt, local_gradients
-from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, packed_documents
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megazpp.model.backends as module
-from megazpp.data.loader import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch
 from megazpp.model.backends import (
     DocumentKernel,
     compiles_layers,
@@ -43,10 +43,7 @@ A100, H100 = (8, 0), (9, 0)
 
 def packed(seq: int = SEQ) -> MicroBatch:
     """Rows of one to four documents, one of them a single token."""
-    ids = torch.randint(EOD + 1, VOCAB, (BATCH, seq + 1), generator=torch.Generator().manual_seed(4))
-    for row, end in [(0, 0), (0, 5), (0, 6), (1, seq - 1), (2, 3)]:
-        ids[row, end] = EOD
-    return make_micro_batch(ids, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
+    return packed_documents(VOCAB, seq, [(0, 0), (0, 5), (0, 6), (1, seq - 1), (2, 3)])
 
 
 # ---- what torch is asked --------------------------------------------------------------------

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
 from helpers.tensor_parallel import build_gpt, counted, tp_axis
-from helpers.training import EOD, GPT2_STYLE, LLAMA_STYLE
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, packed_documents
 
-from megazpp.data.loader import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
@@ -51,10 +51,7 @@ def test_a_token_changes_no_earlier_logit_and_no_other_row(size: int, sequence_p
 
 def packed() -> MicroBatch:
     """Rows of documents of 1 to 16 tokens; the last document of a row may be cut, documents never span rows."""
-    ids = torch.randint(EOD + 1, VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(4))
-    for row, end in [(0, 0), (0, 5), (0, 6), (0, 13), (1, 15), (2, 3), (2, 9)]:
-        ids[row, end] = EOD
-    return make_micro_batch(ids, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
+    return packed_documents(VOCAB, SEQ, [(0, 0), (0, 5), (0, 6), (0, 13), (1, 15), (2, 3), (2, 9)])
 
 
 def logits_of_packed(model: GPTConfig, masked: bool) -> torch.Tensor:

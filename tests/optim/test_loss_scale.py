@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.refusals import not_refused
 
-from megazpp.optim.loss_scale import DynamicLossScale, LossScaleConfig, LossScaler, build_loss_scaler
+from megazpp.optim.loss_scale import DynamicLossScale, LossScaleConfig, build_loss_scaler
 
 CONFIG = LossScaleConfig(initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale_window=3.0, hysteresis=2)
 
@@ -41,20 +41,17 @@ def test_a_saved_scale_continues_as_if_it_had_not_stopped():
         assert after.scale == straight[-1]
 
 
-def test_a_constant_scale_does_not_move():
-    scaler = build_loss_scaler(LossScaleConfig(loss_scale=128.0), fp16=True)
-    scaler.update(True)
-    scaler.load_state_dict(scaler.state_dict())
-    assert type(scaler) is LossScaler
-    assert scaler.scale == 128.0
-
-
-def test_fp16_scales_dynamically_from_two_to_the_32_and_other_precisions_not_at_all():
-    dynamic, none = (build_loss_scaler(LossScaleConfig(), fp16=fp16) for fp16 in (True, False))
-    assert isinstance(dynamic, DynamicLossScale)
-    assert dynamic.scale == 2.0**32
-    none.update(True)
-    assert none.scale == 1.0
+def test_fp16_alone_scales_dynamically_from_two_to_the_32_and_a_constant_scale_does_not_move():
+    for constant, fp16, first, later in (
+        (128.0, True, 128.0, 128.0),
+        (None, True, 2.0**32, 2.0**31),
+        (None, False, 1, 1),
+    ):
+        scaler = build_loss_scaler(LossScaleConfig(loss_scale=constant, hysteresis=1), fp16=fp16)
+        assert scaler.scale == first
+        scaler.update(True)
+        scaler.load_state_dict(scaler.state_dict())
+        assert scaler.scale == later
 
 
 def test_values_that_cannot_work_are_refused():
