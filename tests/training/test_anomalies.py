@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,12 +125,9 @@ def test_rewind_takes_the_weights_back_and_says_where_to():
 
 
 def test_without_a_checkpoint_to_go_back_to_the_step_is_only_skipped():
-    def rewind() -> int:
-        raise ValueError("--save x has no checkpoint to go back to")
-
+    rewind = mock.Mock(side_effect=ValueError("--save x has no checkpoint to go back to"))
     watched = Watched(loss_spike_sigma=6.0, loss_spike_action="rewind", rewind=rewind)
-    assert all(watched.takes(loss) for loss in noisy(50))
-    assert not watched.takes(9.0)
+    assert [watched.takes(loss) for loss in (*noisy(50), 9.0)] == [True] * 50 + [False]
     assert watched.said[0].endswith("the step is skipped (--save x has no checkpoint to go back to)")
 
 
@@ -222,20 +220,13 @@ def test_an_island_leaves_its_weights_alone_and_the_job_ends_when_islands_meet()
 
 
 def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():
-    went = []
-
-    def back() -> int:
-        went.append(1)
-        return 7
-
+    back = mock.Mock(return_value=7)
     watched = Watched(islands=True, rewind=back, loss_spike_sigma=4.0, loss_spike_action="rewind")
-    for index in range(30):
-        assert watched.takes(3.0 + 0.1 * (index % 2))
-    assert not watched.takes(9.0)
-    assert (watched.guard.found, went) == ((False, True), [])
+    assert [watched.takes(loss) for loss in (*(3.0, 3.1) * 15, 9.0)] == [True] * 30 + [False]
+    assert (watched.guard.found, back.call_count) == ((False, True), 0)
     assert watched.said[-1].endswith("the weights of all islands go back when they synchronize")
     assert watched.guard.settle(failed=False, back=True)
-    assert (watched.guard.found, went) == ((False, False), [1])
+    assert (watched.guard.found, back.call_count) == ((False, False), 1)
     assert watched.said[-1] == "the loss of an island has jumped, and the weights go back to those of iteration 7"
     assert len(watched.history.losses) == 31
 

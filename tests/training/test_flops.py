@@ -49,17 +49,9 @@ def counted_flops(swiglu: bool) -> int:
 
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_the_formula_counts_the_matrix_products_with_half_of_the_attention(swiglu: bool):
-    model = GPTConfig(
-        num_layers=SHAPE["num_layers"],
-        hidden_size=SHAPE["hidden_size"],
-        ffn_hidden_size=SHAPE["ffn_hidden_size"],
-        num_attention_heads=SHAPE["num_attention_heads"],
-        kv_channels=SHAPE["kv_channels"],
-        group_query_attention=True,
-        num_query_groups=SHAPE["num_query_groups"],
-        swiglu=swiglu,
-    )
-    ours = model_flops_per_token(model, padded_vocab_size=SHAPE["padded_vocab_size"], seq_length=SHAPE["seq_length"])
+    of_run = {name: SHAPE[name] for name in ("padded_vocab_size", "seq_length")}
+    of_model = {name: value for name, value in SHAPE.items() if name not in of_run}
+    ours = model_flops_per_token(GPTConfig(**of_model, group_query_attention=True, swiglu=swiglu), **of_run)
     assert ours == counted_flops(swiglu)
 
 
@@ -71,45 +63,29 @@ def test_gpt3_175b_is_megatrons_figure():
     assert ours == pytest.approx(72 * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h)), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA L40S", 362),
-    ],
-)
-def test_the_peak_is_that_of_the_named_device(name: str, tflops: float):
-    assert peak_flops(name, torch.bfloat16) == tflops * 1e12
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("cpu", torch.bfloat16),
-        ("NVIDIA GB200", torch.bfloat16),
-        ("NVIDIA A1000 Laptop GPU", torch.bfloat16),
-        ("NVIDIA RTX A4000", torch.bfloat16),
-        ("NVIDIA L40", torch.bfloat16),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16),
-        ("NVIDIA A100-SXM4-80GB", torch.float32),
-        ("Tesla V100-SXM2-16GB", torch.bfloat16),
-    ],
-)
-def test_what_is_not_known_for_sure_has_no_peak(name: str, dtype: torch.dtype):
-    assert peak_flops(name, dtype) is None
+@pytest.mark.parametrize(("name", "dtype", "tflops"), [
+    ("NVIDIA A100 80GB PCIe", torch.bfloat16, 312),
+    ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+    ("NVIDIA H100 PCIe", torch.float16, 756),
+    ("NVIDIA H200 NVL", torch.bfloat16, 835),
+    ("NVIDIA GH200 480GB", torch.bfloat16, 989),
+    ("Tesla V100-SXM2-16GB", torch.float16, 125),
+    ("cpu", torch.bfloat16, None),
+    ("NVIDIA GB200", torch.bfloat16, None),
+    ("NVIDIA A1000 Laptop GPU", torch.bfloat16, None),
+    ("NVIDIA L40", torch.bfloat16, None),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),
+    ("NVIDIA A100-SXM4-80GB", torch.float32, None),
+    ("Tesla V100-SXM2-16GB", torch.bfloat16, None),
+])  # fmt: skip
+def test_the_peak_is_that_of_the_named_device_or_none_where_it_is_not_known_for_sure(
+    name: str, dtype: torch.dtype, tflops: float | None
+):
+    assert peak_flops(name, dtype) == (None if tflops is None else tflops * 1e12)
 
 
 def test_the_convention_says_what_mfu_means_or_why_there_is_none():
-    assert "MFU = model FLOP/s / 989 TFLOP/s, the dense 16-bit peak of NVIDIA H200" in mfu_convention(
-        6_000_000, "NVIDIA H200", 989e12
-    )
-    assert "no MFU: the peak of cpu" in mfu_convention(6_000_000, "cpu", None)
-    assert "6.0000E+06 per token" in mfu_convention(6_000_000, "cpu", None)
+    known, unknown = (mfu_convention(6_000_000, *of) for of in (("NVIDIA H200", 989e12), ("cpu", None)))
+    assert "6.0000E+06 per token" in known
+    assert "MFU = model FLOP/s / 989 TFLOP/s, the dense 16-bit peak of NVIDIA H200" in known
+    assert "no MFU: the peak of cpu" in unknown

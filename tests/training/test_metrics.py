@@ -96,15 +96,11 @@ def test_the_summary_covers_all_intervals_of_the_run():
 
 
 def test_the_speed_of_a_run_is_that_of_its_steps_after_the_first_which_compiles():
-    filled = meter(step(1, seconds=60.0), step(2, seconds=0.5), step(3, seconds=1.5))
-    assert filled.summary(cpu_seconds=1.0)["tokens_per_second"] == 2 * 800 / 2.0
-    assert filled.summary(cpu_seconds=1.0)["seconds"] == 62.0
+    summary = meter(step(1, seconds=60.0), step(2, seconds=0.5), step(3, seconds=1.5)).summary(cpu_seconds=1.0)
+    assert (summary["tokens_per_second"], summary["seconds"]) == (2 * 800 / 2.0, 62.0)
     assert meter(step(1, seconds=4.0)).summary(cpu_seconds=1.0)["tokens_per_second"] == 800 / 4.0
-
-
-def test_a_run_without_a_step_has_a_summary_too():
-    summary = meter().summary(cpu_seconds=1.0)
-    assert (summary["tokens_per_second"], summary["cpu_seconds_per_token"]) == (0.0, 0.0)
+    nothing = meter().summary(cpu_seconds=1.0)
+    assert (nothing["tokens_per_second"], nothing["cpu_seconds_per_token"]) == (0.0, 0.0)
 
 
 CPU = torch.device("cpu")
