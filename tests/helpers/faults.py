@@ -6,18 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.checkpoints import digest
 from helpers.context import context
 from helpers.training import Case
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory
 from megazpp.training.batches import BatchConfig, plan_batches
-from megazpp.training.step import TrainStep
+from megazpp.training.step import LaunchedStep, TrainStep
 
 
-def guarded(
-    step: TrainStep, case: Case, folder: Path | None, *, dynamic_scale: bool = False, islands: bool = False
-) -> None:
+def guarded(step: TrainStep, case: Case, folder: Path | None, *, waits: bool = False, **settings: bool) -> None:
+    """Give the step a guard, which with `waits` looks for loss spikes too."""
     batches = BatchConfig(
         micro_batch_size=case.global_batch // step.dims.data_size // case.micro_batches,
         global_batch_size=case.global_batch,
@@ -25,8 +26,21 @@ def guarded(
     )
     plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
     run, _ = context(step.dims, folder)
-    settings = {"dynamic_scale": dynamic_scale, "islands": islands}
-    step.guard = Guard(AnomalyConfig(), step.sharding, run, plan, LossHistory(), **settings)
+    config = AnomalyConfig(loss_spike_sigma=1e6 if waits else None)
+    step.guard = Guard(config, step.sharding, run, plan, LossHistory(), **{"dynamic_scale": False, **settings})
+
+
+def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:
+    batches = case.batches(index, step.dims)
+    return step.launch(batches, learning_rate=1e-2, weight_decay=0.01, iteration=index + 1)
+
+
+def state(step: TrainStep) -> dict[str, str]:
+    """What every bit of this rank's weights and moments hashes to."""
+    found = {name: p.detach() for name, p in step.model.named_parameters()}
+    for name, parameter in step.model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in step.optimizer.state.get(parameter, {}).items()}
+    return {key: digest(x.to_local() if isinstance(x, DTensor) else x) for key, x in found.items()}
 
 
 def poison_gradient(module: torch.nn.Module) -> RemovableHandle:

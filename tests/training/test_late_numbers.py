@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from helpers.checkpoints import digest
-from helpers.faults import guarded, poison_gradient, poison_output
+from helpers.faults import guarded, launch, state
 from helpers.pretended_run import Run
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import Case, build_step
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazpp.checkpoint.record import TrainingProgress
@@ -30,24 +26,11 @@ from megazpp.training import step as step_module
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import LanguageModelLoss
-from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
+from megazpp.training.step import HostCopy, TrainStep
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ZEROPP = ZeroConfig(zeropp=True)
 READS = ("_local_scalar_dense", "equal", "nonzero")  # operations whose result the host has to wait for
-
-
-def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:
-    batches = case.batches(index, step.dims)
-    return step.launch(batches, learning_rate=1e-2, weight_decay=0.01, iteration=index + 1)
-
-
-def state(step: TrainStep) -> dict[str, str]:
-    """What every bit of this rank's weights and moments hashes to."""
-    found = {name: p.detach() for name, p in step.model.named_parameters()}
-    for name, parameter in step.model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in step.optimizer.state.get(parameter, {}).items()}
-    return {key: digest(x.to_local() if isinstance(x, DTensor) else x) for key, x in found.items()}
 
 
 class Events(TorchDispatchMode):
@@ -109,9 +92,7 @@ class Events(TorchDispatchMode):
 def reads_of_the_host(case: Case, waits: bool) -> list[str]:
     """From the first backward to the last update of three steps."""
     step, _ = build_step(case)
-    guarded(step, case, None)
-    assert step.guard is not None
-    step.guard.config = dataclasses.replace(step.guard.config, loss_spike_sigma=1e6 if waits else None)
+    guarded(step, case, None, waits=waits)
     launch(step, case, 0).wait()  # units check how torch lays their shards out once
     events = Events()
     with events.watching(step):
@@ -139,9 +120,7 @@ def late_and_at_once(case: Case) -> bool:
     ends = []
     for waits in (False, True):
         step, _ = build_step(case)
-        guarded(step, case, None)
-        assert step.guard is not None
-        step.guard.config = dataclasses.replace(step.guard.config, loss_spike_sigma=1e6 if waits else None)
+        guarded(step, case, None, waits=waits)
         step.count_zeros = True
         launched = [launch(step, case, index) for index in range(4)]
         assert [each.waits for each in launched] == [waits] * 4
@@ -161,59 +140,6 @@ def late_and_at_once(case: Case) -> bool:
 )
 def test_late_numbers_and_numbers_at_once_make_the_same_steps(case: dict[str, Any]):
     assert ranks(4).run(late_and_at_once, Case(**case)) == [True] * 4
-
-
-def fault_in_the_third_step(case: Case, where: str, rank: int, folder: Path) -> dict[str, Any]:
-    """Then a step without one, in which the message comes."""
-    step, dims = build_step(case)
-    guarded(step, case, folder)
-    launched = [launch(step, case, index) for index in range(2)]
-    before = state(step)
-    hooks: list[Any] = []
-    if dims.world.rank == rank:
-        module = step.model.layers[1].mlp.fc2
-        hooks.append(poison_gradient(module) if where == "gradient" else poison_output(step.model.final_norm, when=1))
-    bad = launch(step, case, 2)
-    assert not bad.skipped  # as far as the host knows
-    unchanged = state(step) == before
-    for hook in hooks:
-        hook.remove()
-    try:
-        launch(step, case, 3)
-        message = "no error"
-    except NotFiniteError as error:
-        message = str(error)
-    return {
-        "message": message,
-        "unchanged": (unchanged, state(step) == before),
-        "good": [each.wait().skipped for each in launched],
-    }
-
-
-@pytest.mark.parametrize(
-    ("case", "rank"),
-    [({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1), slow({"nodes": 2, "zero": ZEROPP}, 3), slow({"stage": 2}, 0)],
-    ids=["zeropp-tp", "zeropp", "stage2"],
-)
-def test_a_nan_leaves_weights_and_moments_alone_and_is_told_in_the_next_step_by_parameter_and_rank(
-    case: dict[str, Any], rank: int, tmp_path: Path
-):
-    results = ranks(4).run(fault_in_the_third_step, Case(micro_batches=2, **case), "gradient", rank, tmp_path)
-    assert all(result["unchanged"] == (True, True) and result["good"] == [False, False] for result in results)
-    (message,) = {result["message"] for result in results}
-    first, line, *_ = message.splitlines()
-    assert first.startswith("iteration 3: loss ")
-    assert first.endswith("the weights are those of iteration 2")
-    assert line == f"layers.1.mlp.fc2.weight: the norm of the gradient is nan, from rank {rank}"
-    assert (tmp_path / "not-finite-3.json").exists()
-
-
-def test_a_nan_in_the_loss_is_told_late_with_the_samples_of_its_own_step(tmp_path: Path):
-    case = Case(micro_batches=2, nodes=2, zero=ZEROPP)
-    for result in ranks(4).run(fault_in_the_third_step, case, "output", 2, tmp_path):
-        assert result["unchanged"] == (True, True)
-        line = result["message"].splitlines()[1]
-        assert line == "the loss of micro-batch 0 (samples 36 to 37) is not finite on rank 2"
 
 
 def keeps_its_state_where_only_the_loss_is_infinite() -> bool:
