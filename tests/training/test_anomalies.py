@@ -165,8 +165,9 @@ def spike_after_a_checkpoint(folder: str) -> dict[str, Any]:
     job = Job(case=Case(nodes=2, zero=ZeroConfig(zeropp=True)), steps=2, flags={"save": folder, "load": folder})
     attempt = Attempt(job)
     watched = Watched(loss_spike_sigma=6.0, rewind=lambda: attempt.checkpoints.rewind().iteration)
-    attempt.step.guard, attempt.state.guard, history = watched.guard, watched.history, watched.history
     attempt.train(attempt.load())
+    attempt.step.guard, history = watched.guard, attempt.losses
+    watched.guard.history = history
     saved = attempt.whole()
     for index in range(2, 5):
         step_of(attempt, index)
@@ -175,10 +176,9 @@ def spike_after_a_checkpoint(folder: str) -> dict[str, Any]:
     result = step_of(attempt, 5)
     back, remembered = attempt.whole() == saved, history.state_dict()["losses"][-1] == result.loss
     resumed = Attempt(job)
-    resumed.state.guard = LossHistory()
     resumed.load()
     said = watched.said[-1].split("; ")[1]
-    losses = len(resumed.state.guard.state_dict()["losses"])
+    losses = len(resumed.losses.losses)
     return {
         "moved": moved,
         "skipped": result.skipped,

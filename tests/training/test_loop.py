@@ -101,12 +101,6 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(rank: int, tp: int):
     assert ranks(4).run(reasons, rank, tp) == [[None, "SIGUSR1"]] * 4
 
 
-def test_exit_interval_stops_after_its_multiples():
-    stops = StopConditions(StopConfig(exit_interval=4))
-    assert [stops.reason(i, ALONE) for i in (3, 4, 5, 8)] == [None, "--exit-interval 4", None, "--exit-interval 4"]
-    assert not stops.hurried
-
-
 def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch: pytest.MonkeyPatch):
     clock = iter(range(0, 1000, 50))  # 50 seconds pass between two looks
     monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))

@@ -168,27 +168,22 @@ def test_tags_say_how_the_run_is_spread(tp: int, replicas: int, zero: dict[str, 
 
 def test_an_exception_marks_the_run_as_failed(tmp_path: Path):
     track, sink = tracker(tmp_path)
-    with track:
-        pass
-    assert sink.exit_code == 0
     with pytest.raises(RuntimeError), track:
         raise RuntimeError
     assert sink.exit_code == 1
 
 
-def test_nothing_is_opened_or_imported_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for module in ("wandb", "torch.utils.tensorboard"):
-        monkeypatch.setitem(sys.modules, module, None)  # makes an import fail
-    assert open_sinks(TrackingConfig(), RunFolder(tmp_path), {}) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tensorboard_works_without_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    config = TrackingConfig(tensorboard_dir=str(tmp_path / "events"))
-    (sink,) = open_sinks(config, RunFolder(tmp_path), {})
+def test_nothing_is_imported_unless_asked_for_and_tensorboard_works_without_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, folder = TrackingConfig(tensorboard_dir=str(tmp_path / "events")), RunFolder(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # makes an import fail
+    (sink,) = open_sinks(config, folder, {})
     assert isinstance(sink, TensorBoardSink)
     sink.close(exit_code=0)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert open_sinks(TrackingConfig(), folder, {}) == []
+    assert list(folder.path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

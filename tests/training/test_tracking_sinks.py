@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.wandb_files import OfflineRun, offline_runs
+from helpers.wandb_files import offline_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megazpp.training.tracking import TensorBoardSink, is_installed, wandb_mode
@@ -72,33 +72,19 @@ def write_a_run(folder: Path, first: int, **env: str) -> subprocess.CompletedPro
     return run_python(WRITE_A_RUN, folder, first, **env)
 
 
-@pytest.fixture(scope="module")
-def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[OfflineRun]:
-    """A run and its continuation, without credentials."""
-    folder = tmp_path_factory.mktemp("wandb")
-    write_a_run(folder, 1)
-    write_a_run(folder, 3, WANDB_TAGS="mine, tp2")
-    return offline_runs(folder)
-
-
 @pytest.mark.slow
-def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_same_run(two_runs: list[OfflineRun]):
-    assert [(r.run.run_id, r.run.display_name, r.run.project) for r in two_runs] == [("abcd1234", "n", "p")] * 2
-    rows = [row for run in two_runs for row in run.history]
-    kept = [(row["_step"], row["lm loss"], row["samples"]) for row in rows]
+def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_run_with_config_tags_and_summary(
+    tmp_path: Path,
+):
+    write_a_run(tmp_path, 1)
+    write_a_run(tmp_path, 3, WANDB_TAGS="mine, tp2")
+    runs = offline_runs(tmp_path)
+    assert [(r.run.run_id, r.run.display_name, r.run.project) for r in runs] == [("abcd1234", "n", "p")] * 2
+    kept = [(row["_step"], row["lm loss"], row["samples"]) for run in runs for row in run.history]
     assert kept == [(i, 10.0 / i, 8 * i) for i in (1, 2, 3, 4)]
-
-
-@pytest.mark.slow
-def test_wandb_keeps_flags_as_config_and_the_layout_beside_the_user_s_words_as_tags(two_runs: list[OfflineRun]):
-    assert [run.config["lr"] for run in two_runs] == [0.1, 0.1]
-    assert [list(run.run.tags) for run in two_runs] == [["zeropp", "tp2"], ["zeropp", "tp2", "mine"]]
-
-
-@pytest.mark.slow
-def test_wandb_keeps_the_summary(two_runs: list[OfflineRun]):
-    first = two_runs[0]
-    assert (first.summary["final_loss"], first.summary["stop_reason"]) == (5.0, "x")
+    assert [run.config["lr"] for run in runs] == [0.1, 0.1]
+    assert [list(run.run.tags) for run in runs] == [["zeropp", "tp2"], ["zeropp", "tp2", "mine"]]
+    assert (runs[0].summary["final_loss"], runs[0].summary["stop_reason"]) == (5.0, "x")
 
 
 @pytest.mark.slow
