@@ -88,7 +88,7 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
             else:
                 head = _read_head(decompressed(path, file))
                 if any(byte < 8 for byte in head):  # an archive, a compressed or a Parquet file under another name
-                    raise ValueError(f"it is neither text nor JSON lines: {_ADVICE}")
+                    raise ValueError(f"it is neither UTF-8 text nor JSON lines: {_ADVICE}")
     except Exception as error:  # each decompressor has exceptions of its own
         raise ValueError(f"{path} cannot be read: {error}") from error
     if kind == "text" and len(keys) != 1:

@@ -198,7 +198,7 @@ folder | text | is a folder: give its files
 junk.jsonl.gz | text | gzip
 junk.jsonl.zst | text | cannot be read
 junk.parquet | text | Parquet
-zip.jsonl | text | it is neither text nor JSON lines: unpack an archive
+zip.jsonl | text | it is neither UTF-8 text nor JSON lines: unpack an archive
 zip.jsonl.gz | text | unpack an archive
 bz2.txt | text | name a compressed file
 xz | text | name a compressed file
