@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from helpers.run_folders import make_run, row
 
 from megazpp.report.contents import (
     completions_table,
@@ -22,9 +21,6 @@ from megazpp.report.contents import (
 )
 from megazpp.report.runs import read_runs
 
-MakeRun = Callable[..., Path]
-MakeRow = Callable[..., dict[str, Any]]
-
 # ---- curves -----------------------------------------------------------------------------------------------------
 
 
@@ -36,18 +32,20 @@ MakeRow = Callable[..., dict[str, Any]]
     ],  # those since the line before; one if they go back
 )
 def test_training_time_counts_every_step_also_those_that_a_restart_does_again(
-    make_run: MakeRun, make_row: MakeRow, steps: tuple[int | None, ...], seconds: list[int]
+    tmp_path: Path, steps: tuple[int | None, ...], seconds: list[int]
 ):
-    rows = [make_row(i, steps=n, step_seconds=x) for i, n, x in zip((10, 20, 15), steps, (1.0, 1.0, 3.0), strict=True)]
-    at = times(read_runs([make_run(rows=rows)])[0])
+    rows = [row(i, steps=n, step_seconds=x) for i, n, x in zip((10, 20, 15), steps, (1.0, 1.0, 3.0), strict=True)]
+    at = times(read_runs([make_run(tmp_path / "run", rows=rows)])[0])
     assert at.tolist() == [[10, 20, 15], [1000, 2000, 1500], seconds]
 
 
 def test_a_curve_breaks_where_iterations_go_back_and_validations_stand_on_steps_that_were_not_done_again(
-    make_run: MakeRun, make_row: MakeRow
+    tmp_path: Path,
 ):
-    rows = [make_row(i, lm_loss=float(i)) for i in (2, 4, 6, 4, 6, 8)]
-    found = curves(read_runs([make_run(rows=rows, validation=[{"iteration": 5, "lm_loss": 7.0}])])[0], 100)
+    rows = [row(i, lm_loss=float(i)) for i in (2, 4, 6, 4, 6, 8)]
+    found = curves(
+        read_runs([make_run(tmp_path / "run", rows=rows, validation=[{"iteration": 5, "lm_loss": 7.0}])])[0], 100
+    )
     assert found["lm_loss"] == [
         [[2, 4, 6], [200, 400, 600], [2, 4, 6], [2, 4, 6]],
         [[4, 6, 8], [400, 600, 800], [8, 10, 12], [4, 6, 8]],
@@ -55,11 +53,9 @@ def test_a_curve_breaks_where_iterations_go_back_and_validations_stand_on_steps_
     assert found["validation"] == [[[5], [500], [9], [7]]]
 
 
-def test_values_that_are_not_finite_are_kept_as_gaps_and_missing_ones_are_left_out(
-    make_run: MakeRun, make_row: MakeRow
-):
-    rows = [make_row(1, grad_norm=None), make_row(2, lm_loss=math.nan), make_row(3, grad_norm=math.inf)]
-    found = curves(read_runs([make_run(rows=rows)])[0], 100)
+def test_values_that_are_not_finite_are_kept_as_gaps_and_missing_ones_are_left_out(tmp_path: Path):
+    rows = [row(1, grad_norm=None), row(2, lm_loss=math.nan), row(3, grad_norm=math.inf)]
+    found = curves(read_runs([make_run(tmp_path / "run", rows=rows)])[0], 100)
     assert [segment[3] for segment in found["lm_loss"]] == [[5, None, 5]]
     assert [(segment[0], segment[3]) for segment in found["grad_norm"]] == [([2, 3], [1, None])]
     # in the unit of their axis; wires that are not used have no curve
@@ -84,15 +80,15 @@ def test_thinning_keeps_ends_spikes_and_what_is_not_finite(length: int):
 # ---- tables -----------------------------------------------------------------------------------------------------
 
 
-def test_the_summary_says_what_came_out_of_each_run(make_run: MakeRun, make_row: MakeRow):
+def test_the_summary_says_what_came_out_of_each_run(tmp_path: Path):
     whole = make_run(
-        "whole",
-        [make_row(2, tokens_per_second=100.0), make_row(4, lm_loss=4.5, skipped=1, tokens_per_second=300.0)],
+        tmp_path / "whole",
+        [row(2, tokens_per_second=100.0), row(4, lm_loss=4.5, skipped=1, tokens_per_second=300.0)],
         validation=[{"iteration": 2, "lm_loss": 4.0}, {"iteration": 4, "lm_loss": 4.25}],
         args={"train_iters": 4},
         summary={"iteration": 4, "unigram_entropy": 6.5, "test_loss": None},
     )
-    cut = make_run("cut", [make_row(2, lm_loss=math.nan), make_row(1), make_row(1)], args={"train_iters": 4})
+    cut = make_run(tmp_path / "cut", [row(2, lm_loss=math.nan), row(1), row(1)], args={"train_iters": 4})
     head, *rows = summary_table(read_runs([whole, cut]))
     assert head == ["", "whole", "cut"]
     cells = {row[0]: tuple(row[1:]) for row in rows}
@@ -113,11 +109,11 @@ def test_the_summary_says_what_came_out_of_each_run(make_run: MakeRun, make_row:
     }
 
 
-def test_only_flags_that_differ_are_shown(make_run: MakeRun, make_row: MakeRow):
+def test_only_flags_that_differ_are_shown(tmp_path: Path):
     flags = {"lr": 0.1, "seed": 1, "zeropp": True, "run_dir": "a", "save": None}
-    one = make_run("one", [make_row(2)], args=flags)
-    other = make_run("other", [make_row(2)], args=flags | {"lr": 0.2, "run_dir": "b", "save": "x"})
-    older = make_run("older", [make_row(2)], args={"lr": 0.1})
+    one = make_run(tmp_path / "one", [row(2)], args=flags)
+    other = make_run(tmp_path / "other", [row(2)], args=flags | {"lr": 0.2, "run_dir": "b", "save": "x"})
+    older = make_run(tmp_path / "older", [row(2)], args={"lr": 0.1})
     runs = read_runs([one, other, older])
     assert flag_differences(runs) == [
         ["flag", "one", "other", "older"],
@@ -126,18 +122,18 @@ def test_only_flags_that_differ_are_shown(make_run: MakeRun, make_row: MakeRow):
     ]
 
 
-def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(make_run: MakeRun, make_row: MakeRow):
+def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(tmp_path: Path):
     traffic = [{"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 12_000_000}]
     summary = {"iterations": 4, "traffic": traffic, "zero3": {"cross_bytes": 90_000_000, "formula": "3 k M"}}
-    (run,) = read_runs([make_run(rows=[make_row(2), make_row(4)], summary=summary)])
+    (run,) = read_runs([make_run(tmp_path / "run", rows=[row(2), row(4)], summary=summary)])
     assert traffic_table(run)[1:] == [["shard", "cross", "all_gather", "8", "12.000", "3.000"]]
     assert traffic_line(run).startswith("Counted over the 4 steps of the last start. ZeRO-3 would have sent 90.000 MB")
     assert ["bytes between nodes than ZeRO-3", "7.5 x fewer"] in summary_table([run])
-    (without,) = read_runs([make_run("without", [make_row(2)])])
+    (without,) = read_runs([make_run(tmp_path / "without", [row(2)])])
     assert len(traffic_table(without)) == len(completions_table(without)) == 1
 
 
-def test_the_latest_completions_are_shown_with_their_rewards(make_run: MakeRun, make_row: MakeRow):
+def test_the_latest_completions_are_shown_with_their_rewards(tmp_path: Path):
     drawn = {"iteration": 3, "prompt": "p", "completion": ["a"], "rewards": {"right": 0.5, "long": None}}
-    (run,) = read_runs([make_run(rows=[make_row(2)], completions=[{"iteration": 2}, *[drawn] * 16])])
+    (run,) = read_runs([make_run(tmp_path / "run", rows=[row(2)], completions=[{"iteration": 2}, *[drawn] * 16])])
     assert completions_table(run)[1:] == [["3", "p", '["a"]', "right 0.5, long nan"]] * 16

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.run_folders import make_run, row
 
 from megazpp.report.page import report_html, write_report
 from megazpp.report.runs import read_runs
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import layout_record, plan_layout
 
-MakeRun = Callable[..., Path]
-MakeRow = Callable[..., dict[str, Any]]
 NOW = datetime.datetime(2026, 1, 2, 3, 4)
 BAD = "</script><img src=x onerror=alert(1)>&\"'"
 
@@ -35,21 +34,21 @@ def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folders(make_run: MakeRun, make_row: MakeRow) -> list[Path]:
+def folders(tmp_path: Path) -> list[Path]:
     """A run with everything; one that crashed with NaN and a cut line; one with a line alone; one without any."""
     traffic = [{"collective": BAD, "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 1}]
     whole = make_run(
-        "whole",
-        [varied(make_row(i, tp_bytes=5, local_bytes=5), i) for i in range(2, 40)],
+        tmp_path / "whole",
+        [varied(row(i, tp_bytes=5, local_bytes=5), i) for i in range(2, 40)],
         validation=[{"iteration": 20, "lm_loss": 4.0}],
         args={"lr": BAD},
         summary={"iteration": 39, "iterations": BAD, "traffic": traffic},
         topology=layout_record(plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)),
     )
     crashed = make_run(
-        BAD.replace("/", ""), [make_row(2), make_row(4, lm_loss=math.nan), make_row(2)], tail='{"it', args={"lr": 1}
+        tmp_path / BAD.replace("/", ""), [row(2), row(4, lm_loss=math.nan), row(2)], tail='{"it', args={"lr": 1}
     )
-    return [whole, crashed, make_run("line", [make_row(7)]), make_run("none", args={"lr": 2})]
+    return [whole, crashed, make_run(tmp_path / "line", [row(7)]), make_run(tmp_path / "none", args={"lr": 2})]
 
 
 def test_no_text_of_a_run_becomes_markup_and_the_page_asks_for_nothing_outside_itself(folders: list[Path]):

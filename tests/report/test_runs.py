@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.run_folders import make_run, row
 
 from megazpp.report.runs import read_runs
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import layout_record, plan_layout
 
-MakeRun = Callable[..., Path]
-MakeRow = Callable[..., dict[str, Any]]
 
-
-def test_all_that_a_run_has_recorded_is_read(make_run: MakeRun, make_row: MakeRow):
+def test_all_that_a_run_has_recorded_is_read(tmp_path: Path):
     layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1)
     folder = make_run(
-        rows=[make_row(2), make_row(4)],
+        tmp_path / "run",
+        rows=[row(2), row(4)],
         validation=[{"iteration": 4, "lm_loss": 6.0}],
         args={"lr": 1.0},
         summary={"iteration": 4},
@@ -44,14 +42,14 @@ def test_all_that_a_run_has_recorded_is_read(make_run: MakeRun, make_row: MakeRo
     ],
 )
 def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(
-    make_run: MakeRun, make_row: MakeRow, iterations: list[int], files: dict[str, Any], expected: str
+    tmp_path: Path, iterations: list[int], files: dict[str, Any], expected: str
 ):
-    (run,) = read_runs([make_run(rows=[make_row(i) for i in iterations], **files)])
+    (run,) = read_runs([make_run(tmp_path / "run", rows=[row(i) for i in iterations], **files)])
     assert run.state == expected
 
 
-def test_what_is_damaged_is_left_out_with_a_note(make_run: MakeRun, make_row: MakeRow):
-    folder = make_run(rows=[make_row(2)], tail='{"iteration": 4, "lm_l', summary={}, topology={"tp": "?"})
+def test_what_is_damaged_is_left_out_with_a_note(tmp_path: Path):
+    folder = make_run(tmp_path / "run", rows=[row(2)], tail='{"iteration": 4, "lm_l', summary={}, topology={"tp": "?"})
     (folder / "summary.json").write_text('{"iteration"')
     (folder / "args.json").write_bytes(b"\xff\xfe\x00")
     (folder / "not-finite-2.json").touch()
@@ -61,20 +59,20 @@ def test_what_is_damaged_is_left_out_with_a_note(make_run: MakeRun, make_row: Ma
     assert [note.split()[0] for note in run.notes[1:]] == [
         "not-finite-2.json", "topology.json", "args.json", "summary.json"
     ]  # fmt: skip
-    folder = make_run("other", [make_row(2)], tail='{"iter\n\x00\x00\n[1]\n{"iteration": "3"}\n')
+    folder = make_run(tmp_path / "other", [row(2)], tail='{"iter\n\x00\x00\n[1]\n{"iteration": "3"}\n')
     assert read_runs([folder])[0].notes[0].startswith("metrics.jsonl: 4 line(s) cut or damaged")
 
 
-def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(make_run: MakeRun, make_row: MakeRow):
-    one, other = make_run("a/run", [make_row(2)]), make_run("b/run", [make_row(2)])
+def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(tmp_path: Path):
+    one, other = make_run(tmp_path / "a/run", [row(2)]), make_run(tmp_path / "b/run", [row(2)])
     assert [run.name for run in read_runs([one, other, one / ".." / "run"])] == ["a/run", "b/run"]
     assert [run.name for run in read_runs([one])] == ["run"]
 
 
-def test_what_is_no_run_folder_is_refused(make_run: MakeRun, tmp_path: Path):
+def test_what_is_no_run_folder_is_refused(tmp_path: Path):
     for index, content in enumerate(("\x00\x01binary", "a text\n", "[1, 2]\n", '{"loss": 1}\nmore\n')):
         with pytest.raises(ValueError, match=r"metrics.jsonl: no line is a JSON object with an iteration"):
-            read_runs([make_run(str(index), tail=content)])
+            read_runs([make_run(tmp_path / str(index), tail=content)])
     with pytest.raises(ValueError, match=r"none is no folder"):
         read_runs([tmp_path / "none"])
     with pytest.raises(ValueError, match=r"is no run folder: it has neither metrics.jsonl nor args.json"):

@@ -1,0 +1,31 @@
+"""Run folders as training writes them, with other values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def row(iteration: int, **values: Any) -> dict[str, Any]:
+    """A line of metrics.jsonl: two steps of a second each, 100 tokens a step."""
+    defaults: dict[str, Any] = {
+        "iteration": iteration, "lm_loss": 5.0, "grad_norm": 1.0, "learning_rate": 1e-3,
+        "consumed_samples": 10 * iteration, "consumed_tokens": 100 * iteration, "steps": 2, "step_seconds": 1.0,
+        "tokens_per_second": 100.0, "skipped": 0, "tp_bytes": 0, "cross_bytes": 4_000_000, "local_bytes": 0,
+        "peak_memory_bytes": 3_000_000_000,
+    }  # fmt: skip
+    return defaults | values
+
+
+def make_run(folder: Path, rows: Sequence[dict[str, Any]] = (), *, tail: str = "", **files: Any) -> Path:
+    """files: the objects of name.json; `validation` and `completions`: rows of those .jsonl files."""
+    folder.mkdir(parents=True)
+    for name, lines in [("metrics", rows), *((name, files.pop(name, ())) for name in ("validation", "completions"))]:
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(tail)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
