@@ -86,11 +86,6 @@ def test_a_negative_number_and_a_zero_that_means_nothing_are_refused_by_the_flag
                 read(*beside, name, value)
 
 
-def test_every_number_is_tried():
-    assert {"--epsilon-high", "--gamma", "--num-generations", "--lora-r", "--max-length"} <= {*numbers()}
-    assert {*ZERO_MEANS, *NEGATIVE_MEANS} <= {*numbers()}
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -114,16 +109,3 @@ def test_every_number_is_tried():
 def test_what_an_objective_does_not_have_is_refused(given: dict[str, typing.Any], said: str):
     with pytest.raises(ValueError, match=said):
         PostTrainingConfig(**given)
-
-
-def test_what_follows_from_the_objective():
-    ppo = PostTrainingConfig(objective="ppo", num_mini_batches=3)
-    assert (ppo.slices, ppo.passes, ppo.group_size, ppo.needs_reference, ppo.draws) == (3, 4, 1, True, True)
-    grpo = PostTrainingConfig(objective="grpo", steps_per_generation=2, num_iterations=3, beta=0.1)
-    assert (grpo.slices, grpo.passes, grpo.group_size, grpo.needs_reference) == (2, 3, 8, True)
-    dpo = PostTrainingConfig(objective="dpo")
-    assert (PostTrainingConfig(objective="grpo", advantage_estimator="rloo").reward_scale, grpo.reward_scale) == (
-        "none",
-        "group",
-    )
-    assert (dpo.beta_or_default, dpo.loss, dpo.needs_reference, dpo.draws) == (0.1, "sigmoid", True, False)

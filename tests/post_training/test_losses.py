@@ -14,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.post_training.losses import (
-    PairLoss,
     TokenLoss,
     cispo_losses,
     clipped_value_losses,
-    dpo_losses,
     gae,
     group_advantages,
     importance_ratio,
@@ -107,30 +105,6 @@ def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient() ->
     assert torch.equal(found[0], found[2])
 
 
-def test_without_old_log_probabilities_the_ratio_is_one_and_nothing_is_clipped() -> None:
-    logps, _, _, _, advantages, mask = completions()
-    logps.requires_grad_()
-    losses, clipped = policy_losses(importance_ratio(logps, None, mask), advantages, mask, epsilon=0.0)
-    assert torch.equal(losses, -advantages * mask)
-    assert clipped.sum() == 0
-    losses.sum().backward()
-    assert torch.equal(logps.grad, -advantages * mask)  # type: ignore[arg-type]
-
-
-def test_where_the_ratio_is_clipped_there_is_no_gradient() -> None:
-    logps, old, _, _, advantages, mask = completions()
-    logps.requires_grad_()
-    ratio = importance_ratio(logps, old, mask)
-    losses, clipped = policy_losses(ratio, advantages, mask, epsilon=0.1, epsilon_high=0.3)
-    losses.sum().backward()
-    ratio = (logps - old).exp()
-    expected = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
-    assert torch.equal(clipped, expected.double().float() * mask)
-    assert 0 < clipped.sum() < mask.sum()
-    assert logps.grad is not None
-    assert torch.equal(logps.grad == 0, (clipped > 0) | (mask == 0))
-
-
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
 def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others(scale: str, estimator: str) -> None:
@@ -194,62 +168,6 @@ def test_whitening_spans_all_ranks(shift_mean: bool) -> None:
     expected = (chosen - chosen.mean()) / (chosen.var() + 1e-8).sqrt() + (0 if shift_mean else chosen.mean())
     torch.testing.assert_close(whole[mask > 0], expected, rtol=1e-9, atol=1e-9)
     assert (whole[mask == 0] == 0).all()
-
-
-def test_the_variants_of_the_ratio_are_the_formulas_of_their_papers() -> None:
-    """One completion of two tokens, ratios 2 and 1 / 8, by hand."""
-    logps, old, mask = torch.tensor([[-1.0, -3.0]]), torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
-    old = old - torch.tensor([[2.0, 0.125]]).log()
-    tokens, whole = (importance_ratio(logps, old, mask, level=each) for each in ("token", "sequence"))
-    torch.testing.assert_close(tokens, torch.tensor([[2.0, 0.125]]))
-    torch.testing.assert_close(whole, torch.tensor([[0.5]]))  # sqrt(2 / 8): GSPO, equation 7
-    good, bad = torch.tensor([3.0]), torch.tensor([-3.0])
-    gspo = policy_losses(whole, bad, mask, epsilon=0.2)
-    torch.testing.assert_close(gspo.losses, torch.full((1, 2), 2.4))  # 3 x 0.8
-    assert gspo.clipped.tolist() == [[1, 1]]
-    two_sided = policy_losses(tokens, bad, mask, epsilon=0.2, delta=1.5)
-    torch.testing.assert_close(two_sided.losses, torch.tensor([[4.5, 2.4]]))  # 3 x 1.5 in the place of 3 x 2
-    cispo = cispo_losses(logps, tokens, good, mask, highest=1.5)
-    torch.testing.assert_close(cispo.losses, torch.tensor([[1.5 * 3 * 1, 0.125 * 3 * 3]]))
-    assert cispo.clipped.tolist() == [[1, 0]]
-    biased = kl_to_reference(logps, logps - math.log(2), mask)
-    torch.testing.assert_close(biased, torch.full((1, 2), 0.5 + math.log(2) - 1))
-    torch.testing.assert_close(kl_to_reference(logps, logps - math.log(2), mask, tokens), biased * tokens)
-
-
-def test_several_losses_of_pairs_are_added_with_their_weights_and_scores_are_centred() -> None:
-    chosen, rejected, ref = torch.tensor([-3.0, -5.0]), torch.tensor([-5.0, -3.0]), torch.full((2,), -4.0)
-    found = dpo_losses(
-        chosen,
-        rejected,
-        ref,
-        ref,
-        beta=0.5,
-        loss_types=("hinge", "sft"),
-        loss_weights=(2.0, 0.25),
-        mean_chosen_length=2.0,
-    )
-    assert found.losses.tolist() == [2 * 0.0 + 0.25 * 1.5, 2 * 2.0 + 0.25 * 2.5]
-    scores = reward_losses(torch.tensor([2.0]), torch.tensor([1.0]), center=0.5)
-    assert scores.item() == pytest.approx(math.log(1 + math.exp(-1)) + 0.5 * 9)
-
-
-@pytest.mark.parametrize("loss_type", get_args(PairLoss))
-def test_a_pair_that_the_policy_prefers_more_than_the_reference_has_the_smaller_loss(loss_type: PairLoss) -> None:
-    chosen, rejected = torch.tensor([-3.0, -5.0]), torch.tensor([-5.0, -3.0])
-    ref, lengths = torch.full((2,), -4.0), torch.tensor([2.0, 2.0])
-    found = dpo_losses(
-        chosen,
-        rejected,
-        ref,
-        ref,
-        beta=0.1,
-        loss_types=(loss_type,),
-        chosen_lengths=lengths,
-        rejected_lengths=lengths,
-    )
-    assert found.losses[0] < found.losses[1]
-    torch.testing.assert_close(found.chosen_rewards - found.rejected_rewards, torch.tensor([0.2, -0.2]))
 
 
 def test_scores_far_apart_do_not_overflow() -> None:

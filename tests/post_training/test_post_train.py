@@ -277,16 +277,6 @@ def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_o
     assert synced[3]["rewards/margins"] > 1e-3
 
 
-def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
-    (home / "broken.py").write_text("def f(completions, **_):\n    return [1.0]\n")
-    flags = f"--objective grpo {DRAWN} --num-generations 4 --train-iters 1 {LAYOUT}"
-    code, output = post_train(home, "broken", flags.replace("rewards.py:vowels", "broken.py:f"))
-    assert code == 2
-    assert "reward function f gave 1 rewards for 4 completions, of " in output
-    assert "prompts.jsonl, line " in output
-    assert "Traceback" not in output
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

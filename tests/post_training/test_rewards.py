@@ -141,31 +141,25 @@ def test_flags_that_make_no_sense_are_refused(flags: dict[str, Any], message: st
     assert message in str(caught.value)
 
 
-def test_what_cannot_be_imported_is_named(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "refusals"),
+    [
+        (load_reward_functions, {"FILE:value": "no function value", "FOLDER/broken.py:f": "ZeroDivisionError"}),
+        (check_reward_functions, {"FOLDER/syntax.py:f": "SyntaxError", "gone.part:f": "given as gone.part.py:f"}),
+    ],
+)
+def test_what_cannot_be_imported_is_named(file: Path, tmp_path: Path, function: Any, refusals: dict[str, str]) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
-    for name, message in [
-        (f"{file}:value", "has no function value"),
-        (f"{file}:missing", "has no function missing"),
-        (f"{tmp_path}/none.py:f", "No such file"),
-        ("no_such_module:f", "ModuleNotFoundError"),
-        (f"{tmp_path}/broken.py:f", "ZeroDivisionError"),
-    ]:
+    (tmp_path / "syntax.py").write_text("def f(:")
+    both = {"FILE:missing": "has no function missing", "FOLDER/none.py:f": "No such file", "gone:f": "ModuleNotFound"}
+    for name, message in (both | refusals).items():
+        given = name.replace("FILE", str(file)).replace("FOLDER", str(tmp_path))
         with pytest.raises(ValueError, match="--reward-funcs ") as caught:
-            load_reward_functions(RewardConfig(reward_funcs=(name,)))
+            function(RewardConfig(reward_funcs=(given,)))
         assert message in str(caught.value)
 
 
-def test_what_cannot_be_there_is_named_without_running_anything(file: Path, tmp_path: Path) -> None:
+def test_what_can_be_there_is_found_without_running_anything(file: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\nfrom math import *\ndef f(): pass")
-    (tmp_path / "syntax.py").write_text("def f(:")
     there = (f"{file}:right", f"{tmp_path}/broken.py:f", f"{tmp_path}/broken.py:cos", "math:f")
     check_reward_functions(RewardConfig(reward_funcs=there))
-    for name, message in [
-        (f"{file}:missing", "has no function missing"),
-        (f"{tmp_path}/none.py:f", "No such file"),
-        (f"{tmp_path}/syntax.py:f", "SyntaxError"),
-        ("no_such_module.part:f", "(a file is given as no_such_module.part.py:f)"),
-    ]:
-        with pytest.raises(ValueError, match="--reward-funcs ") as caught:
-            check_reward_functions(RewardConfig(reward_funcs=(name,)))
-        assert message in str(caught.value)
