@@ -25,6 +25,9 @@ Table = list[list[str]]
 DIGITS = 6  # significant, of a point
 NOTHING = "-"
 COMPLETIONS = 16  # of a run, in the page
+DIFFERENCES = 3  # that a legend names
+PLACES = ("--save", "--load", "--data-cache-path")  # which say little of a run
+TILES = ("training time", "tokens per second, median", "bytes between nodes than ZeRO-3")
 
 
 class Chart(NamedTuple):
@@ -140,6 +143,20 @@ def summary_table(runs: Sequence[Run]) -> Table:
     columns = [_came_out(run) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return [["", *(run.name for run in runs)], *(row for row in rows if set(row[1:]) != {NOTHING})]
+
+
+def tiles(run: Run) -> list[tuple[str, str]]:
+    """The few numbers that a reader looks for first, each with its name; those that are not known are left out."""
+    came_out = _came_out(run)
+    loss = "validation loss" if came_out["validation loss"] != NOTHING else "training loss"
+    found = [(name, came_out[name].partition(" (")[0]) for name in (loss, *TILES)]
+    return [(name, value) for name, value in found if value != NOTHING]
+
+
+def differences_in_words(runs: Sequence[Run]) -> list[str]:
+    """The first flags of each run that it does not share with the others, for a legend."""
+    rows = [row for row in flag_differences(runs)[1:] if row[0] not in PLACES][:DIFFERENCES]
+    return [", ".join(f"{row[0]} {row[1 + index]}" for row in rows) for index in range(len(runs))]
 
 
 def flag_differences(runs: Sequence[Run]) -> Table:

@@ -18,8 +18,10 @@ from megazpp.report.contents import (
     Table,
     completions_table,
     curves,
+    differences_in_words,
     flag_differences,
     summary_table,
+    tiles,
     traffic_line,
     traffic_table,
 )
@@ -29,6 +31,7 @@ from megazpp.topology.show import topology_text
 MARK = "<!doctype html><!-- MegaZ++ report -->"
 POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200  # of a curve; the first is shared by the runs
 COLOURS = 7  # page.css has them
+RUNS_WITH_TILES = 4
 
 
 def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime) -> None:
@@ -83,7 +86,8 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
             f"<style>\n{(assets / 'page.css').read_text()}</style></head><body>",
             f"<header><h1>{title}</h1><p>MegaZ++, {now:%Y-%m-%d %H:%M}</p></header>",
             "<main>",
-            *_curve_section(names),
+            *_tiles(runs, names),
+            *_curve_section(names, differences_in_words(runs)),
             *("\n".join([f"<section><h2>{h}</h2>", *parts, "</section>"]) for h, parts in sections.items() if parts),
             "</main>",
             f'<script type="application/json" id="data">{numbers}</script>',
@@ -92,13 +96,22 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
     )
 
 
-def _curve_section(names: Sequence[str]) -> Iterator[str]:
+def _tiles(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
+    """A line of tiles for each run, if there are few."""
+    for name, run in zip(names, runs, strict=True) if len(runs) <= RUNS_WITH_TILES else ():
+        found = "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for label, value in tiles(run))
+        if found:
+            yield (f"<h3>{name}</h3>" if len(runs) > 1 else "") + f'<ul class="tiles">{found}</ul>'
+
+
+def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator[str]:
     yield '<section id="curves"><div class="bar"><div class="switch" role="radiogroup" aria-label="horizontal axis">'
     for index, name in enumerate(("steps", "tokens", "time")):
         checked = " checked" if index == 0 else ""
         yield f'<label><input type="radio" name="axis" value="{index}"{checked}><span>{name}</span></label>'
     yield '</div><ul class="legend">'
-    yield from (f"<li>{name}</li>" for name in names)
+    for name, words in zip(names, differences, strict=True):
+        yield f"<li>{name}" + (f"<small>{escape(words)}</small>" if words else "") + "</li>"
     yield "</ul></div>"
     yield '<div class="charts"></div><noscript>The curves are drawn by a script, which is switched off.</noscript>'
     yield "</section>"

@@ -12,9 +12,11 @@ from helpers.run_folders import make_run, row
 from megazpp.report.contents import (
     completions_table,
     curves,
+    differences_in_words,
     flag_differences,
     summary_table,
     thin,
+    tiles,
     times,
     traffic_line,
     traffic_table,
@@ -122,13 +124,25 @@ def test_only_flags_that_differ_are_shown(tmp_path: Path):
     ]
 
 
+def test_a_legend_names_the_first_flags_that_differ(tmp_path: Path):
+    flags = [{"lr": 0.1, "save": "a"}, {"lr": 0.2, "save": "b"}]
+    runs = read_runs([make_run(tmp_path / str(i), [row(2)], args=each) for i, each in enumerate(flags)])
+    assert differences_in_words(runs) == ["--lr 0.1", "--lr 0.2"]
+    assert differences_in_words(runs[:1]) == [""]
+
+
 def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(tmp_path: Path):
     traffic = [{"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 12_000_000}]
     summary = {"iterations": 4, "traffic": traffic, "zero3": {"cross_bytes": 90_000_000, "formula": "3 k M"}}
     (run,) = read_runs([make_run(tmp_path / "run", rows=[row(2), row(4)], summary=summary)])
     assert traffic_table(run)[1:] == [["shard", "cross", "all_gather", "8", "12.000", "3.000"]]
     assert traffic_line(run).startswith("Counted over the 4 steps of the last start. ZeRO-3 would have sent 90.000 MB")
-    assert ["bytes between nodes than ZeRO-3", "7.5 x fewer"] in summary_table([run])
+    assert tiles(run) == [
+        ("training loss", "5.0000"),
+        ("training time", "4.0 s"),
+        ("tokens per second, median", "100"),
+        ("bytes between nodes than ZeRO-3", "7.5 x fewer"),
+    ]
     (without,) = read_runs([make_run(tmp_path / "without", [row(2)])])
     assert len(traffic_table(without)) == len(completions_table(without)) == 1
 
