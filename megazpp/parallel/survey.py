@@ -13,17 +13,20 @@ import ctypes
 import dataclasses
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megazpp.base.flags import wrong_types
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
 from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, cluster_from_hosts, describe_hosts
 
+T = TypeVar("T")
 UNKNOWN_LINKS = "which GPUs NVLink joins is not known, so a node counts as one fast domain"
 
 
@@ -55,30 +58,43 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
     store.set(f"host/{rank}", json.dumps(dataclasses.asdict(info)))
     if rank == 0:
         try:
-            infos = [_host_info(store.get(f"host/{other}")) for other in range(world_size)]
+            infos = [_read(store.get(f"host/{other}"), "HostInfo", _host_info) for other in range(world_size)]
             notices = dict.fromkeys((describe_hosts(infos), *(info.notice for info in infos if info.notice)))
             answer = dataclasses.asdict(cluster_from_hosts(infos)) | {"notices": list(notices)}
         except ValueError as error:
             answer = {"problem": str(error)}
         store.set("cluster", json.dumps(answer))
-    answer = json.loads(store.get("cluster"))
-    if "problem" in answer:
-        raise ValueError(answer["problem"])
-    return Cluster(**_with_tuples(answer))
+    found = _read(store.get("cluster"), "Cluster", _cluster)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
 
 
-def _host_info(text: bytes) -> HostInfo:
-    """Read a rank's answer; nothing is constructed but these two records."""
+def _read(text: bytes, name: str, make: Callable[[Any], T]) -> T:
+    """Read what another rank wrote; nothing is constructed but three records, of fields of their types.
+
+    Raises:
+        ValueError: it is something else.
+    """
     try:
-        fields = json.loads(text)
-        gpu = fields["gpu"] and Gpu(**_with_tuples(fields["gpu"]))
-        return HostInfo(**_with_tuples(fields) | {"gpu": gpu})
-    except (ValueError, TypeError, KeyError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ValueError(f"{text[:80]!r} is no HostInfo: {error}") from None
+        return make(json.loads(text))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{text[:80]!r} is no {name}: {error}") from None
 
 
-def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+def _cluster(answer: Any) -> Cluster | str:
+    """Rank 0's answer: the cluster, or what is wrong with the hosts."""
+    return str(answer["problem"]) if "problem" in answer else _make(Cluster, answer)
+
+
+def _host_info(answer: Any) -> HostInfo:
+    return _make(HostInfo, answer | {"gpu": answer["gpu"] and _make(Gpu, answer["gpu"])})
+
+
+def _make(kind: type[T], fields: dict[str, Any]) -> T:
+    for problem in wrong_types(kind, fields):
+        raise ValueError(problem)
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
 def describe_host(

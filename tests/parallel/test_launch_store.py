@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import socket
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -98,12 +100,25 @@ def test_answers_in_the_store_come_back_as_they_were():
         share_survey(store, 0, 2, HOST)
 
 
-PICKLE = pickle.dumps(HOST).decode("latin-1")  # which a loader of pickles would run
+class Evil:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
 
 
-@pytest.mark.parametrize("text", ["", "1", "{", "{}", PICKLE, "[" * 100_000, '{"gpu": []}', '{"gpu": {"id": "u"}}'])
-def test_anything_else_in_the_store_is_refused(text: str):
-    store = dist.HashStore()
-    dist.PrefixStore("megazpp/survey", store).set("host/1", text)
-    with pytest.raises(ValueError, match="is no HostInfo"):
-        share_survey(store, 0, 2, HostInfo(host="a"))
+OTHER_TEXTS = ["", "1", "{", "{}", "[]", '"text"', "[" * 100_000, '{"gpu": []}', '{"gpu": "u"}', '{"gpu": {"id": "u"}}']
+OTHER_TEXTS += ['{"gpu": null, "host": 7}', '{"gpu": {"uuid": 7}, "host": "a"}', '{"num_nodes": "2"}']
+
+
+@pytest.mark.parametrize(("key", "rank", "kind"), [("host/1", 0, "HostInfo"), ("cluster", 1, "Cluster")])
+def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path: Path, key: str, rank: int, kind: str):
+    for text in (*OTHER_TEXTS, pickle.dumps(Evil(tmp_path / "ran"))):
+        store = dist.HashStore()
+        dist.PrefixStore("megazpp/survey", store).set(key, text)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"is no {kind}"):
+            share_survey(store, rank, 2, HostInfo(host="a"))
+    assert not (tmp_path / "ran").exists()
