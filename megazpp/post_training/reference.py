@@ -3,13 +3,15 @@
 With --precompute-ref-log-probs the reference's log-probabilities of all pairs of a data set are computed once, and kept
 beside the tokens, an array for every CHUNK pairs: a run that was stopped is taken up there. Their names follow from the
 tokens and masks of the pairs (so from text, template, tokenizer and --max-length), the reference's checkpoint, and the
-precision it computes in; the next run that has the same never opens the reference. Rank 0 reads and writes.
+precision it computes in; the next run that has the same never opens the reference. Rank 0 reads and writes. Beside an
+array is its CRC-32: a damaged one is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -166,13 +168,13 @@ def cached_logps(
         if files.rank > 0:
             return {}
         check_cache_dir(folder)
-        key = cache_key(kind="reference log-probabilities 2", data=dataset.digest(), reference=reference)
+        key = cache_key(kind="reference log-probabilities 3", data=dataset.digest(), reference=reference)
         paths = [folder / f"{key}-{first}" for first in range(0, total, CHUNK)]
         return {path: _load(path) if path.exists() else None for path in paths}
 
     def write(path: Path, logps: torch.Tensor) -> None:
         if files.rank == 0:
-            load_or_save_arrays(path, lambda: [logps.numpy()])
+            load_or_save_arrays(path, lambda: [logps.numpy(), _crc(logps.numpy())])
 
     chunks: dict[Path, torch.Tensor | None] = files.share_object(raise_on_all_ranks(files, find))
     known = sum(len(chunk) for chunk in chunks.values() if chunk is not None)
@@ -188,8 +190,15 @@ def cached_logps(
 
 
 def _load(path: Path) -> torch.Tensor:
-    (array,) = load_or_save_arrays(path, list)
-    return torch.from_numpy(np.array(array))
+    """Raises ValueError if they are not as they were written."""
+    logps, *crcs = [np.array(array) for array in load_or_save_arrays(path, list)] or [np.zeros(0)]
+    if crcs != [_crc(logps)]:
+        raise ValueError(f"--data-cache-path: {path} is damaged; delete it to rebuild it")
+    return torch.from_numpy(logps)
+
+
+def _crc(array: np.ndarray) -> np.ndarray:
+    return np.array(zlib.crc32(array.astype("<f4").tobytes()))
 
 
 @torch.no_grad()

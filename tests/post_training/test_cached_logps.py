@@ -85,10 +85,18 @@ def test_other_pairs_and_another_reference_have_files_of_their_own(tmp_path: Pat
         assert torch.equal(found, expected(options.get("seed", 1)))
 
 
-def test_a_file_that_is_damaged_is_an_error_that_names_it(tmp_path: Path):
+@pytest.mark.parametrize("change", ["cut", "gone", "flip", "flip the sum", "byte order", "another's"])
+def test_a_file_that_is_damaged_is_an_error_that_names_it(tmp_path: Path, change: str):
     ranks(1).run(look_up, str(tmp_path))
-    path = sorted(tmp_path.glob("*/*.npy"))[0]
-    path.write_bytes(path.read_bytes()[:-8])
+    path, crc, other = sorted(tmp_path.glob("*/*.npy"))[:3]
+    content = path.read_bytes()
+    flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+    changed = {"cut": content[:-8], "flip": flipped, "byte order": content.replace(b"<f4", b">f4")}
+    path.write_bytes(changed.get(change, other.read_bytes() if change == "another's" else content))
+    if change == "gone":
+        crc.unlink()
+    if change == "flip the sum":
+        crc.write_bytes(crc.read_bytes()[:-8] + b"damaged!")
     with pytest.raises(AssertionError, match=rf"--data-cache-path: {path.parent} is damaged"):
         ranks(2).run(look_up, str(tmp_path))
 

@@ -1,6 +1,6 @@
-"""Sums over any division into micro-batches and ranks are the same, and what lies outside of a mask changes nothing.
+"""Each loss by hand; sums over any division into micro-batches are the same, and nothing outside of a mask counts.
 
-That the numbers are right is shown beside TRL's in test_trl_goldens.py.
+TRL's numbers are in test_trl_goldens.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.post_training.losses import (
+    PairLoss,
     TokenLoss,
     cispo_losses,
     clipped_value_losses,
+    dpo_losses,
     gae,
     group_advantages,
     importance_ratio,
@@ -172,3 +174,93 @@ def test_whitening_spans_all_ranks(shift_mean: bool) -> None:
 
 def test_scores_far_apart_do_not_overflow() -> None:
     assert reward_losses(torch.tensor([500.0, -500.0]), torch.zeros(2)).tolist() == [0, 500]
+
+
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+PAIRS: dict[PairLoss, float] = {  # beta 1 / 4, rewards 1 / 4 and -1 / 4, answers of 2 and 4 tokens
+    "sigmoid": softplus(-0.5),
+    "hinge": 1 - 0.5,
+    "ipo": (1 / 2 + 1 / 4 - 2) ** 2,
+    "robust": (0.9 * softplus(-0.5) - 0.1 * softplus(0.5)) / 0.8,
+    "nca_pair": softplus(-0.25) + (softplus(0.25) + softplus(-0.25)) / 2,
+    "bco_pair": 2 * softplus(-0.25),
+    "sppo_hard": (1 - 2) ** 2 + (-1 + 2) ** 2,
+    "apo_zero": 2 * sigmoid(-0.25),
+    "apo_down": sigmoid(0.25) + sigmoid(-0.5),
+    "sft": 3 / 2,
+}
+
+
+@pytest.mark.parametrize("loss_type", get_args(PairLoss))
+def test_losses_of_pairs_by_hand_and_the_pair_that_is_preferred_has_the_smaller(loss_type: PairLoss) -> None:
+    chosen, rejected, ref = torch.tensor([-3.0, -5.0]), torch.tensor([-5.0, -3.0]), torch.full((2,), -4.0)
+    options = {"label_smoothing": 0.1, "mean_chosen_length": 2.0}
+    lengths = {"chosen_lengths": torch.tensor([2.0, 2.0]), "rejected_lengths": torch.tensor([4.0, 4.0])}
+    found = dpo_losses(chosen, rejected, ref, ref, beta=0.25, loss_types=(loss_type,), **options, **lengths)  # type: ignore[arg-type]
+    assert found.losses[0].item() == pytest.approx(PAIRS[loss_type])
+    assert found.losses[0] < found.losses[1]
+    assert (found.chosen_rewards.tolist(), found.rejected_rewards.tolist()) == ([0.25, -0.25], [-0.25, 0.25])
+    both = {"loss_types": (loss_type, "hinge"), "loss_weights": (2.0, 0.25)}
+    weighted = dpo_losses(chosen, rejected, ref, ref, beta=0.25, **both, **options, **lengths)  # type: ignore[arg-type]
+    torch.testing.assert_close(weighted.losses, 2 * found.losses + 0.25 * torch.tensor([0.5, 1.5]))
+
+
+def test_losses_of_completions_by_hand() -> None:
+    """One completion of two tokens, ratios 2 and 1 / 8."""
+    logps, mask = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
+    old = logps - torch.tensor([[2.0, 0.125]]).log()
+    good, bad = torch.tensor([3.0]), torch.tensor([-3.0])
+    tokens, whole = (importance_ratio(logps, old, mask, level=each) for each in ("token", "sequence"))
+    divergence = 0.5 + math.log(2) - 1  # of a reference that is half as likely
+    half = logps - math.log(2)
+    for found, expected in (
+        (tokens, [2, 0.125]),
+        (whole, [0.5]),  # sqrt(2 / 8): GSPO, equation 7
+        (policy_losses(tokens, good, mask, epsilon=0.2), ([-3 * 1.2, -3 * 0.125], [1, 0])),
+        (policy_losses(tokens, good, mask, epsilon=0.2, epsilon_high=0.5), ([-3 * 1.5, -3 * 0.125], [1, 0])),
+        (policy_losses(tokens, bad, mask, epsilon=0.2), ([3 * 2, 3 * 0.8], [0, 1])),
+        (policy_losses(tokens, bad, mask, epsilon=0.2, delta=1.5), ([3 * 1.5, 3 * 0.8], [0, 1])),
+        (policy_losses(whole, bad, mask, epsilon=0.2), ([3 * 0.8] * 2, [1, 1])),
+        (cispo_losses(logps, tokens, good, mask, highest=1.5), ([1.5 * 3 * 1, 0.125 * 3 * 3], [1, 0])),
+        (kl_to_reference(logps, half, mask), [divergence] * 2),
+        (kl_to_reference(logps, half, mask, tokens), [2 * divergence, 0.125 * divergence]),
+        (clipped_value_losses(logps, torch.zeros(1, 2), logps + 2, mask, cliprange_value=0.5), ([2, 2], [0, 0])),
+        (clipped_value_losses(logps, torch.zeros(1, 2), logps - 1, mask, cliprange_value=0.5),
+         ([0.5 * 1.5**2, 0.5 * 3.5**2], [1, 1])),
+        (ppo_rewards(logps, half, good, mask, mask, kl_coef=0.1), [-0.1 * math.log(2), 3 - 0.1 * math.log(2)]),
+    ):  # fmt: skip
+        for part, row in zip(*((found, expected) if isinstance(found, tuple) else ([found], [expected])), strict=True):
+            torch.testing.assert_close(part, torch.tensor([row], dtype=torch.float32))
+    assert group_advantages(torch.tensor([1.0, 0, 0, 1]), 4).tolist() == pytest.approx(
+        [s / 2 / (math.sqrt(1 / 3) + 1e-4) for s in (1, -1, -1, 1)]
+    )
+    scores = reward_losses(torch.tensor([2.0]), torch.tensor([1.0]), center=0.5)
+    assert scores.item() == pytest.approx(softplus(-1) + 0.5 * 9)
+
+
+@pytest.mark.parametrize("has_old", [True, False])
+def test_where_the_ratio_is_clipped_there_is_no_gradient_and_without_old_log_probabilities_it_is_one(
+    has_old: bool,
+) -> None:
+    logps, old, _, _, advantages, mask = completions()
+    logps.requires_grad_()
+    ratio = importance_ratio(logps, old if has_old else None, mask)
+    losses, clipped = policy_losses(ratio, advantages, mask, epsilon=0.1, epsilon_high=0.3)
+    (grad,) = torch.autograd.grad(losses.sum(), logps)
+    if has_old:
+        ratio = (logps - old).exp()
+        expected = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
+        assert torch.equal(clipped, expected.float() * mask)
+        assert 0 < clipped.sum() < mask.sum()
+        assert torch.equal(grad == 0, (clipped > 0) | (mask == 0))
+    else:
+        assert clipped.sum() == 0
+        assert torch.equal(losses, -advantages * mask)
+        assert torch.equal(grad, -advantages * mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,14 @@ def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_o
     (again,) = trained(home, "dpo-synced", f"{mixing} --tensor-model-parallel-size 2", load="dpo-synced")
     assert again["rewards/margins"] == pytest.approx(synced[3]["rewards/margins"], rel=1e-3)
     assert synced[3]["rewards/margins"] > 1e-3
+
+
+def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
+    (home / "broken.py").write_text("def f(completions, **_):\n    return [1.0]\n")
+    flags = f"--objective grpo {DRAWN} --num-generations 4 --train-iters 1 {LAYOUT}"
+    code, output = post_train(home, "broken", flags.replace("rewards.py:vowels", "broken.py:f"))
+    assert (code, "Traceback" in output) == (2, False)
+    assert re.search(r"reward function f gave 1 rewards for 4 completions, of \S*prompts\.jsonl, line ", output)
 
 
 @pytest.mark.parametrize(
