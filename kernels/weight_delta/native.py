@@ -1,0 +1,52 @@
+"""Lossless differences on the CPU in C: native.c, compiled at first use, called without the interpreter's lock."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, Structure, byref, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+from kernels.c_library import CLibrary, CLibraryError, load_c_library
+from kernels.weight_delta.reference import EXPONENTS
+
+SOURCE = Path(__file__).with_name("native.c")
+
+
+class _Format(Structure):
+    _fields_ = [(name, c_int64) for name in ("shift", "mask", "above")]
+
+
+@lru_cache(maxsize=1)
+def library() -> CLibrary | CLibraryError:
+    """The compiled functions, or why there are none."""
+    try:
+        loaded = load_c_library(SOURCE)
+    except CLibraryError as error:
+        return error
+    loaded.functions.megazpp_encode.restype = c_int64
+    return loaded
+
+
+def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor) -> tuple[int, int]:
+    """See `reference.encode`."""
+    left_out = c_int64()
+    places = [c_void_p(x.data_ptr()) for x in (new, old, kinds, halves, body)]
+    fmt, size, capacity = _Format(*EXPONENTS[new.dtype]), c_int64(len(new)), c_int64(len(body))
+    wanted = _functions().megazpp_encode(*places[:2], size, byref(fmt), *places[2:], capacity, byref(left_out))
+    return int(wanted), left_out.value
+
+
+def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
+    """See `reference.decode`."""
+    places = [c_void_p(x.data_ptr()) for x in (kinds, halves, body)]
+    fmt, size, capacity = _Format(*EXPONENTS[weights.dtype]), c_int64(len(weights)), c_int64(len(body))
+    _functions().megazpp_decode(*places, capacity, size, byref(fmt), c_void_p(weights.data_ptr()))
+
+
+def _functions() -> CDLL:
+    loaded = library()
+    if isinstance(loaded, CLibraryError):
+        raise loaded
+    return loaded.functions

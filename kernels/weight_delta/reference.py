@@ -1,0 +1,145 @@
+"""Lossless differences of 16-bit weights in readable torch: the definition; native.c and triton.py write the same bytes.
+
+Sender and receiver hold the same `old` weights. Every block of 256 elements becomes the shortest of three bodies:
+
+    body     kind       bytes, to an even number                             holds
+    sparse   n <= 63    c | n positions | remainders | quotients             z - 1 of the n elements that have changed
+    dense    c >= 64    remainders | quotients                               z of all elements
+    raw      255        2 per element                                        the new bits themselves
+
+    z            zigzag of order(new) - order(old) modulo 2^16; order() numbers 16-bit floats in the order of values
+    k            max(c - exponent of old, 0), at most 15: the Rice parameter of an element. AdamW moves all weights by
+                 about the learning rate, so small ones move by more units of their own last place; both sides know it
+    remainders   the low k bits of each value, one after the other
+    quotients    value >> k in unary: that many zeros, then a one
+    c            exponent at which the block's mean change is 1.6 to 3.2 units of the last place
+
+Bits count from the lowest of a byte. That 16-bit weights hardly change in a step is PULSE's (arXiv 2602.03839); the code
+is Rice's with the parameter taken from the context.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 256  # elements
+MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds
+MOST_QUOTIENTS = 1024  # bits
+EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}  # shift, mask, and what puts them above DENSE
+
+
+def order(bits: Tensor) -> Tensor:
+    """int16 patterns of floats -> int16, neighbours for neighbouring floats, -0.0 below 0.0; its own inverse."""
+    return bits ^ ((bits >> 15) & 0x7FFF)
+
+
+def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor) -> tuple[int, int]:
+    """[S] twice -> kinds and halves (bytes of a body / 2) [B] and body [C] uint8.
+
+    Returns:
+        Bytes that all bodies need; changed elements of the blocks whose body ends beyond C, which are left out.
+    """
+    exponents = _exponents(old)
+    difference = order(new.view(torch.int16)) - order(old.view(torch.int16))
+    z = _blocks(((difference << 1) ^ (difference >> 15)).int() & 0xFFFF)
+    bodies = [_body(values, exponent) for values, exponent in zip(z, exponents, strict=True)]
+    offset = left_out = 0
+    body.zero_()
+    for index, (kind, found) in enumerate(bodies):
+        whole = new[BLOCK * index : BLOCK * (index + 1)].view(torch.uint8)
+        if len(found) >= len(whole):
+            kind, found = RAW, whole
+        fits = offset + len(found) <= len(body)
+        kinds[index], halves[index] = (kind, len(found) // 2 % 256) if fits else (0, 0)
+        if fits:
+            body[offset : offset + len(found)] = found
+        else:
+            left_out += int(z[index].count_nonzero())
+        offset += len(found)
+    return offset, left_out
+
+
+def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
+    """Turn weights [S] from old to new."""
+    exponents, offset = _exponents(weights), 0
+    for index, (kind, half) in enumerate(zip(kinds.tolist(), halves.tolist(), strict=True)):
+        block = weights[BLOCK * index : BLOCK * (index + 1)]
+        size = 2 * len(block) if kind == RAW else 2 * half
+        found = body[offset : offset + size]
+        offset += size
+        if kind == RAW:
+            block.view(torch.uint8).copy_(found)
+            continue
+        sparse = kind <= MOST_POSITIONS
+        if sparse and kind == 0:
+            continue
+        c = int(found[0]) if sparse else kind
+        places = found[1 : 1 + kind].long() if sparse else torch.arange(BLOCK)
+        k = _parameters(c, exponents[index][places])
+        bits = _bits(found[1 + kind :] if sparse else found)
+        starts = k.cumsum(0) - k
+        remainders = [int(_number(bits[a : a + n])) for a, n in zip(starts.tolist(), k.tolist(), strict=True)]
+        ones = bits[-(-int(k.sum()) // 8) * 8 :].nonzero()[:, 0]
+        quotients = ones.diff(prepend=ones.new_tensor([-1])) - 1
+        z = torch.zeros(BLOCK, dtype=torch.int64)
+        z[places] = (quotients << k) + torch.tensor(remainders) + int(sparse)
+        z = z[: len(block)]
+        ordered = order(block.view(torch.int16)).int() + ((z >> 1) ^ -(z & 1))
+        block.view(torch.int16).copy_(order(ordered.to(torch.int16)))
+
+
+def _exponents(old: Tensor) -> Tensor:
+    """[S] 16-bit floats -> [B, 256] int64; 255, which changes nothing, behind the end."""
+    shift, mask, above = EXPONENTS[old.dtype]
+    return _blocks(((old.view(torch.int16).long() >> shift) & mask) + above, 255)
+
+
+def _blocks(x: Tensor, padding: int = 0) -> Tensor:
+    """[S] -> [B, 256]"""
+    return F.pad(x, (0, -len(x) % BLOCK), value=padding).view(-1, BLOCK)
+
+
+def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
+    """[256] -> kind and bytes of the shorter of the sparse and the dense body; 512 bytes where neither may be."""
+    highest = int(exponents.where(exponents < 255, 0).max())
+    total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
+    c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)
+    found = [(RAW, torch.zeros(2 * BLOCK, dtype=torch.uint8))]
+    places = z.nonzero()[:, 0]
+    for kind, head, values, k in (
+        (c, [], z.long(), _parameters(c, exponents)),
+        (len(places), [c, *places.tolist()], z[places].long() - 1, _parameters(c, exponents[places])),
+    ):
+        quotients = values >> k
+        num_bits = len(values) + int(quotients.sum())
+        if head and kind == 0:
+            found.append((0, torch.zeros(0, dtype=torch.uint8)))
+        elif num_bits <= MOST_QUOTIENTS and (not head or kind <= MOST_POSITIONS):
+            remainders = torch.zeros(-(-int(k.sum()) // 8) * 8, dtype=torch.int64)
+            for start, value, width in zip((k.cumsum(0) - k).tolist(), values.tolist(), k.tolist(), strict=True):
+                remainders[start : start + width] = (value >> torch.arange(width)) & 1
+            ones = torch.zeros(num_bits, dtype=torch.int64)
+            ones[(quotients + 1).cumsum(0) - 1] = 1
+            found.append((kind, torch.cat((torch.tensor(head, dtype=torch.uint8), _bytes(remainders), _bytes(ones)))))
+    kind, body = min(reversed(found), key=lambda each: -(-len(each[1]) // 2))
+    return kind, F.pad(body, (0, len(body) % 2))
+
+
+def _parameters(c: int, exponents: Tensor) -> Tensor:
+    return (c - exponents).clamp(0, 15)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """[n] uint8 -> [8 n] int64"""
+    return ((x.long()[:, None] >> torch.arange(8)) & 1).flatten()
+
+
+def _bytes(bits: Tensor) -> Tensor:
+    """[n] -> [n / 8, rounded up] uint8"""
+    return (F.pad(bits, (0, -len(bits) % 8)).view(-1, 8) << torch.arange(8)).sum(1).to(torch.uint8)
+
+
+def _number(bits: Tensor) -> Tensor:
+    return (bits << torch.arange(len(bits))).sum()

@@ -1,0 +1,157 @@
+"""Lossless differences: every bit arrives, the implementations write the same bytes, what does not fit waits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from helpers.refusals import not_refused
+from helpers.tiers import slow
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.c_library import CLibraryError
+from kernels.weight_delta import TRITON, decode, encode, message_bytes, native, numbers, reference
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = [BF16, FP16]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = [1, 63, 255, 256, 257, 1000]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16)
+
+
+def moved(old: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """The weights so many units of the last place away, modulo all there are."""
+    return reference.order(reference.order(bits(old)) + steps.to(torch.int16)).view(old.dtype)
+
+
+def pair(size: int, dtype: torch.dtype, scale: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """New and old weights; most change by about `scale` units of the last place."""
+    generator = torch.Generator().manual_seed(seed)
+    old = (0.02 * torch.randn(size, generator=generator)).to(dtype)
+    return moved(old, (scale * torch.randn(size, generator=generator)).round().clamp(-(2.0**15), 2.0**15 - 1)), old
+
+
+def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: int) -> tuple[torch.Tensor, list[int]]:
+    """Message without its numbers, which are given apart, as `module` writes it into poisoned memory."""
+    device = DEVICE if module is TRITON else "cpu"
+    num_blocks = -(-len(new) // reference.BLOCK)
+    kinds, halves = torch.full((2, num_blocks), 77, dtype=torch.uint8, device=device)
+    body = torch.full((capacity,), 77, dtype=torch.uint8, device=device)
+    found = module.encode(new.to(device), old.to(device), kinds, halves, body)
+    return torch.cat((kinds, halves, body)).cpu(), [int(number) for number in found]
+
+
+def implementations() -> list[object]:
+    found: list[object] = [pytest.param(native, id="C")]
+    if isinstance(native.library(), CLibraryError):
+        found = []
+    return found if TRITON is None else [*found, pytest.param(TRITON, id="triton")]
+
+
+@pytest.mark.parametrize("module", implementations())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 257, *map(slow, (63, 255, 256, 1000))])
+def test_implementations_write_the_bytes_of_the_reference(module: ModuleType, dtype: torch.dtype, size: int):
+    for scale in (0, 0.02, 0.3, 2, 30, 3000, 30000):
+        new, old = pair(size, dtype, scale, seed=size)
+        whole = coded(reference, new, old, 2 * size + 14)
+        for capacity in (2 * size + 14, 16, whole[1][0] // 2 // 4 * 4):
+            expected = coded(reference, new, old, capacity // 4 * 4)
+            found = coded(module, new, old, capacity // 4 * 4)
+            assert found[1] == expected[1]
+            assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_bit_arrives_at_every_row(dtype: torch.dtype, size: int, device: str):
+    scales = (0, 0.01, 1, 100, 30000)
+    rows = [pair(size, dtype, scale, seed) for seed, scale in enumerate(scales)]
+    messages = torch.full((len(rows), message_bytes(size)), 77, dtype=torch.uint8, device=device)
+    weights = torch.stack([old for _, old in rows]).to(device)
+    for (new, old), message in zip(rows, messages, strict=True):
+        encode(new.to(device), old.to(device), message)
+    decode(messages, weights)
+    assert torch.equal(bits(weights.cpu()), bits(torch.stack([new for new, _ in rows])))
+    assert numbers(messages)[:, 1].tolist() == [0] * len(rows)
+
+
+@pytest.mark.parametrize("module", implementations())
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=20)
+@given(st.data())
+def test_any_bits_become_any_others(module: ModuleType, dtype: torch.dtype, data: st.DataObject):
+    """NaN, infinities, subnormals and both zeros are patterns like others."""
+    special = [0, -32768, 1, -32767, 0x7F80, 0x7FC0, -64, -128, 0x7C00, 0x7E00, -1, 32767]
+    patterns = st.one_of(st.sampled_from(special), st.integers(-32768, 32767))
+    old = data.draw(st.lists(patterns, min_size=1, max_size=300))
+    new = [data.draw(patterns) if data.draw(st.integers(0, 7)) == 0 else pattern for pattern in old]
+    x, base = (torch.tensor(values, dtype=torch.int16).view(dtype) for values in (new, old))
+    capacity = message_bytes(len(old)) // 4 * 4
+    assert torch.equal(coded(module, x, base, capacity)[0], coded(reference, x, base, capacity)[0])
+    message = torch.empty(message_bytes(len(old)), dtype=torch.uint8)
+    encode(x, base, message)
+    decode(message.unsqueeze(0), base.unsqueeze(0))
+    assert torch.equal(bits(base), bits(x))
+
+
+def test_what_does_not_fit_stays_old_and_comes_with_a_later_difference():
+    new, old = pair(2000, BF16, 3.0)
+    message = torch.empty(message_bytes(2000, 800), dtype=torch.uint8)
+    encode(new, old, message)
+    wanted, left_out = numbers(message.unsqueeze(0))[0].tolist()
+    received = old.clone()
+    decode(message.unsqueeze(0), received.unsqueeze(0))
+    assert 800 < wanted < message_bytes(2000)
+    assert int((bits(received) != bits(new)).sum()) == left_out > 0
+    assert int((bits(received) != bits(old)).sum()) > 0
+
+    message = torch.empty(message_bytes(2000, wanted), dtype=torch.uint8)
+    encode(new, received, message)
+    decode(message.unsqueeze(0), received.unsqueeze(0))
+    assert torch.equal(bits(received), bits(new))
+
+
+def test_a_step_of_a_learning_rate_takes_fewer_bytes_than_int8_and_no_more_than_whole_weights():
+    generator = torch.Generator().manual_seed(0)
+    weights = 0.02 * torch.randn(100_000, generator=generator)
+    found = {}
+    for rate in (1e-6, 1e-5, 1e-4, 1e-3, 1.0):
+        new = (weights + rate * torch.randn(len(weights), generator=generator)).to(BF16)
+        message = torch.empty(message_bytes(len(new)), dtype=torch.uint8)
+        encode(new, weights.to(BF16), message)
+        found[rate] = int(numbers(message.unsqueeze(0))[0, 0]) / (2 * len(new))
+    assert found[1e-6] < 0.03
+    assert found[1e-5] < 0.10
+    assert found[1e-4] < 0.22
+    assert found[1e-3] < 0.51
+    assert found[1.0] <= 1.0
+
+
+def test_no_elements_take_the_two_numbers():
+    message, empty = torch.full((16,), 77, dtype=torch.uint8), torch.empty(0, dtype=BF16)
+    encode(empty, empty, message)
+    assert message_bytes(0) == 16
+    assert message.tolist() == [0] * 16
+    decode(message.unsqueeze(0), empty.unsqueeze(0))
+
+
+def test_what_does_not_fit_together_is_refused():
+    new, message = torch.zeros(300, dtype=BF16), torch.empty(message_bytes(300), dtype=torch.uint8)
+    rows = message.unsqueeze(0)
+    wrong = [
+        (encode, new.float(), new.float(), message, "torch.float32"),
+        (encode, new, new[:299], message, "(299,)"),
+        (encode, new, new.half(), message, "torch.float16"),
+        (encode, new, new.repeat(2)[::2], message, "stride 2"),
+        (encode, new, new, message[:16], "(1, 16)"),
+        (encode, new, new, message[8:], "multiples of 16"),
+        (decode, rows, new.repeat(2, 1), "(2, 300)"),
+    ]
+    assert not_refused(wrong, lambda call, *arguments: call(*arguments)) == []
