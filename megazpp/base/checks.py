@@ -58,7 +58,7 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
             f"--seq-length {seq_length} is not divisible by --tensor-model-parallel-size {layout.tp}, "
             "which --sequence-parallel needs"
         )
-    wire = plan_wire(config.zero, layout)
+    wire = plan_wire(config.zero, layout, config.precision.param_dtype)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
     return layout, wire, (*cluster.notices, *layout.notices, *products, *wire.notices)
 

@@ -127,7 +127,7 @@ class ErrorFeedback(StatePart):
         axes = [getattr(dims, name) for name in dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
         self.prefix, self._sharding, self._dims, self._values = f"feedback.{layout}.{place}.", sharding, dims, values
-        self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.error_feedback]
+        self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: x for source in self.sources for name, x in source().items()}

@@ -83,10 +83,8 @@ class OuterUnit:
             return codec(plan_message(self.segments, fmt, exact_itemsize=dtype.itemsize), dtype)
 
         self._gradients = made(plan.gradients, precision.reduce_dtype)
-        exact = made(None, torch.float32)
-        self.common = Resident(
-            exact, axis, of=unit.name, exact=exact, differences=made(plan.weights, precision.param_dtype)
-        )
+        differences = made(plan.weights, precision.param_dtype)
+        self.common = Resident(made(None, torch.float32), axis, of=unit.name, differences=differences)
         self.common.allocate(device)
         size = self._gradients.layout.size
         self.outer = torch.zeros(size, device=device)

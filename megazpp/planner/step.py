@@ -130,7 +130,7 @@ class PaperStep:
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
         self._stage = zero.stage_over(self._shard.size)
-        wire = plan_wire(zero, layout) if spec.wire is None else spec.wire
+        wire = plan_wire(zero, layout, precision.param_dtype) if spec.wire is None else spec.wire
         self._context = CommContext(
             **{name: self._axes[name] for name in ("cross", "local", "shard")},
             plan=wire,

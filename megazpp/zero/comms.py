@@ -19,7 +19,7 @@ from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig
 from megazpp.zero.schedule import GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
-from megazpp.zero.wire import Codec, Segment, plan_message
+from megazpp.zero.wire import Codec, LosslessCodec, Segment, plan_message
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -37,7 +37,7 @@ class CommContext:
 
     Args:
         zero, precision: switches, and the dtypes of what is not quantized.
-        codec: makes the codec that packs a unit's messages.
+        codec, lossless_codec: make the codecs that pack a unit's messages, and what has changed of its weights.
     Attributes:
         overlap_gather, overlap_reduce: whether collectives run beside the compute.
         cross_queue, local_queue, shard_queue: communication queues of the axes.
@@ -53,9 +53,10 @@ class CommContext:
         zero: ZeroConfig,
         precision: PrecisionConfig | Dtypes,
         codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
+        lossless_codec: Callable[[int], LosslessCodec] = LosslessCodec,
     ) -> None:
         self.cross, self.local, self.shard, self._codec = cross, local, shard, codec
-        self.plan, self.zero, self.precision = plan, zero, precision
+        self.plan, self.zero, self.precision, self.lossless_codec = plan, zero, precision, lossless_codec
         two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
         overlaps = two_hops or blocks_host  # FSDP2's own collectives run beside the compute on CUDA as they are
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps

@@ -19,7 +19,6 @@ from megazpp.topology.layout import Layout
 T = TypeVar("T")
 
 WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
-WEIGHT_BITS = ((8, 8), (16, 16), (16, 4), (8, 4))  # inside a node, across nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +42,17 @@ class ZeroConfig:
     )
     zero_quantized_gradients: bool | None = flag(None, "qgZ: reduce gradients as 8-bit and 4-bit blocks")
     zero_weight_bits: int | tuple[int, ...] = flag(
-        (8, 8),
-        "bits of a weight inside a node and across nodes, one value for both: 8 8; 16 16, the compute format, not "
-        "quantized; 16 4 and 8 4: what crosses nodes is the difference from the kept weights, so these are kept in the "
-        "compute format (2 bytes per parameter and node instead of 1; 3 with 8 4)",
-        nargs="+",
+        (8,), "bits of a weight that is gathered whole: 8, or 16, the compute format, not quantized", nargs="+"
+    )
+    zero_weight_delta: Literal["lossless", "none"] | None = flag(
+        None,
+        "lossless: what crosses nodes is how the 16-bit weights have changed since the last step, bit for bit, in fewer "
+        "bytes the lower the learning rate; the kept weights are in 16 bits (2 bytes per parameter and node instead of "
+        "1). none: whole weights cross",
     )
     zero_weight_keyframe_interval: int | None = flag(
         None,
-        "with 4 bits across nodes: whole weights cross after every this many iterations, which heals a kept "
+        "with --zero-weight-delta lossless: whole weights cross after every this many iterations, which heals a kept "
         "partition that memory or wire has corrupted",
     )
     zero_gradient_bits: tuple[int, ...] = flag(
@@ -86,9 +87,13 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "zero_weight_keyframe_interval")
-        if self.weight_bits not in WEIGHT_BITS:
-            allowed = ", ".join(map(as_words, WEIGHT_BITS))
-            raise ValueError(f"--zero-weight-bits {as_words(self.zero_weight_bits)} is not one of {allowed}")
+        written = as_words(self.zero_weight_bits)
+        if written in ("16 4", "8 4"):
+            raise ValueError(
+                f"--zero-weight-bits {written} is gone: --zero-weight-delta lossless sends fewer bytes and rounds nothing"
+            )
+        if written not in ("8", "16", "8 8", "16 16"):
+            raise ValueError(f"--zero-weight-bits {written} is neither 8 nor 16")
         bits = self.zero_gradient_bits
         if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
             raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")
@@ -99,11 +104,10 @@ class ZeroConfig:
             raise ValueError(f"--zero-error-feedback-reset {reset} is not a positive number of iterations")
 
     @property
-    def weight_bits(self) -> tuple[int, ...]:
-        """Bits of a weight inside a node and across nodes."""
+    def weight_bits(self) -> int:
+        """Bits of a weight that is gathered whole."""
         bits = self.zero_weight_bits
-        given = (bits,) if isinstance(bits, int) else tuple(bits)
-        return given * 2 if len(given) == 1 else given
+        return bits if isinstance(bits, int) else bits[0]
 
     @property
     def stage(self) -> int:
@@ -174,9 +178,9 @@ class Dtypes(NamedTuple):
 class GatherPlan(NamedTuple):
     """The all-gather of weights in two hops."""
 
-    fmt: BlockFormat | None  # of messages, with `differences` of those inside a node; None: the compute format
+    fmt: BlockFormat | None  # of messages; None: the compute format
     keep: bool  # the secondary partition (hpZ)
-    differences: BlockFormat | None = None  # from the kept weights, across nodes; None: the same messages as inside
+    differences: bool = False  # lossless ones from the kept weights cross nodes, and not the messages of inside
 
 
 class ReducePlan(NamedTuple):
@@ -201,8 +205,8 @@ class WirePlan(NamedTuple):
         if self.gather is not None:
             kept = "kept inside the node until they change" if self.gather.keep else "not kept"
             formats = _spell(self.gather.fmt)
-            if self.gather.differences is not None:
-                formats += f" inside nodes, differences as {_spell(self.gather.differences)} across"
+            if self.gather.differences:
+                formats += " inside nodes, lossless differences across"
             weights = f"gathered in two hops, {formats}, {kept}"
         if self.reduce is not None:
             local, cross = map(_spell, self.reduce)
@@ -216,22 +220,27 @@ def _spell(fmt: BlockFormat | None) -> str:
     return "not quantized" if fmt is None else f"int{fmt.bits} in blocks of {fmt.block_size}"
 
 
-def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
+def plan_wire(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> WirePlan:
     """Plan from the flags which collectives are replaced on `layout`, and by what.
 
+    Args:
+        param_dtype: of the weights that the model computes with.
     Raises:
         ValueError: a combination of flags means nothing; the message names flags and values.
     """
-    inside, across = config.weight_bits if config.quantizes_weights else (16, 16)
-    quantized_weights, quantized_gradients = across < 16, _default(config.zero_quantized_gradients, config.zeropp)
-    keep = _keeps_secondary(config, layout)
-    if across < 8 and not keep:
+    keep, lossless = _keeps_secondary(config, layout), config.zero_weight_delta == "lossless"
+    if lossless and not keep:
         raise ValueError(
-            f"--zero-weight-bits {inside} {across} sends differences from the weights that a node keeps: it needs "
-            f"--zero-hpz-partition-size auto, not {config.zero_hpz_partition_size or 1}"
+            "--zero-weight-delta lossless sends differences from the weights that a node keeps: it needs "
+            f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}"
         )
+    if lossless and param_dtype.itemsize != 2:
+        raise ValueError(f"--zero-weight-delta lossless needs --bf16 or --fp16: weights in {param_dtype} change all")
+    quantized_weights = config.quantizes_weights and config.weight_bits < 16 and not lossless
+    quantized_gradients = _default(config.zero_quantized_gradients, config.zeropp)
     wanted = {
         "--zeropp": config.zeropp,
+        "--zero-weight-delta lossless": lossless,
         "--zero-quantized-weights": quantized_weights,
         f"--zero-hpz-partition-size {config.zero_hpz_partition_size}": keep,
         "--zero-quantized-gradients": quantized_gradients,
@@ -253,13 +262,8 @@ def plan_wire(config: ZeroConfig, layout: Layout) -> WirePlan:
             "--zero-hpz-partition-size: a node has one data rank, so each rank keeps a whole copy of the weights"
         )
     if quantized_weights or keep:
-        if across < inside == 8 and layout.local == 1:
-            inside = 16
-            notices.append(
-                f"--zero-weight-bits 8 {across} is 16 {across} here: nothing travels inside nodes of one data rank"
-            )
-        differences = block_format(across, DIFFERENCE_BLOCK) if across < 8 else None
-        plan = plan._replace(gather=GatherPlan(block_format(inside, WEIGHT_BLOCK), keep, differences))
+        fmt = block_format(config.weight_bits, WEIGHT_BLOCK) if quantized_weights else None
+        plan = plan._replace(gather=GatherPlan(fmt, keep, lossless))
     if quantized_gradients:
         local, across = config.zero_gradient_bits
         clip = across == 4 and config.zero_error_feedback
@@ -276,7 +280,7 @@ def wire_backends(plan: WirePlan, device_type: str) -> list[tuple[str, str, str]
     Raises:
         ValueError: blocks cannot be quantized on a device of this type.
     """
-    formats = [plan.gather.fmt, plan.gather.differences] if plan.gather else []
+    formats: list[object] = [plan.gather.fmt, plan.gather.differences] if plan.gather else []
     formats += [plan.reduce.local, plan.reduce.cross] if plan.reduce else []
     return [backend(device_type)] if any(formats) else []
 
@@ -296,9 +300,9 @@ def _without_effect(config: ZeroConfig, plan: WirePlan) -> str | None:
     """A line that names the flags that were set and change nothing of what travels."""
     two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
     used = {
-        "zero_quantized_weights": config.weight_bits != (16, 16),
-        "zero_weight_bits": config.quantizes_weights,
-        "zero_weight_keyframe_interval": plan.gather is not None and plan.gather.differences is not None,
+        "zero_quantized_weights": plan.gather is not None and plan.gather.fmt is not None,
+        "zero_weight_bits": config.quantizes_weights and not (plan.gather and plan.gather.differences),
+        "zero_weight_keyframe_interval": plan.gather is not None and plan.gather.differences,
         "zero_gradient_bits": two_hops,
         "zero_error_feedback": crossing,
         "zero_error_feedback_beta": crossing and config.zero_error_feedback,

@@ -72,7 +72,7 @@ def zeropp(
         )
     units = find_units(model, layout.shard)
     precision = _precision_of(units)
-    wire = plan_wire(config, layout)
+    wire = plan_wire(config, layout, precision.param_dtype)
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
     sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True)
     setattr(model, HANDLE, sharding)
@@ -113,7 +113,7 @@ class KeptState(nn.Module):
         """Copies of all that there may be, zeros for what there is not yet: a checkpoint is read into the same."""
         (sharding,) = self._sharding
         sharding.free_gathered()
-        feedback = {f"rank {dist.get_rank()} {name}": part.clone() for name, part in sharding.error_feedback().items()}
+        feedback = {f"rank {dist.get_rank()} {name}": part.clone() for name, part in sharding.rank_state().items()}
         return sharding.secondary_targets() | sharding.secondary_state() | feedback
 
     def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -121,7 +121,7 @@ class KeptState(nn.Module):
         (sharding,) = self._sharding
         sharding.free_gathered()
         complete = sharding.load_secondary_state(state)
-        for name, part in sharding.error_feedback().items():
+        for name, part in sharding.rank_state().items():
             kept = state.get(f"rank {dist.get_rank()} {name}")
             complete = complete and kept is not None and kept.shape == part.shape
             part.zero_() if kept is None or kept.shape != part.shape else part.copy_(kept)

@@ -27,6 +27,7 @@ from megazpp.parallel.comm_queue import Moment, Work
 from megazpp.zero.comms import AllGather, CommContext, FreshBuffers, Pending
 from megazpp.zero.secondary import Resident, Secondary
 from megazpp.zero.units import Fingerprint, Unit
+from megazpp.zero.wire import LosslessCodec
 
 
 class Crossing(IntEnum):
@@ -55,9 +56,9 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
         self._codec, self._schedule = context.codec(unit.segments, plan.fmt, dtype), context.gather_schedule
         self.secondary = Secondary(self._codec, self._cross, of=unit.name)
-        if plan.differences is not None:
-            exact, differences = (context.codec(unit.segments, fmt, dtype) for fmt in (None, plan.differences))
-            self.secondary = Resident(self._codec, self._cross, of=unit.name, exact=exact, differences=differences)
+        if plan.differences:
+            differences = context.lossless_codec(self._codec.layout.size)
+            self.secondary = Resident(self._codec, self._cross, of=unit.name, differences=differences)
         self._made_from: Fingerprint | None = None
         self._has_stepped = False  # since `_made_from`, which is of after the step
         self._after_step: Fingerprint | None = None  # None if others may have written to the shards since
@@ -119,7 +120,7 @@ class TwoHopGather(FreshBuffers, AllGather):
     @property
     def message_bytes(self) -> int:
         """Bytes of one shard's message inside a node."""
-        return self._codec.layout.message_bytes
+        return self._codec.message_bytes
 
     def new_row(self, device: torch.device) -> torch.Tensor:
         """[S] zeros, for this rank's row of the resident weights."""
@@ -167,6 +168,15 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._crossed.wait()
         return secondary
 
+    def lossless(self) -> LosslessCodec:
+        """The codec of its differences, whose numbers are those of the last one that was sent."""
+        if self._crossed is not None:
+            self._crossed.wait()
+        differences = self.secondary.differences if isinstance(self.secondary, Resident) else None
+        assert isinstance(differences, LosslessCodec)
+        differences.settle()
+        return differences
+
     def restore(self, row: torch.Tensor, crossing: Crossing) -> None:
         """Have the resident weights again as a checkpoint has kept them; call on all ranks, while the unit is sharded.
 
@@ -204,8 +214,11 @@ class TwoHopGather(FreshBuffers, AllGather):
         keyframe = crossing == Crossing.KEYFRAME
         self._received, self._used, self._has_stepped = None, False, False
         self._made_from = self.unit.fingerprint()
-        paused, num_bytes = self._cross.counter.is_paused, self.secondary.crossing_bytes(keyframe=keyframe)
-        self._uncounted = (self._cross.size - 1) * num_bytes if paused else 0
+        self._uncounted = 0
+        if self._cross.counter.is_paused:
+            if self._crossed is not None:
+                self._crossed.wait()  # what it has received says how long the next message is
+            self._uncounted = (self._cross.size - 1) * self.secondary.crossing_bytes(keyframe=keyframe)
         self._crossed = self._cross_queue.submit(
             lambda: self.secondary.take_in(messages, shard(), keyframe=keyframe), since=since
         )

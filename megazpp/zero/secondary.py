@@ -5,26 +5,26 @@
 
 With a resident partition a change crosses as a difference from what is there already, w the owner's shard [S]:
 
-    d = w - R[me]                        quantized, 4 bits: every earlier rounding is inside d, so there is no feedback
-    R[n] = round(R[n] + d[n])            on every rank for every n, its own row too
+    lossless     d = what turns R[me] into w, bit for bit (kernels/weight_delta); R[n] = w of node n
+    4 bits       d = w - R[me], quantized; R[n] = round(R[n] + d[n]). Every earlier rounding is inside d
 
-Parameters that travel exact are replaced. A keyframe replaces all of R by w: at first, and where more than the step of
-an optimizer has changed the weights. A NaN or Inf in w makes a block of R NaN on all nodes, until the next keyframe.
-
-    inside a node    kept                                                       bytes, P parameters of 16 bits
-    16 bits          the messages of a keyframe; R is a view of their elements  2 P / L
-    8 bits           these, and R's int8 messages, made once per change         3 P / L
+on every rank for every n, its own row too, so what was left out or rounded off is part of the next difference. 4 bits
+are for the outer weights of local steps (islands/outer.py). A keyframe replaces all of R by w: at first, and where more
+than the step of an optimizer has changed the weights. R is a view of the elements in the messages of a keyframe, which
+the local hop sends: 2 P / L bytes for P parameters of 16 bits.
 
 N nodes (cross axis), L ranks of a node (local axis), S elements of a shard, M bytes of the message that is sent inside
-a node. Source of the differences: SDP4Bit (arXiv 2410.15526), there from a whole copy of the weights on each rank.
+a node. Source of 4-bit differences: SDP4Bit (arXiv 2410.15526), there from a whole copy of the weights on each rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.zero.wire import Codec
+from megazpp.zero.wire import Codec, LosslessCodec
 
 
 class Secondary:
@@ -64,12 +64,12 @@ class Secondary:
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
         """Bytes of one rank's message to the other nodes."""
-        return self.codec.layout.message_bytes
+        return self.codec.message_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the buffers."""
-        return self.cross.size * self.codec.layout.message_bytes
+        return self.cross.size * self.codec.message_bytes
 
     def warm_up(self, shard: torch.Tensor) -> None:
         """Call the kernels of `take_in` once for [S] zeros, in buffers that are thrown away; nothing is sent."""
@@ -84,8 +84,7 @@ class Resident(Secondary):
     """The secondary partition as resident weights, to which differences are added.
 
     Args:
-        codec: packs weights into the message that travels inside a node.
-        exact: the same without quantization, in whose messages R is kept and keyframes travel.
+        codec: packs whole weights, without quantization; R is kept in its messages.
         differences: packs differences into the message that crosses nodes.
     Attributes:
         weights: [N, S] R; None while nothing is kept.
@@ -93,65 +92,46 @@ class Resident(Secondary):
 
     sends_differences = True
 
-    def __init__(self, codec: Codec, cross: MeshAxis, *, of: str, exact: Codec, differences: Codec) -> None:
+    def __init__(self, codec: Codec, cross: MeshAxis, *, of: str, differences: Codec | LosslessCodec) -> None:
         super().__init__(codec, cross, of=of)
-        self._exact, self._differences = exact, differences
-        self._kept: torch.Tensor | None = None  # R's messages
+        self.differences = differences
         self.weights: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        messages = kept = super().allocate(device)
-        with torch.inference_mode(False):
-            if self.quantizes_inside:
-                kept = self._exact.empty(self.cross.size, device=device)
-            self._kept, self.weights = kept, self._exact.elements(kept)
+        messages = super().allocate(device)
+        self.weights = self.codec.elements(messages)
         return messages
 
-    @property
-    def quantizes_inside(self) -> bool:
-        """True if the local hop sends a quantized form of R beside R itself."""
-        return self.codec.layout.fmt is not None
-
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
-        assert self._kept is not None
         assert self.weights is not None
         own = self.weights[self.cross.rank]
         if keyframe:
             own.copy_(shard)
-            self._exchange(self._kept)
-        else:
-            sent = self._differences.empty(self.cross.size, device=shard.device)
-            self._differences.pack(shard, sent[self.cross.rank], base=own)
-            self._exchange(sent)
-            self._differences.unpack_onto(sent, self.weights)
-        self._quantize(messages)
+            self._exchange(messages)
+            return
+        sent = self._add(shard, own, self.weights, self._exchange)
+        if isinstance(self.differences, LosslessCodec):
+            self.differences.learn(sent)
 
     def restore(self, messages: torch.Tensor, row: torch.Tensor) -> None:
         """Make R anew out of every rank's own row [S] of it, as a checkpoint has kept it."""
-        assert self._kept is not None
         assert self.weights is not None
         self.weights[self.cross.rank].copy_(row)
-        self._exchange(self._kept)
-        self._quantize(messages)
+        self._exchange(messages)
 
     def warm_up(self, shard: torch.Tensor) -> None:
-        nodes, device = self.cross.size, shard.device
-        weights = self._exact.elements(self._exact.empty(nodes, device=device))
-        sent = self._differences.empty(nodes, device=device)
-        self._differences.pack(shard, sent[self.cross.rank], base=weights[self.cross.rank])
-        self._differences.unpack_onto(sent, weights)
-        if self.quantizes_inside:
-            self.codec.pack(weights, self.codec.empty(nodes, device=device))
-
-    @property
-    def kept_bytes(self) -> int:
-        beside = self.cross.size * self._exact.layout.message_bytes if self.quantizes_inside else 0
-        return super().kept_bytes + beside
+        weights = self.codec.elements(self.codec.empty(self.cross.size, device=shard.device))
+        self._add(shard, weights[self.cross.rank], weights, lambda sent: None)
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
-        return (self._exact if keyframe else self._differences).layout.message_bytes
+        return (self.codec if keyframe else self.differences).message_bytes
 
-    def _quantize(self, messages: torch.Tensor) -> None:
-        if self.quantizes_inside:
-            assert self.weights is not None
-            self.codec.pack(self.weights, messages)
+    def _add(
+        self, shard: torch.Tensor, own: torch.Tensor, weights: torch.Tensor, exchange: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
+        """Turn `weights` [N, S] into those of all nodes; returns the messages."""
+        sent = self.differences.empty(self.cross.size, device=shard.device)
+        self.differences.pack(shard, sent[self.cross.rank], base=own)
+        exchange(sent)
+        self.differences.unpack_onto(sent, weights)
+        return sent

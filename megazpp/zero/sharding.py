@@ -213,9 +213,17 @@ class Sharding:
                 gather.restore(row, crossing)
         return complete
 
+    def take_left_out(self) -> int:
+        """Changed weights that lossless differences had no room for since the last call, of this rank's cross axis."""
+        found = 0
+        for gather in self._residents:
+            codec = gather.lossless()
+            found, codec.left_out = found + codec.left_out, 0
+        return found
+
     @property
     def keeps_state(self) -> bool:
-        """True if there is a `secondary_state` or an `error_feedback`."""
+        """True if there is a `secondary_state` or a `rank_state`."""
         return bool(self._residents) or any(reduce.feeds_back for reduce in self._reduces)
 
     @property
@@ -223,14 +231,14 @@ class Sharding:
         """About the bytes of this rank's `secondary_state`."""
         return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
 
-    def hidden_weights(self) -> dict[str, torch.Tensor]:
-        """By the unit's key [N, S] resident weights that no gather shows, because nodes send a quantized form."""
-        residents = {gather.unit.key: gather.resident() for gather in self._residents}
-        return {key: r.weights for key, r in residents.items() if r and r.quantizes_inside and r.weights is not None}
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """What this rank alone keeps between steps, by name, to load into in place; other layouts begin with zeros.
 
-    def error_feedback(self) -> dict[str, torch.Tensor]:
-        """This rank's buffers of error feedback, by name; {} where none is kept. Other layouts begin with zeros."""
+        That is its error feedback, and the sizes that lossless differences had.
+        """
         buffers: dict[str, torch.Tensor] = {}
+        for gather in self._residents:
+            buffers[f"{gather.unit.key}.recent"] = gather.lossless().recent
         for reduce in self._reduces:
             errors = reduce.errors(self._device)
             for index, (payload, scales) in enumerate(() if errors is None else errors.segments()):
@@ -286,7 +294,7 @@ def shard_model(
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
     if wire is None:
-        wire = plan_wire(zero, dims.layout)  # refuses before anything is changed
+        wire = plan_wire(zero, dims.layout, precision.param_dtype)  # refuses before anything is changed
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )

@@ -3,9 +3,7 @@
 All ranks that share a tensor-parallel index gather the same weights, bit for bit: what arrives is what the owner of a
 shard has sent, quantized or not. So between a backward and its update each rank gathers once more what that backward
 has used (with hpZ: out of the secondary partition) and adds up the bits of every shard of every unit. Sums that differ
-say which unit, which shard, and on which ranks. Any single wrong word is found; several could cancel. Resident weights
-of which a node sends a quantized form (--zero-weight-bits 8 4) join the sums as they are: the next difference is added
-to them.
+say which unit, which shard, and on which ranks. Any single wrong word is found; several could cancel.
 """
 
 from __future__ import annotations
@@ -55,13 +53,7 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
     """
     units = sharding.units
     with torch.no_grad(), dims.counter.paused():
-        hidden = sharding.hidden_weights()
         sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])  # [units, shards]
-        for index, unit in enumerate(units):
-            if unit.key in hidden:  # [N] of what this rank keeps -> [N, L] of what all ranks of the node keep
-                of_node = sums.new_zeros(dims.cross.size, dims.local.size)
-                of_node[:, dims.local.rank] = _sums_of_bits(hidden[unit.key])
-                sums[index] += dims.local.all_reduce_(of_node).view(-1)
         largest = dims.replicate.max_(dims.shard.max_(sums.clone()))
         smallest = -dims.replicate.max_(dims.shard.max_(-sums))
         differs = largest != smallest

@@ -1,4 +1,4 @@
-"""A shard on the wire: the layout of its message, pure integers that are planned once per unit, and the codec.
+"""A shard on the wire: the layout of its message, pure integers that are planned once per unit, and the codecs.
 
 FSDP2 lays a unit's shards out flat: for each parameter its rows on this rank, padded to the same count on every rank
 (zeros), one parameter after the other. Each parameter is a segment. On the wire a shard is one message of bytes:
@@ -13,7 +13,7 @@ padding here, so nothing downstream has a special case.
         segments    norm: 2 elements (6 rows -> 8, 2 each), weight: 200 elements (2 rows of 100)
         message     payload 2 blocks = 256 B | 2 scales = 4 B, to 272 | norm exact 4 B | to 288 B
 
-The codec is the only code between the hops and the kernels. A, B: leading dims (peers), in any order of memory; S:
+The codecs are the only code between the hops and the kernels. A, B: leading dims (peers), in any order of memory; S:
 elements of a shard; M: bytes of a message. Every method but `elements` is one call of a kernel, whatever the number of
 parameters and peers.
 """
@@ -25,9 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from kernels.block_quant import Feedback, pack, range_table, unpack, unpack_onto, unpack_sum
 from kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
+from kernels.weight_delta import decode, encode, message_bytes, numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +102,14 @@ class Codec:
         self.layout, self.dtype = layout, dtype
         self._table = range_table(layout, dtype)
 
+    @property
+    def message_bytes(self) -> int:
+        """M."""
+        return self.layout.message_bytes
+
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
         """Messages to pack into, [*peers, M] uint8: zeros, so that the padding between parts compares equal."""
-        return torch.zeros(*peers, self.layout.message_bytes, dtype=torch.uint8, device=device)
+        return torch.zeros(*peers, self.message_bytes, dtype=torch.uint8, device=device)
 
     def pack(
         self,
@@ -147,3 +154,71 @@ class Codec:
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         """The sum over peers, in fp32: messages [K, B, M] -> out [B, S], onto what is there with `accumulate`."""
         unpack_sum(messages, self._table, out=out, accumulate=accumulate)
+
+
+class LosslessCodec:
+    """Packs what has changed of the 16-bit weights of one unit, bit for bit, into messages whose size is predicted.
+
+    How many bytes a difference takes is known on the device alone, and the size of a collective on the host. So a message
+    has room for 1.25 times what the last one needed plus what that was more than the one before; the first has room for
+    whatever may come, the second for twice the first. These numbers travel in the messages, so all ranks of an axis know
+    the same ones; the host reads them a step later, when they have long been there. Blocks that do not fit are left out:
+    their weights stay as they are on every rank, the owner's copy too, and are part of the next difference.
+
+    Args:
+        size: elements of a shard.
+    Attributes:
+        recent: [2] int64 on the host: bytes that the last difference and the one before it needed, the most of any rank;
+            0 where there was none. Part of a checkpoint.
+        left_out: changed elements that have been left out, of all ranks of the axis, since someone set it to 0.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.left_out = size, 0
+        self.recent = torch.zeros(2, dtype=torch.int64)
+        self._arriving: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the next message."""
+        self.settle()
+        last, before = self.recent.tolist()
+        room = 2 * last if before == 0 else last + max(last - before, 0) + last // 4
+        return message_bytes(self.size, min(room + 16, 2 * self.size) if last else None)
+
+    def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
+        """Messages to pack into, [*peers, M] uint8."""
+        return torch.empty(*peers, self.message_bytes, dtype=torch.uint8, device=device)
+
+    def pack(self, shard: torch.Tensor, message: torch.Tensor, *, base: torch.Tensor) -> None:
+        """shard [S] of weights, base [S] what every rank has of them -> message [M]."""
+        encode(shard, base, message)
+
+    def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
+        """messages [N, M] -> base [N, S]: each row becomes its sender's weights."""
+        decode(messages, base)
+
+    def learn(self, messages: torch.Tensor) -> None:
+        """Know from messages [N, M] that have arrived what the next one needs."""
+        if isinstance(messages, FakeTensor):
+            return
+        found = numbers(messages)
+        found = torch.stack((found[:, 0].amax(), found[:, 1].sum()))
+        if not found.is_cuda:
+            self._arriving = found, None
+            return
+        copy = torch.empty(2, dtype=torch.int64, pin_memory=True).copy_(found, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._arriving = copy, event
+
+    def settle(self) -> None:
+        """Take the numbers of the last difference; waits for the device if it has not got there."""
+        if self._arriving is None:
+            return
+        (found, event), self._arriving = self._arriving, None
+        if event is not None:
+            event.synchronize()
+        self.recent[1] = self.recent[0]
+        self.recent[0] = found[0].clamp(min=1)
+        self.left_out += int(found[1])

@@ -125,7 +125,7 @@ class Seen:
             Memory.PARAMETERS: list(step.model.parameters()),
             Memory.MOMENTS: [m for m in moments if isinstance(m, torch.Tensor) and m.dim()],
             Memory.SECONDARY: [x for g in sharding._gathers if g._keep for x in kept(g.secondary)],
-            Memory.FEEDBACK: list(sharding.error_feedback().values()),
+            Memory.FEEDBACK: list(sharding.rank_state().values()),
             Memory.COMMON: [unit.rows for unit in self.outer],
             Memory.OUTER: [x for unit in self.outer for x in (unit.outer, unit.momentum) if x is not None],
             Memory.OUTER_FEEDBACK: [unit.errors.messages for unit in self.outer if unit.errors is not None],

@@ -23,7 +23,7 @@ EVERY = dataclasses.replace(FEEDBACK, zero_cross_every_microbatch=True)
 
 
 def copied(sharding: Sharding) -> dict[str, torch.Tensor]:
-    return {name: buffer.clone() for name, buffer in sharding.error_feedback().items()}
+    return {name: buffer.clone() for name, buffer in sharding.rank_state().items()}
 
 
 def watched_steps(case: Case, clip: float) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def skipped_and_reset(case: Case) -> dict[str, bool]:
         if name == "skipped":
             hook = step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * float("nan"))
         step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0, iteration=index)
-        zeros[name] = not any(x.any() for key, x in step.sharding.error_feedback().items() if key.endswith("scales"))
+        zeros[name] = not any(x.any() for key, x in step.sharding.rank_state().items() if key.endswith("scales"))
         if hook is not None:
             hook.remove()
     return zeros
