@@ -1,4 +1,4 @@
-"""Lossless differences of 16-bit weights in readable torch: the definition; native.c and triton.py write the same bytes.
+"""Lossless differences of 16-bit weights in readable torch: the definition; C and Triton write the same bytes.
 
 Sender and receiver hold the same `old` weights. Every block of 256 elements becomes the shortest of three bodies:
 
@@ -14,8 +14,8 @@ Sender and receiver hold the same `old` weights. Every block of 256 elements bec
     quotients    value >> k in unary: that many zeros, then a one
     c            exponent at which the block's mean change is 1.6 to 3.2 units of the last place
 
-Bits count from the lowest of a byte. That 16-bit weights hardly change in a step is PULSE's (arXiv 2602.03839); the code
-is Rice's with the parameter taken from the context.
+Bits count from the lowest of a byte. That 16-bit weights hardly change in a step is PULSE's (arXiv 2602.03839); the
+code is Rice's with the parameter taken from the context.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
-from megazpp.planner.paper import Memory
+from megazpp.planner.paper import Memory, lossless_share
 from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure, sent_on
 from megazpp.planner.trace import Documents
 from megazpp.topology.cluster import Cluster, Device
@@ -161,7 +161,10 @@ def paper_step(
     on_cpu: bool = False,
     **others: Any,
 ) -> PaperStep:
-    """The run's step on one rank; `on_cpu` whatever is planned for. `others` are arguments of `PaperStep`."""
+    """The run's step on one rank; `on_cpu` whatever is planned for. `others` are arguments of `PaperStep`.
+
+    A dry run, which is on a CPU, has no weights from which the size of differences could be known: they are whole.
+    """
     assert config.data.seq_length is not None
     assert config.tokenizer.vocab_size is not None
     arguments: dict[str, Any] = {
@@ -170,6 +173,7 @@ def paper_step(
         "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
         "moments": 2 if config.optimizer.optimizer == "adam" else 1,
         "islands": plan.islands,
+        "lossless_share": 1.0 if on_cpu else lossless_share(config.schedule.lr),
     }
     spec = config.model_spec(config.tokenizer.vocab_size, plan.wire)
     return PaperStep(spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **arguments | others)

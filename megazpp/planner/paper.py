@@ -19,12 +19,14 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from kernels.block_quant import Feedback
 from kernels.formats import MessageLayout
+from kernels.weight_delta import message_bytes
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 from megazpp.planner.cost import Costs
@@ -35,7 +37,7 @@ from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.sharding import make_comms
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
-from megazpp.zero.wire import Codec, own_rows, plan_segments
+from megazpp.zero.wire import ROOM, Codec, LosslessCodec, own_rows, plan_segments
 
 T = TypeVar("T")
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # name and shape on one tensor-parallel rank
@@ -338,3 +340,37 @@ class PaperCodec(Codec):
 
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         self._touch(messages.nbytes + (2 if accumulate else 1) * out.nbytes)
+
+
+# By learning rate of AdamW: bytes of lossless differences of bf16 weights as a share of 2 per weight. Measured: 0.4M
+# parameters after 200 steps; docs/figures.md. Large models change less.
+LOSSLESS_SHARES = {1e-6: 0.016, 1e-5: 0.060, 1e-4: 0.131, 3e-4: 0.184, 1e-3: 0.289, 3e-3: 0.413}
+
+
+def lossless_share(learning_rate: float | None) -> float:
+    """The expected size of a lossless difference, as a share of the whole 16-bit weights; 1 without a rate."""
+    if not learning_rate:
+        return 1.0
+    rates = [math.log(rate) for rate in LOSSLESS_SHARES]
+    return float(np.interp(math.log(learning_rate), rates, list(LOSSLESS_SHARES.values())))
+
+
+class PaperLosslessCodec(LosslessCodec):
+    """Has messages of the expected size; `touch` is told the bytes that each pass would read and write."""
+
+    def __init__(self, size: int, *, share: float, touch: Callable[[int], None]) -> None:
+        super().__init__(size)
+        self._capacity, self._touch = min(int(2 * size * share * (1 + ROOM)), 2 * size), touch
+
+    @property
+    def message_bytes(self) -> int:
+        return message_bytes(self.size, self._capacity)
+
+    def pack(self, shard: torch.Tensor, message: torch.Tensor, *, base: torch.Tensor) -> None:
+        self._touch(2 * (shard.nbytes + base.nbytes) + message.nbytes)  # to measure, and to write
+
+    def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
+        self._touch(messages.nbytes + 2 * base.nbytes)
+
+    def learn(self, messages: torch.Tensor) -> None:
+        """Nothing arrives on paper."""

@@ -32,6 +32,7 @@ from megazpp.planner.paper import (
     Memory,
     PaperAxis,
     PaperCodec,
+    PaperLosslessCodec,
     PaperUnit,
     SimulatedQueue,
     Simulation,
@@ -75,6 +76,7 @@ class PaperStep:
         moments: of the optimizer, per parameter.
         frozen_bits: of frozen units' matrices at rest; None: as the model computes.
         islands: local steps; None where every step is synchronized.
+        lossless_share: the size of lossless differences against that of the weights.
 
     Attributes:
         counter: bytes of this rank by (wire, axis, collective), as a run counts them.
@@ -99,6 +101,7 @@ class PaperStep:
         prepare: Callable[[GPTModel], None] | None = None,
         frozen_bits: int | None = None,
         islands: IslandsPlan | None = None,
+        lossless_share: float = 1.0,
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
         self._on_cpu = on_cpu
@@ -132,11 +135,12 @@ class PaperStep:
         self._stage = zero.stage_over(self._shard.size)
         wire = plan_wire(zero, layout, precision.param_dtype) if spec.wire is None else spec.wire
         self._context = CommContext(
-            **{name: self._axes[name] for name in ("cross", "local", "shard")},
+            *(self._axes[name] for name in ("cross", "local", "shard")),
             plan=wire,
             zero=zero,
             precision=precision,
             codec=functools.partial(PaperCodec, touch=self._touch),
+            lossless_codec=functools.partial(PaperLosslessCodec, share=lossless_share, touch=self._touch),
         )
         self.units = [PaperUnit(parameters, self._shard.size, self._shard.rank) for parameters in self.trace.units]
         for unit, frozen in zip(self.units, self.trace.frozen, strict=True):

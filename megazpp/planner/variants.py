@@ -60,14 +60,13 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
     """The run, without local steps, with every way to shard and send beside each other: names as the flags have them.
 
-    qwZ alone keeps no weights from which differences could be taken: it sends 8 bits where the run sends those.
+    Only --zeropp keeps weights from which differences can be taken.
     """
     alone = dataclasses.replace(config, islands=IslandsConfig())
-    whole = {"qwZ": {"zero_weight_bits": 8}} if config.zero.weight_bits[1] < 8 else {}
     return {
         name: changed(
             alone,
-            zero=PLAIN | fields | whole.get(name, {}),
+            zero=PLAIN | fields | ({} if name == "--zeropp" else {"zero_weight_delta": "none"}),
             parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1},
         )
         for name, fields in SCHEMES.items()

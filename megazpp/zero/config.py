@@ -46,9 +46,9 @@ class ZeroConfig:
     )
     zero_weight_delta: Literal["lossless", "none"] | None = flag(
         None,
-        "lossless: what crosses nodes is how the 16-bit weights have changed since the last step, bit for bit, in fewer "
-        "bytes the lower the learning rate; the kept weights are in 16 bits (2 bytes per parameter and node instead of "
-        "1). none: whole weights cross",
+        "lossless: what crosses nodes is how the 16-bit weights have changed since the last step, bit for bit, in "
+        "fewer bytes the lower the learning rate; the kept weights are in 16 bits (2 bytes per parameter and node "
+        "instead of 1). none: whole weights cross",
     )
     zero_weight_keyframe_interval: int | None = flag(
         None,
@@ -90,7 +90,7 @@ class ZeroConfig:
         written = as_words(self.zero_weight_bits)
         if written in ("16 4", "8 4"):
             raise ValueError(
-                f"--zero-weight-bits {written} is gone: --zero-weight-delta lossless sends fewer bytes and rounds nothing"
+                f"--zero-weight-bits {written} is gone: --zero-weight-delta lossless sends fewer bytes, and rounds none"
             )
         if written not in ("8", "16", "8 8", "16 16"):
             raise ValueError(f"--zero-weight-bits {written} is neither 8 nor 16")

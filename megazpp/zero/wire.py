@@ -156,20 +156,24 @@ class Codec:
         unpack_sum(messages, self._table, out=out, accumulate=accumulate)
 
 
+ROOM, SPARE = 0.125, 128  # of a message beyond what is predicted: a share, and bytes
+
+
 class LosslessCodec:
     """Packs what has changed of the 16-bit weights of one unit, bit for bit, into messages whose size is predicted.
 
-    How many bytes a difference takes is known on the device alone, and the size of a collective on the host. So a message
-    has room for 1.25 times what the last one needed plus what that was more than the one before; the first has room for
-    whatever may come, the second for twice the first. These numbers travel in the messages, so all ranks of an axis know
-    the same ones; the host reads them a step later, when they have long been there. Blocks that do not fit are left out:
-    their weights stay as they are on every rank, the owner's copy too, and are part of the next difference.
+    How many bytes a difference takes is known on the device alone, and the size of a collective on the host. So a
+    message has room for an eighth more than what the last one needed plus what that was more than the one before; the
+    first has room for whatever may come, the second for twice the first. These numbers travel in the messages, so all
+    ranks of an axis know the same; the host reads them a step later, when they have long been there. Blocks that do not
+    fit are left out: their weights stay as they are on every rank, the owner's copy too, and the next difference has
+    them.
 
     Args:
         size: elements of a shard.
     Attributes:
-        recent: [2] int64 on the host: bytes that the last difference and the one before it needed, the most of any rank;
-            0 where there was none. Part of a checkpoint.
+        recent: [2] int64 on the host: bytes that the last difference and the one before it needed, the most of any
+            rank; 0 where there was none. Part of a checkpoint.
         left_out: changed elements that have been left out, of all ranks of the axis, since someone set it to 0.
     """
 
@@ -183,8 +187,8 @@ class LosslessCodec:
         """Bytes of the next message."""
         self.settle()
         last, before = self.recent.tolist()
-        room = 2 * last if before == 0 else last + max(last - before, 0) + last // 4
-        return message_bytes(self.size, min(room + 16, 2 * self.size) if last else None)
+        needed = 2 * last if before == 0 else int((last + max(last - before, 0)) * (1 + ROOM)) + SPARE
+        return message_bytes(self.size, min(needed, 2 * self.size) if last else None)
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
         """Messages to pack into, [*peers, M] uint8."""

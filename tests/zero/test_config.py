@@ -44,7 +44,7 @@ CLIPPED = BlockFormat(4, 128, clip=True)
     ],
 )
 def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
-    plan = plan_wire(ZeroConfig(**flags), layout())
+    plan = plan_wire(ZeroConfig(**flags), layout(), torch.bfloat16)
     assert (plan.gather, plan.reduce) == (gather, reduce)
     assert plan.notices == ()
 
@@ -72,7 +72,7 @@ def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
 )
 def test_impossible_combinations_name_the_flags(flags, message):
     with pytest.raises(ValueError, match=message):
-        plan_wire(ZeroConfig(**flags), layout())
+        plan_wire(ZeroConfig(**flags), layout(), torch.bfloat16)
 
 
 UNUSED = {
@@ -90,14 +90,14 @@ UNUSED = {
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_flags_that_change_nothing_without_zeropp_are_noted(stage):
     flags = {name: value for name, (value, _) in UNUSED.items()}
-    (notice,) = plan_wire(ZeroConfig(zero_stage=stage, **flags), layout()).notices
+    (notice,) = plan_wire(ZeroConfig(zero_stage=stage, **flags), layout(), torch.bfloat16).notices
     assert notice.endswith(", ".join(words for _, words in UNUSED.values()))
 
 
 @pytest.mark.parametrize("name", UNUSED)
 def test_with_zeropp_each_of_them_has_its_effect(name):
     flags = {"zeropp": True, "zero_weight_bits": (16, 4), name: UNUSED[name][0]}
-    assert plan_wire(ZeroConfig(**flags), layout()).notices == ()
+    assert plan_wire(ZeroConfig(**flags), layout(), torch.bfloat16).notices == ()
 
 
 @pytest.mark.parametrize(
@@ -112,32 +112,32 @@ def test_with_zeropp_each_of_them_has_its_effect(name):
     ],
 )
 def test_what_one_switch_alone_does_not_use_is_noted(flags, name):
-    (notice,) = plan_wire(ZeroConfig(**flags), layout()).notices
+    (notice,) = plan_wire(ZeroConfig(**flags), layout(), torch.bfloat16).notices
     assert notice.split(": ")[-1].split(", ")[-1].startswith(name)
 
 
 def test_sums_over_copies_are_not_overlapped_and_the_flag_is_noted():
-    plan = plan_wire(ZeroConfig(overlap_grad_reduce=True), layout(replicas=2))
+    plan = plan_wire(ZeroConfig(overlap_grad_reduce=True), layout(replicas=2), torch.bfloat16)
     assert not plan.overlap_reduce
     assert plan.notices[0].endswith("--overlap-grad-reduce")
 
 
 def test_a_combination_that_cannot_pay_says_what_it_does_instead():
-    one_node = plan_wire(ZeroConfig(zeropp=True), layout(nodes=1))
+    one_node = plan_wire(ZeroConfig(zeropp=True), layout(nodes=1), torch.bfloat16)
     assert (one_node.gather, one_node.reduce) == (None, None)
     assert "no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3" in one_node.notices[0]
-    copy_per_node = plan_wire(ZeroConfig(zeropp=True), layout(replicas=2))
+    copy_per_node = plan_wire(ZeroConfig(zeropp=True), layout(replicas=2), torch.bfloat16)
     assert "as in ZeRO-3" in copy_per_node.notices[0]
-    alone = plan_wire(ZeroConfig(zeropp=True), layout(tp=4))
+    alone = plan_wire(ZeroConfig(zeropp=True), layout(tp=4), torch.bfloat16)
     assert alone.gather is not None
     assert "whole copy" in alone.notices[0]
 
 
 def test_nodes_of_one_rank_keep_16_bits_and_the_plan_says_what_travels():
-    alone = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout(tp=4))
+    alone = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout(tp=4), torch.bfloat16)
     assert alone.gather == GatherPlan(None, True, INT4)
     assert alone.notices[-1].startswith("--zero-weight-bits 8 4 is 16 4 here: nothing travels inside nodes of one")
-    plan = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout())
+    plan = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout(), torch.bfloat16)
     assert plan.notices == ()
     assert plan.describe().startswith(
         "weights are gathered in two hops, int8 in blocks of 256 inside nodes, differences as int4 in blocks of 128 "
@@ -157,13 +157,13 @@ def test_nodes_of_one_rank_keep_16_bits_and_the_plan_says_what_travels():
     ],
 )
 def test_the_table_of_back_ends_names_block_quantization_where_something_is_quantized(flags, quantizes):
-    rows = wire_backends(plan_wire(ZeroConfig(**flags), layout()), "cpu")
+    rows = wire_backends(plan_wire(ZeroConfig(**flags), layout(), torch.bfloat16), "cpu")
     assert [piece for piece, _, _ in rows] == ["block quantization"] * quantizes
 
 
 def test_a_device_that_cannot_quantize_is_refused():
     with pytest.raises(ValueError, match="no implementation for xpu"):
-        wire_backends(plan_wire(ZeroConfig(zeropp=True), layout()), "xpu")
+        wire_backends(plan_wire(ZeroConfig(zeropp=True), layout(), torch.bfloat16), "xpu")
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------

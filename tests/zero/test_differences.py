@@ -1,7 +1,4 @@
-"""Weights that cross nodes as differences from the resident secondary partition (--zero-weight-bits 16 4 and others).
-
-The reference is the rule in one process, in plain torch: every node's row of a unit after the other.
-"""
+"""Weights that cross nodes as lossless differences from the resident secondary partition."""
 
 from __future__ import annotations
 
@@ -11,49 +8,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tiers import slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, FixedBatches, build_step
+from helpers.tiers import chosen, slow
+from helpers.training import LLAMA_STYLE, Case, FixedBatches, build_step
 
-from kernels.block_quant import reference
-from kernels.formats import BlockFormat
+from kernels.weight_delta import message_bytes
 from megazpp.training.objective import Evaluator
 from megazpp.training.step import TrainStep
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.gather import Crossing
 from megazpp.zero.verify import CorruptWeightsError, verify_weights
-from megazpp.zero.wire import plan_message
 
 BF16, FP16 = PrecisionConfig(bf16=True), PrecisionConfig(fp16=True)
 
 
-def with_bits(inside: int, across: int, **flags: Any) -> ZeroConfig:
-    return ZeroConfig(zeropp=True, zero_weight_bits=(inside, across), **flags)
-
-
-def quantized(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
-    """What arrives of x [n], fp32."""
-    payload, scales = torch.empty(fmt.payload_bytes(len(x)), dtype=torch.uint8), torch.empty(fmt.num_blocks(len(x)))
-    scales, out = scales.bfloat16(), torch.empty(len(x))
-    reference.quantize(x.float(), fmt, payload, scales, None)
-    reference.dequantize(payload, scales, fmt, out)
-    return out
-
-
-def followed(shards: list[torch.Tensor], segments: Any, fmt: BlockFormat) -> list[torch.Tensor]:
-    """The rule in one process: R's row [S] after each message about `shards`, the first of which is a keyframe."""
-    rows = [shards[0].clone()]
-    for shard in shards[1:]:
-        last, row = rows[-1].float(), shard.clone()
-        for segment in segments:
-            part, blocks = slice(segment.start, segment.stop), fmt.payload_bytes(segment.size)
-            is_shorter = blocks + fmt.scale_bytes(segment.size) < segment.size * shard.element_size()
-            if is_shorter and not segment.exact:
-                row[part] = (last[part] + quantized(shard[part].float() - last[part], fmt)).to(shard.dtype)
-        rows.append(row)
-    return rows
-
-
-# ---- the ranks ------------------------------------------------------------------------------------------------------
+def lossless(**flags: Any) -> ZeroConfig:
+    return ZeroConfig(zeropp=True, zero_weight_delta="lossless", **flags)
 
 
 class Watched(NamedTuple):
@@ -62,17 +31,18 @@ class Watched(NamedTuple):
     shard: torch.Tensor  # [S] w, before the step
     resident: torch.Tensor  # [N, S] R, in the step
     gathered: torch.Tensor  # [N L, S] what the step computed with
+    needed: int  # bytes of the longest body of the step's difference; 0 where there was none
 
 
 class Run(NamedTuple):
     """What one rank saw."""
 
-    units: list[tuple[Any, list[Watched]]]  # each one's segments
+    units: list[list[Watched]]
     losses: list[float]
     validations: list[float]
     place: tuple[int, int]  # index along cross and local
-    sizes: tuple[int, int]
     cross_bytes: list[int]  # of weights, per step
+    left_out: int
 
 
 def weight_bytes(dims: Any) -> int:
@@ -92,23 +62,20 @@ def watch(case: Case, evaluate_after: tuple[int, ...] = ()) -> Run:
     watched: list[list[Watched]] = [[] for _ in gathers]
     losses, validations, sent = [], [], []
     for index in range(case.steps):
-        dtype = case.precision.param_dtype
-        shards = [gather.unit.shard_reader(dtype)() for gather in gathers]
+        shards = [gather.unit.shard_reader(case.precision.param_dtype)() for gather in gathers]
         before = weight_bytes(dims)
         losses.append(train_step(step, case, dims, index))
         sent.append(weight_bytes(dims) - before)
         with dims.counter.paused():
             for gather, shard, seen in zip(gathers, shards, watched, strict=True):
-                residents = gather.resident().weights
-                seen.append(Watched(shard, residents.clone(), used(gather, dims)))
+                resident, needed = gather.resident().weights.clone(), int(gather.lossless().recent[0])
+                seen.append(Watched(shard, resident, used(gather, dims), needed))
         if index in evaluate_after:
-            evaluator = Evaluator(
-                step.model, step.sharding, FixedBatches(case.batches(0, dims)), dims, iterations=1, batch_size=1
-            )
+            batches = FixedBatches(case.batches(0, dims))
+            evaluator = Evaluator(step.model, step.sharding, batches, dims, iterations=1, batch_size=1)
             validations.append(evaluator())
-    places = (dims.cross.rank, dims.local.rank), (dims.cross.size, dims.local.size)
-    segments = [gather.unit.segments for gather in gathers]
-    return Run(list(zip(segments, watched, strict=True)), losses, validations, *places, sent)
+    place = dims.cross.rank, dims.local.rank
+    return Run(watched, losses, validations, place, sent, step.sharding.take_left_out())
 
 
 def used(gather: Any, dims: Any) -> torch.Tensor:
@@ -120,69 +87,100 @@ def used(gather: Any, dims: Any) -> torch.Tensor:
     return out.flatten(0, 1)
 
 
-CASES = {
-    "16 4, bf16": (4, Case(nodes=2, zero=with_bits(16, 4), precision=BF16, micro_batches=2)),
-    "8 4, fp32": (4, Case(nodes=2, zero=with_bits(8, 4), model=LLAMA_STYLE)),
-    "8 4, fp16, tp 2, one rank per node": (4, Case(nodes=2, tp=2, zero=with_bits(8, 4), precision=FP16)),
-    "16 4, 3 nodes": (3, Case(nodes=3, zero=with_bits(16, 4), global_batch=12)),
-    "16 4, 5 nodes": (5, Case(nodes=5, zero=with_bits(16, 4), precision=BF16, global_batch=10)),
-    "8 4, tp 2, llama": (8, Case(nodes=2, tp=2, zero=with_bits(8, 4), precision=BF16, model=LLAMA_STYLE)),
-    "16 4, copies": (8, Case(nodes=4, replicas=2, zero=with_bits(16, 4), precision=BF16)),
+def losses(case: Case) -> list[float]:
+    step, dims = build_step(case)
+    return [train_step(step, case, dims, index) for index in range(case.steps)]
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "bf16": (4, {"nodes": 2, "precision": BF16, "micro_batches": 2}),
+    "fp16, tp 2, one rank per node": (4, {"nodes": 2, "tp": 2, "precision": FP16}),
+    "3 nodes": (3, {"nodes": 3, "precision": BF16, "global_batch": 12}),
+    "5 nodes": (5, {"nodes": 5, "precision": BF16, "global_batch": 10}),
+    "tp 2, llama": (8, {"nodes": 2, "tp": 2, "precision": BF16, "model": LLAMA_STYLE, "sequence_parallel": True}),
+    "copies": (8, {"nodes": 4, "replicas": 2, "precision": BF16}),
+    "200 steps": (4, {"nodes": 2, "precision": BF16, "steps": 200, "learning_rate": 1e-3}),
 }
-DEFAULT = ("16 4, bf16", "8 4, fp16, tp 2, one rank per node", "16 4, 3 nodes")
 
 
-@pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in CASES])
-def test_resident_weights_follow_the_rule_of_one_process_and_are_what_every_rank_computes_with(name: str):
-    world, case = CASES[name]
+@pytest.mark.parametrize("setting", chosen(CASES, "bf16", "fp16, tp 2, one rank per node", "3 nodes"))
+def test_every_rank_computes_with_the_owners_weights_and_losses_are_those_of_16_bits(
+    setting: tuple[int, dict[str, Any]],
+):
+    world, given = setting
+    case = Case(**given, zero=lossless())
     runs: list[Run] = ranks(world).run(watch, case)
-    num_nodes, num_local = runs[0].sizes
-    itemsize, inside = case.precision.param_dtype.itemsize, case.zero.weight_bits[0]
-    whole, differences = 0, 0
-    for index, (segments, seen) in enumerate(runs[0].units):
-        whole += plan_message(segments, None, exact_itemsize=itemsize).message_bytes
-        fmt = BlockFormat(case.zero.weight_bits[1], 128)
-        differences += plan_message(segments, fmt, exact_itemsize=itemsize).message_bytes
-        shards = {(run.place, tp): run.units[index][1] for tp, run in tp_ranks(runs, case)}
+    sixteen = ranks(world).run(losses, dataclasses.replace(case, zero=ZeroConfig(zeropp=True, zero_weight_bits=16)))
+    assert [run.losses for run in runs] == sixteen
+    assert [run.left_out for run in runs] == [0] * world
+    nodes = 1 + max(run.place[0] for run in runs)
+    same = [sum(other.place == run.place for other in runs[:index]) for index, run in enumerate(runs)]  # tp, copy
+    for index in range(len(runs[0].units)):
+        shards = {(run.place, tp): run.units[index] for tp, run in zip(same, runs, strict=True)}
         for (place, tp), mine in shards.items():
-            for node in range(num_nodes):
-                owner = shards[(node, place[1]), tp]
-                rows = followed([each.shard for each in owner], segments, fmt)
-                assert any(not torch.equal(row, each.shard) for row, each in zip(rows, owner, strict=True))
-                for row, each in zip(rows, mine, strict=True):
-                    assert torch.equal(bits(each.resident[node]), bits(row))
-            if inside == 16 or num_local == 1:
-                for step, each in enumerate(mine):
-                    order = [(n, local) for n in range(num_nodes) for local in range(num_local)]
-                    rows = torch.stack([shards[at, tp][step].resident[at[0]] for at in order])
-                    assert torch.equal(bits(each.gathered), bits(rows))
+            owners = [shards[(node, place[1]), tp] for node in range(nodes)]
             for step, each in enumerate(mine):
-                first = shards[(0, 0), tp][step]
-                assert torch.equal(bits(each.gathered), bits(first.gathered))
-        assert len(seen) == case.steps
+                rows = torch.stack([owner[step].shard for owner in owners])
+                assert torch.equal(bits(each.resident), bits(rows))
+                everyone = torch.stack([shards[at, tp][step].shard for at in sorted({at for at, _ in shards})])
+                assert torch.equal(bits(each.gathered), bits(everyone))
     for run in runs:
-        assert run.cross_bytes == [(num_nodes - 1) * n for n in (whole, *[differences] * (case.steps - 1))]
-    assert differences < (0.6 if itemsize == 2 else 0.4) * whole
+        whole, first, *later = run.cross_bytes
+        sizes = [len(unit[0].shard) for unit in run.units]
+        assert whole == (nodes - 1) * sum(-(-2 * size // 16) * 16 for size in sizes)
+        assert first == (nodes - 1) * sum(message_bytes(size) for size in sizes)
+        for step, sent in enumerate(later, 2):
+            last, before = ([unit[step - back].needed for unit in run.units] for back in (1, 2))
+            assert sent == (nodes - 1) * sum(map(expected_bytes, sizes, last, before))
 
 
-def tp_ranks(runs: list[Run], case: Case) -> list[tuple[int, Run]]:
-    """Each rank's run with what sets it apart from those that are at the same place: tensor-parallel index, copy."""
-    return [(sum(other.place == run.place for other in runs[:index]), run) for index, run in enumerate(runs)]
+def expected_bytes(size: int, last: int, before: int) -> int:
+    """An eighth more than what the last difference needed plus its growth; twice the first."""
+    needed = 2 * last if before == 0 else int(1.125 * (last + max(last - before, 0))) + 128
+    return message_bytes(size, min(needed, 2 * size))
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+def with_little_room(case: Case) -> tuple[list[bool], list[int], list[str]]:
+    """By step: R is what the owners have; left out; what was computed with, summed up. Messages are short in step 3."""
+    step, dims = build_step(case)
+    equal, left_out, sums = [], [], []
+    for index in range(case.steps):
+        gathers = step.sharding._gathers
+        shards = [gather.unit.shard_reader(torch.bfloat16)() for gather in gathers]
+        if index == 3:
+            for gather in gathers:
+                gather.lossless().recent.fill_(40)
+        train_step(step, case, dims, index)
+        rows = [gather.resident().weights[dims.cross.rank] for gather in gathers]
+        equal.append(all(torch.equal(bits(a), bits(b)) for a, b in zip(rows, shards, strict=True)))
+        left_out.append(step.sharding.take_left_out())
+        with dims.counter.paused():
+            sums.append(str([int(bits(used(gather, dims)).long().sum()) for gather in gathers]))
+    return equal, left_out, sums
+
+
+def test_what_a_message_has_no_room_for_waits_and_all_ranks_compute_with_the_same():
+    answers = ranks(4).run(with_little_room, Case(nodes=2, zero=lossless(), precision=BF16, steps=8))
+    for equal, left_out, sums in answers:
+        assert equal[:3] == [True] * 3
+        assert equal[-1]
+        assert left_out[:3] == [0] * 3
+        assert left_out[3] > 0 == left_out[-1]
+        assert sums == answers[0][2]
+    assert not all(equal[3] for equal, *_ in answers)
+
+
 def test_evaluations_send_nothing_of_their_own_and_change_nothing():
-    case = Case(nodes=2, zero=with_bits(16, 4), precision=BF16)
+    case = Case(nodes=2, zero=lossless(), precision=BF16)
     calm, evaluated = (ranks(4).run(watch, case, after) for after in ((), (1, 3)))
     for one, other in zip(calm, evaluated, strict=True):
         assert one.losses == other.losses
         assert len(other.validations) == 2
         assert one.cross_bytes == other.cross_bytes  # an evaluation's first use is the next step's message
-        for (_, ours), (_, theirs) in zip(one.units, other.units, strict=True):
-            assert all(torch.equal(bits(a.resident), bits(b.resident)) for a, b in zip(ours, theirs, strict=True))
 
 
 # ---- what crosses when ----------------------------------------------------------------------------------------------
@@ -196,9 +194,9 @@ def crossings_after(case: Case) -> dict[str, set[Crossing]]:
     def take_step(**settings: Any) -> None:
         torch.optim.AdamW(parameters, lr=1e-3, **settings).step()
 
-    def write(first: int = 0, *, of: Any = lambda parameter: parameter) -> None:
+    def write(first: int = 0, past_counters: bool = False) -> None:
         for parameter in parameters[: first or None]:
-            of(parameter).mul_(1.5)
+            (parameter.data if past_counters else parameter).mul_(1.5)
 
     actions = {
         "a use": lambda: None,
@@ -208,12 +206,11 @@ def crossings_after(case: Case) -> dict[str, set[Crossing]]:
         "a step, loop": lambda: take_step(foreach=False),
         "a step of another optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step,
         "a write": write,
-        "a write to the local shards": lambda: write(of=lambda parameter: parameter.to_local()),
         "a write, then a step": lambda: (write(), step.optimizer.step()),
         "a step, then a write to the first unit": lambda: (step.optimizer.step(), write(first=1)),
         "weights_changed": step.sharding.weights_changed,
         "a load": lambda: step.model.load_state_dict(step.model.state_dict()),
-        "a write past all counters": lambda: write(of=lambda parameter: parameter.data),
+        "a write past all counters": lambda: write(past_counters=True),
     }
     found = {"nothing was ever sent": {gather.next_crossing() for gather in gathers}}
     for index, (what, action) in enumerate(actions.items()):
@@ -228,22 +225,14 @@ def test_a_step_sends_a_difference_any_other_write_whole_weights_and_nothing_els
     nothing, difference, keyframe = ({crossing} for crossing in Crossing)
     others = {"a use": nothing, "a change of mode": nothing, "a write past all counters": nothing}
     others["a step, then a write to the first unit"] = difference | keyframe
-    for found in ranks(4).run(crossings_after, Case(nodes=2, zero=with_bits(16, 4), model=LLAMA_STYLE)):
+    for found in ranks(4).run(crossings_after, Case(nodes=2, zero=lossless(), precision=BF16, model=LLAMA_STYLE)):
         for what, crossing in found.items():
             expected = others.get(what, difference if what.startswith("a step") else keyframe)
             assert crossing == expected, what
 
 
-def test_without_differences_a_step_and_any_other_write_send_whole_weights():
-    nothing, _, keyframe = ({crossing} for crossing in Crossing)
-    calm = ("a use", "a change of mode", "a write past all counters")
-    for found in ranks(4).run(crossings_after, Case(nodes=2, zero=with_bits(8, 8), model=LLAMA_STYLE)):
-        for what, crossing in found.items():
-            assert crossing == (nothing if what in calm else keyframe), what
-
-
 def with_a_bad_weight(case: Case, bad: float) -> list[list[bool]]:
-    """Which units every gathered row of which is finite; after a bad weight, a step later, after a keyframe."""
+    """Which units every gathered row of which is finite; after a bad weight, two steps later, after a keyframe."""
     step, dims = build_step(case)
     gathers = step.sharding._gathers
 
@@ -261,23 +250,24 @@ def with_a_bad_weight(case: Case, bad: float) -> list[list[bool]]:
     found.append(finite())
     if dims.world.rank == 3:
         weight_shard.data[0] = before
-    step.optimizer.zero_grad()
-    for parameter in step.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    torch.optim.SGD(step.model.parameters(), lr=0.0).step()
-    found.append(finite())
+    for _ in range(2):  # the first message may have no room for a block of which all bits change
+        for parameter in step.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        torch.optim.SGD(step.model.parameters(), lr=0.0).step()
+        healed = finite()
+    found.append(healed)
     step.sharding.weights_changed()
     found.append(finite())
     return found
 
 
-@pytest.mark.parametrize(("inside", "bad"), [(16, float("nan")), (8, float("inf")), slow(16, -float("inf"))])
-def test_what_is_not_finite_arrives_as_nan_and_stays_until_the_next_keyframe(inside: int, bad: float):
-    for start, broken, later, healed in ranks(4).run(with_a_bad_weight, Case(nodes=2, zero=with_bits(inside, 4)), bad):
-        assert all(start)
-        assert broken == later
+@pytest.mark.parametrize("bad", [float("nan"), slow(-float("inf"))])
+def test_what_is_not_finite_arrives_and_goes_again(bad: float):
+    for start, broken, later, healed in ranks(4).run(
+        with_a_bad_weight, Case(nodes=2, zero=lossless(), precision=BF16), bad
+    ):
         assert broken.count(False) == 1
-        assert all(healed)
+        assert all(start + later + healed)
 
 
 # ---- corruption -----------------------------------------------------------------------------------------------------
@@ -316,17 +306,14 @@ def with_a_flipped_bit(case: Case, steps: int) -> tuple[list[str], list[int]]:
     return said, sent
 
 
-@pytest.mark.parametrize("inside", [16, slow(8)])
-def test_a_flipped_bit_in_the_resident_weights_is_found_and_lives_until_the_keyframe_of_the_interval(inside: int):
+def test_a_flipped_bit_in_the_resident_weights_is_found_and_lives_until_the_keyframe_of_the_interval():
     """Whole weights cross after iterations 4 and 8, in the next step; the bit is rank 3's, of what rank 1 has sent."""
-    zero = with_bits(inside, 4, zero_weight_keyframe_interval=4)
-    answers = ranks(4).run(with_a_flipped_bit, Case(nodes=2, zero=zero), 9)
+    case = Case(nodes=2, zero=lossless(zero_weight_keyframe_interval=4), precision=BF16, learning_rate=1e-5)
+    answers = ranks(4).run(with_a_flipped_bit, case, 9)
     for said, sent in answers:
         broken = "layers.0, shard of rank 1: other weights on rank 2, 3"
         assert said == ["", "", broken, broken, *[""] * 5]
-        assert {sent[0], sent[4], sent[8]} == {max(sent)}
-        assert {sent[i] for i in (1, 2, 3, 5, 6, 7)} == {min(sent)}
-        assert max(sent) > min(sent) > 0
+        assert sent[0] == sent[4] == sent[8] > max(sent[i] for i in (2, 3, 5, 6, 7))
 
 
 def restored(case: Case) -> list[bool]:
@@ -345,7 +332,7 @@ def restored(case: Case) -> list[bool]:
 
 
 def test_restored_resident_weights_are_sent_inside_a_node_as_before():
-    assert all(all(same) for same in ranks(4).run(restored, Case(nodes=2, zero=with_bits(8, 4), precision=BF16)))
+    assert all(all(same) for same in ranks(4).run(restored, Case(nodes=2, zero=lossless(), precision=BF16)))
 
 
 def without_begin_step(case: Case) -> None:
@@ -355,39 +342,4 @@ def without_begin_step(case: Case) -> None:
 
 
 def test_a_keyframe_interval_needs_to_know_the_iteration():
-    ranks(2).run(without_begin_step, Case(nodes=2, zero=with_bits(16, 4, zero_weight_keyframe_interval=9)))
-
-
-# ---- how close ------------------------------------------------------------------------------------------------------
-
-
-def errors_of_weights(case: Case) -> list[float]:
-    """Relative L2 error of the matrices that a step computes with, at each step."""
-    step, dims = build_step(case)
-    found = []
-    for index in range(case.steps):
-        gathers = step.sharding._gathers
-        shards = [gather.unit.shard_reader(torch.float32)() for gather in gathers]
-        rate = case.learning_rate * (index + 1) / 20  # a warm-up
-        step(case.batches(index, dims), learning_rate=rate, weight_decay=0.01)
-        wrong, whole = 0.0, 0.0
-        for gather, shard in zip(gathers, shards, strict=True):
-            mine = used(gather, dims)[dims.shard.rank].float()
-            for segment in gather.unit.segments:
-                if not segment.exact:
-                    part = slice(segment.start, segment.stop)
-                    wrong += float((mine[part] - shard[part]).square().sum())
-                    whole += float(shard[part].square().sum())
-        found.append((wrong / whole) ** 0.5)
-    return found
-
-
-@pytest.mark.slow
-def test_differences_bring_weights_three_times_as_close_as_8_bits_do():
-    model = dataclasses.replace(GPT2_STYLE, hidden_size=96, ffn_hidden_size=384)
-    case = Case(nodes=2, precision=BF16, learning_rate=1e-3, steps=10, model=model)
-    cases = (dataclasses.replace(case, zero=with_bits(*pair)) for pair in ((8, 8), (16, 4)))
-    eight, four = (ranks(4).run(errors_of_weights, each)[0] for each in cases)
-    assert four[0] < 0.0018  # bf16
-    assert max(four) < 0.0025
-    assert min(eight) > 3 * max(four)
+    ranks(2).run(without_begin_step, Case(nodes=2, zero=lossless(zero_weight_keyframe_interval=9), precision=BF16))
