@@ -117,7 +117,7 @@ class Moments(StatePart):
 
 
 class ErrorFeedback(StatePart):
-    """The errors of rounding gradients: a rank of one layout has its own, a run on another layout begins with zeros.
+    """The errors of rounding gradients and sizes of messages: each rank of a layout has its own, others begin with zeros.
 
     Attributes:
         sources: give this rank's buffers by name.
@@ -137,9 +137,10 @@ class ErrorFeedback(StatePart):
         return {name: x for name, x in self.tensors().items() if name in there and there[name].size == x.shape}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        missing = [x for name, x in self.tensors().items() if name not in loaded]
-        for x in missing:
-            x.zero_()
+        missing = [name for name, x in self.tensors().items() if name not in loaded]
+        for name in missing:
+            self.tensors()[name].zero_()
+        missing = [name for name in missing if not name.endswith(".recent")]  # the next messages have room for all
         self._sharding.rescale_feedback(self._values.scaler.scale / self._values.saved_scale)
         return ["error feedback begins at zero: the checkpoint has none of this layout"] if missing else []
 

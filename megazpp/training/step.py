@@ -113,7 +113,7 @@ class TrainStep:
             self.optimizer.zero_grad(set_to_none=True)
         self.scaler.update(found_inf=step.overflow)
         self.sharding.end_step(kept * (self.scaler.scale / scale), iteration=iteration)
-        step.record.metrics = self._objective.metrics()
+        step.record.metrics = {**self._objective.metrics(), **self.sharding.metrics()}
         return step
 
     def _forward_backward(self, micro_batches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:

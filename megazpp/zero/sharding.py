@@ -34,7 +34,9 @@ from megazpp.zero.comms import CommContext, CountedGather, CountedReduce
 from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig, plan_wire
 from megazpp.zero.gather import Crossing, TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
+from megazpp.zero.secondary import Resident
 from megazpp.zero.units import Unit, find_units
+from megazpp.zero.wire import LosslessCodec
 
 
 class WeightHandle(Protocol):
@@ -213,13 +215,17 @@ class Sharding:
                 gather.restore(row, crossing)
         return complete
 
-    def take_left_out(self) -> int:
-        """Changed weights that lossless differences had no room for since the last call, of this rank's cross axis."""
-        found = 0
-        for gather in self._residents:
-            codec = gather.lossless()
-            found, codec.left_out = found + codec.left_out, 0
-        return found
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the steps since the last call; {} where weights do not cross nodes as lossless differences.
+
+        weights_left_out: changed weights that messages had no room for, of the ranks of this rank's cross axis, as far
+        as the host knows: the last step's come with the next one.
+        """
+        if not self._residents:
+            return {}
+        codecs = [gather.secondary.differences for gather in self._residents if isinstance(gather.secondary, Resident)]
+        found = sum(codec.take_left_out() for codec in codecs if isinstance(codec, LosslessCodec))
+        return {"weights_left_out": float(found)}
 
     @property
     def keeps_state(self) -> bool:

@@ -174,11 +174,10 @@ class LosslessCodec:
     Attributes:
         recent: [2] int64 on the host: bytes that the last difference and the one before it needed, the most of any
             rank; 0 where there was none. Part of a checkpoint.
-        left_out: changed elements that have been left out, of all ranks of the axis, since someone set it to 0.
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.left_out = size, 0
+        self.size, self._left_out = size, 0
         self.recent = torch.zeros(2, dtype=torch.int64)
         self._arriving: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
@@ -225,4 +224,9 @@ class LosslessCodec:
             event.synchronize()
         self.recent[1] = self.recent[0]
         self.recent[0] = found[0].clamp(min=1)
-        self.left_out += int(found[1])
+        self._left_out += int(found[1])
+
+    def take_left_out(self) -> int:
+        """Changed elements that were left out since the last call, of all ranks of the axis, as far as is known."""
+        found, self._left_out = self._left_out, 0
+        return found

@@ -75,7 +75,7 @@ def watch(case: Case, evaluate_after: tuple[int, ...] = ()) -> Run:
             evaluator = Evaluator(step.model, step.sharding, batches, dims, iterations=1, batch_size=1)
             validations.append(evaluator())
     place = dims.cross.rank, dims.local.rank
-    return Run(watched, losses, validations, place, sent, step.sharding.take_left_out())
+    return Run(watched, losses, validations, place, sent, int(step.sharding.metrics()["weights_left_out"]))
 
 
 def used(gather: Any, dims: Any) -> torch.Tensor:
@@ -157,7 +157,9 @@ def with_little_room(case: Case) -> tuple[list[bool], list[int], list[str]]:
         train_step(step, case, dims, index)
         rows = [gather.resident().weights[dims.cross.rank] for gather in gathers]
         equal.append(all(torch.equal(bits(a), bits(b)) for a, b in zip(rows, shards, strict=True)))
-        left_out.append(step.sharding.take_left_out())
+        for gather in gathers:
+            gather.lossless()  # waits for the numbers that the host reads in the next step
+        left_out.append(int(step.sharding.metrics()["weights_left_out"]))
         with dims.counter.paused():
             sums.append(str([int(bits(used(gather, dims)).long().sum()) for gather in gathers]))
     return equal, left_out, sums
