@@ -117,7 +117,7 @@ class Moments(StatePart):
 
 
 class ErrorFeedback(StatePart):
-    """The errors of rounding gradients and sizes of messages: each rank of a layout has its own, others begin with zeros.
+    """The errors of rounding gradients, and sizes of messages; a run on another layout begins with zeros.
 
     Attributes:
         sources: give this rank's buffers by name.

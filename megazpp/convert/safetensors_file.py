@@ -69,7 +69,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping
     Args:
         metadata: said beside them.
     """
-    names, start = {dtype: name for name, dtype in DTYPES.items()}, 0
+    names, start = {dtype: name for name, dtype in (*DTYPES.items(), ("I32", torch.int32))}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     for name, entry in tensors.items():
         size = _num_bytes(entry)
