@@ -10,6 +10,7 @@ import dataclasses
 from typing import NamedTuple
 
 from megazpp.base.arguments import RunConfig
+from megazpp.convert.patches import check_patches
 from megazpp.islands.config import IslandsPlan, count_islands, plan_islands
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
@@ -105,6 +106,15 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> Model
     try:
         islands = count_islands(config.islands, cluster, verify_interval=config.verify.zero_verify_interval)
         plan = check_model_config(config, cluster, device_type=device_type, islands=islands)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        if config.checkpoint.save_weight_patches is not None and plan is not None:
+            check_patches(config.model, config.precision, plan[1])
+            if config.islands.asked:
+                raise ValueError(
+                    f"--save-weight-patches: the islands of {config.islands.asked} have weights of their own"
+                )
     except ValueError as error:
         problems.append(str(error))
     if plan is None or problems:

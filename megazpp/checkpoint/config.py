@@ -23,7 +23,7 @@ class CheckpointConfig:
     async_save: bool = flag(False, "go on training while a copy is written; takes the memory of that copy")
     save_weight_patches: str | None = flag(
         None,
-        "folder to write, after every step, the 16-bit weights that have changed to, under Hugging Face's names, for an "
+        "folder for patches: after every step the 16-bit weights that have changed, under Hugging Face's names, for an "
         "engine that draws from the policy",
     )
     weight_anchor_interval: int = flag(

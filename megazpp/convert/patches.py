@@ -22,8 +22,10 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import OUTPUT, WORDS, held
 from megazpp.convert.safetensors_file import write_tensors
+from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
+from megazpp.zero.config import PrecisionConfig, WirePlan
 from megazpp.zero.sharding import Sharding
 
 
@@ -48,7 +50,7 @@ class WeightPatches:
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
         """Write what the step has changed, or an anchor; called on all ranks."""
         step, base = progress.iteration, self._step
-        anchor = base is None or step % self._interval == 0
+        anchor = base is None or step != base + 1 or step % self._interval == 0
         found: dict[str, torch.Tensor] = {}
         with torch.no_grad(), self._dims.counter.paused():
             for name, new in self._weights():
@@ -81,3 +83,15 @@ class WeightPatches:
                         yield name, part.detach().cpu().clone(memory_format=torch.contiguous_format)
             for module in unit.modules:
                 module.reshard()
+
+
+def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: WirePlan) -> None:
+    """Raises ValueError, naming flags, where the run's weights cannot be written as patches."""
+    if precision.param_dtype.itemsize != 2:
+        raise ValueError("--save-weight-patches needs --bf16 or --fp16: fp32 weights change all in every step")
+    if wire.gather is not None and wire.gather.fmt is not None:
+        raise ValueError(
+            f"--save-weight-patches: the training computes with weights in {wire.gather.fmt.bits} bits; "
+            "--zero-weight-delta lossless gathers 16"
+        )
+    choose_architecture(config)

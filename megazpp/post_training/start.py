@@ -109,6 +109,9 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         configs.lora.settings(config.model)
         tp, dtype = config.parallel.tensor_model_parallel_size, config.precision.param_dtype
         check_base_bits(config.model, configs.lora.base_weight_bits, dtype, tp=tp)
+    if config.checkpoint.save_weight_patches is not None and (lora or post.objective == "reward"):
+        asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
+        raise ValueError(f"--save-weight-patches is for all weights of a policy, not with {asked}")
     if lora and post.sync_ref_model:
         raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which nothing changes")
     if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed
 from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState
+from megazpp.convert.patches import WeightPatches
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.text import continue_texts
 from megazpp.islands.loop import LocalSteps
@@ -193,6 +195,10 @@ class Trainer:
             if self.islands is not None:
                 self.islands.compile_kernels(self.run.device)
         after: list[AfterStep] = [self.checkpoints]
+        patches = self.config.checkpoint.save_weight_patches
+        if patches is not None:
+            interval, dims = self.config.checkpoint.weight_anchor_interval, self.run.dims
+            after.append(WeightPatches(Path(patches), interval, *self.built, dims))
         if self.parts.validation is not None:
             after.append(Evaluations(self.recorder, self.config.evaluation.eval_interval, stops))
         with self.parts.batches as batches, watchdog, self.profiler:
