@@ -55,9 +55,7 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
     if new.numel() == 0:
         message.zero_()
     if implementation is not None:
-        wanted, left_out = implementation.encode(new, old, kinds[0], halves[0], body[0])
-        found = message[:NUMBERS].view(torch.int64)
-        found[0], found[1] = wanted, left_out
+        implementation.encode(new, old, kinds[0], halves[0], body[0], message[:NUMBERS].view(torch.int64))
 
 
 def decode(messages: Tensor, weights: Tensor) -> None:

@@ -159,11 +159,10 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
     return size;
 }
 
-int64_t megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, const struct format *f, uint8_t *kinds,
-                       uint8_t *halves, uint8_t *body, int64_t capacity, int64_t *left_out) {
+void megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, const struct format *f, uint8_t *kinds,
+                    uint8_t *halves, uint8_t *body, int64_t capacity, int64_t *numbers) {
     uint8_t found[ROOM];
-    int64_t offset = 0, written = 0;
-    *left_out = 0;
+    int64_t offset = 0, written = 0, left_out = 0;
     for (int64_t start = 0; start < size; start += BLOCK) {
         int valid = size - start < BLOCK ? size - start : BLOCK;
         uint16_t last_new[BLOCK], last_old[BLOCK];
@@ -182,14 +181,15 @@ int64_t megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, c
             written = offset + bytes;
         } else {
             *kinds = *halves = 0;
-            *left_out += changed;
+            left_out += changed;
         }
         offset += bytes;
         kinds++;
         halves++;
     }
     memset(body + written, 0, capacity - written);
-    return offset;
+    numbers[0] = offset;
+    numbers[1] = left_out;
 }
 
 /* The values of `count` elements, out of a body with MOST_QUOTIENTS / 8 + 8 readable bytes behind it. */

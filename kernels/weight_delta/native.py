@@ -22,20 +22,16 @@ class _Format(Structure):
 def library() -> CLibrary | CLibraryError:
     """The compiled functions, or why there are none."""
     try:
-        loaded = load_c_library(SOURCE)
+        return load_c_library(SOURCE)
     except CLibraryError as error:
         return error
-    loaded.functions.megazpp_encode.restype = c_int64
-    return loaded
 
 
-def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor) -> tuple[int, int]:
+def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
     """See `reference.encode`."""
-    left_out = c_int64()
-    places = [c_void_p(x.data_ptr()) for x in (new, old, kinds, halves, body)]
+    data, table = ([c_void_p(x.data_ptr()) for x in group] for group in ((new, old), (kinds, halves, body)))
     fmt, size, capacity = _Format(*EXPONENTS[new.dtype]), c_int64(len(new)), c_int64(len(body))
-    wanted = _functions().megazpp_encode(*places[:2], size, byref(fmt), *places[2:], capacity, byref(left_out))
-    return int(wanted), left_out.value
+    _functions().megazpp_encode(*data, size, byref(fmt), *table, capacity, c_void_p(numbers.data_ptr()))
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:

@@ -35,11 +35,11 @@ def order(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
-def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor) -> tuple[int, int]:
-    """[S] twice -> kinds and halves (bytes of a body / 2) [B] and body [C] uint8.
+def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
+    """[S] twice -> kinds and halves (bytes of a body / 2) [B], body [C] uint8, numbers [2] int64.
 
-    Returns:
-        Bytes that all bodies need; changed elements of the blocks whose body ends beyond C, which are left out.
+    The numbers are bytes that all bodies need, and changed elements of the blocks whose body ends beyond C, which are
+    left out.
     """
     exponents = _exponents(old)
     difference = order(new.view(torch.int16)) - order(old.view(torch.int16))
@@ -58,7 +58,7 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
         else:
             left_out += int(z[index].count_nonzero())
         offset += len(found)
-    return offset, left_out
+    numbers[0], numbers[1] = offset, left_out
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Lossless differences on CUDA: a program codes one block of 256 elements; reference.py says what the bytes are.
 
-Encoding takes two passes, because where a body begins depends on the lengths of those before it: the first measures, a
-prefix sum of torch's follows, the second places bits by atomic or in zeroed words. Nothing waits for the host.
+Where a body begins depends on the lengths of those before it, so encoding takes two passes with a prefix sum in one
+program between them: the first measures, the second places bits by atomic or in zeroed words. Nothing waits for the
+host.
 """
 # Constants are upper case, as Triton's users write them; what a kernel takes are pointers and tensors of the device,
 # which mypy has no types for.
@@ -23,34 +24,29 @@ NUM_WARPS = 4
 _BLOCK = tl.constexpr(BLOCK)
 _MOST_POSITIONS, _DENSE, _RAW = tl.constexpr(63), tl.constexpr(64), tl.constexpr(255)
 _MOST_QUOTIENTS = tl.constexpr(MOST_QUOTIENTS)
+_CHUNK = tl.constexpr(1024)  # blocks that a prefix sum takes at once
 
 
-def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.encode`; the two numbers stay on the device."""
+def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
+    """See `reference.encode`."""
     num_blocks = len(kinds)
-    plan = torch.empty(4, num_blocks, dtype=torch.int32, device=new.device)  # kind, c, bytes, changed
+    plan = torch.empty(5, num_blocks, dtype=torch.int32, device=new.device)  # kind, c, bytes, changed, start
     data = (new.view(torch.int16), old.view(torch.int16), plan)
     constants = _constants(new.dtype)
     _measure_kernel[(num_blocks,)](*data, len(new), num_blocks, **constants)
-    ends = plan[2].cumsum(0)
-    fits = ends <= len(body)
-    left_out = (plan[3] * ~fits).sum()
-    kinds.copy_(plan[0] * fits)
-    halves.copy_((plan[2] * fits) >> 1)  # modulo 256: a raw body of 512 bytes has 0
-    starts = (ends - plan[2]).where(fits, -1)
-    _place_kernel[(num_blocks,)](*data, starts, body.zero_().view(torch.int32), len(new), num_blocks, **constants)
-    return ends[-1], left_out
+    _start_kernel[(1,)](plan, kinds, halves, numbers, num_blocks, len(body), num_warps=NUM_WARPS)
+    _place_kernel[(num_blocks,)](*data, body.zero_().view(torch.int32), len(new), num_blocks, **constants)
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
     """See `reference.decode`, for rows: kinds and halves [N, B], body [N, C], weights [N, S]."""
-    nodes, num_blocks = kinds.shape
-    left = weights.shape[1] - BLOCK * torch.arange(num_blocks, device=weights.device)
-    sizes = (2 * halves.int()).where(kinds < _RAW.value, 2 * left.clamp(max=BLOCK))
-    starts = sizes.cumsum(1) - sizes
+    (nodes, num_blocks), size = kinds.shape, weights.shape[1]
+    starts = torch.empty(nodes, num_blocks, dtype=torch.int32, device=weights.device)
+    strides = (kinds.stride(0), halves.stride(0))
+    _find_kernel[(nodes,)](kinds, halves, starts, size, num_blocks, *strides, num_warps=NUM_WARPS)
     _decode_kernel[(num_blocks, nodes)](
-        *(kinds, halves, body, starts, weights.view(torch.int16), weights.shape[1], num_blocks),
-        *(kinds.stride(0), halves.stride(0), body.stride(0), weights.stride(0)),
+        *(kinds, halves, body, starts, weights.view(torch.int16), size, num_blocks),
+        *(*strides, body.stride(0), weights.stride(0)),
         **_constants(weights.dtype),
     )
 
@@ -129,6 +125,41 @@ def _measure_kernel(
 
 
 @triton.jit
+def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
+    """Find each body's start, -1 for those without a place, and write the table of blocks; one program."""
+    wanted, left_out = 0, 0
+    for first in range(0, num_blocks, _CHUNK):
+        block = first + tl.arange(0, _CHUNK)
+        inside = block < num_blocks
+        kind = tl.load(plan + block, mask=inside, other=0)
+        length = tl.load(plan + 2 * num_blocks + block, mask=inside, other=0)
+        changed = tl.load(plan + 3 * num_blocks + block, mask=inside, other=0)
+        ends = wanted + tl.cumsum(length, 0)
+        fits = ends <= capacity
+        tl.store(plan + 4 * num_blocks + block, tl.where(fits, ends - length, -1), mask=inside)
+        tl.store(kinds + block, tl.where(fits, kind, 0).to(tl.uint8), mask=inside)
+        tl.store(halves + block, tl.where(fits, (length >> 1) & 255, 0).to(tl.uint8), mask=inside)
+        wanted += tl.sum(length)
+        left_out += tl.sum(tl.where(fits, 0, changed))
+    tl.store(numbers, wanted)
+    tl.store(numbers + 1, left_out)
+
+
+@triton.jit
+def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
+    """Find where each body of a message begins; a program for each message."""
+    node, end = tl.program_id(0).to(tl.int64), 0
+    for first in range(0, num_blocks, _CHUNK):
+        block = first + tl.arange(0, _CHUNK)
+        inside = block < num_blocks
+        kind = tl.load(kinds + node * kinds_n + block, mask=inside, other=0).to(tl.int32)
+        half = tl.load(halves + node * halves_n + block, mask=inside, other=0).to(tl.int32)
+        length = 2 * tl.where(kind == _RAW, tl.minimum(size - block * _BLOCK, _BLOCK), half)
+        tl.store(starts + node * num_blocks + block, end + tl.cumsum(length, 0) - length, mask=inside)
+        end += tl.sum(length)
+
+
+@triton.jit
 def _put(words, bit, value, width, mask):
     """Write `value` of `width` bits, at most 16, at a bit's place in zeroed words."""
     word, shift = words + (bit >> 5), (bit & 31).to(tl.int32)
@@ -139,11 +170,11 @@ def _put(words, bit, value, width, mask):
 
 @triton.jit
 def _place_kernel(
-    new, old, plan, starts, words, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
+    new, old, plan, words, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
 ):  # fmt: skip
     """Write one block's body, if it has a place."""
-    start = tl.load(starts + tl.program_id(0)).to(tl.int64)
     plan += tl.program_id(0)
+    start = tl.load(plan + 4 * num_blocks).to(tl.int64)
     kind, c, length = tl.load(plan), tl.load(plan + num_blocks), tl.load(plan + 2 * num_blocks)
     if (start >= 0) & (length > 0):
         z, exponent, after = _load(new, old, size, SHIFT, MASK, ABOVE)

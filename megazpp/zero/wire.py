@@ -205,15 +205,12 @@ class LosslessCodec:
         """Know from messages [N, M] that have arrived what the next one needs."""
         if isinstance(messages, FakeTensor):
             return
-        found = numbers(messages)
-        found = torch.stack((found[:, 0].amax(), found[:, 1].sum()))
-        if not found.is_cuda:
-            self._arriving = found, None
-            return
-        copy = torch.empty(2, dtype=torch.int64, pin_memory=True).copy_(found, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._arriving = copy, event
+        found, arrived = numbers(messages).clone(), None  # a view would keep the messages
+        if found.is_cuda:
+            found = torch.empty(found.shape, dtype=torch.int64, pin_memory=True).copy_(found, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._arriving = found, arrived
 
     def settle(self) -> None:
         """Take the numbers of the last difference; waits for the device if it has not got there."""
@@ -223,8 +220,8 @@ class LosslessCodec:
         if event is not None:
             event.synchronize()
         self.recent[1] = self.recent[0]
-        self.recent[0] = found[0].clamp(min=1)
-        self._left_out += int(found[1])
+        self.recent[0] = found[:, 0].amax().clamp(min=1)
+        self._left_out += int(found[:, 1].sum())
 
     def take_left_out(self) -> int:
         """Changed elements that were left out since the last call, of all ranks of the axis, as far as is known."""

@@ -42,8 +42,9 @@ def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: in
     num_blocks = -(-len(new) // reference.BLOCK)
     kinds, halves = torch.full((2, num_blocks), 77, dtype=torch.uint8, device=device)
     body = torch.full((capacity,), 77, dtype=torch.uint8, device=device)
-    found = module.encode(new.to(device), old.to(device), kinds, halves, body)
-    return torch.cat((kinds, halves, body)).cpu(), [int(number) for number in found]
+    found = torch.full((2,), 77, dtype=torch.int64, device=device)
+    module.encode(new.to(device), old.to(device), kinds, halves, body, found)
+    return torch.cat((kinds, halves, body)).cpu(), found.tolist()
 
 
 def implementations() -> list[object]:
