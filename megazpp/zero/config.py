@@ -300,7 +300,7 @@ def _without_effect(config: ZeroConfig, plan: WirePlan) -> str | None:
     """A line that names the flags that were set and change nothing of what travels."""
     two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
     used = {
-        "zero_quantized_weights": plan.gather is not None and plan.gather.fmt is not None,
+        "zero_quantized_weights": config.weight_bits < 16 and not (plan.gather and plan.gather.differences),
         "zero_weight_bits": config.quantizes_weights and not (plan.gather and plan.gather.differences),
         "zero_weight_keyframe_interval": plan.gather is not None and plan.gather.differences,
         "zero_gradient_bits": two_hops,

@@ -12,7 +12,7 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_plain
 
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ROUNDING = 1e-5  # relative: fp32 sums in another order over 7 steps
 # (tp, cross, local): ZeRO stage. The vocabulary of 101 is padded to 101, 102 and 104.
@@ -88,10 +88,11 @@ def test_every_layout_reads_each_bit_trains_on_as_if_uninterrupted_and_says_what
 @pytest.mark.parametrize("to", [(1, 3), slow((2, 2)), slow((1, 1))])
 def test_the_weights_that_nodes_keep_go_to_other_layouts_bit_for_bit(tmp_path: Path, to: tuple[int, int]):
     """And back again. On one node nobody keeps any."""
-    differences, (tp, nodes) = ZeroConfig(zeropp=True, zero_weight_bits=(16, 4)), to
+    differences, (tp, nodes) = ZeroConfig(zeropp=True, zero_weight_delta="lossless"), to
     shape, world = dataclasses.replace(GPT2_STYLE, num_layers=1), (3 if nodes == 3 else 4)
     first, second = (
-        Case(model=shape, tp=tp, nodes=nodes, zero=differences, global_batch=12) for tp, nodes in ((1, 2), (tp, nodes))
+        Case(model=shape, tp=tp, nodes=nodes, zero=differences, global_batch=12, precision=PrecisionConfig(bf16=True))
+        for tp, nodes in ((1, 2), (tp, nodes))
     )
     a, b, note = str(tmp_path / "a"), str(tmp_path / "b"), "note: weights cross nodes whole at first"
     [one] = ranks(4).run(run_all, [Job(case=first, steps=2, flags={"save": a})])[0]

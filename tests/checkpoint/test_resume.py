@@ -18,7 +18,7 @@ from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 DROPOUT = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1, attention_dropout=0.1)
 ZEROPP = ZeroConfig(zeropp=True)
-DIFFERENCES = ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))
+DIFFERENCES = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 PLAIN = dataclasses.replace(ZEROPP, zero_error_feedback_beta=0.0, zero_error_feedback_reset=3)
 CASES = {
     "zero 3": Case(model=DROPOUT),
@@ -40,7 +40,7 @@ CASES = {
         model=LLAMA_STYLE,
         nodes=2,
         tp=2,
-        zero=ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)),
+        zero=DIFFERENCES,
         precision=PrecisionConfig(fp16=True),
     ),
     "islands, two steps": Case(model=DROPOUT, nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
@@ -55,7 +55,11 @@ CASES = {
         model=LLAMA_STYLE, nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_delay=1)
     ),
     "islands of two nodes, differences": Case(
-        model=DROPOUT, nodes=4, zero=DIFFERENCES, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2, diloco_delay=1)
+        model=DROPOUT,
+        nodes=4,
+        zero=DIFFERENCES,
+        precision=PrecisionConfig(bf16=True),
+        diloco=IslandsConfig(diloco_steps=2, diloco_islands=2, diloco_delay=1),
     ),
     "islands, fp16": Case(
         model=LLAMA_STYLE, nodes=2, precision=PrecisionConfig(fp16=True), diloco=IslandsConfig(diloco_steps=3)

@@ -36,7 +36,7 @@ LAYOUTS = {
     "ZeRO-3, uneven shards": slow(config(*GPT, samples=12), NODES, (0, 11)),
     "HSDP, tp": slow(config(*GPT, "--hsdp", *TP, "--bf16", samples=12), NODES, (0,)),
     "zeropp, k = 2": (config(*GPT, "--zeropp", "--bf16", samples=24), NODES, (6,)),
-    "8 4": slow(config(*GPT, "--zeropp", "--bf16", "--zero-weight-bits", "8", "4", samples=24), NODES, (6,)),
+    "lossless": slow(config(*GPT, "--zeropp", "--bf16", "--zero-weight-delta", "lossless", samples=24), NODES, (6,)),
     "llama, zeropp, tp": slow(config(*LLAMA, "--zeropp", *TP, "--sequence-parallel", samples=12), NODES, (11,)),
     "zeropp, cyclic, recomputed": slow(
         config(*GPT, "--zeropp", "--recompute-granularity", "full", "--fp16", samples=4),

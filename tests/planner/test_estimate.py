@@ -10,7 +10,7 @@ import pytest
 from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.planner.estimate import Estimate, Estimator, paper_step
-from megazpp.planner.paper import Memory
+from megazpp.planner.paper import LOSSLESS_SHARES, Memory, lossless_share
 from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
 from megazpp.planner.variants import changed, local_steps, schemes
@@ -136,12 +136,12 @@ def test_local_steps_are_planned_beside_the_schemes_which_have_none():
         assert other.islands.diloco_steps is None
 
 
-def test_beside_differences_of_weights_qwz_which_keeps_none_is_planned_with_8_bits():
-    found = schemes(config("--zeropp", "--zero-weight-bits", "16", "4"))
-    assert {name: other.zero.weight_bits for name, other in found.items() if name in ("qwZ", "--zeropp")} == {
-        "qwZ": (8, 8),
-        "--zeropp": (16, 4),
-    }
+def test_only_zeropp_sends_differences_whose_size_follows_from_the_learning_rate():
+    found = schemes(config("--zeropp", "--bf16", "--zero-weight-delta", "lossless"))
+    assert {name for name, other in found.items() if other.zero.zero_weight_delta == "lossless"} == {"--zeropp"}
+    assert lossless_share(1e-5) == LOSSLESS_SHARES[1e-5]
+    assert LOSSLESS_SHARES[1e-5] < lossless_share(3e-5) < LOSSLESS_SHARES[1e-4]
+    assert (lossless_share(1e-9), lossless_share(1.0)) == (LOSSLESS_SHARES[1e-6], LOSSLESS_SHARES[3e-3])
 
 
 V100, H100 = (DEVICE._replace(name=name) for name in ("V100-SXM3-32GB", "H100-SXM5-80GB"))

@@ -75,8 +75,6 @@ GRID = {
     "qgZ": Case(nodes=2, zero=ZeroConfig(zero_quantized_gradients=True), micro_batches=2, model=LLAMA_STYLE),
     "zeropp": Case(nodes=2, zero=ALL, micro_batches=4, precision=PrecisionConfig(bf16=True)),
     "zeropp, tp, sequence": Case(nodes=2, zero=ALL, tp=2, sequence_parallel=True, model=LLAMA_STYLE),
-    "16 4": Case(nodes=2, zero=ZeroConfig(zeropp=True, zero_weight_bits=(16, 4)), precision=PrecisionConfig(bf16=True)),
-    "8 4": Case(nodes=2, zero=ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), micro_batches=2),
     "zeropp, cyclic": Case(nodes=2, zero=ALL, order=(0, 2, 1, 3)),
     "every micro-batch": Case(nodes=2, zero=ZeroConfig(zeropp=True, zero_cross_every_microbatch=True), micro_batches=2),
     "no overlap, recompute": Case(

@@ -134,7 +134,12 @@ def late_and_at_once(case: Case) -> bool:
         {"nodes": 2, "zero": ZEROPP, "micro_batches": 2},
         slow({"tp": 2, "stage": 2}),
         slow({"stage": 0}),
-        {"nodes": 2, "zero": ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), "tp": 2},
+        {
+            "nodes": 2,
+            "zero": ZeroConfig(zeropp=True, zero_weight_delta="lossless"),
+            "precision": PrecisionConfig(bf16=True),
+            "tp": 2,
+        },
     ],
     ids=["zeropp", "tp", "0", "differences"],
 )

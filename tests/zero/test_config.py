@@ -27,13 +27,9 @@ CLIPPED = BlockFormat(4, 128, clip=True)
         ({"zeropp": True, "zero_quantized_weights": False}, GatherPlan(None, True), ReducePlan(INT8, CLIPPED)),
         ({"zeropp": True, "zero_weight_bits": 16}, GatherPlan(None, True), ReducePlan(INT8, CLIPPED)),
         ({"zeropp": True, "zero_weight_bits": (8,)}, GatherPlan(WEIGHTS, True), ReducePlan(INT8, CLIPPED)),
-        ({"zeropp": True, "zero_weight_bits": (16, 4)}, GatherPlan(None, True, INT4), ReducePlan(INT8, CLIPPED)),
-        ({"zeropp": True, "zero_weight_bits": (8, 4)}, GatherPlan(WEIGHTS, True, INT4), ReducePlan(INT8, CLIPPED)),
-        (
-            {"zero_quantized_weights": True, "zero_hpz_partition_size": "auto", "zero_weight_bits": (16, 4)},
-            GatherPlan(None, True, INT4),
-            None,
-        ),
+        ({"zeropp": True, "zero_weight_bits": (16, 16)}, GatherPlan(None, True), ReducePlan(INT8, CLIPPED)),
+        ({"zeropp": True, "zero_weight_delta": "lossless"}, GatherPlan(None, True, True), ReducePlan(INT8, CLIPPED)),
+        ({"zero_hpz_partition_size": "auto", "zero_weight_delta": "lossless"}, GatherPlan(None, True, True), None),
         ({"zeropp": True, "zero_hpz_partition_size": "1"}, GatherPlan(WEIGHTS, False), ReducePlan(INT8, CLIPPED)),
         ({"zeropp": True, "zero_quantized_gradients": False}, GatherPlan(WEIGHTS, True), None),
         ({"zero_quantized_weights": True}, GatherPlan(WEIGHTS, False), None),
@@ -58,21 +54,29 @@ def test_each_switch_can_be_set_or_unset_alone(flags, gather, reduce):
         ({"zero_hpz_partition_size": "all"}, "--zero-hpz-partition-size all"),
         ({"zeropp": True, "zero_gradient_bits": (8, 5)}, "--zero-gradient-bits 8 5"),
         ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not two of 4, 8 and 16"),
-        ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is not one of 8 8, 16 16, 16 4, 8 4"),
-        ({"zeropp": True, "zero_weight_bits": (4, 4)}, "--zero-weight-bits 4 4 is not one of"),
-        ({"zeropp": True, "zero_weight_bits": (16, 8)}, "--zero-weight-bits 16 8 is not one of"),
-        ({"zeropp": True, "zero_weight_bits": (16, 4, 4)}, "--zero-weight-bits 16 4 4 is not one of"),
+        ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is neither 8 nor 16"),
+        ({"zeropp": True, "zero_weight_bits": (16, 8)}, "--zero-weight-bits 16 8 is neither"),
         (
-            {"zeropp": True, "zero_weight_bits": (16, 4), "zero_hpz_partition_size": "1"},
-            "--zero-weight-bits 16 4 sends differences .* needs --zero-hpz-partition-size auto, not 1",
+            {"zeropp": True, "zero_weight_bits": (16, 4)},
+            "--zero-weight-bits 16 4 is gone: --zero-weight-delta",
         ),
-        ({"zero_quantized_weights": True, "zero_weight_bits": (8, 4)}, "--zero-weight-bits 8 4 .* auto, not 1"),
+        ({"zeropp": True, "zero_weight_bits": (8, 4)}, "--zero-weight-bits 8 4 is gone: --zero-weight-delta"),
+        (
+            {"zeropp": True, "zero_weight_delta": "lossless", "zero_hpz_partition_size": "1"},
+            "--zero-weight-delta lossless .* needs --zero-hpz-partition-size auto, not 1",
+        ),
+        ({"zero_quantized_weights": True, "zero_weight_delta": "lossless"}, "lossless .* auto, not 1"),
         ({"zero_weight_keyframe_interval": 0}, "--zero-weight-keyframe-interval 0 is not positive"),
     ],
 )
 def test_impossible_combinations_name_the_flags(flags, message):
     with pytest.raises(ValueError, match=message):
         plan_wire(ZeroConfig(**flags), layout(), torch.bfloat16)
+
+
+def test_lossless_differences_are_of_16_bits():
+    with pytest.raises(ValueError, match="--zero-weight-delta lossless needs --bf16 or --fp16"):
+        plan_wire(ZeroConfig(zeropp=True, zero_weight_delta="lossless"), layout(), torch.float32)
 
 
 UNUSED = {
@@ -96,7 +100,8 @@ def test_flags_that_change_nothing_without_zeropp_are_noted(stage):
 
 @pytest.mark.parametrize("name", UNUSED)
 def test_with_zeropp_each_of_them_has_its_effect(name):
-    flags = {"zeropp": True, "zero_weight_bits": (16, 4), name: UNUSED[name][0]}
+    delta = {"zero_weight_delta": "lossless"} if name == "zero_weight_keyframe_interval" else {}
+    flags = {"zeropp": True, **delta, name: UNUSED[name][0]}
     assert plan_wire(ZeroConfig(**flags), layout(), torch.bfloat16).notices == ()
 
 
@@ -106,7 +111,8 @@ def test_with_zeropp_each_of_them_has_its_effect(name):
         ({"zero_quantized_weights": True, "zero_accumulate_in_bf16": True}, "--zero-accumulate-in-bf16"),
         ({"zero_quantized_weights": True, "zero_weight_bits": 16}, "--zero-quantized-weights"),
         ({"zeropp": True, "zero_weight_keyframe_interval": 9}, "--zero-weight-keyframe-interval 9"),
-        ({"zero_hpz_partition_size": "auto", "zero_weight_bits": (16, 4)}, "--zero-weight-bits 16 4"),
+        ({"zero_hpz_partition_size": "auto", "zero_weight_bits": 16}, "--zero-weight-bits 16"),
+        ({"zeropp": True, "zero_weight_delta": "lossless", "zero_weight_bits": 16}, "--zero-weight-bits 16"),
         ({"zeropp": True, "zero_gradient_bits": (8, 16), "zero_error_feedback": False}, "--no-zero-error-feedback"),
         ({"zero_stage": 2, "overlap_param_gather": True}, "--overlap-param-gather"),
     ],
@@ -133,15 +139,11 @@ def test_a_combination_that_cannot_pay_says_what_it_does_instead():
     assert "whole copy" in alone.notices[0]
 
 
-def test_nodes_of_one_rank_keep_16_bits_and_the_plan_says_what_travels():
-    alone = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout(tp=4), torch.bfloat16)
-    assert alone.gather == GatherPlan(None, True, INT4)
-    assert alone.notices[-1].startswith("--zero-weight-bits 8 4 is 16 4 here: nothing travels inside nodes of one")
-    plan = plan_wire(ZeroConfig(zeropp=True, zero_weight_bits=(8, 4)), layout(), torch.bfloat16)
+def test_the_plan_says_what_travels():
+    plan = plan_wire(ZeroConfig(zeropp=True, zero_weight_delta="lossless"), layout(), torch.bfloat16)
     assert plan.notices == ()
     assert plan.describe().startswith(
-        "weights are gathered in two hops, int8 in blocks of 256 inside nodes, differences as int4 in blocks of 128 "
-        "across, kept inside the node until they change"
+        "weights are gathered in two hops, not quantized inside nodes, lossless differences across, kept inside"
     )
 
 
@@ -149,7 +151,7 @@ def test_nodes_of_one_rank_keep_16_bits_and_the_plan_says_what_travels():
     ("flags", "quantizes"),
     [
         ({}, False),
-        ({"zeropp": True, "zero_weight_bits": (16, 4), "zero_quantized_gradients": False}, True),
+        ({"zeropp": True, "zero_weight_delta": "lossless", "zero_quantized_gradients": False}, True),
         ({"zeropp": True}, True),
         ({"zero_hpz_partition_size": "auto"}, False),
         ({"zeropp": True, "zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}, False),

@@ -17,7 +17,7 @@ from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, build_step
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kernels import block_quant
+from kernels import block_quant, weight_delta
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.dry_run import fake_ranks
@@ -25,7 +25,7 @@ from megazpp.zero.config import ZeroConfig
 
 RANKS_PER_NODE = 8
 ZERO_3 = ZeroConfig(overlap_param_gather=False, overlap_grad_reduce=False)
-ZEROPP, DIFFERENCES = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_bits=(16, 4))
+ZEROPP, LOSSLESS = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 
 
 class PretendedAxis(MeshAxis):
@@ -81,12 +81,16 @@ def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypat
 
         return call
 
-    counted = SimpleNamespace(pack=both("pack"), unpack_sum=both("unpack_sum"))
+    counted, differences = SimpleNamespace(pack=both("pack"), unpack_sum=both("unpack_sum")), weight_delta.TRITON
+    assert differences is not None
     launches = Launches()
     with monkeypatch.context() as patch, fake_ranks(0, nodes * RANKS_PER_NODE), simulated_streams():
         patch.setattr(block_quant, "_implementation", lambda tensor: counted)
+        patch.setattr(weight_delta, "_implementation", lambda tensor: differences)  # counted, and computes nothing
         for name in ("_pack_kernel", "_unpack_sum_kernel"):
             patch.setattr(triton, name, launches.kernel(name))
+        for name in ("_measure_kernel", "_start_kernel", "_place_kernel", "_find_kernel", "_decode_kernel"):
+            patch.setattr(differences, name, launches.kernel(name))
         case = Case(nodes=nodes, model=model, zero=zero, global_batch=nodes * RANKS_PER_NODE)
         step, dims = build_step(case)
         for axis in (dims.cross, dims.local, dims.shard):
@@ -120,14 +124,15 @@ def launches_per_layer(nodes: int, style: GPTConfig, zero: ZeroConfig, monkeypat
     ("nodes", "zero"),
     [
         (2, ZEROPP),
-        *(slow(nodes, zero) for nodes, zero in ((16, ZEROPP), (64, ZEROPP), (2, DIFFERENCES), (64, DIFFERENCES))),
+        *(slow(nodes, zero) for nodes, zero in ((16, ZEROPP), (64, ZEROPP), (2, LOSSLESS), (64, LOSSLESS))),
     ],
-    ids=["2", "16", "64", "2, 16 4", "64, 16 4"],
+    ids=["2", "16", "64", "2, lossless", "64, lossless"],
 )
 def test_a_layer_of_twelve_parameters_launches_at_most_25_kernels_on_any_number_of_nodes(
     nodes: int, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch
 ):
     launches = launches_per_layer(nodes, GPT2_STYLE, zero, monkeypatch)
     assert launches["_pack_kernel"] == 3
-    assert launches["_unpack_sum_kernel"] == (4 if zero is ZEROPP else 5)
+    assert launches["_unpack_sum_kernel"] == 4
+    assert launches["_decode_kernel"] == (0 if zero is ZEROPP else 1)
     assert sum(launches.values()) <= 25, launches

@@ -21,10 +21,7 @@ ALL = ZeroConfig(zeropp=True)
 BF16 = PrecisionConfig(bf16=True)
 
 
-def with_bits(inside: int, **flags: Any) -> ZeroConfig:
-    return ZeroConfig(zeropp=True, zero_weight_bits=(inside, 4), **flags)
-
-
+LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 BREAKAGES: dict[str, tuple[Any, str, Any]] = {
     "waiting for a work does not wait": (comm_queue._StreamWork, "join", lambda work: work._result),
     "a queue does not wait for its caller": (Stream, "wait_stream", lambda stream, other: None),
@@ -55,14 +52,20 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (4, {"zero": ALL, "tp": 2, "sequence_parallel": True}),
     "tp-llama": (8, {"zero": ALL, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
     "copies": (8, {"zero": ALL, "replicas": 2}),
-    "16 4": (4, {"zero": with_bits(16), "precision": BF16, "steps": 3}),
-    "8 4": (4, {"zero": with_bits(8), "steps": 3}),
-    "16 4, no overlap": (4, {"zero": with_bits(16, overlap_param_gather=False), "steps": 3}),
-    "16 4, tp": (4, {"zero": with_bits(16), "tp": 2, "steps": 3}),
+    "lossless": (4, {"zero": LOSSLESS, "precision": BF16, "steps": 3}),
+    "lossless, no overlap": (
+        4,
+        {
+            "zero": ZeroConfig(zeropp=True, zero_weight_delta="lossless", overlap_param_gather=False),
+            "precision": BF16,
+            "steps": 3,
+        },
+    ),
+    "lossless, tp": (4, {"zero": LOSSLESS, "precision": BF16, "tp": 2, "steps": 3}),
 }
 
 
-@pytest.mark.parametrize("setting", chosen(SETTINGS, "16 4"))
+@pytest.mark.parametrize("setting", chosen(SETTINGS, "lossless"))
 def test_nothing_races_and_no_memory_is_reused_early(setting: tuple[int, dict[str, Any]]):
     world, case = setting
     for found, _ in ranks(world).run(train, Case(**{"nodes": 2, "micro_batches": 2, "steps": 2, **case})):
@@ -115,11 +118,11 @@ def order_of_hops(case: Case) -> list[str]:
     return forward
 
 
-@pytest.mark.parametrize("zero", [ALL, slow(with_bits(16))])
+@pytest.mark.parametrize("zero", [ALL, slow(LOSSLESS)])
 def test_a_use_launches_its_own_hops_and_then_a_few_others_and_the_cross_queue_is_never_empty(zero: ZeroConfig):
     """The host launches: after the step's sync the GPU must not wait until it has launched every unit's cross hop."""
     model = GPTConfig(**{**LLAMA_STYLE.__dict__, "num_layers": 6})
-    for forward in ranks(4).run(order_of_hops, Case(nodes=2, zero=zero, model=model)):
+    for forward in ranks(4).run(order_of_hops, Case(nodes=2, zero=zero, model=model, precision=BF16)):
         units, uses, crossing = 8, 0, 0
         assert forward.count("cross") == units  # embedding, layers, output: each once
         uses_of = "".join(name[0] for name in forward).split("ll")  # a use: its local hop, its unpacking
@@ -157,6 +160,6 @@ def train_and_evaluate(flags: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, {"zero_weight_bits": (16, 4)}, {"zero_weight_bits": (8, 4)}])
+@pytest.mark.parametrize("flags", [{}, {"zero_weight_delta": "lossless"}])
 def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps(flags: dict[str, Any]):
     assert ranks(4).run(train_and_evaluate, flags) == [[]] * 4

@@ -275,7 +275,8 @@ def _traits(x: Any) -> Any:
     return repr([_traits(part) for part in x]) if isinstance(x, tuple) else repr(x)
 
 
-@pytest.mark.parametrize("bits", [(8, 8), slow((16, 4)), (8, 4)])
-def test_every_kernel_of_a_step_is_compiled_ahead_which_sends_nothing_and_changes_nothing(bits: tuple[int, int]):
-    case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True, zero_weight_bits=bits))
+@pytest.mark.parametrize("delta", ["none", "lossless"])
+def test_every_kernel_of_a_step_is_compiled_ahead_which_sends_nothing_and_changes_nothing(delta: Any):
+    zero, bf16 = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=delta == "lossless")
+    case = Case(nodes=2, micro_batches=2, zero=zero, precision=bf16)
     assert ranks(4).run(compiled, case) == [(True, set())] * 4
