@@ -219,9 +219,9 @@ class LosslessCodec:
         (found, event), self._arriving = self._arriving, None
         if event is not None:
             event.synchronize()
-        self.recent[1] = self.recent[0]
-        self.recent[0] = found[:, 0].amax().clamp(min=1)
-        self._left_out += int(found[:, 1].sum())
+        needed, left_out = zip(*found.tolist(), strict=True)
+        self.recent[:] = torch.tensor([max(1, *needed), int(self.recent[0])])
+        self._left_out += sum(left_out)
 
     def take_left_out(self) -> int:
         """Changed elements that were left out since the last call, of all ranks of the axis, as far as is known."""

@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels import weight_delta
 from kernels.block_quant import triton
 
 DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -26,6 +27,8 @@ DATA = ("x", "base", "out")
 BYTES = ("messages", "errors")
 TABLES = ("table", "error_table")
 FLOATS = ("beta", "rest")
+OF_DIFFERENCES = {"*i16": ("new", "old", "weights"), "*i32": ("plan", "words", "starts"), "*i64": ("numbers",)}
+OF_DIFFERENCES["*u8"] = ("kinds", "halves", "body")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
 
 
@@ -35,12 +38,14 @@ def instructions(kernel: Any, dtype: str, **constants: Any) -> dict[str, int]:
     types = dict.fromkeys(names, "i32")
     types |= dict.fromkeys(DATA, f"*{dtype}") | dict.fromkeys(BYTES, "*u8") | dict.fromkeys(TABLES, "*i64")
     types |= dict.fromkeys(FLOATS, "fp32")
+    types |= {name: each for each, which in OF_DIFFERENCES.items() for name in which}
+    constants = {name: value for name, value in constants.items() if name in names}
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in names if name not in (*constants, *FLOATS)]
     source = ASTSource(
         kernel,
         {name: types[name] for name in names},
-        constexprs={name: value for name, value in constants.items() if name in names},
+        constexprs=constants,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": triton.NUM_WARPS, "enable_fp_fusion": False}
@@ -73,6 +78,9 @@ def main() -> None:
         "dequantize_sum": unpack(8, "fp32", 8),
         "add_difference": unpack(4, "bf16", onto=1),
     }
+    for name in ("measure", "start", "place", "find", "decode"):
+        kernel = getattr(weight_delta.TRITON, f"_{name}_kernel")
+        found[name] = instructions(kernel, "bf16", **dict(zip(("SHIFT", "MASK", "ABOVE"), (7, 255, 0), strict=True)))
     json.dump(found, sys.stdout)
 
 

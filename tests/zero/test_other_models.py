@@ -155,7 +155,8 @@ def resume(folder: str, config: dict[str, Any]) -> tuple[list[float], list[float
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = llama()
-        megazpp.zeropp(model, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, **config))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        megazpp.zeropp(model, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, **config), mp_policy=policy)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:

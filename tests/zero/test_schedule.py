@@ -203,6 +203,7 @@ def train_while_skipping(flags: dict[str, Any], units: bool) -> list[float]:
     for step in range(8):
         model.skip = step in (2, 3, 5)
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * step + dims.data_rank))
+        x = x.to(torch.bfloat16 if flags.get("zero_weight_delta") == "lossless" else torch.float32)
         sharding.begin_micro_batch(last=True)
         loss = model(x)
         loss.backward()

@@ -139,17 +139,18 @@ def train_and_evaluate(flags: dict[str, Any]) -> list[str]:
     """A model that skips a layer now and then, is evaluated in inference mode, saved, and written to by hand."""
     with simulated_streams() as streams:
         model, sharding, dims = make(2, {**ON, **flags})
+        dtype = torch.bfloat16 if flags else torch.float32
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(6):
             model.skip = step in (1, 2, 4)
             for last in (False, True):
                 sharding.begin_micro_batch(last=last)
-                model(torch.ones(3, 64) * dims.data_rank).backward()
+                model((torch.ones(3, 64) * dims.data_rank).to(dtype)).backward()
             optimizer.step()
             optimizer.zero_grad()
             if step == 3:
                 with torch.inference_mode():
-                    model(torch.ones(2, 64))
+                    model(torch.ones(2, 64, dtype=dtype))
             if step == 4:
                 with torch.no_grad():
                     model.layers[0].weight.mul_(0.5)
