@@ -80,7 +80,7 @@ def _parameters(c, exponent):
 
 @triton.jit
 def _bit_length(x):
-    """Of an int32 that is not negative."""
+    """Return the bit length of an int32 that is not negative."""
     length = 0
     for shift in tl.static_range(31):
         length += ((x >> shift) > 0).to(tl.int32)

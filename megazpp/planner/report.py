@@ -12,6 +12,7 @@ from megazpp.islands.config import IslandsPlan
 from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
 from megazpp.planner.paper import Memory
 from megazpp.planner.variants import (
+    LOSSLESS,
     RECOMPUTE,
     Choice,
     for_planning,
@@ -164,7 +165,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             "TFLOP/s and MFU count what the model needs: forward and backward once, half of the attention matrix, no "
             f"recomputation; MFU is their share of {device.teraflops:g} TFLOP/s, the device's dense 16-bit peak"
         )
-        fitting = {name: each for name, each in found.items() if name in named and each.fits}
+        fitting = {name: each for name, each in found.items() if name in named and each.fits and name != LOSSLESS}
         yield _verdict({name: each.tokens_per_second for name, each in fitting.items()})
 
 

@@ -15,6 +15,7 @@ from megazpp.islands.config import IslandsConfig, islands_every
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.topology.cluster import Cluster, nested_sizes
 
+LOSSLESS = "--zeropp, lossless"
 PLAIN = {
     "zero_stage": 3,
     "use_distributed_optimizer": False,
@@ -22,6 +23,7 @@ PLAIN = {
     "zero_quantized_weights": None,
     "zero_hpz_partition_size": None,
     "zero_quantized_gradients": None,
+    "zero_weight_delta": None,
 }
 SCHEMES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
@@ -30,6 +32,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "hpZ": {"zero_hpz_partition_size": "auto"},
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
+    LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},  # where the weights have 16 bits
 }
 SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -58,18 +61,17 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
-    """The run, without local steps, with every way to shard and send beside each other: names as the flags have them.
-
-    Only --zeropp keeps weights from which differences can be taken.
-    """
+    """The run, without local steps, with every way to shard and send beside each other, by flags."""
+    bits = 8 * config.precision.param_dtype.itemsize
     alone = dataclasses.replace(config, islands=IslandsConfig())
     return {
         name: changed(
             alone,
-            zero=PLAIN | fields | ({} if name == "--zeropp" else {"zero_weight_delta": "none"}),
+            zero=PLAIN | fields,
             parallel={"hsdp": name == "HSDP", "num_distributed_optimizer_instances": 1},
         )
         for name, fields in SCHEMES.items()
+        if bits == 16 or "zero_weight_delta" not in fields
     }
 
 

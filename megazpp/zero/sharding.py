@@ -238,7 +238,7 @@ class Sharding:
         return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """What this rank alone keeps between steps, by name, to load into in place; other layouts begin with zeros.
+        """The buffers that this rank alone keeps between steps, by name, to load into; other layouts begin with zeros.
 
         That is its error feedback, and the sizes that lossless differences had.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from helpers.refusals import not_refused, table
 from helpers.small_run import SMALL, check, parse
 
@@ -87,7 +88,7 @@ def test_a_run_that_fits_gives_its_layout_batches_and_schedule() -> None:
 def test_a_plan_has_the_wire_formats_and_the_notices_of_cluster_and_layout() -> None:
     plan = check("--zeropp", nodes=2, ranks_per_node=2)
     assert plan.wire.gather is not None
-    assert plan.wire == plan_wire(ZeroConfig(zeropp=True), plan.layout)
+    assert plan.wire == plan_wire(ZeroConfig(zeropp=True), plan.layout, torch.float32)
     cluster = Cluster(num_nodes=2, ranks_per_node=2, notices=("hosts: a, b",))
     spanning = check_run_config(parse(f"{SMALL} --tensor-model-parallel-size 4").config, cluster, device_type="cpu")
     assert spanning.notices[0] == "hosts: a, b"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.program import run_forked
 from helpers.ranks import ranks
-from helpers.small_run import check
+from helpers.small_run import ROOT, SMALL, check
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from safetensors.torch import load_file
@@ -97,4 +99,15 @@ def test_patches_on_an_anchor_are_the_next_weights_bit_for_bit(world: int, case:
 def test_weights_that_no_patch_can_say_are_refused_by_flag(flags: str, message: str):
     with pytest.raises(ValueError, match=message):
         check(f"--save-weight-patches patches {flags}", nodes=2, ranks_per_node=2)
-    check("--save-weight-patches patches --weight-anchor-interval 5 --bf16", nodes=2, ranks_per_node=2)
+
+
+@pytest.mark.slow
+def test_a_run_writes_patches_and_goes_on_with_an_anchor(tmp_path: Path):
+    flags = "--bf16 --nproc 1 --save-weight-patches patches --weight-anchor-interval 3 --save ck --log-interval 1"
+    words = shlex.split(f"{SMALL} {flags} --num-layers 1 --tokenizer-type NullTokenizer --vocab-size 256")
+    for stops in (["--exit-interval", "4"], []):
+        run = [str(ROOT / "pretrain_gpt.py"), *words, "--load", "ck", "--train-iters", "6", *stops]
+        code, output = run_forked(*run, folder=tmp_path, cwd=tmp_path)
+        assert code == 0, output
+    kinds = [path.stem for path in sorted((tmp_path / "patches").iterdir(), key=lambda path: path.stem[-6:])]
+    assert kinds == ["anchor-000001", "patch-000002", "anchor-000003", "patch-000004", "anchor-000005", "anchor-000006"]

@@ -78,9 +78,9 @@ def test_the_model_is_traced_once_for_all_schemes():
 def test_schemes_differ_from_the_run_in_nothing_but_how_it_shards_and_sends():
     run = config("--zeropp", "--zero-gradient-bits", "8", "8")
     found = schemes(run)
-    assert list(found) == ["ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp"]
+    assert list(found) == ["ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp", "--zeropp, lossless"]
     assert found["--zeropp"] == run
-    assert len({(other.zero, other.parallel) for other in found.values()}) == 6
+    assert len({(other.zero, other.parallel) for other in found.values()}) == 7
     for other in found.values():
         assert (other.model, other.batches, other.precision) == (run.model, run.batches, run.precision)
         assert other.zero.zero_gradient_bits == (8, 8)
@@ -136,9 +136,12 @@ def test_local_steps_are_planned_beside_the_schemes_which_have_none():
         assert other.islands.diloco_steps is None
 
 
-def test_only_zeropp_sends_differences_whose_size_follows_from_the_learning_rate():
+def test_lossless_differences_are_planned_beside_the_others_by_the_learning_rate():
     found = schemes(config("--zeropp", "--bf16", "--zero-weight-delta", "lossless"))
-    assert {name for name, other in found.items() if other.zero.zero_weight_delta == "lossless"} == {"--zeropp"}
+    assert {name for name, other in found.items() if other.zero.zero_weight_delta == "lossless"} == {
+        "--zeropp, lossless"
+    }
+    assert "--zeropp, lossless" not in schemes(changed(config("--zeropp"), precision={"bf16": False}))
     assert lossless_share(1e-5) == LOSSLESS_SHARES[1e-5]
     assert LOSSLESS_SHARES[1e-5] < lossless_share(3e-5) < LOSSLESS_SHARES[1e-4]
     assert (lossless_share(1e-9), lossless_share(1.0)) == (LOSSLESS_SHARES[1e-6], LOSSLESS_SHARES[3e-3])
