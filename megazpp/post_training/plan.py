@@ -83,16 +83,17 @@ def plan_models(
     settings = None if lora.lora_r is None else lora.settings(config.model)
 
     def adapt(model: GPTModel) -> None:
-        if settings is not None:
-            _freeze(model)
-            add_adapters(model, settings, None)
+        assert settings is not None
+        _freeze(model)
+        add_adapters(model, settings, None)
 
     def asked_in(bits: int | None) -> Counter[Memory]:
         step = make(prepare=_freeze, frozen_bits=bits)
         step.run_forward()
         return step.ledger.peak
 
-    policy = make(with_entropy=post.draws, prepare=adapt, frozen_bits=lora.base_weight_bits)
+    prepare = None if settings is None else adapt
+    policy = make(with_entropy=post.draws, prepare=prepare, frozen_bits=lora.base_weight_bits)
     measure(policy, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
     training = policy.ledger.peak.copy()
     if post.objective in ("reward", "ppo"):
