@@ -7,6 +7,7 @@ of its rows is a set of whole groups.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,8 @@ class SelfAttention(nn.Module):
         rows = config.query_groups * (self.queries_per_group + 2) * self.head_size
         split: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
         self.qkv = ColumnParallelLinear(config.hidden, rows, std=config.init_method_std, bias=config.qkv_bias, **split)
+        fused = (self.queries_per_group * self.head_size, self.head_size, self.head_size)
+        self.qkv.specs["weight"] = dataclasses.replace(self.qkv.specs["weight"], matrices=fused)
         self.q_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
         self.k_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
         columns = config.heads * self.head_size

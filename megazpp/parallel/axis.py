@@ -167,6 +167,16 @@ class MeshAxis:
         self.count("all_to_all", self.ring_bytes(x))
         return out
 
+    def exchange(self, x: torch.Tensor, send: list[int], receive: list[int], *, of: str = "") -> torch.Tensor:
+        """An all-to-all of unequal parts: `send` elements of x [n] to each rank, `receive` from each; `of` as above."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(sum(receive))
+        with self._span("all_to_all", of):
+            dist.all_to_all_single(out, x, receive, send, group=self.group)
+        self.count("all_to_all", (x.numel() - send[self.rank]) * x.element_size())
+        return out
+
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
         """Replace `x` in place by that of the axis's first rank and return it."""
         if self.size > 1:

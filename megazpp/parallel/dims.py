@@ -8,6 +8,7 @@
 | cross     | the part of shard across nodes                | the slow hop, once per optimizer step     |
 | replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
 | island    | hold the same shards of different models      | islands/outer.py, once per synchronization  |
+| node      | tp x local, made for Muon alone               | rows of matrices, once per optimizer step   |
 
 A rank's index along shard is cross index x local size + local index. Each rank is in at most one group per axis (an
 axis of one rank has none), and every group is made once, by all ranks in the same order.
@@ -15,6 +16,7 @@ axis of one rank has none), and every group is made once, by all ranks in the sa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +35,7 @@ from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import NcclConfig, axis_options, check_connections, order_launches
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import AXES, Layout, plan_layout
+from megazpp.topology.layout import AXES, NODE, Layout, plan_layout
 
 T = TypeVar("T")
 MESH_AXES = ("island", "replicate", "shard", "tp")
@@ -151,6 +153,11 @@ class ParallelDims:
         """A further axis `name` of the ranks of `axis`, with a process group and a queue of its own; on all ranks."""
         group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
         return self._axis(axis, name, group)
+
+    @functools.cached_property
+    def node(self) -> MeshAxis:
+        """The ranks of this node in this copy of the model, tp index innermost; made on first use, on all ranks."""
+        return self.twin(NODE, NODE)
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
         rank = dist.get_rank()

@@ -23,7 +23,7 @@ import math
 from typing import NamedTuple
 
 from megazpp.topology.cluster import Device, LinkKind
-from megazpp.topology.layout import AXES, Layout
+from megazpp.topology.layout import AXES, NODE, Layout
 
 TILE = 128  # cuBLAS's usual thread block; NVIDIA, Matrix Multiplication Background User's Guide, "tile quantization"
 
@@ -166,7 +166,7 @@ class ClusterCosts(Costs):
         self.beside = shares.beside
         self._flops_per_second = 1e12 * device.teraflops * shares.matrix
         self._bytes_per_second = 1e9 * device.gigabytes_per_second * shares.memory
-        self._axes = {axis: AxisCost(layout, axis, shares) for axis in AXES if axis not in free}
+        self._axes = {axis: AxisCost(layout, axis, shares) for axis in (*AXES, NODE) if axis not in free}
 
     def operation(self, operation: Operation) -> float:
         seconds = self.memory(operation.bytes)

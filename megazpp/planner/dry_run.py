@@ -32,7 +32,7 @@ from megazpp.base.program import MEGA, aligned
 from megazpp.data.loader import make_micro_batch
 from megazpp.islands.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer
+from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import paper_step
 from megazpp.planner.paper import Memory
@@ -200,15 +200,17 @@ def count_step(
             islands = None
             if plan.islands is not None:
                 islands = Islands(task.built.sharding, dims, plan.islands, config.precision)
+            model, dtype = task.built.model, config.precision.param_dtype
+            matrices = build_orthogonalizer(model, config.optimizer, dims, dtype)
             step = TrainStep(
                 *task.built,
-                build_optimizer(list(task.built.model.named_parameters()), config.optimizer, CPU),
+                build_optimizer(list(model.named_parameters()), config.optimizer, CPU, orthogonalizer=matrices),
                 build_loss_scaler(config.loss_scale, fp16=config.precision.fp16),
                 dims,
                 clip_grad=config.optimizer.clip_grad,
                 objective=task.objective,
             )
-            step([task.batch], learning_rate=1.0, weight_decay=0.0)
+            step([task.batch], learning_rate=1.0, weight_decay=0.0, iteration=1)
             if islands is not None:
                 _send_what_is_under_way(islands)
             micro_batches = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
@@ -218,7 +220,7 @@ def count_step(
                 gc.collect()  # building a model leaves cycles
                 live.peak = 0
                 task.before_step()
-                step([task.batch] * count, learning_rate=1.0, weight_decay=0.0)
+                step([task.batch] * count, learning_rate=1.0, weight_decay=0.0, iteration=1)
                 sent.append(traffic_between(before, dims.counter.table()))
             before = dims.counter.table()
             if islands is not None:

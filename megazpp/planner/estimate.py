@@ -171,7 +171,8 @@ def paper_step(
         "seq_length": config.data.seq_length,
         "micro_batch_size": plan.batches.micro_batch_size,
         "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
-        "moments": 2 if config.optimizer.optimizer == "adam" else 1,
+        "moments": 1 if config.optimizer.optimizer == "sgd" else 2,
+        "muon": config.optimizer if config.optimizer.optimizer == "muon" else None,
         "islands": plan.islands,
         "lossless_share": 1.0 if on_cpu else lossless_share(config.schedule.lr),
     }

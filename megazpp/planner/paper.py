@@ -31,7 +31,7 @@ from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 from megazpp.planner.cost import Costs
 from megazpp.stored.frozen import FrozenBytes
-from megazpp.topology.layout import AXES, Layout
+from megazpp.topology.layout import AXES, NODE, Layout
 from megazpp.zero.comms import CommContext, CountedGather, SummingReduce
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
@@ -66,7 +66,7 @@ class Simulation:
     def __init__(self, costs: Costs) -> None:
         self.compute = self.running = Clock()
         self._costs, self._clocks = costs, [self.compute]
-        self._links = {axis: self.new_clock() for axis in AXES}
+        self._links = {axis: self.new_clock() for axis in (*AXES, NODE)}
         self.busy: dict[str, float] = defaultdict(float)
 
     def new_clock(self) -> Clock:
@@ -223,6 +223,12 @@ class PaperAxis(MeshAxis):
             return x
         self.count("all_to_all", self.ring_bytes(x))
         return torch.empty_like(x)
+
+    def exchange(self, x: torch.Tensor, send: list[int], receive: list[int], *, of: str = "") -> torch.Tensor:
+        if self.size == 1:
+            return x
+        self.count("all_to_all", (x.numel() - send[self.rank]) * x.element_size())
+        return x.new_empty(sum(receive))
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.size > 1:

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from megazpp.islands.config import IslandsPlan
 from megazpp.islands.outer import OuterUnit, send_fragment
 from megazpp.model.gpt import GPTModel
+from megazpp.optim.muon import MuonConfig, Orthogonalizer, products, row_dtype
 from megazpp.parallel.axis import Traffic, TrafficCounter
-from megazpp.planner.cost import Costs
+from megazpp.planner.cost import Costs, Operation
 from megazpp.planner.paper import (
     META,
     Clock,
@@ -40,7 +41,7 @@ from megazpp.planner.paper import (
 )
 from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
 from megazpp.stored.frozen import frozen_bytes
-from megazpp.topology.layout import AXES, Layout
+from megazpp.topology.layout import AXES, NODE, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comms import CommContext
 from megazpp.zero.config import plan_wire
@@ -73,7 +74,8 @@ class PaperStep:
         documents, with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
         costs: how long things take; None for counting.
         on_cpu: whether the process itself computes; for times also that nothing runs beside the compute.
-        moments: of the optimizer, per parameter.
+        moments: of the optimizer, per parameter; one less of a matrix with Muon.
+        muon: settings of --optimizer muon.
         frozen_bits: of frozen units' matrices at rest; None: as the model computes.
         islands: local steps; None where every step is synchronized.
         lossless_share: the size of lossless differences against that of the weights.
@@ -97,6 +99,7 @@ class PaperStep:
         rank: int = 0,
         on_cpu: bool = False,
         moments: int = 2,
+        muon: MuonConfig | None = None,
         with_entropy: bool = False,
         prepare: Callable[[GPTModel], None] | None = None,
         frozen_bits: int | None = None,
@@ -129,7 +132,7 @@ class PaperStep:
                 cost=functools.partial(self._simulation.send, name),
                 queue=SimulatedQueue(self._simulation, name, blocks_host=on_cpu),
             )
-            for name in AXES
+            for name in (*AXES, NODE)
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
         self._stage = zero.stage_over(self._shard.size)
@@ -146,6 +149,18 @@ class PaperStep:
         for unit, frozen in zip(self.units, self.trace.frozen, strict=True):
             unit.connect(self._context)
             unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype, frozen_bits)
+        self.muon: Orthogonalizer | None = None
+        if muon is not None and self.trace.matrices:
+            self.muon = Orthogonalizer(
+                self.trace.matrices,
+                muon,
+                layout,
+                node=self._axes[NODE],
+                cross=self._axes["cross"],
+                dtype=row_dtype(precision.param_dtype),
+                codec=functools.partial(PaperCodec, touch=self._touch),
+                iterate=self._newton_schulz,
+            )
         self._islands, self.fragments = islands, [] if islands is None else self._outer_units(islands)
         self._received: PaperUnit | None = None  # whose frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
@@ -287,6 +302,8 @@ class PaperStep:
             self._touch(4 * flat.nbytes)
         for name in ("tp", "shard"):  # the norm
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
+        if self.muon is not None:
+            self.orthogonalize(iteration=1)
         passes = 1 + 8  # norm; AdamW reads four values and writes them, the gradient clipped
         self._touch(passes * 4 * sum(unit.size for unit in self.units))
         for unit in self.units:
@@ -296,6 +313,28 @@ class PaperStep:
             unit.version += 1
             if gather is not None:
                 gather.after_step(keyframe=False)
+
+    def orthogonalize(self, *, iteration: int) -> SimulatedStep:
+        """Muon's part of a step: rows to their owners and back, Newton-Schulz there."""
+        assert self.muon is not None
+        before, start = self.counter.table(), self._simulation.running.now
+        updates = [torch.empty(shape, device=META) for shape in self._matrix_shards]
+        found = self.muon(updates, iteration=iteration)
+        kept = sum(update.nbytes for update in updates) + sum(x.nbytes for x in found)
+        self.ledger.pass_through(Memory.BUFFERS, kept + 2 * sum(x.nbytes for x in found))
+        return SimulatedStep(traffic_between(before, self.counter.table()), self._simulation.running.now - start, {})
+
+    def _newton_schulz(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        for m, n, k in products(*x.shape[1:]) * steps:
+            size = x.element_size() * len(x) * (m * k + k * n + 2 * m * n)
+            self._simulation.spend(self._costs.operation(Operation("matrix", size, m, n, k, len(x))))
+        self.ledger.pass_through(Memory.BUFFERS, 4 * x.nbytes)
+        return x
+
+    @property
+    def _matrix_shards(self) -> list[tuple[int, ...]]:
+        named = [(matrix.name, matrix.shape) for matrix in self.trace.matrices]
+        return list(own_shapes(named, self._shard.size, self._shard.rank))
 
     @property
     def unpacked_bytes(self) -> int:
@@ -403,7 +442,8 @@ class PaperStep:
         self.ledger, units = Ledger(), self.units
         own = sum(math.prod(shape) for unit in units for shape in unit.shapes)
         self.ledger.add(Memory.PARAMETERS, MASTER_BYTES * sum(unit.size for unit in units))
-        self.ledger.add(Memory.MOMENTS, self._moments * MASTER_BYTES * own)
+        less = 0 if self.muon is None else sum(map(math.prod, self._matrix_shards))
+        self.ledger.add(Memory.MOMENTS, MASTER_BYTES * (self._moments * own - less))
         self.ledger.add(Memory.SECONDARY, sum(unit.secondary_bytes for unit in units))
         self.ledger.add(Memory.FROZEN, sum(unit.frozen.kept for unit in units))
         self.ledger.add(Memory.FEEDBACK, sum(unit.feedback_bytes for unit in units))

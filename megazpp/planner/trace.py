@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from megazpp.model.backends import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
+from megazpp.optim.muon import LayerMatrix, layer_matrices
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.cost import Operation
 from megazpp.planner.paper import PaperAxis, Parameters
@@ -65,6 +66,7 @@ class Trace(NamedTuple):
         units: trained parameters of each sharding unit, in the order of use.
         frozen: its parameters that are not trained.
         partial: parameters of whose gradient each tp rank has a part.
+        matrices: those of the layers that are trained, as Muon takes them.
         tied: the first unit holds embedding, final norm and output, and is in use from the first to the last segment.
     """
 
@@ -72,6 +74,7 @@ class Trace(NamedTuple):
     units: tuple[Parameters, ...]
     frozen: tuple[Parameters, ...]
     partial: Parameters
+    matrices: tuple[LayerMatrix, ...]
     tied: bool
 
     @property
@@ -149,6 +152,12 @@ def trace_model(
         units=units,
         frozen=frozen,
         partial=[(name, shape) for unit in units for name, shape in unit if first_layer(name) in partial],
+        matrices=tuple(
+            matrix._replace(name=matrix.name.replace("layers.0.", f"layers.{index}.", 1))
+            for index in range(config.layers)
+            for matrix in layer_matrices(model, tp)
+            if matrix.name.startswith("layers.0.")
+        ),
         tied=config.tied,
     )
 

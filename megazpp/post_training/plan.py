@@ -97,7 +97,7 @@ def plan_models(
     measure(policy, plan.batches.num_micro_batches_at(plan.batches.rampup_samples))
     training = policy.ledger.peak.copy()
     if post.objective in ("reward", "ppo"):
-        head, moments = MASTER_BYTES * config.model.hidden, 2 if config.optimizer.optimizer == "adam" else 1
+        head, moments = MASTER_BYTES * config.model.hidden, 1 if config.optimizer.optimizer == "sgd" else 2
         training += Counter({Memory.PARAMETERS: head, Memory.MOMENTS: moments * head})
     standing = Counter({kind: training[kind] for kind in STANDING})
     asked = asked_in(None)

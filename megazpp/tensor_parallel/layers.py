@@ -60,7 +60,7 @@ class _SplitLinear(nn.Module):
         self.tp, self.sequence_parallel, self.product = tp, sequence_parallel, product
         self.adapter: Adapter | None = None
         self.weight = nn.Parameter(torch.empty(shape))
-        self.specs = {"weight": ParameterSpec(split=self.split, std=std)}
+        self.specs = {"weight": ParameterSpec(split=self.split, std=std, matrices=(shape[0],))}
         self.register_parameter("bias", nn.Parameter(torch.empty(shape[0])) if bias else None)
         if bias:
             self.specs["bias"] = ParameterSpec(split=0) if self.split == 0 else ParameterSpec(partial=sequence_parallel)

@@ -32,6 +32,7 @@ class ParameterSpec:
     std: float = 0.0  # standard deviation of the normal distribution it is drawn from; 0 for a constant
     value: float = 0.0  # the constant when `std` is 0
     rows: int | None = None  # rows that are drawn; the rest is padding and stays zero. None for all
+    matrices: tuple[int, ...] = ()  # rows of the matrices of a layer that take turns in it; () if it is none
     partial: bool = False  # each tp rank computes a part of the gradient; see `sum_partial_gradients_`
 
 

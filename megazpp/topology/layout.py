@@ -29,6 +29,7 @@ from megazpp.base.flags import wrong_types
 from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "local", "cross", "shard", "replicate", "island")
+NODE = "node"  # tp x local: the ranks of a node that share a copy of the model; only Muon's traffic has this axis
 DATA_AXES = ("shard", "local", "cross")  # those that weights and gradients travel on, whole or in two hops
 WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of other axes go over one of these
 COORDINATES = ("replicate", "cross", "local", "tp")  # of a rank in its island, outermost first
@@ -67,7 +68,7 @@ class Layout:
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """The global ranks of the group of `axis` that `rank` belongs to, in axis order.
 
-        `axis` is "tp", "local", "cross", "shard" (cross x local), "replicate" or "island".
+        `axis` is "tp", "local", "cross", "shard" (cross x local), "replicate", "island" or "node" (local x tp).
         """
         return self._group(axis, self.cluster.position_of(rank))
 
@@ -175,6 +176,7 @@ class Layout:
             "cross": (self.tp * self.local, self.cross),
             "shard": (self.tp, self.shard),
             "replicate": (self.tp * self.shard, self.replicate),
+            NODE: (1, self.tp * self.local),
             "island": (self.tp * self.shard * self.replicate, self.island),
         }[axis]
 

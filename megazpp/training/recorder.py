@@ -27,7 +27,7 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
-from megazpp.topology.layout import AXES, WIRES
+from megazpp.topology.layout import AXES, NODE, WIRES
 from megazpp.training.context import RunContext
 from megazpp.training.flops import memory_line, peak_memory_bytes
 from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, closing_lines, validation_lines
@@ -213,7 +213,7 @@ class Zero3Traffic(NamedTuple):
 def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow]:
     """The counted rows, the same on all ranks; rows without bytes are left out."""
     table = dims.counter.table()
-    keys = list(itertools.product(WIRES, AXES, COLLECTIVES))
+    keys = list(itertools.product(WIRES, (*AXES, NODE), COLLECTIVES))
     mine = [table.get(key, Traffic(0, 0)) for key in keys]
     calls = dims.world.max_(torch.tensor([t.calls for t in mine], dtype=torch.int64, device=device))
     sent = dims.world.all_reduce_(torch.tensor([t.sent_bytes for t in mine], dtype=torch.int64, device=device))

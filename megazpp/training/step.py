@@ -106,7 +106,7 @@ class TrainStep:
             if taken:
                 divisor = clip_divisor(norm.value, self.clip_grad, divisor=scale)
                 set_rates_(self.optimizer, learning_rate=learning_rate, weight_decay=weight_decay)
-                update_(self.optimizer, divisor, found_inf)
+                update_(self.optimizer, divisor, found_inf, iteration=iteration)
                 kept = scale / divisor
                 if found_inf is not None:
                     kept = kept.where(found_inf == 0.0, 0.0)

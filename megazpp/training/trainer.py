@@ -38,7 +38,7 @@ from megazpp.islands.loop import LocalSteps
 from megazpp.islands.outer import Islands
 from megazpp.islands.state import island_parts
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer
+from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import open_axis
 from megazpp.parallel.watchdog import Watchdog
@@ -114,7 +114,9 @@ class Trainer:
         with user_errors():
             self.parts = parts = build_parts(parsed, plan, run)
         self.built = model, sharding = parts.built
-        optimizer = build_optimizer(list(model.named_parameters()), config.optimizer, run.device)
+        matrices = build_orthogonalizer(model, config.optimizer, dims, config.precision.param_dtype)
+        named = list(model.named_parameters())
+        optimizer = build_optimizer(named, config.optimizer, run.device, orthogonalizer=matrices)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         losses, flags = LossHistory(), parsed.values()
         values = RunValues(optimizer, scaler, losses)

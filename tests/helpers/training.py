@@ -15,7 +15,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
-from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
+from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, build_orthogonalizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.worker import seed_everything
@@ -92,6 +92,7 @@ class Case:
     float8: Float8Format | None = None  # emulated
     scalar_head: bool = False
     diloco: IslandsConfig = field(default_factory=IslandsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @property
     def islands(self) -> int:
@@ -187,7 +188,9 @@ def build_on_ranks(case: Case) -> tuple[GPTModel, Any, ParallelDims]:
 
 def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     model, sharding, dims = build_on_ranks(case)
-    optimizer = build_optimizer(list(model.named_parameters()), OptimizerConfig(), CPU)
+    matrices = build_orthogonalizer(model, case.optimizer, dims, case.precision.param_dtype)
+    named = list(model.named_parameters())
+    optimizer = build_optimizer(named, case.optimizer, CPU, orthogonalizer=matrices)
     scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**12), fp16=case.precision.fp16)
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
 

@@ -1,0 +1,343 @@
+"""Muon on the shards: each matrix of the layers steps by its orthogonalized momentum (Jordan et al., 2024).
+
+    W -= lr (s X + weight decay W),    X = Newton-Schulz(momentum-updated gradient [r, c]),    s = 0.2 sqrt(max(r, c))
+
+A node's ranks (T tensor-parallel x L local) have contiguous rows of each matrix, of all of it where a copy of the model
+is within a node. Each matrix has an owner among them, chosen by FLOPs, which orthogonalizes it alone:
+
+    [own rows, c] --all-to-all--> [B, r, c] at the owner --Newton-Schulz--> [B, r, c] --all-to-all--> [own rows, c]
+
+Matrices of one shape travel and are multiplied together, while others are on their way. Where a copy spans N nodes, a
+node orthogonalizes its block of rows, and nothing crosses nodes (MuonBP, arXiv 2510.16981); every
+`muon_full_interval` steps all nodes gather all rows in 8-bit blocks first, and each keeps its rows of the whole
+matrix's X. The scale s is that of the shape that was orthogonalized. Queries, keys and values are matrices of their own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megazpp.base.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.comm_queue import Work
+from megazpp.tensor_parallel.parameters import owned_parameters
+from megazpp.topology.layout import Layout
+from megazpp.zero.config import block_format
+from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7  # the least norm that a matrix is divided by
+FULL_STEP_BLOCKS = (8, 256)  # bits and elements of the blocks in which rows cross nodes
+MUON = "--optimizer muon"
+
+NewtonSchulz = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Constants of Muon."""
+
+    muon_momentum: float = flag(0.95, "decay of Muon's running average of the gradient", needs=MUON)
+    muon_use_nesterov: bool = flag(
+        True, "orthogonalize the gradient mixed with its average, not the average alone", needs=MUON
+    )
+    muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations; each costs three products of the matrix", needs=MUON)
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
+        "spectral",
+        "what an update [r, c] is scaled by: sqrt(max(r, c)), sqrt(r / c), or sqrt(max(1, r / c))",
+        needs=MUON,
+    )
+    muon_extra_scale_factor: float = flag(
+        0.2, "a further factor of Muon's updates; 0.2 beside spectral has the size of AdamW's", needs=MUON
+    )
+    muon_adam_lr_multiple: float = flag(
+        1.0, "learning rate of what AdamW trains beside Muon (embeddings, biases, norms) over --lr", needs=MUON
+    )
+    muon_full_interval: int = flag(
+        0,
+        "where a matrix spans nodes, steps from one on the whole matrix, gathered in 8 bits, to the next; the others "
+        "are on each node's rows; 0: all are, and nothing crosses",
+        needs=MUON,
+    )
+
+    def check_muon(self) -> None:
+        """Raises ValueError for the first value that cannot work."""
+        if not 0.0 <= self.muon_momentum < 1.0:
+            raise ValueError(f"{spelling(self, 'muon_momentum')} {self.muon_momentum} is not in [0, 1)")
+        check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
+        check_not_negative(self, "muon_full_interval")
+
+    def scale(self, rows: int, columns: int) -> float:
+        """The factor of an orthogonalized matrix [rows, columns]."""
+        ratio = rows / columns
+        scales = {"spectral": max(rows, columns), "unit_rms_norm": ratio, "shape_scaling": max(1.0, ratio)}
+        return self.muon_extra_scale_factor * math.sqrt(scales[self.muon_scale_mode])
+
+
+def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """[B, r, c] -> the orthogonal polar factor of each matrix, roughly: singular values end between 0.7 and 1.2.
+
+    On CUDA in bf16, elsewhere in fp32.
+    """
+    a, b, c = COEFFICIENTS
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = (x / norm.clamp(min=EPS)).to(torch.bfloat16 if x.is_cuda else torch.float32)
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def row_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which rows travel inside a node; fp16 has not the range of gradients."""
+    return torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
+
+
+def products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
+    """(m, n, k) of the three products in a Newton-Schulz iteration on a matrix."""
+    low, high = sorted((rows, columns))
+    return (low, low, high), (low, low, low), (low, high, low)
+
+
+# ---- the plan: integers ----------------------------------------------------------------------------------------------
+
+
+class LayerMatrix(NamedTuple):
+    """A parameter of the layers that holds one matrix or several; shape on a tensor-parallel rank, without shards."""
+
+    name: str
+    shape: tuple[int, int]
+    split: int | None  # the dim that tensor-parallel ranks share out
+    rows: tuple[int, ...]  # that its matrices have in turn
+
+
+def layer_matrices(model: nn.Module, tp_size: int) -> list[LayerMatrix]:
+    """The trained matrices of a model's layers, plain tensors or shards, in the order of `named_parameters`."""
+    found = []
+    for name, module, attribute, spec in owned_parameters(model):
+        parameter = getattr(module, attribute)
+        if spec.matrices and parameter.requires_grad:
+            shape = list(parameter.shape)
+            if isinstance(parameter, DTensor) and spec.split is not None:
+                shape[spec.split] //= tp_size
+            found.append(LayerMatrix(name, (shape[0], shape[1]), spec.split, spec.matrices))
+    return found
+
+
+class Block(NamedTuple):
+    """What some nodes have together of one matrix, the `part`-th of a parameter's.
+
+    Attributes:
+        shape: of what is orthogonalized, on all tensor-parallel ranks.
+        counts: [local rank][node] rows; each tensor-parallel rank has as many, of `columns` elements.
+        owner: the rank along the node axis that orthogonalizes it.
+    """
+
+    parameter: int
+    part: int
+    shape: tuple[int, int]
+    counts: tuple[tuple[int, ...], ...]
+    columns: int
+    split: int
+    owner: int
+
+
+@functools.cache
+def rows_of_parts(num_rows: int, num_shards: int, shard: int, rows: tuple[int, ...]) -> tuple[Sequence[int], ...]:
+    """Of each matrix that takes turns in a parameter [num_rows, ...], the rows in one shard, as indices into that."""
+    count, first = own_rows(num_rows, num_shards, shard), shard * -(-num_rows // num_shards)
+    if len(rows) == 1:
+        return (range(count),)
+    ends = list(itertools.accumulate(rows))
+    parts = [bisect.bisect_right(ends, (first + index) % ends[-1]) for index in range(count)]
+    return tuple([index for index, part in enumerate(parts) if part == wanted] for wanted in range(len(rows)))
+
+
+def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequence[int]) -> list[list[Block]]:
+    """The blocks that `nodes` (of one copy of the model) have together, in groups of one shape, sorted by owner.
+
+    The costliest goes first to the rank that has the least to do. A matrix of which the nodes have no row is left out.
+    """
+    tp, shards, found = layout.tp, layout.shard, []
+    for index, parameter in enumerate(parameters):
+        (num_rows, columns), split = parameter.shape, parameter.split or 0
+        for part in range(len(parameter.rows)):
+            counts = tuple(
+                tuple(
+                    len(rows_of_parts(num_rows, shards, node * layout.local + local, parameter.rows)[part])
+                    for node in nodes
+                )
+                for local in range(layout.local)
+            )
+            assert parameter.split is not None or tp == 1, f"{parameter.name} is not split over {tp} ranks"
+            total = sum(map(sum, counts))
+            shape = (tp * total, columns) if split == 0 else (total, tp * columns)
+            if total:
+                found.append(Block(index, part, shape, counts, columns, split, owner=0))
+    work = [0] * (tp * layout.local)
+    groups: dict[tuple[int, int], list[Block]] = {}
+    for block in sorted(found, key=lambda block: -_cost(block.shape)):
+        owner = work.index(min(work))
+        work[owner] += _cost(block.shape)
+        groups.setdefault(block.shape, []).append(block._replace(owner=owner))
+    return [sorted(group, key=lambda block: block.owner) for group in groups.values()]
+
+
+def _cost(shape: tuple[int, int]) -> int:
+    return sum(m * n * k for m, n, k in products(*shape))
+
+
+# ---- the exchange ----------------------------------------------------------------------------------------------------
+
+
+class Orthogonalizer:
+    """Orthogonalizes the matrices of a model's layers, of which each rank has shards.
+
+    Args:
+        parameters: the same on all ranks.
+        node: the ranks of a node that share a copy of the model, tensor-parallel index innermost.
+        cross: the nodes that a copy spans.
+        dtype: in which rows travel inside the node.
+        codec, iterate: what packs rows that cross nodes, and `newton_schulz`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[LayerMatrix],
+        config: MuonConfig,
+        layout: Layout,
+        *,
+        node: MeshAxis,
+        cross: MeshAxis,
+        dtype: torch.dtype,
+        codec: Callable[..., Codec] = Codec,
+        iterate: NewtonSchulz = newton_schulz,
+    ) -> None:
+        self.parameters, self._config, self._layout = tuple(parameters), config, layout
+        self._node, self._cross, self._dtype, self._iterate = node, cross, dtype, iterate
+        self._own, self._everyone = (cross.rank,), tuple(range(cross.size))
+        self._groups = {nodes: plan_blocks(parameters, layout, nodes) for nodes in {self._own, self._everyone}}
+        self._segments = plan_segments([(p.name, p.shape) for p in parameters], layout.shard)
+        message = plan_message(self._segments, block_format(*FULL_STEP_BLOCKS), exact_itemsize=4)
+        self._codec = codec(message, torch.float32)
+        self._indices: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def is_full(self, iteration: int) -> bool:
+        """True if a step's matrices are whole, although they span nodes."""
+        interval = self._config.muon_full_interval
+        return self._cross.size > 1 and interval > 0 and iteration % interval == 0
+
+    def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
+        """This rank's shards of the scaled X, [own rows, columns] in `dtype`, of its fp32 shards of the updates."""
+        nodes, shards = self._own, [[update] for update in updates]
+        if self.is_full(iteration):
+            nodes, shards = self._everyone, self._gathered(updates)
+        local, tp, peers = self._node.rank // self._layout.tp, self._layout.tp, range(self._node.size)
+        me = nodes.index(self._cross.rank)
+        under_way = []
+        for group in self._groups[nodes]:
+            owned = [block for block in group if block.owner == self._node.rank]
+            pieces = [piece.flatten() for block in group for piece in self._pieces(block, shards, nodes)]
+            size = functools.partial(_sizes, group, peers)
+            mine = size(lambda block: sum(block.counts[local]) * block.columns)
+            own = size(lambda block: block.counts[local][me] * block.columns)
+            theirs = [sum(sum(block.counts[peer // tp]) * block.columns for block in owned) for peer in peers]
+            back = [sum(block.counts[peer // tp][me] * block.columns for block in owned) for peer in peers]
+            sent = torch.cat(pieces).to(self._dtype)
+            under_way.append((group, owned, theirs, back, own, sent, self._exchange(sent, mine, theirs)))
+        coming = []
+        for group, owned, theirs, back, own, _, work in under_way:
+            sent = self._orthogonalized(work.wait(), owned, theirs, me)
+            coming.append((group, sent, self._exchange(sent, back, own)))
+        results = [torch.empty_like(update, dtype=self._dtype) for update in updates]
+        for group, _, work in coming:
+            counts = [block.counts[local][me] for block in group]
+            pieces = work.wait().split([rows * block.columns for rows, block in zip(counts, group, strict=True)])
+            for rows, block, piece in zip(counts, group, pieces, strict=True):
+                result, found = results[block.parameter], piece.view(rows, block.columns)
+                index = self._index(block, self._cross.rank, result.device)
+                result.copy_(found) if index is None else result.index_copy_(0, index, found)
+        return results
+
+    def _exchange(self, sent: torch.Tensor, send: list[int], receive: list[int]) -> Work[torch.Tensor]:
+        return self._node.queue.submit(lambda: self._node.exchange(sent, send, receive, of="muon"))
+
+    def _pieces(
+        self, block: Block, shards: Sequence[Sequence[torch.Tensor]], nodes: Sequence[int]
+    ) -> Iterator[torch.Tensor]:
+        for node, shard in zip(nodes, shards[block.parameter], strict=True):
+            index = self._index(block, node, shard.device)
+            yield shard if index is None else shard[index]
+
+    def _index(self, block: Block, node: int, device: torch.device) -> torch.Tensor | None:
+        """Where the rows of a block are in the shard of this rank's peer in a node; None if they are all of it."""
+        parameter = self.parameters[block.parameter]
+        if len(parameter.rows) == 1:
+            return None
+        shard = node * self._layout.local + self._node.rank // self._layout.tp
+        key = (block.parameter, block.part, shard)
+        if key not in self._indices:
+            rows = rows_of_parts(parameter.shape[0], self._layout.shard, shard, parameter.rows)[block.part]
+            self._indices[key] = torch.tensor(rows, dtype=torch.int64, device=device)
+        return self._indices[key]
+
+    def _orthogonalized(
+        self, received: torch.Tensor, owned: Sequence[Block], theirs: Sequence[int], me: int
+    ) -> torch.Tensor:
+        """The rows that each rank of this node gets back, one after the other, of those that they have sent."""
+        tp, peers = self._layout.tp, range(self._node.size)
+        if not owned:
+            return received
+        sent = [
+            source.split([sum(block.counts[peer // tp]) * block.columns for block in owned])
+            for peer, source in enumerate(received.split(list(theirs)))
+        ]
+        whole = []
+        for index, block in enumerate(owned):
+            pieces = [sent[peer][index].view(-1, block.columns) for peer in peers]
+            whole.append(torch.cat([torch.cat(pieces[t::tp]) for t in range(tp)], dim=block.split))
+        x = self._iterate(torch.stack(whole), self._config.muon_num_ns_steps)
+        x = (x * self._config.scale(*owned[0].shape)).to(self._dtype)
+        back: list[list[torch.Tensor]] = [[] for _ in peers]
+        for block, matrix in zip(owned, x, strict=True):
+            for t, of_tp in enumerate(matrix.chunk(tp, dim=block.split)):
+                pieces = of_tp.split([rows for counts in block.counts for rows in counts])
+                for local in range(len(block.counts)):
+                    back[local * tp + t].append(pieces[local * len(block.counts[0]) + me].flatten())
+        return torch.cat([piece for source in back for piece in source])
+
+    def _gathered(self, updates: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """By parameter the shards of this rank's peers on all nodes, its own too as they see it."""
+        device, nodes, local = updates[0].device, self._cross.size, self._node.rank // self._layout.tp
+        flat = torch.zeros(1, 1, self._codec.layout.size, device=device)
+        for segment, update in zip(self._segments, updates, strict=True):
+            flat[0, 0, segment.start : segment.start + update.numel()].copy_(update.flatten())
+        message = self._codec.empty(1, 1, device=device)
+        self._codec.pack(flat, message)
+        messages = self._cross.queue.submit(lambda: self._cross.all_gather(message[0], of="muon")).wait()
+        rows = torch.empty(1, nodes, self._codec.layout.size, device=device)
+        self._codec.unpack(messages.unsqueeze(0), rows)
+        found = []
+        for segment, parameter in zip(self._segments, self.parameters, strict=True):
+            counts = [own_rows(parameter.shape[0], self._layout.shard, node * self._layout.local + local)
+                      for node in range(nodes)]  # fmt: skip
+            parts = zip(rows[0, :, segment.start : segment.stop], counts, strict=True)
+            found.append([part.view(-1, parameter.shape[1])[:count] for part, count in parts])
+        return found
+
+
+def _sizes(group: Sequence[Block], peers: Sequence[int], size: Callable[[Block], int]) -> list[int]:
+    """The elements of a group that belong to each owner."""
+    return [sum(size(block) for block in group if block.owner == peer) for peer in peers]
