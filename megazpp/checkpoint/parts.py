@@ -81,7 +81,9 @@ class Moments(StatePart):
     prefix = OPTIMIZER
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer, self._anew = model, optimizer, 0
+        averages = [group for group in optimizer.param_groups if group.get("matrices", "betas" not in group)]
+        self._averaged = {parameter for group in averages for parameter in group["params"]}  # by Muon or SGD
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
@@ -91,13 +93,16 @@ class Moments(StatePart):
         }
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        parameters, targets = dict(self._model.named_parameters()), {}
+        parameters, targets, others = dict(self._model.named_parameters()), {}, set()
         for key, entry in under(OPTIMIZER, saved).items():
             name, _, moment = key.rpartition(".")
-            if name in parameters:
+            if name in parameters and (moment == "momentum_buffer") != (parameters[name] in self._averaged):
+                others.add(name)
+            elif name in parameters:
                 weight, own = parameters[name].detach(), self._optimizer.state.get(parameters[name], {})
                 new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # placed like the weight, or a scalar
                 targets[key] = own[moment] if moment in own else new.to(entry.properties.dtype)
+        self._anew = len(others)
         return targets
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
@@ -110,10 +115,13 @@ class Moments(StatePart):
             name, _, moment = key.rpartition(".")
             moments.setdefault(indices[name], {})[moment] = value
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
-        return []
+        if not self._anew:
+            return []
+        return [f"moments of {self._anew} parameters begin at zero: the checkpoint has another optimizer's"]
 
     def estimate_bytes(self) -> int:
-        return (2 if "betas" in self._optimizer.defaults else 1) * weights_bytes(self._model)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return 4 * sum((1 if p in self._averaged else 2) * p.numel() for p in parameters)
 
 
 class ErrorFeedback(StatePart):

@@ -177,7 +177,10 @@ def check_same_vocabulary(record: RunRecord, vocab_size: int, where: Path) -> No
 
 
 def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
-    """Raises ValueError if the moments are another optimizer's."""
+    """Raises ValueError if the moments are another optimizer's; of AdamW and Muon each takes what it can use."""
+    pair = {saved.get("optimizer"), flags["optimizer"]}
+    if pair == {"adam", "muon"} and saved.get("optimizer_backend") == flags["optimizer_backend"]:
+        return
     if names := [name for name in ("optimizer", "optimizer_backend") if saved.get(name) != flags[name]]:
         raise ValueError(f"{_differences(names, flags, saved, where)}; --no-load-optim begins with new moments")
 

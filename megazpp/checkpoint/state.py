@@ -86,8 +86,9 @@ class RunValues:
         self.saved_scale = float(scaler.get("scale", self.scaler.scale))
         if self._guard is not None and guard:
             self._guard.load_state_dict(guard)
-        for group, own in zip(self._optimizer.param_groups, values["groups"], strict=True):
-            group.update(own)
+        if any(values["groups"]):  # another optimizer may have other groups
+            for group, own in zip(self._optimizer.param_groups, values["groups"], strict=True):
+                group.update(own)
 
 
 class TrainState:

@@ -10,27 +10,24 @@ is within a node. Each matrix has an owner among them, chosen by FLOPs, which or
 Matrices of one shape travel and are multiplied together, while others are on their way. Where a copy spans N nodes, a
 node orthogonalizes its block of rows, and nothing crosses nodes (MuonBP, arXiv 2510.16981); every
 `muon_full_interval` steps all nodes gather all rows in 8-bit blocks first, and each keeps its rows of the whole
-matrix's X. The scale s is that of the shape that was orthogonalized. Queries, keys and values are matrices of their own.
+matrix's X. The scale s is that of the shape that was orthogonalized. Queries, keys and values are three matrices.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megazpp.base.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.optim.muon_plan import LayerMatrix, MatrixBlock, block_cost, plan_blocks, rows_of_parts
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
-from megazpp.tensor_parallel.parameters import owned_parameters
 from megazpp.topology.layout import Layout
 from megazpp.zero.config import block_format
 from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
@@ -49,7 +46,10 @@ class MuonConfig:
 
     muon_momentum: float = flag(0.95, "decay of Muon's running average of the gradient", needs=MUON)
     muon_use_nesterov: bool = flag(
-        True, "orthogonalize the gradient mixed with its average, not the average alone", needs=MUON
+        True,
+        "orthogonalize the gradient mixed with its average, not the average alone",
+        aliases=("--muon-nesterov",),
+        needs=MUON,
     )
     muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations; each costs three products of the matrix", needs=MUON)
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
@@ -105,103 +105,6 @@ def row_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
 
 
-def products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
-    """(m, n, k) of the three products in a Newton-Schulz iteration on a matrix."""
-    low, high = sorted((rows, columns))
-    return (low, low, high), (low, low, low), (low, high, low)
-
-
-# ---- the plan: integers ----------------------------------------------------------------------------------------------
-
-
-class LayerMatrix(NamedTuple):
-    """A parameter of the layers that holds one matrix or several; shape on a tensor-parallel rank, without shards."""
-
-    name: str
-    shape: tuple[int, int]
-    split: int | None  # the dim that tensor-parallel ranks share out
-    rows: tuple[int, ...]  # that its matrices have in turn
-
-
-def layer_matrices(model: nn.Module, tp_size: int) -> list[LayerMatrix]:
-    """The trained matrices of a model's layers, plain tensors or shards, in the order of `named_parameters`."""
-    found = []
-    for name, module, attribute, spec in owned_parameters(model):
-        parameter = getattr(module, attribute)
-        if spec.matrices and parameter.requires_grad:
-            shape = list(parameter.shape)
-            if isinstance(parameter, DTensor) and spec.split is not None:
-                shape[spec.split] //= tp_size
-            found.append(LayerMatrix(name, (shape[0], shape[1]), spec.split, spec.matrices))
-    return found
-
-
-class Block(NamedTuple):
-    """What some nodes have together of one matrix, the `part`-th of a parameter's.
-
-    Attributes:
-        shape: of what is orthogonalized, on all tensor-parallel ranks.
-        counts: [local rank][node] rows; each tensor-parallel rank has as many, of `columns` elements.
-        owner: the rank along the node axis that orthogonalizes it.
-    """
-
-    parameter: int
-    part: int
-    shape: tuple[int, int]
-    counts: tuple[tuple[int, ...], ...]
-    columns: int
-    split: int
-    owner: int
-
-
-@functools.cache
-def rows_of_parts(num_rows: int, num_shards: int, shard: int, rows: tuple[int, ...]) -> tuple[Sequence[int], ...]:
-    """Of each matrix that takes turns in a parameter [num_rows, ...], the rows in one shard, as indices into that."""
-    count, first = own_rows(num_rows, num_shards, shard), shard * -(-num_rows // num_shards)
-    if len(rows) == 1:
-        return (range(count),)
-    ends = list(itertools.accumulate(rows))
-    parts = [bisect.bisect_right(ends, (first + index) % ends[-1]) for index in range(count)]
-    return tuple([index for index, part in enumerate(parts) if part == wanted] for wanted in range(len(rows)))
-
-
-def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequence[int]) -> list[list[Block]]:
-    """The blocks that `nodes` (of one copy of the model) have together, in groups of one shape, sorted by owner.
-
-    The costliest goes first to the rank that has the least to do. A matrix of which the nodes have no row is left out.
-    """
-    tp, shards, found = layout.tp, layout.shard, []
-    for index, parameter in enumerate(parameters):
-        (num_rows, columns), split = parameter.shape, parameter.split or 0
-        for part in range(len(parameter.rows)):
-            counts = tuple(
-                tuple(
-                    len(rows_of_parts(num_rows, shards, node * layout.local + local, parameter.rows)[part])
-                    for node in nodes
-                )
-                for local in range(layout.local)
-            )
-            assert parameter.split is not None or tp == 1, f"{parameter.name} is not split over {tp} ranks"
-            total = sum(map(sum, counts))
-            shape = (tp * total, columns) if split == 0 else (total, tp * columns)
-            if total:
-                found.append(Block(index, part, shape, counts, columns, split, owner=0))
-    work = [0] * (tp * layout.local)
-    groups: dict[tuple[int, int], list[Block]] = {}
-    for block in sorted(found, key=lambda block: -_cost(block.shape)):
-        owner = work.index(min(work))
-        work[owner] += _cost(block.shape)
-        groups.setdefault(block.shape, []).append(block._replace(owner=owner))
-    return [sorted(group, key=lambda block: block.owner) for group in groups.values()]
-
-
-def _cost(shape: tuple[int, int]) -> int:
-    return sum(m * n * k for m, n, k in products(*shape))
-
-
-# ---- the exchange ----------------------------------------------------------------------------------------------------
-
-
 class Orthogonalizer:
     """Orthogonalizes the matrices of a model's layers, of which each rank has shards.
 
@@ -239,9 +142,36 @@ class Orthogonalizer:
         interval = self._config.muon_full_interval
         return self._cross.size > 1 and interval > 0 and iteration % interval == 0
 
+    def describe(self) -> str:
+        """The matrices, and the work on them in a step."""
+        matrices, whole = [matrix for p in self.parameters for matrix in p.rows], self._cross.size == 1
+        each = "whole" if whole else f"by the rows of each of {self._cross.size} nodes"
+        steps, work = self._config.muon_num_ns_steps, [0] * self._node.size
+        for block in itertools.chain(*self._groups[self._own]):
+            work[block.owner] += 2 * steps * block_cost(block.shape)
+        text = f"Muon: {len(matrices)} matrices, {each}, {1e-9 * max(work):.3f} GFLOP on the rank that has most"
+        thin = {
+            parameter.name
+            for parameter in self.parameters
+            for rows in [own_rows(parameter.shape[0], self._cross.size, self._cross.size - 1)]
+            if not whole and rows == 0
+        }
+        return text + (f"; nodes without a row of {', '.join(sorted(thin))} leave it to the others" if thin else "")
+
+    def buffer_bytes(self, iteration: int) -> int:
+        """The bytes of rows that are sent and received in a step, and of messages between nodes."""
+        full, peer = self.is_full(iteration), self._node.rank // self._layout.tp
+        gathered = self._cross.size * (4 * self._codec.layout.size + self._codec.layout.message_bytes) if full else 0
+        elements = 0
+        for block in itertools.chain(*self._groups[self._everyone if full else self._own]):
+            owned = block.owner == self._node.rank
+            elements += sum(block.counts[peer]) * block.columns + owned * math.prod(block.shape)
+        return gathered + self._dtype.itemsize * elements
+
     def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
         """This rank's shards of the scaled X, [own rows, columns] in `dtype`, of its fp32 shards of the updates."""
-        nodes, shards = self._own, [[update] for update in updates]
+        nodes: tuple[int, ...] = self._own
+        shards = [[update] for update in updates]
         if self.is_full(iteration):
             nodes, shards = self._everyone, self._gathered(updates)
         local, tp, peers = self._node.rank // self._layout.tp, self._layout.tp, range(self._node.size)
@@ -275,14 +205,14 @@ class Orthogonalizer:
         return self._node.queue.submit(lambda: self._node.exchange(sent, send, receive, of="muon"))
 
     def _pieces(
-        self, block: Block, shards: Sequence[Sequence[torch.Tensor]], nodes: Sequence[int]
+        self, block: MatrixBlock, shards: Sequence[Sequence[torch.Tensor]], nodes: Sequence[int]
     ) -> Iterator[torch.Tensor]:
         for node, shard in zip(nodes, shards[block.parameter], strict=True):
             index = self._index(block, node, shard.device)
             yield shard if index is None else shard[index]
 
-    def _index(self, block: Block, node: int, device: torch.device) -> torch.Tensor | None:
-        """Where the rows of a block are in the shard of this rank's peer in a node; None if they are all of it."""
+    def _index(self, block: MatrixBlock, node: int, device: torch.device) -> torch.Tensor | None:
+        """Indices of a block's rows in the shard of this rank's peer in a node; None if they are all of it."""
         parameter = self.parameters[block.parameter]
         if len(parameter.rows) == 1:
             return None
@@ -294,7 +224,7 @@ class Orthogonalizer:
         return self._indices[key]
 
     def _orthogonalized(
-        self, received: torch.Tensor, owned: Sequence[Block], theirs: Sequence[int], me: int
+        self, received: torch.Tensor, owned: Sequence[MatrixBlock], theirs: Sequence[int], me: int
     ) -> torch.Tensor:
         """The rows that each rank of this node gets back, one after the other, of those that they have sent."""
         tp, peers = self._layout.tp, range(self._node.size)
@@ -338,6 +268,6 @@ class Orthogonalizer:
         return found
 
 
-def _sizes(group: Sequence[Block], peers: Sequence[int], size: Callable[[Block], int]) -> list[int]:
+def _sizes(group: Sequence[MatrixBlock], peers: Sequence[int], size: Callable[[MatrixBlock], int]) -> list[int]:
     """The elements of a group that belong to each owner."""
     return [sum(size(block) for block in group if block.owner == peer) for peer in peers]

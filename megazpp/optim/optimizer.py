@@ -19,7 +19,8 @@ from torch.optim.adamw import adamw
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.optim.apex import ApexAdam, check_apex
 from megazpp.optim.clip import divide_grads_
-from megazpp.optim.muon import MuonConfig, Orthogonalizer, layer_matrices, row_dtype
+from megazpp.optim.muon import MuonConfig, Orthogonalizer, row_dtype
+from megazpp.optim.muon_plan import layer_matrices
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import local
 
@@ -89,7 +90,7 @@ def build_optimizer(
 def build_orthogonalizer(
     model: nn.Module, config: OptimizerConfig, dims: ParallelDims, dtype: torch.dtype
 ) -> Orthogonalizer | None:
-    """What --optimizer muon needs to know of a sharded model that computes in `dtype`; None for other optimizers."""
+    """Make the part of --optimizer muon that knows the sharded model, which computes in `dtype`; None without it."""
     if config.optimizer != "muon":
         return None
     matrices = layer_matrices(model, dims.tp.size)
@@ -122,7 +123,7 @@ class ShardedAdamW(torch.optim.AdamW):
 
 def _adamw_(
     group: dict[str, Any],
-    state_of: dict[nn.Parameter, dict[str, torch.Tensor]],
+    state_of: dict[torch.Tensor, Any],
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:

@@ -10,13 +10,14 @@ import torch
 
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.base.program import MEGA
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
 from megazpp.planner.paper import Memory, lossless_share
 from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure, sent_on
 from megazpp.planner.trace import Documents
 from megazpp.topology.cluster import Cluster, Device
-from megazpp.topology.layout import WIRES, Layout
+from megazpp.topology.layout import NODE, WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
 
 EXPOSED = 0.05  # of the steps' time that a synchronization of islands may take
@@ -37,6 +38,7 @@ class Estimate(NamedTuple):
         held_up: seconds by which a synchronization holds the steps up; 0 without local steps.
         busy: seconds by axis, and of the compute.
         exposed: seconds that the step would be shorter if an axis took no time, by axis; {} if not asked for.
+        muon: what Muon does in a step, and sends in addition at its interval; "" without it.
     """
 
     config: RunConfig
@@ -50,6 +52,7 @@ class Estimate(NamedTuple):
     held_up: float
     busy: dict[str, float]
     exposed: dict[str, float]
+    muon: str
 
     @property
     def gigabytes(self) -> float:
@@ -148,6 +151,7 @@ class Estimator:
             held_up=meeting.seconds,
             busy=busy if timed else {},
             exposed=hidden,
+            muon=_describe_muon(config, paper, layout),
         )
 
 
@@ -178,6 +182,18 @@ def paper_step(
     }
     spec = config.model_spec(config.tokenizer.vocab_size, plan.wire)
     return PaperStep(spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **arguments | others)
+
+
+def _describe_muon(config: RunConfig, paper: PaperStep, layout: Layout) -> str:
+    if paper.muon is None:
+        return ""
+    text, interval = paper.muon.describe(), config.optimizer.muon_full_interval
+    sent = sum(t.sent_bytes for (_, axis, _), t in paper.orthogonalize(iteration=1).traffic.items() if axis == NODE)
+    text += f"; a rank sends {sent / MEGA:.3f} MB inside its node"
+    if interval and paper.muon.is_full(interval):
+        crossing = _of_node(paper.orthogonalize(iteration=interval).traffic, layout)
+        text += f"; in one of {interval} steps a node sends {crossing / MEGA:.3f} MB more to others, for whole matrices"
+    return text
 
 
 def _documents(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> Documents | None:

@@ -81,6 +81,8 @@ def _memory(estimator: Estimator, own: Estimate) -> Iterator[str]:
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     sent = ", ".join(f"{wire} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"a rank sends per optimizer step: {sent}; a node to others {own.node_cross_bytes / MEGA:.3f} MB"
+    if own.muon:
+        yield own.muon
     islands, device, gpus = own.plan.islands, estimator.cluster.device, estimator.cluster.world_size
     if islands is not None:
         yield (

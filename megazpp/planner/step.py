@@ -23,7 +23,8 @@ import torch.distributed as dist
 from megazpp.islands.config import IslandsPlan
 from megazpp.islands.outer import OuterUnit, send_fragment
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.muon import MuonConfig, Orthogonalizer, products, row_dtype
+from megazpp.optim.muon import MuonConfig, Orthogonalizer, row_dtype
+from megazpp.optim.muon_plan import products
 from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.cost import Costs, Operation
 from megazpp.planner.paper import (
@@ -319,16 +320,19 @@ class PaperStep:
         assert self.muon is not None
         before, start = self.counter.table(), self._simulation.running.now
         updates = [torch.empty(shape, device=META) for shape in self._matrix_shards]
-        found = self.muon(updates, iteration=iteration)
-        kept = sum(update.nbytes for update in updates) + sum(x.nbytes for x in found)
-        self.ledger.pass_through(Memory.BUFFERS, kept + 2 * sum(x.nbytes for x in found))
+        held = sum(update.nbytes for update in updates) + self.muon.buffer_bytes(iteration)
+        self.ledger.add(Memory.BUFFERS, held)
+        self.muon(updates, iteration=iteration)
+        self.ledger.add(Memory.BUFFERS, -held)
         return SimulatedStep(traffic_between(before, self.counter.table()), self._simulation.running.now - start, {})
 
     def _newton_schulz(self, x: torch.Tensor, steps: int) -> torch.Tensor:
         for m, n, k in products(*x.shape[1:]) * steps:
             size = x.element_size() * len(x) * (m * k + k * n + 2 * m * n)
             self._simulation.spend(self._costs.operation(Operation("matrix", size, m, n, k, len(x))))
-        self.ledger.pass_through(Memory.BUFFERS, 4 * x.nbytes)
+        low, itemsize = min(x.shape[1:]), 4 if self._on_cpu else x.element_size()
+        products_bytes = itemsize * (2 * x.numel() + 2 * len(x) * low * low)
+        self.ledger.pass_through(Memory.BUFFERS, 2 * x.nbytes + products_bytes)
         return x
 
     @property

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from megazpp.model.backends import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.muon import LayerMatrix, layer_matrices
+from megazpp.optim.muon_plan import LayerMatrix, layer_matrices
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.cost import Operation
 from megazpp.planner.paper import PaperAxis, Parameters

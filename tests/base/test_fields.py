@@ -28,6 +28,11 @@ BESIDE = dict(  # flags that are looked at only beside others
 --lr-warmup-samples | --train-iters none --train-samples 100
 --lr-wsd-decay-samples | --train-iters none --train-samples 100 --lr-decay-style WSD
 --sgd-momentum | --optimizer sgd
+--muon-momentum | --optimizer muon
+--muon-num-ns-steps | --optimizer muon
+--muon-extra-scale-factor | --optimizer muon
+--muon-adam-lr-multiple | --optimizer muon
+--muon-full-interval | --optimizer muon
 --lr-wsd-decay-iters | --lr-decay-style WSD
 --start-weight-decay | --weight-decay-incr-style linear --end-weight-decay 1
 --end-weight-decay | --weight-decay-incr-style linear --start-weight-decay 0
@@ -47,6 +52,7 @@ ZERO_MEANS_SOMETHING = re.findall(  # mostly that nothing is done
     "--[a-z0-9-]+",
     """
 --hidden-dropout --attention-dropout --num-workers --weight-decay --adam-beta1 --adam-beta2 --sgd-momentum --lr --min-lr
+--muon-momentum --muon-full-interval
 --zero-error-feedback-beta --diloco-outer-momentum --diloco-delay --diloco-merge-alpha --clip-grad --lr-warmup-fraction
 --lr-warmup-iters --lr-warmup-samples --lr-warmup-init --start-weight-decay --end-weight-decay --max-restarts --seed
 --ckpt-step --eval-iters --profile-step-start --profile-ranks --sample-tokens --sample-temperature --sample-top-k

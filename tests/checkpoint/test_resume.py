@@ -14,6 +14,7 @@ from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.islands.config import IslandsConfig
+from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 DROPOUT = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1, attention_dropout=0.1)
@@ -61,13 +62,33 @@ CASES = {
         precision=PrecisionConfig(bf16=True),
         diloco=IslandsConfig(diloco_steps=2, diloco_islands=2, diloco_delay=1),
     ),
+    "muon, zeropp, tp 2, fp16": Case(
+        model=LLAMA_STYLE,
+        nodes=2,
+        tp=2,
+        zero=ZEROPP,
+        precision=PrecisionConfig(fp16=True),
+        optimizer=OptimizerConfig(optimizer="muon", muon_full_interval=3),
+    ),
+    "islands, muon": Case(
+        model=DROPOUT,
+        nodes=2,
+        diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9),
+        optimizer=OptimizerConfig(optimizer="muon"),
+    ),
     "islands, fp16": Case(
         model=LLAMA_STYLE, nodes=2, precision=PrecisionConfig(fp16=True), diloco=IslandsConfig(diloco_steps=3)
     ),
 }
 
 
-DEFAULT = ("zero 1, tp 2", "zeropp, k 2, bf16", "differences, bf16", "islands, fragments, between two")
+DEFAULT = (
+    "zero 1, tp 2",
+    "zeropp, k 2, bf16",
+    "differences, bf16",
+    "islands, fragments, between two",
+    "muon, zeropp, tp 2, fp16",
+)
 
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in CASES])
@@ -124,6 +145,24 @@ def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(t
     ranks(4).run(run, Job(case=with_4, steps=4, flags={"save": save, "load": save}))
     third = ranks(4).run(run, Job(case=in_fp32, steps=5, flags={"load": save}))
     assert note in third[0]["lines"]  # they were kept in another dtype
+
+
+@pytest.mark.parametrize(("first", "then"), [("adam", "muon"), slow("muon", "adam")])
+def test_adamw_goes_on_as_muon_and_back_with_new_moments_of_matrices_and_says_so_once(
+    tmp_path: Path, first: str, then: str
+):
+    save = str(tmp_path)
+    cases = [Case(model=LLAMA_STYLE, tp=2, optimizer=OptimizerConfig(optimizer=kind)) for kind in (first, then)]
+    ranks(4).run(run, Job(case=cases[0], steps=2, flags={"save": save}))
+    second = ranks(4).run(run, Job(case=cases[1], steps=4, flags={"save": save, "load": save}))
+    note = "note: moments of 10 parameters begin at zero: the checkpoint has another optimizer's"
+    assert [line for line in second[0]["lines"] if "note:" in line] == [note]
+    state = {key.removeprefix("optimizer.state.") for key in second[0]["state"]}
+    assert "embedding.word.weight.exp_avg" in state
+    moments = {key.rpartition(".")[2] for key in state if key.startswith("layers.1.mlp.fc1.weight.")}
+    assert moments == ({"momentum_buffer"} if then == "muon" else {"step", "exp_avg", "exp_avg_sq"})
+    third = ranks(4).run(run, Job(case=cases[1], steps=5, flags={"load": save}))
+    assert not any("note:" in line for line in third[0]["lines"])
 
 
 def with_scale(job: Job, scale: float) -> list[tuple[float, float]]:

@@ -81,7 +81,7 @@ class Attempt:
             index = progress.iteration
             firsts = [(m * self.dims.data_size + self.dims.data_rank) * size for m in range(case.micro_batches)]
             batches = [case.batch(index, first, size) for first in firsts]
-            result = self.step(batches, learning_rate=case.learning_rate, weight_decay=0.01)
+            result = self.step(batches, learning_rate=case.learning_rate, weight_decay=0.01, iteration=index + 1)
             results.append((result.loss, result.grad_norm))
             self.losses.losses.append(result.loss)
             if self.diloco is not None:
@@ -149,7 +149,7 @@ def run_all(jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def template(job: Job) -> RunRecord:
-    flags = dataclasses.asdict(job.case.model) | {"optimizer": "adam", "optimizer_backend": "torch"}
+    flags = dataclasses.asdict(job.case.model) | dataclasses.asdict(job.case.optimizer)
     return RunRecord(
         progress=TrainingProgress(),
         scaler={},

@@ -1,113 +1,328 @@
-"""Muon on shards steps like torch.optim.Muon on whole matrices, and by blocks like a rule of twenty lines."""
+"""Muon on shards steps like torch.optim.Muon on whole matrices, or on the blocks that nodes have of them."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tiers import pairwise
-from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
-from torch.distributed.tensor import distribute_tensor
+from helpers.refusals import not_refused
+from helpers.tiers import chosen, pairwise
+from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, build_step, train_on_ranks
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from megazpp.model.config import GPTConfig
+from kernels.formats import BlockFormat
+from megazpp.optim.muon import newton_schulz
+from megazpp.optim.muon_plan import LayerMatrix, plan_blocks, products
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, build_orthogonalizer, set_rates_, update_
+from megazpp.parallel.dims import ParallelConfig, plan_dims
+from megazpp.topology.cluster import Cluster
+from megazpp.zero.config import ZeroConfig
+from megazpp.zero.wire import Codec, plan_message, plan_segments
 
 STEPS, RATE, DECAY = 20, 1e-2, 0.1
 MUON = OptimizerConfig(optimizer="muon")
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
+Weights = dict[str, torch.Tensor]
 
 
-def polar(x: torch.Tensor) -> torch.Tensor:
-    """torch.optim.Muon's iteration (torch/optim/_muon.py), in the format of x."""
+def in_fp32(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
+    """torch's `_zeropower_via_newtonschulz`, which computes in bf16."""
+    a, b, c = coefficients
     wide = x if x.shape[0] <= x.shape[1] else x.T
-    wide = wide / wide.norm().clamp(min=1e-7)
-    for _ in range(5):
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
         gram = wide @ wide.T
-        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
     return wide if x.shape[0] <= x.shape[1] else wide.T
-
-
-def parts_of(name: str, model: GPTConfig) -> list[list[int]]:
-    """The rows, or groups of rows, of a parameter that are matrices of their own: queries, keys, values."""
-    if "qkv" not in name:
-        return [[]]
-    per_group, size = model.heads // model.query_groups, model.head_size
-    kinds = ([0] * per_group + [1, 2]) * model.query_groups
-    return [[row for row in range(len(kinds) * size) if kinds[row // size] == kind] for kind in range(3)]
-
-
-def block_of(row: int, rows: int, case: Case, world: int, split: bool) -> int:
-    """The node that has a row of a whole matrix, whose dim 0 tp has split or not."""
-    shards = world // case.tp // case.replicas
-    own = rows // case.tp if split else rows
-    return row % own // -(-own // shards) * case.nodes // shards
-
-
-def reference(weights: dict[str, torch.Tensor], case: Case, *, world: int = 1, blocks: int = 1) -> None:
-    """Train whole weights in place."""
-    momentum = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    others = [torch.nn.Parameter(weights[name]) for name in weights if not is_matrix(name)]
-    adam = torch.optim.AdamW(others, lr=RATE, weight_decay=DECAY, eps=1e-8)
-    for group in (adam.param_groups,):
-        group[:] = [{**group[0], "params": [p], "weight_decay": DECAY * (p.ndim > 1)} for p in others]
-    for step in range(1, STEPS + 1):
-        grads = {name: gradient(name, weights[name], step) for name in weights}
-        for parameter, name in zip(others, (n for n in weights if not is_matrix(n)), strict=True):
-            parameter.grad = grads[name]
-        adam.step()
-        for name in filter(is_matrix, weights):
-            momentum[name].lerp_(grads[name], 0.05)
-            update, weight = grads[name].lerp(momentum[name], 0.95), weights[name]
-            split = name.rpartition(".")[0].endswith(("qkv", "fc1", "gate"))
-            nodes = torch.tensor([block_of(row, len(weight), case, world, split) for row in range(len(weight))])
-            weight.mul_(1.0 - RATE * DECAY)
-            for part in parts_of(name, case.model):
-                for node in range(blocks):
-                    rows = [r for r in part or range(len(weight)) if blocks == 1 or nodes[r] == node]
-                    if rows:
-                        x = polar(update[rows])
-                        weight[rows] -= RATE * 0.2 * math.sqrt(max(x.shape)) * x
 
 
 def is_matrix(name: str) -> bool:
     return name.startswith("layers.") and name.endswith("weight") and "norm" not in name
 
 
+def blocks(name: str, num_rows: int, case: Case, *, world: int, nodes: int) -> list[list[int]]:
+    """The rows of each block of a whole parameter: queries, keys and values apart, nodes apart."""
+    model, shards = case.model, world // case.tp // case.replicas
+    own = num_rows // case.tp if name.rpartition(".")[0].endswith(("qkv", "fc1", "gate")) else num_rows
+    kinds = ([0] * (model.heads // model.query_groups) + [1, 2]) * model.query_groups
+    found: dict[tuple[int, int], list[int]] = {}
+    for row in range(num_rows):
+        kind = kinds[row // model.head_size] if "qkv" in name else 0
+        node = row % own // -(-own // shards) * nodes // shards
+        found.setdefault((kind, node), []).append(row)
+    return list(found.values())
+
+
 def gradient(name: str, like: torch.Tensor, step: int) -> torch.Tensor:
     """A gradient of the whole parameter, the same wherever it is asked for."""
-    generator = torch.Generator().manual_seed(step * 1000 + len(name) + sum(map(ord, name)))
+    generator = torch.Generator().manual_seed(step * 1000 + sum(map(ord, name)))
     return torch.randn(like.shape, generator=generator) + 0.3 * like
 
 
-@torch.no_grad()
-def train(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The whole weights before and after."""
+def by_torch(weights: Weights, case: Case, *, world: int, nodes: int, steps: int = STEPS) -> Weights:
+    """Every block is a parameter of torch.optim.Muon; the others are AdamW's."""
+    parts: dict[str, list[tuple[list[int], torch.nn.Parameter]]] = {}
+    for name, weight in weights.items():
+        every = list(range(len(weight)))
+        rows = blocks(name, len(weight), case, world=world, nodes=nodes) if is_matrix(name) else [every]
+        parts[name] = [(each, torch.nn.Parameter(weight[each].clone())) for each in rows]
+    every = {name: [p for _, p in found] for name, found in parts.items()}
+    matrices = [p for name, found in every.items() if is_matrix(name) for p in found]
+    rest = [p for name, found in every.items() if not is_matrix(name) for p in found]
+    groups = [{"params": [p], "weight_decay": DECAY * (p.ndim > 1)} for p in rest]
+    config = case.optimizer
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            matrices,
+            lr=RATE,
+            weight_decay=DECAY,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_use_nesterov,
+            ns_steps=config.muon_num_ns_steps,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(groups, lr=RATE * config.muon_adam_lr_multiple, betas=(0.9, 0.999)),
+    ]
+    whole = {name: weight.clone() for name, weight in weights.items()}
+    for step in range(1, steps + 1):
+        for name, found in parts.items():
+            grads = gradient(name, whole[name], step)
+            for rows, p in found:
+                p.grad = grads[rows]
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, found in parts.items():
+            for rows, p in found:
+                whole[name][rows] = p.detach()
+    return whole
+
+
+def build(case: Case) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
     model, _, dims = build_on_ranks(case)
-    named = dict(model.named_parameters())
     matrices = build_orthogonalizer(model, case.optimizer, dims, case.precision.param_dtype)
-    optimizer = build_optimizer(list(named.items()), case.optimizer, CPU, orthogonalizer=matrices)
-    first = {name: p.full_tensor().clone() for name, p in named.items()}
-    for step in range(1, STEPS + 1):
-        for name, p in named.items():
-            whole = gradient(name, p.full_tensor(), step)
-            p.grad = distribute_tensor(3.0 * whole, p.device_mesh, p.placements, src_data_rank=None)
-        set_rates_(optimizer, learning_rate=RATE, weight_decay=DECAY)
-        update_(optimizer, torch.tensor(3.0), iteration=step)
-    return first, {name: p.full_tensor() for name, p in named.items()}
+    named = dict(model.named_parameters())
+    return named, build_optimizer(list(named.items()), case.optimizer, CPU, orthogonalizer=matrices)
 
 
-def check(case: Case, *, world: int = 4, blocks: int = 1, atol: float = 1e-6) -> None:
-    first, last = ranks(world).run(train, case)[0]
-    reference(first, case, world=world, blocks=blocks)
-    for name, expected in first.items():
-        torch.testing.assert_close(last[name], expected, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+def full(named: dict[str, Any]) -> Weights:
+    return {name: p.detach().full_tensor().clone() for name, p in named.items()}
+
+
+@torch.no_grad()
+def take_step(named: dict[str, Any], optimizer: torch.optim.Optimizer, step: int, bad: float | None = None) -> None:
+    """A step with gradients that are three times too large; with `bad`, one that is to be skipped."""
+    for name, p in named.items():
+        whole = 3.0 * gradient(name, p.full_tensor(), step)
+        p.grad = distribute_tensor(
+            whole if bad is None else whole * bad, p.device_mesh, p.placements, src_data_rank=None
+        )
+    set_rates_(optimizer, learning_rate=RATE, weight_decay=DECAY)
+    update_(optimizer, torch.tensor(3.0), torch.tensor(0.0 if bad is None else 1.0), iteration=step)
+
+
+def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
+    """The whole weights before and after."""
+    named, optimizer = build(case)
+    first = full(named)
+    for step in range(1, steps + 1):
+        take_step(named, optimizer, step)
+    return first, full(named)
+
+
+def check(case: Case, monkeypatch: pytest.MonkeyPatch, *, nodes: int = 1) -> None:
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_fp32)
+    first, last = ranks(4).run(train, case)[0]
+    for name, expected in by_torch(first, case, world=4, nodes=nodes).items():
+        torch.testing.assert_close(last[name], expected, rtol=0, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 
 LAYOUTS = [(tp, replicas, style) for tp in (1, 2, 4) for replicas in (1, 2) if tp * replicas <= 4 for style in STYLES]
 
 
 @pytest.mark.parametrize(("tp", "replicas", "style"), pairwise(LAYOUTS))
-def test_on_one_node_twenty_steps_are_torch_s_on_whole_matrices(tp: int, replicas: int, style: str):
-    check(Case(model=STYLES[style], tp=tp, replicas=replicas, optimizer=MUON))
+def test_on_one_node_twenty_steps_are_torch_s_on_whole_matrices(tp: int, replicas: int, style: str, monkeypatch):
+    check(Case(model=STYLES[style], tp=tp, replicas=replicas, optimizer=MUON), monkeypatch)
+
+
+def test_every_setting_is_torch_s(monkeypatch):
+    config = OptimizerConfig(
+        optimizer="muon",
+        muon_momentum=0.8,
+        muon_use_nesterov=False,
+        muon_num_ns_steps=3,
+        muon_adam_lr_multiple=0.5,
+    )
+    check(Case(tp=2, optimizer=config), monkeypatch)
+
+
+def test_scales_are_megatrons():
+    modes = {"spectral": math.sqrt(8), "unit_rms_norm": math.sqrt(2), "shape_scaling": math.sqrt(2)}
+    for mode, expected in modes.items():
+        config = OptimizerConfig(optimizer="muon", muon_scale_mode=mode, muon_extra_scale_factor=3.0)
+        assert config.scale(8, 4) == pytest.approx(3.0 * expected)
+    assert dataclasses.replace(config, muon_scale_mode="shape_scaling").scale(4, 8) == 3.0
+
+
+NODES = {
+    "2 nodes": Case(nodes=2, optimizer=MUON),
+    "2 nodes, llama, tp": Case(model=LLAMA_STYLE, nodes=2, tp=2, optimizer=MUON),
+    "4 nodes": Case(nodes=4, optimizer=MUON),
+    "2 nodes, a copy on each": Case(nodes=2, replicas=2, optimizer=MUON),
+    "rows of some nodes alone": Case(  # 5 groups of a query, a key and a value on 4 nodes: shards end inside of them
+        model=dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3), nodes=4, optimizer=MUON
+    ),
+}
+
+
+@pytest.mark.parametrize("case", chosen(NODES, "2 nodes, llama, tp", "rows of some nodes alone"))
+def test_where_a_copy_spans_nodes_each_node_steps_by_its_rows_of_a_matrix(case: Case, monkeypatch):
+    check(case, monkeypatch, nodes=case.nodes // case.replicas)
+
+
+def in_8_bits(whole: torch.Tensor, dim: int, tp: int, shards: int) -> torch.Tensor:
+    """A parameter whose shards were packed and unpacked, each by itself."""
+    found = []
+    for of_tp in whole.chunk(tp, dim):
+        segments = plan_segments([("", tuple(of_tp.shape))], shards)
+        codec = Codec(plan_message(segments, BlockFormat(8, 256), exact_itemsize=4), torch.float32)
+        flat = torch.zeros(1, shards, segments[0].size)
+        flat.view(-1)[: of_tp.numel()] = of_tp.flatten()
+        messages, result = codec.empty(1, shards, device=CPU), torch.empty_like(flat)
+        codec.pack(flat, messages)
+        codec.unpack(messages, result)
+        found.append(result.view(-1)[: of_tp.numel()].view_as(of_tp))
+    return torch.cat(found, dim)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_at_multiples_of_the_interval_nodes_step_by_the_whole_matrix_of_rows_in_8_bits(tp: int):
+    case = Case(model=LLAMA_STYLE, nodes=2, tp=tp, optimizer=OptimizerConfig(optimizer="muon", muon_full_interval=1))
+    first, last = ranks(4).run(train, case, 1)[0]
+    for name in filter(is_matrix, first):
+        grad, split = gradient(name, first[name], 1), name.rpartition(".")[0].endswith(("qkv", "fc1", "gate"))
+        update = in_8_bits(grad.lerp(0.05 * grad, 0.95), 0 if split else 1, tp, 4 // tp)
+        expected = first[name] * (1.0 - RATE * DECAY)
+        for rows in blocks(name, len(grad), case, world=4, nodes=1):
+            x = in_fp32(update[rows], (3.4445, -4.7750, 2.0315), 5, 1e-7)
+            expected[rows] -= RATE * 0.2 * math.sqrt(max(x.shape)) * x
+        torch.testing.assert_close(last[name], expected, rtol=0, atol=1e-6)
+
+
+def crossed(case: Case) -> list[int]:
+    """Bytes that each of six steps sends to other nodes."""
+    step, dims = build_step(case)
+    found = []
+    for iteration in range(1, 7):
+        before = dims.counter.sent_bytes("cross")
+        step(case.batches(iteration, dims), learning_rate=RATE, weight_decay=DECAY, iteration=iteration)
+        found.append(dims.counter.sent_bytes("cross") - before)
+    return found
+
+
+def test_muon_sends_nothing_to_other_nodes_but_at_the_interval_where_it_is_a_byte_per_element():
+    model = dataclasses.replace(GPT2_STYLE, hidden_size=64, ffn_hidden_size=256)
+    case = Case(model=model, nodes=2, zero=ZeroConfig(zeropp=True), optimizer=MUON)
+    whole = dataclasses.replace(case, optimizer=dataclasses.replace(MUON, muon_full_interval=3))
+    as_adam = dataclasses.replace(case, optimizer=OptimizerConfig())
+    adam, never, every_third = (ranks(4).run(crossed, each)[0] for each in (as_adam, case, whole))
+    assert never == adam
+    matrices = model.layers * model.hidden * (4 * model.hidden + 2 * model.ffn_size)
+    for index, (more, without) in enumerate(zip(every_third, never, strict=True), 1):
+        sent = (more - without) / (matrices / 4)  # of the elements that a rank has
+        assert sent == 0 if index % 3 else 1.0 < sent < 1.02
+
+
+def skip(case: Case) -> None:
+    """Steps with NaN or Inf change no bit of weights and moments, and the next goes on as if there had been none."""
+    ends = []
+    for bad in (None, math.nan, math.inf):
+        named, optimizer = build(case)
+        take_step(named, optimizer, 1)
+        before = state_of(named, optimizer)
+        if bad is not None:
+            take_step(named, optimizer, 2, bad)
+            torch.testing.assert_close(state_of(named, optimizer), before, rtol=0, atol=0)
+        take_step(named, optimizer, 2)
+        ends.append(state_of(named, optimizer))
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
+    moments = {name for state in optimizer.state.values() for name in state}
+    assert moments == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+
+
+def state_of(named: dict[str, Any], optimizer: torch.optim.Optimizer) -> Weights:
+    found = {name: p.detach() for name, p in named.items()}
+    for name, p in named.items():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
+    return {key: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for key, x in found.items()}
+
+
+def test_a_skipped_step_leaves_weights_and_momentum_as_they_are():
+    ranks(4).run(skip, Case(nodes=2, tp=2, optimizer=MUON))
+
+
+TRAININGS = {
+    "stage 0": Case(stage=0, tp=2),
+    "stage 1, micro-batches": Case(stage=1, micro_batches=4),
+    "stage 2, tp, sequence": Case(model=LLAMA_STYLE, stage=2, tp=2, sequence_parallel=True, micro_batches=2),
+    "stage 3, tp": Case(stage=3, tp=4),
+    "stage 3, llama": Case(model=LLAMA_STYLE, stage=3),
+}
+
+
+@pytest.mark.parametrize("case", chosen(TRAININGS, "stage 1, micro-batches", "stage 2, tp, sequence"))
+def test_a_training_has_the_losses_of_one_rank(case: Case):
+    case = dataclasses.replace(case, optimizer=MUON)
+    alone = dataclasses.replace(case, tp=1, sequence_parallel=False, micro_batches=1)
+    (expected,) = ranks(1).run(train_on_ranks, alone)
+    for result in ranks(4).run(train_on_ranks, case):
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert expected["loss"][-1] < 0.95 * expected["loss"][0]
+
+
+def test_newton_schulz_brings_singular_values_near_one_and_takes_a_matrix_of_zeros():
+    x = torch.randn(3, 7, 31, generator=torch.Generator().manual_seed(0))
+    x[1] = 0.0
+    for each in (x, x.mT):
+        values = torch.linalg.svdvals(newton_schulz(each, 5))
+        assert bool(((values[[0, 2]] > 0.6) & (values[[0, 2]] < 1.3)).all())
+        assert bool((values[1] == 0).all())
+
+
+def test_owners_share_the_work_of_a_node_and_every_row_has_one():
+    matrices = [
+        LayerMatrix(f"layers.{index}.{name}", shape, split, rows)
+        for index in range(6)
+        for name, shape, split, rows in (
+            ("qkv", (120, 64), 0, (16, 8, 8)),
+            ("proj", (64, 32), 1, (64,)),
+            ("fc1", (128, 64), 0, (128,)),
+            ("fc2", (64, 128), 1, (64,)),
+        )
+    ]
+    layout = plan_dims(
+        ParallelConfig(tensor_model_parallel_size=2), Cluster(num_nodes=2, ranks_per_node=8), zero_stage=3
+    )
+    for nodes in ([0], [1], [0, 1]):
+        work, rows = [0] * 8, dict.fromkeys(range(len(matrices)), 0)
+        for block in itertools.chain(*plan_blocks(matrices, layout, nodes)):
+            work[block.owner] += sum(m * n * k for m, n, k in products(*block.shape))
+            rows[block.parameter] += sum(map(sum, block.counts))
+        assert max(work) < 1.3 * sum(work) / 8
+        if len(nodes) == 2:
+            assert rows == {index: matrix.shape[0] for index, matrix in enumerate(matrices)}
+
+
+def test_what_cannot_work_is_refused():
+    rows = [
+        ({"muon_momentum": 1.0}, "--muon-momentum 1.0 is not in [0, 1)"),
+        ({"muon_num_ns_steps": 0}, "--muon-num-ns-steps 0 is not positive"),
+        ({"muon_full_interval": -1}, "--muon-full-interval -1 is negative"),
+        ({"optimizer_backend": "apex"}, "--optimizer muon"),
+    ]
+    assert not not_refused(rows, lambda config: OptimizerConfig(**{"optimizer": "muon"} | config))

@@ -31,6 +31,7 @@ def config(*flags: str, samples: int) -> RunConfig:
 NODES, SQUARE = Cluster(num_nodes=3, ranks_per_node=4), Cluster(num_nodes=2, ranks_per_node=2)
 CYCLIC = Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))
 ISLANDS = ["--diloco-steps", "6", "--diloco-islands", "2", "--diloco-outer-momentum", "0.9"]
+MUON = ["--optimizer", "muon", "--muon-full-interval", "5"]
 TP = ["--tensor-model-parallel-size", "2"]
 LAYOUTS = {
     "ZeRO-3, uneven shards": slow(config(*GPT, samples=12), NODES, (0, 11)),
@@ -43,6 +44,7 @@ LAYOUTS = {
         CYCLIC,
         (1,),
     ),
+    "Muon, zeropp, tp": (config(*GPT, *MUON, "--zeropp", *TP, "--bf16", samples=12), NODES, (0, 11)),
     "float8, tp": slow(config(*FLOAT8, "--zeropp", *TP, "--sequence-parallel", samples=4), SQUARE, (3,)),
     "local steps": (config(*GPT, "--bf16", *TP, "--diloco-steps", "4", samples=6), NODES, (11,)),
     "local steps on islands of two nodes": slow(

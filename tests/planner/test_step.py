@@ -11,6 +11,7 @@ from helpers.tiers import chosen
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan
 
 from megazpp.islands.config import IslandsConfig
+from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.paper import SimulatedQueue
@@ -20,6 +21,7 @@ from megazpp.training.setup import ModelSpec
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ALL = ZeroConfig(zeropp=True)
+MUON = OptimizerConfig(optimizer="muon")
 
 
 def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
@@ -42,6 +44,7 @@ def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
         rank=rank,
         on_cpu=True,
         islands=diloco_plan(case),
+        muon=case.optimizer if case.optimizer.optimizer == "muon" else None,
     )
 
 
@@ -56,7 +59,7 @@ def count(case: Case) -> tuple[TrafficTable, TrafficTable]:
         batches = [
             case.batch(index, (m * dims.data_size + dims.data_rank) * size, size) for m in range(case.micro_batches)
         ]
-        step(batches, learning_rate=1e-3, weight_decay=0.0)
+        step(batches, learning_rate=1e-3, weight_decay=0.0, iteration=1)
     between = dims.counter.table()
     if diloco is not None:
         diloco.finish()
@@ -77,6 +80,11 @@ GRID = {
     "zeropp, tp, sequence": Case(nodes=2, zero=ALL, tp=2, sequence_parallel=True, model=LLAMA_STYLE),
     "zeropp, cyclic": Case(nodes=2, zero=ALL, order=(0, 2, 1, 3)),
     "every micro-batch": Case(nodes=2, zero=ZeroConfig(zeropp=True, zero_cross_every_microbatch=True), micro_batches=2),
+    "Muon, whole": Case(stage=2, tp=2, micro_batches=2, model=LLAMA_STYLE, optimizer=MUON),
+    "Muon, by nodes": Case(nodes=2, zero=ALL, precision=PrecisionConfig(bf16=True), optimizer=MUON),
+    "Muon, whole over nodes": Case(
+        nodes=2, tp=2, zero=ALL, micro_batches=2, optimizer=dataclasses.replace(MUON, muon_full_interval=1)
+    ),
     "no overlap, recompute": Case(
         nodes=2,
         tp=2,
@@ -87,7 +95,9 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(GRID, "stage 1", "HSDP", "zeropp", "zeropp, tp, sequence"))
+@pytest.mark.parametrize(
+    "case", chosen(GRID, "stage 1", "HSDP", "zeropp", "zeropp, tp, sequence", "Muon, whole over nodes")
+)
 def test_planned_bytes_and_calls_are_the_counted_ones_exactly(case: Case):
     for rank, (counted, synchronized) in enumerate(ranks(4).run(count, case)):
         step = plan(case, 4, rank)
