@@ -133,8 +133,8 @@ class Orthogonalizer:
         self._own, self._everyone = (cross.rank,), tuple(range(cross.size))
         self._groups = {nodes: plan_blocks(parameters, layout, nodes) for nodes in {self._own, self._everyone}}
         self._segments = plan_segments([(p.name, p.shape) for p in parameters], layout.shard)
-        message = plan_message(self._segments, block_format(*FULL_STEP_BLOCKS), exact_itemsize=4)
-        self._codec = codec(message, torch.float32)
+        message = plan_message(self._segments, block_format(*FULL_STEP_BLOCKS), exact_itemsize=dtype.itemsize)
+        self._codec = codec(message, dtype)
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def is_full(self, iteration: int) -> bool:
@@ -144,24 +144,20 @@ class Orthogonalizer:
 
     def describe(self) -> str:
         """The matrices, and the work on them in a step."""
-        matrices, whole = [matrix for p in self.parameters for matrix in p.rows], self._cross.size == 1
-        each = "whole" if whole else f"by the rows of each of {self._cross.size} nodes"
+        matrices = [matrix for p in self.parameters for matrix in p.rows]
+        each = "whole" if self._cross.size == 1 else f"by the rows of each of {self._cross.size} nodes"
         steps, work = self._config.muon_num_ns_steps, [0] * self._node.size
         for block in itertools.chain(*self._groups[self._own]):
             work[block.owner] += 2 * steps * block_cost(block.shape)
         text = f"Muon: {len(matrices)} matrices, {each}, {1e-9 * max(work):.3f} GFLOP on the rank that has most"
-        thin = {
-            parameter.name
-            for parameter in self.parameters
-            for rows in [own_rows(parameter.shape[0], self._cross.size, self._cross.size - 1)]
-            if not whole and rows == 0
-        }
-        return text + (f"; nodes without a row of {', '.join(sorted(thin))} leave it to the others" if thin else "")
+        last = (self._cross.size - 1) * self._layout.local
+        thin = [p.name for p in self.parameters if not own_rows(p.shape[0], self._layout.shard, last)]
+        return text + (f"; the last node has no row of {', '.join(thin)}" if thin else "")
 
     def buffer_bytes(self, iteration: int) -> int:
         """The bytes of rows that are sent and received in a step, and of messages between nodes."""
-        full, peer = self.is_full(iteration), self._node.rank // self._layout.tp
-        gathered = self._cross.size * (4 * self._codec.layout.size + self._codec.layout.message_bytes) if full else 0
+        full, peer, layout = self.is_full(iteration), self._node.rank // self._layout.tp, self._codec.layout
+        gathered = self._cross.size * (self._dtype.itemsize * layout.size + layout.message_bytes) if full else 0
         elements = 0
         for block in itertools.chain(*self._groups[self._everyone if full else self._own]):
             owned = block.owner == self._node.rank
@@ -251,13 +247,13 @@ class Orthogonalizer:
     def _gathered(self, updates: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """By parameter the shards of this rank's peers on all nodes, its own too as they see it."""
         device, nodes, local = updates[0].device, self._cross.size, self._node.rank // self._layout.tp
-        flat = torch.zeros(1, 1, self._codec.layout.size, device=device)
+        flat = torch.zeros(1, 1, self._codec.layout.size, dtype=self._dtype, device=device)
         for segment, update in zip(self._segments, updates, strict=True):
             flat[0, 0, segment.start : segment.start + update.numel()].copy_(update.flatten())
         message = self._codec.empty(1, 1, device=device)
         self._codec.pack(flat, message)
         messages = self._cross.queue.submit(lambda: self._cross.all_gather(message[0], of="muon")).wait()
-        rows = torch.empty(1, nodes, self._codec.layout.size, device=device)
+        rows = torch.empty(1, nodes, self._codec.layout.size, dtype=self._dtype, device=device)
         self._codec.unpack(messages.unsqueeze(0), rows)
         found = []
         for segment, parameter in zip(self._segments, self.parameters, strict=True):

@@ -139,6 +139,7 @@ class Estimator:
             _, faster, sooner = run(ClusterCosts(layout, shares, free=(axis,)))
             hidden[axis] = seconds - faster.seconds - sooner.seconds / every
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
+        muon = _describe_muon(config, paper, layout)  # before the memory: a step on whole matrices needs more
         return Estimate(
             config=config,
             plan=plan,
@@ -151,7 +152,7 @@ class Estimator:
             held_up=meeting.seconds,
             busy=busy if timed else {},
             exposed=hidden,
-            muon=_describe_muon(config, paper, layout),
+            muon=muon,
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megazpp.base.arguments import parse_run_config
+from megazpp.planner.estimate import Estimator
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import changed
 from megazpp.topology.cluster import Cluster, Device, Link, Links
@@ -42,6 +43,15 @@ def test_on_a_slow_network_zeropp_pays_and_everything_is_in_the_tables():
     assert len(candidates) == 10
     assert "slower than the best" in text
     assert re.search(r"  and \d+ more that are slower, too large or cannot run$", text)
+
+
+def test_muon_s_matrices_work_and_bytes_are_said():
+    flags = "--optimizer muon --muon-full-interval 4 --hidden-size 8 --num-attention-heads 2 --global-batch-size 10"
+    config = parse_run_config(["@configs/gpt_tiny.args", "--num-layers", "1", *flags.split()], ROOT).config
+    said = Estimator(Cluster(num_nodes=5, ranks_per_node=2), device_type="cpu").estimate(config).muon
+    assert said.startswith("Muon: 6 matrices, by the rows of each of 5 nodes, 0.000 GFLOP on the rank that has most")
+    assert re.search(r"; the last node has no row of .*layers\.0\.attention\.proj\.weight, .*fc2\.weight; ", said)
+    assert re.search(r"a rank sends 0\.00\d MB inside its node; in one of 4 steps a node sends 0\.00\d MB more", said)
 
 
 @pytest.mark.slow
