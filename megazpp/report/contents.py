@@ -27,7 +27,7 @@ NOTHING = "-"
 COMPLETIONS = 16  # of a run, in the page
 DIFFERENCES = 3  # that a legend names
 PLACES = ("--save", "--load", "--data-cache-path")  # which say little of a run
-TILES = ("training time", "tokens per second, median", "bytes between nodes than ZeRO-3")
+TILES = ("training time", "tokens per second, median", "MFU, median", "bytes between nodes than ZeRO-3")
 
 
 class Chart(NamedTuple):
@@ -217,6 +217,7 @@ def _came_out(run: Run) -> dict[str, str]:
     seconds = float(at[2, -1]) if rows else 0.0
     duration = f"{seconds:,.1f} s" if seconds < 3600 else str(datetime.timedelta(seconds=round(seconds)))
     losses, speeds = _numbers(run.validations, "lm_loss"), _numbers(rows, "tokens_per_second")
+    mfu = _numbers(rows, "mfu")
     validation = losses[-1] if losses else summary.get("validation_loss")
     lowest = min(filter(math.isfinite, losses), default=None)
     also = f" (lowest {lowest:.4f})" if lowest not in (None, validation) else ""
@@ -233,6 +234,7 @@ def _came_out(run: Run) -> dict[str, str]:
         "test loss": _decimal(summary.get("test_loss"), 4),
         "unigram entropy of the validation text": _decimal(summary.get("unigram_entropy"), 4),
         "tokens per second, median": _decimal(statistics.median_high(speeds) if speeds else None, 0),
+        "MFU, median": f"{100 * statistics.median_high(mfu):.1f} %" if mfu else NOTHING,
         "peak memory, GB": _decimal(peak / GIGA, 3) if peak else NOTHING,
         "MB per step and node: between nodes": _megabytes(rows, "cross_bytes"),
         "MB per step and node: inside, data parallel": _megabytes(rows, "local_bytes"),

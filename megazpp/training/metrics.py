@@ -159,6 +159,7 @@ class Meter:
             **{f"{wire}_bytes": value for wire, value in sent.items() if value or wire != "island"},
             **({"synchronizations": met} if met else {}),
             "peak_memory_bytes": peak_memory_bytes,
+            **({} if mfu is None else {"mfu": mfu}),
             **metrics,
         }
         scalars = {

@@ -137,6 +137,8 @@ def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(tmp_path: Pa
     (run,) = read_runs([make_run(tmp_path / "run", rows=[row(2), row(4)], summary=summary)])
     assert traffic_table(run)[1:] == [["shard", "cross", "all_gather", "8", "12.000", "3.000"]]
     assert traffic_line(run).startswith("Counted over the 4 steps of the last start. ZeRO-3 would have sent 90.000 MB")
+    (known,) = read_runs([make_run(tmp_path / "known", [row(2, mfu=0.25), row(4, mfu=0.5)])])
+    assert ("MFU, median", "50.0 %") in tiles(known)
     assert tiles(run) == [
         ("training loss", "5.0000"),
         ("training time", "4.0 s"),
