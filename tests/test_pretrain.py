@@ -44,7 +44,7 @@ TOY = [
 ]
 METRICS = [
     "iteration", "lm_loss", "grad_norm", "max_grad_norm", "learning_rate", "consumed_samples", "consumed_tokens",
-    "steps", "step_seconds", "tokens_per_second", "skipped", "tp_bytes", "cross_bytes", "local_bytes",
+    "steps", "step_seconds", "tokens_per_second", "skipped", "tp_bytes", "local_bytes", "cross_bytes",
     "peak_memory_bytes",
 ]
 SUMMARY = {
