@@ -141,9 +141,9 @@ def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(t
     assert [line for line in second[0]["lines"] if "note:" in line] == []
     assert any(key.startswith("secondary.") for key in first[0]["state"])
     assert not any(key.startswith("secondary.") for key in second[0]["state"])
-    in_fp32 = dataclasses.replace(with_4, precision=PrecisionConfig())
+    in_fp16 = dataclasses.replace(with_4, precision=PrecisionConfig(fp16=True))
     ranks(4).run(run, Job(case=with_4, steps=4, flags={"save": save, "load": save}))
-    third = ranks(4).run(run, Job(case=in_fp32, steps=5, flags={"load": save}))
+    third = ranks(4).run(run, Job(case=in_fp16, steps=5, flags={"load": save}))
     assert note in third[0]["lines"]  # they were kept in another dtype
 
 
