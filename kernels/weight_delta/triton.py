@@ -127,8 +127,8 @@ def _measure_kernel(
 @triton.jit
 def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
     """Find each body's start, -1 for those without a place, and write the table of blocks; one program."""
-    wanted, left_out = 0, 0
-    for first in range(0, num_blocks, _CHUNK):
+    first, wanted, left_out = 0, 0, 0
+    while first < num_blocks:  # not `for`: the interpreter of Triton 3.6 takes no argument for the end of a range
         block = first + tl.arange(0, _CHUNK)
         inside = block < num_blocks
         kind = tl.load(plan + block, mask=inside, other=0)
@@ -141,6 +141,7 @@ def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
         tl.store(halves + block, tl.where(fits, (length >> 1) & 255, 0).to(tl.uint8), mask=inside)
         wanted += tl.sum(length)
         left_out += tl.sum(tl.where(fits, 0, changed))
+        first += _CHUNK
     tl.store(numbers, wanted)
     tl.store(numbers + 1, left_out)
 
@@ -148,8 +149,8 @@ def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
 @triton.jit
 def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
     """Find where each body of a message begins; a program for each message."""
-    node, end = tl.program_id(0).to(tl.int64), 0
-    for first in range(0, num_blocks, _CHUNK):
+    node, first, end = tl.program_id(0).to(tl.int64), 0, 0
+    while first < num_blocks:
         block = first + tl.arange(0, _CHUNK)
         inside = block < num_blocks
         kind = tl.load(kinds + node * kinds_n + block, mask=inside, other=0).to(tl.int32)
@@ -157,6 +158,7 @@ def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
         length = 2 * tl.where(kind == _RAW, tl.minimum(size - block * _BLOCK, _BLOCK), half)
         tl.store(starts + node * num_blocks + block, end + tl.cumsum(length, 0) - length, mask=inside)
         end += tl.sum(length)
+        first += _CHUNK
 
 
 @triton.jit
