@@ -168,18 +168,18 @@ def test_scales_are_megatrons():
     assert dataclasses.replace(config, muon_scale_mode="shape_scaling").scale(4, 8) == 3.0
 
 
+FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)  # 45 rows, 12 to a rank
 NODES = {
     "2 nodes": Case(nodes=2, optimizer=MUON),
     "2 nodes, llama, tp": Case(model=LLAMA_STYLE, nodes=2, tp=2, optimizer=MUON),
     "4 nodes": Case(nodes=4, optimizer=MUON),
     "2 nodes, a copy on each": Case(nodes=2, replicas=2, optimizer=MUON),
-    "rows of some nodes alone": Case(  # 5 groups of a query, a key and a value on 4 nodes: shards end inside of them
-        model=dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3), nodes=4, optimizer=MUON
-    ),
+    "shards that end inside heads": Case(model=FIVE_HEADS, nodes=2, optimizer=MUON),
+    "nodes of one rank": Case(model=FIVE_HEADS, nodes=4, optimizer=MUON),
 }
 
 
-@pytest.mark.parametrize("case", chosen(NODES, "2 nodes, llama, tp", "rows of some nodes alone"))
+@pytest.mark.parametrize("case", chosen(NODES, "2 nodes, llama, tp", "shards that end inside heads"))
 def test_where_a_copy_spans_nodes_each_node_steps_by_its_rows_of_a_matrix(case: Case, monkeypatch):
     check(case, monkeypatch, nodes=case.nodes // case.replicas)
 
