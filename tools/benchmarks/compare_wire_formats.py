@@ -1,8 +1,9 @@
-"""Train the same model over the same samples with other wire formats and seeds; print losses with error bars.
+"""Train the same model over the same samples with other wire formats, optimizers and seeds; print losses with errors.
 
 python tools/benchmarks/compare_wire_formats.py --seeds 1 2 3 --out runs/wire_formats -- --train-iters 300 --bf16
 
-What stands after `--` goes to pretrain_gpt.py (default: the tiny config on two emulated nodes). Each run has its own
+What stands after `--` goes to pretrain_gpt.py (default: the tiny config on two emulated nodes). With
+--eval-interval the table has the steps to the validation loss with which the first variant ends. Each run has its own
 folder under --out; runs whose summary.json is there already are not repeated, so an interrupted study goes on.
 """
 
@@ -40,6 +41,12 @@ VARIANTS = {
     "local steps, H = 10, outer 0.4 0.9": f"{LOCAL_STEPS} 0.4",
     "local steps, H = 1, 16 bits": "--diloco-steps 1 --diloco-outer-lr 1 --diloco-outer-momentum 0 "
     "--diloco-weight-bits 16 --diloco-gradient-bits 16",
+    "Muon, whole": "--optimizer muon --emulate-nodes 1",
+    "Muon, 2 nodes": "--optimizer muon",
+    "Muon, 2 nodes, P = 5": "--optimizer muon --muon-full-interval 5",
+    "Muon, 2 nodes, --zeropp": "--optimizer muon --zeropp",
+    "Muon, 4 nodes": "--optimizer muon --emulate-nodes 4",
+    "Muon, 4 nodes, P = 5": "--optimizer muon --emulate-nodes 4 --muon-full-interval 5",
 }
 
 
@@ -73,10 +80,13 @@ def read(folder: Path) -> dict[str, Any]:
     """Losses and MB between nodes per step; of local steps no training losses: they are of one island's own weights."""
     summary = json.loads((folder / "summary.json").read_text())
     losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = folder / "validation.jsonl"
+    found = map(json.loads, evaluations.read_text().splitlines() if evaluations.exists() else ())
     return {
         "train": None if "synchronizations" in summary else losses,
         "valid": summary["validation_loss"],
         "cross": summary["cross_bytes_per_step"] / 1e6,
+        "evaluations": {each["iteration"]: each["lm_loss"] for each in found},
     }
 
 
@@ -86,7 +96,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     head = (
         f"| wire | train, last {LAST_STEPS} | mean distance of a step's loss | validation | difference of validation "
     )
-    lines = [f"{head}| MB between nodes per step |", "|---|---|---|---|---|---|"]
+    lines = [f"{head}| MB between nodes per step | steps to the first's loss |", "|---|---|---|---|---|---|---|"]
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
         valid = statistics.mean(run["valid"] for run in runs)
@@ -98,11 +108,20 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         lines.append(
             f"| {name} | {train} | {distance} | {valid:.4f} "
             f"| {mean_and_error(differences)} ({100 * statistics.mean(differences) / valid:+.2f} %) "
-            f"| {statistics.mean(run['cross'] for run in runs):.3f} |"
+            f"| {statistics.mean(run['cross'] for run in runs):.3f} | {steps_to(runs, baseline)} |"
         )
     spread = statistics.stdev(run["valid"] for run in baseline) if len(baseline) > 1 else float("nan")
     lines += ["", f"Seed to seed, {next(iter(results))}'s validation loss has standard deviation {spread:.4f}."]
     return "\n".join(lines)
+
+
+def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
+    """The mean of steps until a validation is as good as the last one of the baseline's run of that seed."""
+    reached = [
+        min((step for step, loss in run["evaluations"].items() if loss <= base["valid"]), default=None)
+        for run, base in zip(runs, baseline, strict=True)
+    ]
+    return "-" if None in reached else f"{statistics.mean(step for step in reached if step is not None):.0f}"
 
 
 def mean_and_error(differences: list[float]) -> str:
