@@ -45,8 +45,8 @@ VARIANTS = {
     "Muon, 2 nodes": "--optimizer muon",
     "Muon, 2 nodes, P = 5": "--optimizer muon --muon-full-interval 5",
     "Muon, 2 nodes, --zeropp": "--optimizer muon --zeropp",
-    "Muon, 4 nodes": "--optimizer muon --emulate-nodes 4",
-    "Muon, 4 nodes, P = 5": "--optimizer muon --emulate-nodes 4 --muon-full-interval 5",
+    "Muon, 4 nodes": "--optimizer muon --nproc 4 --emulate-nodes 4",
+    "Muon, 4 nodes, P = 5": "--optimizer muon --nproc 4 --emulate-nodes 4 --muon-full-interval 5",
 }
 
 
