@@ -51,7 +51,8 @@ def main(argv: list[str]) -> None:
 def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> dict[str, Estimate]:
     """Estimates by scheme, of schemes that can run there (HSDP not on one node)."""
     assert config.batches.micro_batch_size is not None
-    ranks = cluster.world_size // config.parallel.tensor_model_parallel_size
+    parallel = config.parallel
+    ranks = cluster.world_size // (parallel.tensor_model_parallel_size * parallel.context_parallel_size)
     samples = config.batches.micro_batch_size * ranks * micro_batches
     estimator, found = Estimator(cluster, device_type=device_type()), {}
     sized = changed(config, batches={"global_batch_size": samples, "rampup_batch_size": None})

@@ -52,13 +52,13 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
     seq_length = config.data.seq_length
     if seq_length is None:
         raise ValueError("--seq-length is missing")
-    check_model(config.model, layout.tp, seq_length)
+    check_model(config.model, layout.tp, seq_length, cp_size=layout.cp)
     products = check_products(config.model, layout.tp, device_type, bf16=config.precision.bf16)
-    if config.parallel.sequence_parallel and seq_length % layout.tp:
-        raise ValueError(
-            f"--seq-length {seq_length} is not divisible by --tensor-model-parallel-size {layout.tp}, "
-            "which --sequence-parallel needs"
-        )
+    split = layout.tp if config.parallel.sequence_parallel else 1
+    if seq_length % (layout.cp * split):
+        sizes = [f"--context-parallel-size {layout.cp}"] if layout.cp > 1 else []
+        sizes += [f"--tensor-model-parallel-size {split}, which --sequence-parallel needs"] if split > 1 else []
+        raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}")
     wire = plan_wire(config.zero, layout, config.precision.param_dtype)
     wire_backends(wire, device_type)  # refuses a device that cannot quantize
     return layout, wire, (*cluster.notices, *layout.notices, *products, *wire.notices)
@@ -145,14 +145,17 @@ def _check_required(config: RunConfig) -> None:
         raise ValueError(f"required flags are missing: {', '.join(missing)}")
 
 
-def check_model(model: GPTConfig, tp_size: int, seq_length: int) -> None:
-    """Raises ValueError, naming the flags, where tensor parallelism or the samples' tokens do not fit the model."""
+def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int = 1) -> None:
+    """Raises ValueError, naming the flags, where parallelism or the samples' tokens do not fit the model."""
     sizes = {"--num-attention-heads": model.heads, "--ffn-hidden-size": model.ffn_size}
     if model.group_query_attention:
         sizes["--num-query-groups"] = model.num_query_groups
     for name, size in sizes.items():
         if size % tp_size:
             raise ValueError(f"{name} {size} is not divisible by --tensor-model-parallel-size {tp_size}")
+    if model.heads % (cp_size * tp_size):
+        degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
+        raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}")
     longest, window = model.max_position_embeddings, model.window
     if longest is None and model.positions == "learned_absolute":
         raise ValueError("--max-position-embeddings is required")

@@ -193,7 +193,7 @@ class RandomGenerators(StatePart):
     group: Group = "rng"
 
     def __init__(self, shared: SharedGenerator | None, device: torch.device, dims: ParallelDims, *, seed: int) -> None:
-        self.prefix = f"rng.{dims.data_size}x{dims.tp.size}.{dims.data_rank}x{dims.tp.rank}."
+        self.prefix = f"rng.{dims.data_size * dims.cp.size}x{dims.tp.size}.{dims.dropout_rank}x{dims.tp.rank}."
         self._shared, self._device, self._dims, self._seed = shared, device, dims, seed
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -215,10 +215,10 @@ class RandomGenerators(StatePart):
         if not loaded:
             # by the iteration, too: the masks of the run's first steps must not come again
             dims = self._dims
-            seed = seed_for(f"iteration {iteration} on {dims.data_size} data ranks", seed=self._seed)
-            seed_everything(seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+            seed = seed_for(f"iteration {iteration} on {dims.data_size * dims.cp.size} data ranks", seed=self._seed)
+            seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
             if self._shared is not None:
-                self._shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.data_rank}", seed=seed))
+                self._shared.generator.manual_seed(seed_for(f"dropout on data rank {dims.dropout_rank}", seed=seed))
             return ["random generators are seeded anew: the checkpoint has no states of this layout"]
         if "python" in loaded:
             version, internal, gauss_next = from_tensor(loaded["python"])

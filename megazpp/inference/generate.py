@@ -155,7 +155,8 @@ def draw_completions(
         part = model(tokens, cache=cache, logits_at=last)[:, 0]
         cache.add(counts)
         logits = tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
-        token = tp.broadcast_(pick_rows(logits, config, uniform[rows, place], None if seen is None else seen[rows]))
+        token = pick_rows(logits, config, uniform[rows, place], None if seen is None else seen[rows])
+        token = model.cp.broadcast_(tp.broadcast_(token))
         if seen is not None:
             seen[rows, token] = True
         scaled = logits / (config.sample_temperature or 1.0)
@@ -214,18 +215,19 @@ def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on
 
 @contextmanager
 def evaluating(model: GPTModel) -> Iterator[None]:
-    """Evaluation mode, and sequences of any length: without sequence parallelism, which changes who computes what only.
+    """Evaluation mode, and sequences of any length: without sequence and context parallelism.
 
-    Everything is as it was afterwards.
+    Those change who computes what only. Everything is as it was afterwards.
     """
     training = model.training
-    split: list[Any] = [module for module in model.modules() if getattr(module, "sequence_parallel", False)]
+    names = ("sequence_parallel", "context_parallel")
+    split: list[Any] = [(each, name) for each in model.modules() for name in names if getattr(each, name, False)]
     model.eval()
-    for module in split:
-        module.sequence_parallel = False
+    for module, name in split:
+        setattr(module, name, False)
     try:
         yield
     finally:
-        for module in split:
-            module.sequence_parallel = True
+        for module, name in split:
+            setattr(module, name, True)
         model.train(training)

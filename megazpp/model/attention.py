@@ -2,7 +2,7 @@
 
 S sequence, B batch, H hidden, G query groups (key and value heads) and Q = heads / G query heads per group on this
 tp rank, D channels per head. The fused projection's rows are ordered [group, (Q queries, key, value), D], so a slice
-of its rows is a set of whole groups.
+of its rows is a set of whole groups. Each of C context-parallel ranks has S/C tokens, and for attention itself heads/C.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megazpp.model.kv_cache import LayerCache
 from megazpp.model.norms import Norm, normed, recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
+from megazpp.tensor_parallel.regions import exchange
 
 # of --use-rope-scaling: the tokens of Llama 3's first training, and how often what is slowed down turns in them
 ORIGINAL_CONTEXT, LOW_TURNS, HIGH_TURNS = 8192, 1.0, 4.0
@@ -52,10 +53,10 @@ class AttentionInputs:
 
 
 class SelfAttention(nn.Module):
-    """[S, B, H] -> [S, B, H] ([S/T, B, H] at both ends with sequence parallelism).
+    """[S, B, H] -> [S, B, H] ([S/T, B, H] at both ends with sequence parallelism), S/C for S with context parallelism.
 
-    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear. With --qk-layernorm the gradients of
-    the weights that all heads share are partial.
+    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear; on cp: 2 all-to-alls. With
+    --qk-layernorm the gradients of the weights that all heads share are partial.
     """
 
     def __init__(
@@ -65,10 +66,13 @@ class SelfAttention(nn.Module):
         tp: MeshAxis,
         sequence_parallel: bool,
         output_std: float,
+        cp: MeshAxis | None = None,
         document_kernel: DocumentKernel | None = None,
         product: Product | None = None,
     ) -> None:
         super().__init__()
+        self.cp = cp or MeshAxis("cp")
+        self.context_parallel = self.cp.size > 1
         self.head_size = config.head_size
         self.groups = config.query_groups // tp.size
         self.queries_per_group = config.heads // config.query_groups
@@ -101,8 +105,11 @@ class SelfAttention(nn.Module):
         if cache is not None:
             assert inputs.places is not None, "a cache needs places"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
+        if self.context_parallel:
+            q, k, v = heads_for_tokens(q, k, v, self.cp)
         when, draws, in_graph = self.recompute_core, self.dropout > 0.0, self.qkv.tp.size == 1
-        return self.proj(recomputed(self._core, q, k, v, inputs, when=when, draws=draws, in_graph=in_graph))
+        out = recomputed(self._core, q, k, v, inputs, when=when, draws=draws, in_graph=in_graph)
+        return self.proj(tokens_for_heads(out, self.cp) if self.context_parallel else out)
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """[S, B, heads, D], 2 x [keys, B, groups, D] -> [S, B, heads x D]."""
@@ -113,7 +120,7 @@ class SelfAttention(nn.Module):
         if inputs.mask is not None:
             out = masked_attention(q, k, v, inputs.mask, dropout=dropout)
         else:
-            grouped = self.queries_per_group > 1
+            grouped = k.shape[1] != q.shape[1]
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
         return out.permute(2, 0, 1, 3).flatten(2, 3)
 
@@ -127,6 +134,33 @@ class SelfAttention(nn.Module):
         # no document is longer than a row; how long the longest is, the host does not know without waiting
         out = self.document_kernel(q, k, v, starts, seq)
         return out.view(batch, seq, -1).transpose(0, 1)
+
+
+def heads_for_tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: MeshAxis
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Send other ranks their heads of this rank's tokens, and get its heads of theirs, in 1 all-to-all.
+
+    Keys and values are repeated where C does not divide the groups, to the least multiple of both: each rank then gets
+    G / gcd(G, C) heads of a token, and with all-gathered keys and values it would get all G.
+
+    Args:
+        q, k, v: [S/C, B, heads, D] and 2 x [S/C, B, G, D].
+    Returns:
+        [S, B, heads/C, D] and 2 x [S, B, lcm(G, C)/C, D].
+    """
+    times = math.lcm(k.shape[2], cp.size) // k.shape[2]
+    if times > 1:
+        k, v = k.repeat_interleave(times, dim=2), v.repeat_interleave(times, dim=2)
+    sent = torch.cat([x.unflatten(2, (cp.size, -1)).movedim(2, 0) for x in (q, k, v)], dim=3)
+    own = [x.shape[2] // cp.size for x in (q, k, v)]
+    q, k, v = exchange(sent, cp).flatten(0, 1).split(own, dim=2)
+    return q, k, v
+
+
+def tokens_for_heads(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
+    """[S, B, heads/C x D] of this rank's heads -> [S/C, B, heads x D] of its tokens, in 1 all-to-all."""
+    return exchange(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2).flatten(2)
 
 
 def rotary_angles(

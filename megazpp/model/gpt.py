@@ -28,7 +28,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazpp.tensor_parallel.layers import Product, VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
-from megazpp.tensor_parallel.regions import enter_region, reduce_from_region_
+from megazpp.tensor_parallel.regions import collect_sequence, enter_region, reduce_from_region_
 
 Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # of dropout
 
@@ -45,11 +45,13 @@ class TokenOutputs(NamedTuple):
 
 
 class GPTModel(nn.Module):
-    """A decoder-only transformer on one tp axis.
+    """A decoder-only transformer on one tp axis, and one cp axis.
 
     Collectives on tp, beside those of the layers: forward one all-reduce after the embedding and the loss's two small
     ones, backward one before the output layer; with sequence parallelism a reduce-scatter after the embedding and an
-    all-gather before the output layer (each the other way round in backward).
+    all-gather before the output layer (each the other way round in backward). On cp, beside attention's:
+    forward an all-gather of each of the outputs. All cp ranks are given the same tokens and have the outputs of all;
+    each computes a C-th part of the sequence (in generation all of it: `evaluating` of inference/generate.py).
 
     Args:
         vocab_size: tokens that exist; the embedding is padded beyond.
@@ -67,6 +69,7 @@ class GPTModel(nn.Module):
         *,
         vocab_size: int,
         tp: MeshAxis,
+        cp: MeshAxis | None = None,
         sequence_parallel: bool = False,
         shared_generator: SharedGenerator | None = None,
         document_kernel: DocumentKernel | None = None,
@@ -76,15 +79,16 @@ class GPTModel(nn.Module):
         varying_sizes: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.vocab_size, self.tp = config, vocab_size, tp
+        self.config, self.vocab_size, self.tp, self.cp = config, vocab_size, tp, cp or MeshAxis("cp")
         self.document_kernel = document_kernel
         self.compiled = config.compile is True if compiled is None else compiled
         self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.context_parallel = self.cp.size > 1
         # tp ranks hold the same residual stream only without sequence parallelism
         shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
         self.shared_generator = shared
         self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
-        parts = (tp, self.sequence_parallel, shared, document_kernel, product, self.compiled, varying_sizes)
+        parts = (tp, self.cp, self.sequence_parallel, shared, document_kernel, product, self.compiled, varying_sizes)
         self.layers = nn.ModuleList(TransformerLayer(config, index, *parts) for index in range(config.layers))
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
         self.output = None if config.tied else OutputLayer(config, vocab_size, tp)
@@ -124,7 +128,11 @@ class GPTModel(nn.Module):
             position_ids = cache.positions(seq, device)
         elif position_ids is None:
             position_ids = torch.arange(seq, device=device).expand(batch, seq)
-        inputs = self._attention_inputs(position_ids, document_starts, cache)
+        if self.context_parallel:
+            assert cache is logits_at is None, "each rank has a part of the places"
+            tokens, position_ids = (x.chunk(self.cp.size, dim=1)[self.cp.rank] for x in (tokens, position_ids))
+            labels = None if labels is None else labels.chunk(self.cp.size, dim=1)[self.cp.rank]
+        inputs = self._attention_inputs(position_ids, document_starts, cache, seq)
         x = self.embedding(tokens, position_ids)
         for index, layer in enumerate(self.layers):
             x = layer(x, inputs, None if cache is None else cache.layers[index])
@@ -135,11 +143,11 @@ class GPTModel(nn.Module):
         values = None
         if with_values:
             assert self.scalar_head is not None, "values need a scalar head"
-            values = _by_rows(self.scalar_head(x))
+            values = self._by_rows(self.scalar_head(x))
             if labels is None:
                 return TokenOutputs(values=values)
         if labels is None:
-            return _by_rows(self._multiplied(x, F.linear))
+            return self._by_rows(self._multiplied(x, F.linear))
         head = functools.partial(
             linear_cross_entropy,
             labels=labels.t(),
@@ -151,8 +159,16 @@ class GPTModel(nn.Module):
         )
         losses, entropy = self._multiplied(x, head)
         if not (with_entropy or with_values):
-            return _by_rows(losses)
-        return TokenOutputs(_by_rows(losses), None if entropy is None else entropy.t(), values)
+            return self._by_rows(losses)
+        entropy = None if entropy is None else self._whole(entropy).t()
+        return TokenOutputs(self._by_rows(losses), entropy, values)
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        return collect_sequence(x, self.cp) if self.context_parallel else x
+
+    def _by_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[S/C, B, ...] -> [B, S, ...]; a clone, not a view: FSDP2 hooks the tensor that its root module returns."""
+        return self._whole(x).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
         """Apply `head` to x and the weight of the output layer."""
@@ -172,9 +188,9 @@ class GPTModel(nn.Module):
         return [[self.embedding], *layers, [self.final_norm, self.output]]
 
     def _attention_inputs(
-        self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None
+        self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int
     ) -> AttentionInputs:
-        config, (batch, seq), rotary = self.config, position_ids.shape, None
+        config, batch, rotary = self.config, len(position_ids), None
         if config.positions == "rope":
             channels = int(config.head_size * config.rotary_percent)
             rotary = rotary_angles(position_ids, channels, config.rotary_base, config.rope_scaling)
@@ -197,6 +213,7 @@ class TransformerLayer(nn.Module):
         config: GPTConfig,
         index: int,
         tp: MeshAxis,
+        cp: MeshAxis,
         sequence_parallel: bool,
         shared: SharedGenerator | None,
         document_kernel: DocumentKernel | None,
@@ -211,7 +228,7 @@ class TransformerLayer(nn.Module):
         self.shared = shared
         self.attention_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
         linear: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
-        self.attention = SelfAttention(config, document_kernel=document_kernel, output_std=output_std, **linear)
+        self.attention = SelfAttention(config, cp=cp, document_kernel=document_kernel, output_std=output_std, **linear)
         self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
         self.mlp = MLP(config, output_std=output_std, **linear)
         self.dropout = Dropout(config.hidden_dropout, shared)
@@ -245,11 +262,6 @@ class TransformerLayer(nn.Module):
     ) -> torch.Tensor:
         x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm), masks[0])
         return x + self.dropout(self.mlp(x, norm=self.mlp_norm), masks[1])
-
-
-def _by_rows(x: torch.Tensor) -> torch.Tensor:
-    """[S, B, ...] -> [B, S, ...]; a clone, not a view: FSDP2 hooks the tensor that its root module returns."""
-    return x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
 
 class Embedding(nn.Module):

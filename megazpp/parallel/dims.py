@@ -3,6 +3,7 @@
 | axis      | ranks along it                                | what travels                              |
 |-----------|-----------------------------------------------|-------------------------------------------|
 | tp        | split one layer's matrices                    | activations, several times per layer      |
+| cp        | split one sample's tokens: a part of shard    | queries, keys, values, outputs, per layer |
 | shard     | split one model copy's parameters and moments | weights and gradients, once per use       |
 | local     | the part of shard inside a node               | the fast hop of weights and gradients     |
 | cross     | the part of shard across nodes                | the slow hop, once per optimizer step     |
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megazpp.base.files import DamagedError
-from megazpp.base.flags import check_positive, flag, spelling
+from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import in_words
 from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
 from megazpp.parallel.comm_queue import CommQueue
@@ -47,7 +48,12 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, "ranks that split every layer's matrices")
     pipeline_model_parallel_size: int = flag(1, "only 1 is supported")
-    context_parallel_size: int = flag(1, "only 1 is supported")
+    context_parallel_size: int = flag(
+        1,
+        "ranks of a node that split every sample's tokens; for attention they exchange them for heads (Ulysses, "
+        "arXiv 2309.14509). Divides the data-parallel size; parameters are sharded over as many ranks as without",
+    )
+    allow_cp_across_nodes: bool = flag(False, "let --context-parallel-size leave the node: activations cross nodes")
     sequence_parallel: bool = flag(
         False,
         "split the activations between tensor-parallel regions along the sequence: same bytes, less memory",
@@ -58,10 +64,10 @@ class ParallelConfig:
     hsdp: bool = flag(False, "one copy of the sharded model per node (per NVLink domain, where that is larger)")
 
     def __post_init__(self) -> None:
-        for name in ("pipeline_model_parallel_size", "context_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ValueError(f"{spelling(self, name)} {getattr(self, name)} is not supported: only 1 is")
-        check_positive(self, "tensor_model_parallel_size", "num_distributed_optimizer_instances")
+        if (size := self.pipeline_model_parallel_size) != 1:
+            raise ValueError(f"--pipeline-model-parallel-size {size} is not supported: only 1 is")
+        check_positive(self, "tensor_model_parallel_size", "context_parallel_size")
+        check_positive(self, "num_distributed_optimizer_instances")
 
 
 def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, islands: int = 1) -> Layout:
@@ -90,7 +96,14 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, isla
         if replicas != 1:
             raise ValueError(f"{copies} needs --zero-stage 1 or more: stage 0 shards nothing")
         replicas = cluster.world_size // max(tp, 1)
-    layout = plan_layout(cluster, tp=tp, replicas=max(replicas, 1), islands=islands)
+    layout = plan_layout(
+        cluster,
+        tp=tp,
+        replicas=max(replicas, 1),
+        islands=islands,
+        cp=config.context_parallel_size,
+        cp_across=config.allow_cp_across_nodes,
+    )
     if not can_order_groups() and not layout.groups_ascend:
         raise ValueError(
             f"ranks are placed in an order for which torch {torch.__version__} cannot make process groups (its "
@@ -108,7 +121,7 @@ class ParallelDims:
         mesh: one that is there already, [shard] or [shard, tp], whose dims may have other names; None: a new one.
     Attributes:
         mesh: DeviceMesh [island, replicate, shard, tp], of which only shard is there where it has one rank.
-        tp, shard, local, cross, replicate, island: this rank's axes; they share `counter`.
+        tp, cp, shard, local, cross, replicate, island: this rank's axes; they share `counter`.
         timeline: where all axes record what they do.
         world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
     """
@@ -136,7 +149,7 @@ class ParallelDims:
             groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
             mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
         self.mesh = mesh
-        self.tp, self.local, self.cross, self.shard, self.replicate, self.island = axes = [
+        self.tp, self.cp, self.local, self.cross, self.shard, self.replicate, self.island = axes = [
             self._axis(name, name, self._group(name)) for name in AXES
         ]
         world = tuple(range(layout.cluster.world_size))
@@ -174,10 +187,10 @@ class ParallelDims:
         )
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
-        """The mesh's group; local and cross have their own, but in one domain, where local is shard."""
+        """The mesh's group; cp, local and cross have their own, but in one domain, where local is shard."""
         if self.layout.axis_size(axis) == 1:
             return None
-        of_mesh = axis if axis in MESH_AXES else "shard" if self.layout.cross == 1 else None
+        of_mesh = axis if axis in MESH_AXES else "shard" if axis == "local" and self.layout.cross == 1 else None
         return self._make_group(axis, axis) if of_mesh is None else self.mesh.get_group(self._mesh_axes.index(of_mesh))
 
     def _make_group(self, axis: str, name: str, *, own: bool = False) -> dist.ProcessGroup:
@@ -194,6 +207,11 @@ class ParallelDims:
     @property
     def data_rank(self) -> int:
         """The index of the slice of the samples that this rank sees, 0 to data_size - 1."""
+        return self.dropout_rank // self.cp.size
+
+    @property
+    def dropout_rank(self) -> int:
+        """The index among ranks with other activations, of other samples or another part of them: data rank, cp."""
         return (self.island.rank * self.replicate.size + self.replicate.rank) * self.shard.size + self.shard.rank
 
     @property
@@ -201,7 +219,12 @@ class ParallelDims:
         return self.layout.data
 
     def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over all data ranks that take a step together: those of this rank's island."""
+        """Sum `x` in place over all data ranks that take a step together: those of this rank's island.
+
+        Ranks of a cp group have the same numbers, which count once.
+        """
+        if self.cp.rank > 0:
+            x.zero_()
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
 
     def sum_over_islands_(self, x: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
     """New `pg_options` for a group of `axis`, which keeps and changes them; None on gloo and for one rank."""
     if dist.get_backend() != "nccl" or layout.axis_size(axis) == 1:
         return None
-    inside = axis in ("tp", "local") or (axis == "shard" and layout.cross == 1)
+    inside = axis in ("tp", "cp", "local") or (axis == "shard" and layout.cross == 1)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside and config.nccl_high_priority)
     if axis in ("cross", "island") and config.nccl_cross_max_ctas is not None:
         options.config.max_ctas = config.nccl_cross_max_ctas

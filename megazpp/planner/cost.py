@@ -113,12 +113,13 @@ def calibration_for(device: Device | None) -> Calibration:
 
 
 class Operation(NamedTuple):
-    """One operation: a product [m, k] x [k, n], `batch` times; a pass over memory; or a collective on tp.
+    """One operation: a product [m, k] x [k, n], `batch` times; a pass over memory; or a collective.
 
     Attributes:
         kind: "matrix", "memory" or the name of a collective.
         bytes: read and written, or sent by this rank.
         m, n, k, batch: of a product; a causal one counts half.
+        axis: of a collective.
     """
 
     kind: str
@@ -127,6 +128,7 @@ class Operation(NamedTuple):
     n: int = 0
     k: int = 0
     batch: float = 0.0
+    axis: str = "tp"
 
 
 class Costs:

@@ -31,6 +31,7 @@ class Estimate(NamedTuple):
     Attributes:
         memory: of rank 0, where it is most.
         wires: bytes that rank 0 sends per optimizer step, by wire.
+        exchanged: of these, what context parallelism exchanges.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
         node_island_bytes: of one synchronization of all that islands have, as many; 0 without local steps.
         micro_batches: of a step.
@@ -45,6 +46,7 @@ class Estimate(NamedTuple):
     plan: RunPlan
     memory: Counter[Memory]
     wires: dict[str, float]
+    exchanged: int
     node_cross_bytes: float
     node_island_bytes: int
     micro_batches: int
@@ -145,6 +147,7 @@ class Estimator:
             plan=plan,
             memory=paper.ledger.peak,
             wires={wire: sent_on(step.traffic, wire) + sent_on(meeting.traffic, wire) / every for wire in WIRES},
+            exchanged=sum(t.sent_bytes for (_, axis, _), t in step.traffic.items() if axis == "cp"),
             node_cross_bytes=_of_node(step.traffic, layout) + _of_node(meeting.traffic, layout) / every,
             node_island_bytes=_of_node(meeting.traffic, layout),
             micro_batches=count,

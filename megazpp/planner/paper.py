@@ -222,7 +222,7 @@ class PaperAxis(MeshAxis):
         if self.size == 1:
             return x
         self.count("all_to_all", self.ring_bytes(x))
-        return torch.empty_like(x)
+        return torch.empty_like(x.contiguous())
 
     def exchange(self, x: torch.Tensor, send: list[int], receive: list[int], *, of: str = "") -> torch.Tensor:
         if self.size == 1:

@@ -17,11 +17,13 @@ from megazpp.planner.variants import (
     Choice,
     for_planning,
     local_steps,
+    longest_context,
     schemes,
     search,
+    with_context,
     with_recompute,
 )
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.topology.layout import WIRES
 
 PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
@@ -41,6 +43,7 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
         describe_plan(own.plan, own.micro_batches),
         _memory(estimator, own),
         _this_run(own, estimator),
+        *([_contexts(estimator, own)] if own.plan.layout.cp > 1 else []),
         _side_by_side(estimator, config),
         _best(search(estimator, config)),
     )
@@ -123,6 +126,33 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
         f"{own.plan.batches.total_samples:,} samples take {own.days:.1f} days on {gpus} GPU(s)"
         f"{cost}; evaluations, checkpoints and restarts come on top"
     )
+
+
+def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
+    """The run with its samples split among more and more ranks of a node."""
+    titles = (
+        "--context-parallel-size",
+        "MB exchanged by a rank",
+        "GB",
+        "of activations",
+        "tokens/s",
+        "longest context",
+    )
+    rows: list[tuple[str, ...]] = [titles]
+    cluster, size, length = estimator.cluster, own.plan.batches.micro_batch_size, own.config.data.seq_length or 0
+    inside = max(cluster.local_domain_size // own.plan.layout.tp, 1)
+    for cp in sorted({*nested_sizes(inside, inside), own.plan.layout.cp}):
+        try:
+            found = estimator.estimate(with_context(own.config, cluster, cp, length, size))
+            longest = "-" if cluster.device is None else f"{longest_context(estimator, own.config, cp, size)}"
+        except ValueError as error:
+            rows.append((str(cp), str(error), *[""] * (len(titles) - 2)))
+            continue
+        activations = found.memory[Memory.ACTIVATIONS] / GIGA
+        sizes = (f"{found.exchanged / MEGA:.1f}", f"{found.gigabytes:.1f}", f"{activations:.1f}")
+        rows.append((str(cp), *sizes, f"{found.tokens_per_second:.0f}" if found.seconds else "-", longest))
+    yield from aligned(rows)
+    yield f"samples of {length} tokens, {size} in a micro-batch; the longest is of these and their doubles what fits"
 
 
 def _takes(islands: IslandsPlan) -> str:

@@ -115,6 +115,7 @@ class PaperStep:
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             tp=layout.tp,
+            cp=layout.cp,
             sequence_parallel=spec.sequence_parallel and layout.tp > 1,
             dtype=precision.param_dtype,
             documents=documents,
@@ -280,7 +281,7 @@ class PaperStep:
             if operation.kind in ("matrix", "memory"):
                 self._simulation.spend(self._costs.operation(operation))
             else:
-                self._axes["tp"].count(operation.kind, operation.bytes)
+                self._axes[operation.axis].count(operation.kind, operation.bytes)
 
     def _has_backward(self, segment: int) -> bool:
         """False below the first layer that has something trained, to which no gradient comes."""

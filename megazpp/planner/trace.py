@@ -1,4 +1,4 @@
-"""The model's own code, run once on the meta device: what it computes, sends over tp and keeps for backward.
+"""The model's own code, run once on the meta device: what it computes, sends over tp and cp and keeps for backward.
 
 One file of more than 300 lines: one recorder files operations, traffic and storages by the same segments (the
 embedding, a layer or the head, in forward or backward), so that they are those of the code and not of a formula beside
@@ -90,6 +90,7 @@ def trace_model(
     seq_length: int,
     micro_batch_size: int,
     tp: int,
+    cp: int = 1,
     sequence_parallel: bool,
     dtype: torch.dtype,
     documents: Documents | None = None,
@@ -108,14 +109,15 @@ def trace_model(
     most = 2 if prepare is None else 3
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again)
     recorder = TraceRecorder()
-    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp), tp=tp, replicas=1)
-    axis = PaperAxis(layout, "tp", rank=0, counter=TrafficCounter(), cost=recorder.note)
+    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp * cp), tp=tp, replicas=1, cp=cp)
+    paper_axis = functools.partial(PaperAxis, layout, rank=0, counter=TrafficCounter())
     attention = FusedAttention(recorder, repeats_groups=documents == "mask")
     with torch.device("meta"):
         model = GPTModel(
             shape,
             vocab_size=vocab_size,
-            tp=axis,
+            tp=paper_axis("tp", cost=recorder.note),
+            cp=paper_axis("cp", cost=functools.partial(recorder.note, axis="cp")),
             sequence_parallel=sequence_parallel,
             document_kernel=attention.inside_documents if documents == "kernel" else None,
             product=FLOAT8_ON_PAPER if config.fp8_format else None,
@@ -201,9 +203,9 @@ class TraceRecorder(TorchDispatchMode):
             module.register_forward_pre_hook(functools.partial(self.enter, (FORWARD, index)))
             module.register_forward_hook(self._leaving(index))
 
-    def note(self, kind: str, size: int) -> None:
-        """A collective on tp, or one kernel that reads and writes `size` bytes of "memory"."""
-        self._now.operations.append(Operation(kind, size))
+    def note(self, kind: str, size: int, *, axis: str = "tp") -> None:
+        """A collective, or one kernel that reads and writes `size` bytes of "memory"."""
+        self._now.operations.append(Operation(kind, size, axis=axis))
 
     def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
         self._now.operations.append(Operation("matrix", touched, m, n, k, batch))

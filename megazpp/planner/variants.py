@@ -100,12 +100,36 @@ def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
 
 def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> RunConfig:
     """The same run with this micro-batch, or a smaller one, and the nearest batch of whole ones on every rank."""
-    batches, data = config.batches, cluster.world_size // config.parallel.tensor_model_parallel_size
+    batches, data = config.batches, cluster.world_size // _ranks_of_a_sample(config)
     total = batches.global_batch_size or micro_batch_size * data
     size = min(micro_batch_size, max(total // data, 1))
     nearest = max(round(total / (size * data)), 1) * size * data
     fields = {"micro_batch_size": size, "global_batch_size": nearest, "rampup_batch_size": None}
     return changed(config, batches=fields)
+
+
+def with_context(config: RunConfig, cluster: Cluster, cp: int, seq_length: int, micro_batch_size: int) -> RunConfig:
+    """The same run on samples of this length, split among `cp` ranks, with the nearest batch."""
+    longest = config.model.max_position_embeddings
+    sized = changed(
+        config,
+        parallel={"context_parallel_size": cp},
+        data={"seq_length": seq_length},
+        model={"max_position_embeddings": longest and max(longest, seq_length)},
+    )
+    return with_batch(sized, cluster, micro_batch_size)
+
+
+def longest_context(estimator: Estimator, config: RunConfig, cp: int, micro_batch_size: int) -> int:
+    """The most tokens of a sample, of the run's own length and its doubles, that fit on `cp` ranks; 0 for none."""
+    found, length = 0, config.data.seq_length or 0
+    while estimator.estimate(with_context(config, estimator.cluster, cp, length, micro_batch_size)).fits:
+        found, length = length, 2 * length
+    return found
+
+
+def _ranks_of_a_sample(config: RunConfig) -> int:
+    return config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
 
 
 class Choice(NamedTuple):
@@ -164,7 +188,7 @@ def _has_wide_islands(islands: IslandsConfig, cluster: Cluster) -> bool:
 def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: int) -> list[Choice]:
     """Candidates without recomputation, and with more and more of it while that does not fit."""
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
-    if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * tp:
+    if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * _ranks_of_a_sample(config):
         return []
     sized, islands = with_batch(config, estimator.cluster, size), config.islands.asked
     samples, local = sized.batches.global_batch_size, max(estimator.cluster.local_domain_size // tp, 1)

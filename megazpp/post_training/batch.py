@@ -120,8 +120,8 @@ def shortened(batch: Batch, multiple: int) -> Batch:
 
 
 def row_multiple(device: torch.device, dims: ParallelDims) -> int:
-    """The multiple that rows are rounded up to: few shapes on a GPU, and equal parts with sequence parallelism.
+    """The multiple that rows are rounded up to: few shapes on a GPU, and equal parts on ranks that split them.
 
-    Ranks that split a batch (tp) have the same rows; those that have others share no tensor of that length.
+    Ranks that split a batch (tp, cp) have the same rows; those that have others share no tensor of that length.
     """
-    return math.lcm(64 if device.type == "cuda" else 8, dims.tp.size)
+    return math.lcm(64 if device.type == "cuda" else 8, dims.tp.size * dims.cp.size)

@@ -125,7 +125,7 @@ def load_adapted(
     model, base, checksum = load_frozen_model(spec, place, source, record, bits=bits, trained=trained)
     origin = record.flags.get(IMPORTED_FROM) or str(source.folder.path.resolve())
     settings = settings._replace(base=origin, checksum=checksum)
-    shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.data_rank)
+    shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.dropout_rank)
     add_adapters(model, settings, shared)
     built = fill(shard_built(model, spec, dims), spec, dims, device)
     saved = SafeReader(source.checkpoint)

@@ -191,7 +191,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
             policy, base = frozen(spec, trained="scalar_head.", bits=lora.base_weight_bits)
             base_bytes = base.kept_bytes
             add_adapters(
-                policy, lora.settings(spec.config), SharedGenerator(CPU, seed=spec.seed, data_rank=dims.data_rank)
+                policy, lora.settings(spec.config), SharedGenerator(CPU, seed=spec.seed, data_rank=dims.dropout_rank)
             )
             if post.needs_reference and not post.precompute_ref_log_probs:
                 reference = FrozenModel(policy, is_policy=True).logps

@@ -68,7 +68,7 @@ class PolicySampler:
         return drawn, [text for _, texts in parts for text in texts]
 
     def judge(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> torch.Tensor:
-        """[n, functions] fp64 rewards of this data rank's completions, the same on its tp ranks; NaN for None.
+        """[n, functions] fp64 rewards of this data rank's completions, the same on its tp and cp ranks; NaN for None.
 
         Raises:
             UserError: on all ranks, if a function fails on one; it names the function and the sample.
@@ -76,12 +76,12 @@ class PolicySampler:
         found = torch.zeros(len(prompts), len(self.functions), dtype=torch.float64)
 
         def work() -> torch.Tensor:
-            return judge(self.functions, prompts, texts) if self.dims.tp.rank == 0 else found
+            return judge(self.functions, prompts, texts) if self.dims.tp.rank == self.dims.cp.rank == 0 else found
 
         with user_errors():
             found = raise_on_all_ranks(self.dims.world, work)
         device = next(self.model.parameters()).device
-        return self.dims.tp.broadcast_(found.to(device)).cpu()
+        return self.dims.cp.broadcast_(self.dims.tp.broadcast_(found.to(device))).cpu()
 
     def _draw(self, prompts: list[list[int]], uniform: torch.Tensor) -> tuple[Drawn, list[str]]:
         """Completions of one batch."""

@@ -8,9 +8,13 @@ Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequ
 | reduce_from_region_      | all-reduce, in place        | identity                    |
 | gather_sequence          | all-gather along S          | reduce-scatter along S      |
 | reduce_scatter_sequence  | reduce-scatter along S      | all-gather along S          |
+| exchange                 | all-to-all                  | all-to-all                  |
+| collect_sequence         | all-gather along S          | this rank's slice           |
 
-Without sequence parallelism a layer is copy ... reduce; with it, gather ... reduce_scatter: the same bytes. On an
-axis of size 1 every region returns its argument.
+The last two are context parallelism's, on cp: ranks hold tokens of the whole model, but for attention, where they hold
+heads of all tokens (Ulysses, arXiv 2309.14509); and all of them compute the same loss. Without sequence parallelism a
+layer is copy ... reduce; with it, gather ... reduce_scatter: the same bytes. On an axis of size 1 every region returns
+its argument.
 """
 
 from __future__ import annotations
@@ -54,6 +58,16 @@ def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
 def reduce_scatter_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
     """Partial [S, ...] -> this rank's slice of the sum [S/T, ...]; backward gathers."""
     return _ReduceScatter.apply(x, tp)
+
+
+def exchange(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
+    """[C, ...] -> [C, ...]: slice i goes to rank i, slice i of the result is rank i's (1 all-to-all, backward 1)."""
+    return _Exchange.apply(x, cp)
+
+
+def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
+    """[S/C, ...] -> [S, ...]; backward is without a sum, as each rank has the same gradient (1 all-gather)."""
+    return _Collect.apply(x, cp)
 
 
 class _Copy(torch.autograd.Function):
@@ -101,3 +115,25 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.tp.all_gather(grads[0]), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
+        ctx.cp = cp
+        return cp.all_to_all(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.cp.all_to_all(grads[0]), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
+        ctx.cp = cp
+        return cp.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0].chunk(ctx.cp.size)[ctx.cp.rank], None

@@ -3,7 +3,9 @@
 Positions (topology/cluster.py) go node by node and domain by domain, so neighbours share the fastest wire. The
 innermost positions go to tensor parallelism, the rest of a local domain (node or fast domain, the larger) to the local
 axis, local domains to the cross axis (ranks with the same local index: one rail), groups of these to replicas, and
-groups of replicas to islands, which take local steps (islands/outer.py):
+groups of replicas to islands, which take local steps (islands/outer.py). Context parallelism splits samples among
+neighbours of the same tp index: a cp group is `cp` of a shard group's ranks that follow each other (of replicas, where
+shards have one rank). Parameters are sharded over all of them as they are without it.
 
     position = (((island * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
 
@@ -28,7 +30,7 @@ from typing import Any
 from megazpp.base.flags import wrong_types
 from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
-AXES = ("tp", "local", "cross", "shard", "replicate", "island")
+AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "island")
 NODE = "node"  # tp x local: the ranks of a node that share a copy of the model; only Muon's traffic has this axis
 DATA_AXES = ("shard", "local", "cross")  # those that weights and gradients travel on, whole or in two hops
 WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of other axes go over one of these
@@ -46,6 +48,7 @@ class Layout:
     local: int
     tp: int
     island: int = 1
+    cp: int = 1
 
     @property
     def shard(self) -> int:
@@ -55,7 +58,7 @@ class Layout:
     @property
     def data(self) -> int:
         """Ranks that see different samples."""
-        return self.island * self.replicate * self.shard
+        return self.island * self.replicate * self.shard // self.cp
 
     @property
     def coordinates(self) -> tuple[str, ...]:
@@ -68,7 +71,7 @@ class Layout:
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
         """The global ranks of the group of `axis` that `rank` belongs to, in axis order.
 
-        `axis` is "tp", "local", "cross", "shard" (cross x local), "replicate", "island" or "node" (local x tp).
+        `axis` is "tp", "cp", "local", "cross", "shard" (cross x local), "replicate", "island" or "node" (local x tp).
         """
         return self._group(axis, self.cluster.position_of(rank))
 
@@ -123,16 +126,21 @@ class Layout:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """A line where tensor parallelism leaves the fastest wire, with its price."""
-        cluster, tp = self.cluster, self.tp
+        """Lines where context parallelism leaves a node, or tensor parallelism the fastest wire, with the prices."""
+        cluster, tp, cp = self.cluster, self.tp, self.cp
+        across: tuple[str, ...] = ()
+        if "network" in self.links("cp"):
+            price = f"each rank sends {16 * (cp - 1) / cp / tp:g} x --hidden-size bytes per token of its own and layer"
+            across = (f"warning: --context-parallel-size {cp} spans {local_domains(cluster)}: {price} in 16 bit",)
         if cluster.ranks_per_domain % tp == 0:
-            return ()
+            return across
         flag, size = f"--tensor-model-parallel-size {tp}", cluster.local_domain_size
         price = f"each rank sends {16 * (tp - 1) / tp:g} x --hidden-size bytes per token and layer in 16 bit"
         if tp > size:
             spans = f"{tp // size} {local_domains(cluster)} of {size} ranks"
-            return (f"warning: {flag} spans {spans}: {price}, and as much crosses each of their uplinks",)
+            return (*across, f"warning: {flag} spans {spans}: {price}, and as much crosses each of their uplinks")
         return (
+            *across,
             f"{flag} does not fit into the {cluster.ranks_per_domain} ranks that share the fastest wire, so tensor "
             f"parallelism also takes the slower links of a node: {price}",
         )
@@ -145,7 +153,8 @@ class Layout:
         order = "" if c.is_block_order else f", ranks in the order {first}{more}"
         return (
             f"{c.num_nodes} node(s) x {c.ranks_per_node} rank(s){domains}{order}: tensor parallel {self.tp}, "
-            f"shards {self.shard} ({self.cross} across {local_domains(c)} x {self.local} inside), replicas "
+            + (f"context parallel {self.cp}, " if self.cp > 1 else "")
+            + f"shards {self.shard} ({self.cross} across {local_domains(c)} x {self.local} inside), replicas "
             f"{self.replicate}" + (f", islands {self.island}" if self.island > 1 else "")
         )
 
@@ -172,6 +181,7 @@ class Layout:
         """Positions between neighbours along `axis`, and its ranks."""
         return {
             "tp": (1, self.tp),
+            "cp": (self.tp, self.cp),
             "local": (self.tp, self.local),
             "cross": (self.tp * self.local, self.cross),
             "shard": (self.tp, self.shard),
@@ -181,13 +191,17 @@ class Layout:
         }[axis]
 
 
-def plan_layout(cluster: Cluster, *, tp: int, replicas: int, islands: int = 1) -> Layout:
+def plan_layout(
+    cluster: Cluster, *, tp: int, replicas: int, islands: int = 1, cp: int = 1, cp_across: bool = False
+) -> Layout:
     """Fit the degrees onto the cluster.
 
     Args:
         tp: tensor-parallel degree: divides a local domain, or is made of whole ones.
         replicas: copies of the sharded model in an island (HSDP); its data ranks for unsharded data parallelism.
         islands: parts of the cluster that train a model each: whole local domains.
+        cp: context-parallel degree: divides the ranks of a local domain that share a tensor-parallel index; with
+            `cp_across` it may also be made of all of those of several domains.
     Raises:
         ValueError: a degree does not divide what it splits; the message names the flag and what would fit.
     """
@@ -204,6 +218,14 @@ def plan_layout(cluster: Cluster, *, tp: int, replicas: int, islands: int = 1) -
         )
     per_domain = max(domain // tp, 1)
     data = of_island // tp
+    inside, beyond = nested_sizes(per_domain, per_domain), nested_sizes(per_domain, data)
+    if cp not in (beyond if cp_across else inside):
+        more = [size for size in beyond if size not in inside]
+        raise ValueError(
+            f"--context-parallel-size {cp} does not divide the {per_domain} ranks of a {local_domains(cluster)[:-1]} "
+            f"that --tensor-model-parallel-size {tp} leaves; {numbers(inside)} would fit"
+            + (f", and {numbers(more)} with --allow-cp-across-nodes" if more and not cp_across else "")
+        )
     fitting = [data // size for size in reversed(nested_sizes(per_domain, data))]
     if replicas not in fitting:
         raise ValueError(
@@ -213,13 +235,14 @@ def plan_layout(cluster: Cluster, *, tp: int, replicas: int, islands: int = 1) -
         )
     local = min(data // replicas, per_domain)
     cross = data // replicas // local
-    return Layout(cluster=cluster, replicate=replicas, cross=cross, local=local, tp=tp, island=islands)
+    return Layout(cluster=cluster, replicate=replicas, cross=cross, local=local, tp=tp, island=islands, cp=cp)
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
     """The integers that a layout follows from, as JSON has them; figures of links and devices are left out."""
     cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
-    return cluster | {name: getattr(layout, name) for name in layout.coordinates}
+    names = (*layout.coordinates, *(("cp",) if layout.cp > 1 else ()))
+    return cluster | {name: getattr(layout, name) for name in names}
 
 
 def layout_from_record(record: Mapping[str, Any]) -> Layout:
@@ -229,14 +252,16 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
         ValueError: a field is missing or no integer, or the sizes do not fit each other.
     """
     of_cluster: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, "order")}
-    of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES} | {"island": record.get("island", 1)}
+    of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
+    of_layout |= {name: record.get(name, 1) for name in ("island", "cp")}
     if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
         raise ValueError(f"{dict(record)} is no record of a layout")
     order = of_cluster["order"]
     cluster = Cluster(**of_cluster | {"order": order and tuple(order)})
     layout = Layout(cluster=cluster, **of_layout)
-    if layout.data * layout.tp != cluster.world_size or min(of_layout.values()) < 1:
-        raise ValueError(f"axes of {layout.data} x {layout.tp} ranks are not the {cluster.world_size} of the cluster")
+    if min(of_layout.values()) < 1 or layout.data * layout.cp * layout.tp != cluster.world_size:
+        sizes = " x ".join(map(str, of_layout.values()))
+        raise ValueError(f"axes of {sizes} ranks are not the {cluster.world_size} of the cluster")
     return layout
 
 

@@ -20,6 +20,7 @@ from megazpp.topology.layout import AXES, Layout
 
 CARRIES = {
     "tp": "activations, several times per layer",
+    "cp": "heads of attention for parts of samples, twice per layer",
     "local": "ZeRO++: the fast hop of weights and gradients",
     "cross": "ZeRO++: the slow hop, once per optimizer step",
     "shard": "ZeRO: weights and gradients, local and cross in one ring",
@@ -77,7 +78,7 @@ def _axes(layout: Layout) -> Iterator[str]:
     rows = [("axis", "ranks", "groups", "wire", "first group", "carries")]
     for axis in AXES:
         size = layout.axis_size(axis)
-        if axis == "island" and size == 1:
+        if axis in ("cp", "island") and size == 1:
             continue
         first = next(layout.axis_groups(axis))
         shown = " ".join(map(str, first[:MAX_RANKS])) + (" ..." if size > MAX_RANKS else "")

@@ -186,7 +186,7 @@ class MetricsRecorder:
             total = dims.world.all_reduce_(since)
         else:
             with counter.paused():
-                total = dims.sum_over_data_(dims.tp.all_reduce_(since))
+                total = dims.replicate.all_reduce_(dims.shard.all_reduce_(dims.tp.all_reduce_(since)))
         return dict(zip((*WIRES, "island"), (total * dims.island.size // nodes).tolist(), strict=True))
 
 

@@ -116,7 +116,8 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
     layout, config = plan.layout, parsed.config
     run.log(
         f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
-        f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
+        + (f"context-parallel size: {layout.cp}, " if layout.cp > 1 else "")
+        + f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
     )
     for notice in (*parsed.notices, *plan.notices):
         run.log(f"note: {notice}")
@@ -164,7 +165,7 @@ def open_context(
     if folder is not None:
         console.keep(folder.path / "log.txt")
     dims = ParallelDims(plan.layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
-    seed_everything(config.launch.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     if config.cluster.measure_links:
         links, lines = measure_links(dims, worker.device)
         for line in lines:

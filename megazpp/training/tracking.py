@@ -198,7 +198,7 @@ def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
     """The tags of a run: ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"]; degrees of 1 are left out."""
     cluster = layout.cluster
     tags = ["zeropp" if zeropp else f"zero{zero_stage}", f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"]
-    degrees = {"tp": layout.tp, "replicas": layout.replicate, "islands": layout.island}
+    degrees = {"tp": layout.tp, "cp": layout.cp, "replicas": layout.replicate, "islands": layout.island}
     return tags + [f"{name}{size}" for name, size in degrees.items() if size > 1]
 
 

@@ -30,7 +30,12 @@ REFUSED = """
 1 | --recompute-method uniform | need --recompute-granularity full
 4 | --tensor-model-parallel-size 3 | --tensor-model-parallel-size 3 neither divides the 4 ranks
 2 | --pipeline-model-parallel-size 2 | --pipeline-model-parallel-size 2 is not supported
-2 | --context-parallel-size 2 | --context-parallel-size 2 is not supported
+4 | --context-parallel-size 0 | --context-parallel-size 0 is not positive
+4 | --context-parallel-size 3 | --context-parallel-size 3 does not divide the 4 ranks of a node
+4 | --context-parallel-size 4 --tensor-model-parallel-size 2 | 1, 2 would fit
+4 | --context-parallel-size 4 --num-attention-heads 6 --kv-channels 8 | --num-attention-heads 6 is not divisible by
+4 | --context-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --tensor-model-parallel-size 2 | parallel-size 2 x
+4 | --context-parallel-size 4 --seq-length 62 | --seq-length 62 is not divisible by --context-parallel-size 4
 4 | --num-distributed-optimizer-instances 3 | --num-distributed-optimizer-instances 3 does not divide
 4 | --hsdp | --hsdp makes one copy of the model per node, and there is only one node
 2 | --zero-stage 0 --use-distributed-optimizer | --use-distributed-optimizer

@@ -71,7 +71,6 @@ NOT_USED = dict(  # flags that no test uses, and the reason
     table("""
 use_cpu_initialization | a CPU draws on the CPU anyway; it changes something on a GPU alone
 memory_snapshot_path | the name of a file of --record-memory-history, which needs CUDA
-context_parallel_size | 1 is its only value, which Megatron's scripts give
 diloco_merge_alpha | test_diloco.py's function `local_steps` has it as merge_alpha
 zero_verify_interval | a healthy run is the same with it; test_verify.py and test_anomalies.py test what it asks for
 ref_checksum | the program writes it; test_post_train.py changes the base that it stands for

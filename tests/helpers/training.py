@@ -74,6 +74,7 @@ class Case:
 
     model: GPTConfig = GPT2_STYLE
     tp: int = 1
+    cp: int = 1
     stage: int = 3
     sequence_parallel: bool = False
     micro_batches: int = 1
@@ -162,9 +163,14 @@ def train_plain(case: Case) -> dict[str, list[float]]:
 def dims_on_ranks(case: Case) -> ParallelDims:
     world = torch.distributed.get_world_size()
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
-    config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
+    config = ParallelConfig(
+        tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
+        allow_cp_across_nodes=case.cp * case.tp * case.nodes > world,
+        num_distributed_optimizer_instances=case.replicas,
+    )
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage, islands=case.islands), device_type="cpu")
-    seed_everything(case.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
+    seed_everything(case.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     return dims
 
 

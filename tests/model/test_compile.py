@@ -237,14 +237,17 @@ def train_compiled(case: Case) -> dict[str, Any]:
     return {**result, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
-@pytest.mark.parametrize(("size", "tp", "sequence_parallel", "changes"), [
-    (2, 1, False, {}),
-    (2, 2, True, {}),
-    (4, 2, False, {"recompute_granularity": "full"}),
+@pytest.mark.parametrize(("size", "tp", "cp", "sequence_parallel", "changes"), [
+    (2, 1, 1, False, {}),
+    (2, 1, 2, False, {}),
+    (2, 2, 1, True, {}),
+    (4, 2, 2, False, {"recompute_granularity": "full"}),
 ])  # fmt: skip
-def test_a_compiled_sharded_run_equals_one_plain_process(size: int, tp: int, sequence_parallel: bool, changes: Any):
+def test_a_compiled_sharded_run_equals_one_plain_process(
+    size: int, tp: int, cp: int, sequence_parallel: bool, changes: Any
+):
     """Through build_model and FSDP2, two steps of two micro-batches: 1e-5 as for every other layout."""
-    case = Case(steps=2, micro_batches=2, tp=tp, sequence_parallel=sequence_parallel)
+    case = Case(steps=2, micro_batches=2, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
     expected = train_plain(case)
     case = dataclasses.replace(case, model=compiled(case.model, **changes))
     for result in ranks(size).run(train_compiled, case):

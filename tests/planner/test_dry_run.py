@@ -32,10 +32,15 @@ NODES, SQUARE = Cluster(num_nodes=3, ranks_per_node=4), Cluster(num_nodes=2, ran
 CYCLIC = Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))
 ISLANDS = ["--diloco-steps", "6", "--diloco-islands", "2", "--diloco-outer-momentum", "0.9"]
 MUON = ["--optimizer", "muon", "--muon-full-interval", "5"]
-TP = ["--tensor-model-parallel-size", "2"]
+TP, CP = ["--tensor-model-parallel-size", "2"], ["--context-parallel-size", "2"]
+FULL = ["--recompute-granularity", "full"]
 LAYOUTS = {
     "ZeRO-3, uneven shards": slow(config(*GPT, samples=12), NODES, (0, 11)),
     "HSDP, tp": slow(config(*GPT, "--hsdp", *TP, "--bf16", samples=12), NODES, (0,)),
+    "cp, zeropp, k = 4": (config(*GPT, "--zeropp", "--bf16", *CP, samples=24), NODES, (6,)),
+    "cp, tp, groups repeated, recomputed": slow(
+        config(*LLAMA, *CP, *TP, "--sequence-parallel", "--num-query-groups", "2", *FULL, samples=12), NODES, (3,)
+    ),
     "zeropp, k = 2": (config(*GPT, "--zeropp", "--bf16", samples=24), NODES, (6,)),
     "lossless": slow(config(*GPT, "--zeropp", "--bf16", "--zero-weight-delta", "lossless", samples=24), NODES, (6,)),
     "llama, zeropp, tp": slow(config(*LLAMA, "--zeropp", *TP, "--sequence-parallel", samples=12), NODES, (11,)),

@@ -43,6 +43,7 @@ LLAMA = [
     *("--ffn-hidden-size", "128"),
 ]
 WORDS = {"LLAMA": LLAMA, "TP": ["--tensor-model-parallel-size", "2"], "K4": []}
+WORDS["CP"] = ["--context-parallel-size", "2"]
 NODES = Cluster(num_nodes=2, ranks_per_node=4)
 # flags (K4: four micro-batches), and by how many percent the plan is off
 COMBINATIONS = {
@@ -68,6 +69,9 @@ COMBINATIONS = {
     "--bf16 --reset-attention-mask": 0.0,
     "--bf16 --reset-attention-mask LLAMA K4": -0.62,
     "--bf16 --zeropp --no-zero-error-feedback --zero-cross-every-microbatch": -0.09,
+    "--bf16 --zeropp CP": 0.0,
+    "--bf16 CP TP --sequence-parallel LLAMA K4": -1.5,
+    "--bf16 CP LLAMA --reset-attention-mask --recompute-granularity selective": 0.0,
     "--bf16 --diloco-steps 4": -0.01,
     "--diloco-steps 4 --diloco-outer-momentum 0.9 --no-zero-error-feedback K4": -0.06,
     "--bf16 --diloco-steps 4 --diloco-delay 1 TP --sequence-parallel LLAMA": -0.22,
@@ -78,7 +82,7 @@ COMBINATIONS = {
 
 def combination(text: str) -> RunConfig:
     words = text.split()
-    samples = 2 * NODES.world_size // (2 if "TP" in words else 1) * (4 if "K4" in words else 1)
+    samples = 2 * NODES.world_size // 2 ** len({"TP", "CP"} & {*words}) * (4 if "K4" in words else 1)
     flags = [flag for word in words for flag in WORDS.get(word, [word])]
     return parse_run_config([*SIZES, *flags, "--global-batch-size", str(samples)], ROOT, default_file=None).config
 
@@ -211,10 +215,13 @@ GPT = GPTConfig(
 )
 SHAPE: dict[str, Any] = {"nodes": 2, "vocab_size": 512, "seq_length": 64, "global_batch": 8}
 BF16: dict[str, Any] = {"precision": PrecisionConfig(bf16=True), **SHAPE}
+LENGTH: dict[str, Any] = {"nodes": 1, "seq_length": 16384}
+LONG = dataclasses.replace(GPT, num_layers=1, max_position_embeddings=16384)
 CASES = {
     "ZeRO-3, fp32": Case(model=GPT, **SHAPE),
     "zeropp, k = 2": Case(model=GPT, zero=ALL, micro_batches=2, **BF16),
     "tp": Case(model=GPT, tp=2, **BF16),
+    **{f"16k tokens on {cp}": Case(model=LONG, cp=cp, **BF16 | LENGTH | {"global_batch": 4 // cp}) for cp in (1, 2, 4)},
 }
 
 

@@ -83,6 +83,17 @@ def test_times_rest_on_shares_and_those_that_were_not_checked_for_so_few_tokens_
 
 
 @pytest.mark.slow
+def test_longer_contexts_fit_on_more_ranks_that_split_them():
+    text = report("--context-parallel-size", "2", "--micro-batch-size", "1", "--zeropp")
+    head, *rows = lines(text, "--context-parallel-size  ")[0], *lines(text, "1  "), *lines(text, "2  ")
+    assert head.split("  ")[-1] == "longest context"
+    exchanged, longest = ([float(row.split()[column]) for row in rows] for column in (1, -1))
+    assert exchanged[0] == 0 < exchanged[1]
+    assert 0 < longest[0] < longest[1]
+    assert "exchanged" not in report("--zeropp")
+
+
+@pytest.mark.slow
 def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
     text = report("--train-iters", "100000", device=SMALL._replace(shares="h800", price_per_hour=2.5))
     step = re.search(r"a step takes ([\d.]+) s", text)

@@ -27,7 +27,8 @@ MUON = OptimizerConfig(optimizer="muon")
 def plan(case: Case, world: int, rank: int = 0) -> PaperStep:
     zero = case.zero or ZeroConfig(zero_stage=case.stage)
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=world // case.nodes, order=case.order)
-    config = ParallelConfig(tensor_model_parallel_size=case.tp, num_distributed_optimizer_instances=case.replicas)
+    degrees = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp}
+    config = ParallelConfig(**degrees, num_distributed_optimizer_instances=case.replicas)
     layout = plan_dims(config, cluster, zero_stage=zero.stage, islands=case.islands)
     return PaperStep(
         ModelSpec(

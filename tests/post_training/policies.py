@@ -39,6 +39,7 @@ class Layout:
 
     world: int = 1
     tp: int = 1
+    cp: int = 1
     nodes: int = 1
     zeropp: bool = False
     sequence_parallel: bool = False
@@ -62,9 +63,8 @@ class PostCase:
 def build(case: PostCase, *, scalar_head: bool | None = None) -> tuple[Built, ParallelDims]:
     layout = case.layout
     cluster = Cluster(num_nodes=layout.nodes, ranks_per_node=layout.world // layout.nodes)
-    dims = ParallelDims(
-        plan_dims(ParallelConfig(tensor_model_parallel_size=layout.tp), cluster, zero_stage=3), device_type="cpu"
-    )
+    parallel = ParallelConfig(tensor_model_parallel_size=layout.tp, context_parallel_size=layout.cp)
+    dims = ParallelDims(plan_dims(parallel, cluster, zero_stage=3), device_type="cpu")
     spec = ModelSpec(
         config=case.model,
         vocab_size=257,
@@ -119,7 +119,7 @@ def train_on_synthetic(case: PostCase) -> list[dict[str, Any]]:
         firsts = range(dims.data_rank * size, case.global_batch, dims.data_size * size)
         batches = [synthetic_batch(case, index, list(range(first, first + size))) for first in firsts]
         if case.shortens:
-            batches = [shortened(batch, dims.tp.size) for batch in batches]
+            batches = [shortened(batch, dims.tp.size * dims.cp.size) for batch in batches]
             assert all(batch.tokens.shape[1] < SEQ for batch in batches)
         record = step(batches, learning_rate=case.learning_rate, weight_decay=0.0)
         found.append({"loss": record.loss, "grad_norm": record.grad_norm, **record.metrics})

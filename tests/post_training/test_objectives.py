@@ -35,10 +35,13 @@ OBJECTIVES = {
 LAYOUTS = {
     "tp 2": Layout(world=2, tp=2),
     "data 2": Layout(world=2, micro_batch_size=2),
+    "cp 2": Layout(world=2, cp=2),
+    "cp 2 x tp 2 x data 2": Layout(world=8, cp=2, tp=2, micro_batch_size=2),
     "tp 2 x data 2, sequence parallel": Layout(world=4, tp=2, sequence_parallel=True),
     "tp 2 x 2 nodes": Layout(world=4, tp=2, nodes=2, micro_batch_size=2),
 }
-DEFAULT = {("reward untied", "tp 2"), ("dpo", "data 2"), ("ppo", "tp 2"), ("dapo", "data 2"), ("grpo", "tp 2")}
+DEFAULT = {("reward untied", "tp 2"), ("dpo", "data 2"), ("ppo", "tp 2"), ("dapo", "cp 2"), ("grpo", "tp 2")}
+DEFAULT |= {("reward", "cp 2"), ("dpo", "cp 2"), ("ppo untied", "cp 2")}
 GRID = [(o, name) if (o, name) in DEFAULT else slow(o, name) for o in OBJECTIVES for name in LAYOUTS]
 
 
@@ -59,7 +62,7 @@ def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(objectiv
 
 
 @pytest.mark.parametrize("objective", ["reward untied", "dpo", "grpo", slow("dr_grpo"), "ppo"])
-@pytest.mark.parametrize("layout", ["data 2", slow("tp 2 x data 2, sequence parallel")])
+@pytest.mark.parametrize("layout", ["data 2", slow("tp 2 x data 2, sequence parallel"), slow("cp 2")])
 def test_rows_of_each_rank_s_own_length_change_no_loss(objective: str, layout: str):
     case = dataclasses.replace(OBJECTIVES[objective], layout=LAYOUTS[layout])
     whole, short = (

@@ -28,9 +28,11 @@ CASES = {
 LAYOUTS = {
     "tp 2": Layout(world=2, tp=2, micro_batch_size=8),
     "data 2": Layout(world=2, micro_batch_size=2),  # groups of 4 lie on both ranks
+    "cp 2": Layout(world=2, cp=2, micro_batch_size=8),
+    "cp 2 x data 2": Layout(world=4, cp=2, micro_batch_size=2),
     "tp 2 x 2 nodes": Layout(world=4, tp=2, nodes=2, micro_batch_size=2),
 }
-DEFAULT = {("grpo", "tp 2"), ("grpo, two steps twice", "data 2"), ("ppo", "data 2")}
+DEFAULT = {("grpo", "tp 2"), ("grpo, two steps twice", "data 2"), ("ppo", "cp 2")}
 
 
 @pytest.mark.parametrize(

@@ -59,3 +59,11 @@ def test_a_mistake_is_named_and_nothing_is_shown(capsys: pytest.CaptureFixture[s
     code, out, err = run(capsys, *flags.split())
     assert (code, out) == (2, "")
     assert re.search(message, err), err
+
+
+def test_ranks_that_split_samples_are_shown(capsys: pytest.CaptureFixture[str]):
+    flags = "--nodes 2 --ranks-per-node 8 --tensor-model-parallel-size 2 --context-parallel-size 4"
+    code, out, _ = run(capsys, *flags.split())
+    assert code == 0
+    assert "tensor parallel 2, context parallel 4, shards 8 (2 across nodes x 4 inside)" in out
+    assert re.search(r"^cp +4 +4 +domain +0 2 4 6 +heads of attention", out, re.M)

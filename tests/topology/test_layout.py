@@ -38,7 +38,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     cluster = draw(clusters())
     tp = draw(st.sampled_from(nested_sizes(cluster.local_domain_size, cluster.world_size)))
     per_domain, data = max(cluster.local_domain_size // tp, 1), cluster.world_size // tp
-    return plan_layout(cluster, tp=tp, replicas=data // draw(st.sampled_from(nested_sizes(per_domain, data))))
+    replicas = data // draw(st.sampled_from(nested_sizes(per_domain, data)))
+    cp = draw(st.sampled_from(nested_sizes(per_domain, data)))
+    return plan_layout(cluster, tp=tp, replicas=replicas, cp=cp, cp_across=True)
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
@@ -50,7 +52,8 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 def test_every_axis_partitions_the_ranks_into_groups_that_differ_in_that_coordinate_only(layout: Layout):
     place = {rank: coordinates(layout, rank) for rank in range(layout.cluster.world_size)}
     others = {  # cross and replica peers share tp and local index: one rail
-        "tp": ("local", "cross", "replicate"),
+        "tp": ("cp", "local", "cross", "replicate"),
+        "cp": ("tp",),
         "local": ("tp", "cross", "replicate"),
         "cross": ("tp", "local", "replicate"),
         "shard": ("tp", "replicate"),
@@ -88,6 +91,8 @@ def test_peers_are_as_near_as_the_cluster_allows(layout: Layout):
         assert {cluster.local_domain_of(peer) for peer in layout.axis_ranks("local", rank)} == {
             cluster.local_domain_of(rank)
         }
+        cp = {cluster.local_domain_of(peer) for peer in layout.axis_ranks("cp", rank)}
+        assert len(cp) == max(layout.tp * layout.cp // max(cluster.local_domain_size, layout.tp), 1)
         across = layout.axis_ranks("cross", rank)
         assert len({cluster.local_domain_of(peer) for peer in across}) == len(across)
         assert len({cluster.position_of(peer) % cluster.local_domain_size for peer in across}) == 1
@@ -107,7 +112,8 @@ def test_only_links_between_local_domains_are_cross_and_a_notice_says_when_tp_le
         ring = Counter(layout.link(axis, rank) for rank in range(cluster.world_size) if layout.axis_size(axis) > 1)
         hops = Counter(cluster.link_between(*pair) for pair in itertools.pairwise(layout.axis_ranks(axis, 0)))
         assert (layout.links(axis), layout.hops(axis)) == (ring, hops)
-    assert bool(layout.notices) == (layout.axis_size("tp") > 1 and list(layout.links("tp")) != ["domain"])
+    slow_tp = layout.axis_size("tp") > 1 and list(layout.links("tp")) != ["domain"]
+    assert len(layout.notices) == slow_tp + ("network" in layout.links("cp"))
 
 
 @pytest.mark.parametrize(("order", "expected"), [
@@ -158,6 +164,21 @@ def test_tp_over_nodes_is_laid_out_with_a_warning_that_gives_the_price():
     assert f"each rank sends {sent:g} x --hidden-size bytes per token and layer in 16 bit" in notice
 
 
+def test_samples_are_split_inside_a_node_unless_that_is_asked_for():
+    assert [*SPLIT.axis_groups("cp")] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert (SPLIT.data, SPLIT.shard, SPLIT.notices) == (2, 4, ())
+    assert "tensor parallel 2, context parallel 2, shards 4 (2 across" in SPLIT.describe()
+    cluster = Cluster(num_nodes=2, ranks_per_node=4)
+    for cp in (0, 3, 4, 16):
+        message = f"--context-parallel-size {cp} does not divide the 2 ranks .* 1, 2 would fit, and 4 with --allow-cp"
+        with pytest.raises(ValueError, match=message):
+            plan_layout(cluster, tp=2, replicas=1, cp=cp)
+    across = plan_layout(cluster, tp=2, replicas=1, cp=4, cp_across=True)
+    assert across.links("cp") == {"domain": 4, "network": 4}
+    sent = 2 * 4 * 2 * 3 / 4 / 2  # queries, keys, values, outputs; there and back; two bytes; to 3 of 4 ranks; tp 2
+    assert f"each rank sends {sent:g} x --hidden-size bytes per token of its own" in across.notices[0]
+
+
 def test_replicas_are_groups_of_nodes_or_even_parts_of_one():
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=4), tp=1, replicas=2)
     assert (layout.cross, layout.local, layout.shard) == (1, 2, 2)
@@ -196,8 +217,8 @@ def test_131072_ranks_in_any_order_are_planned_in_under_two_seconds():
     layout = plan_layout(Cluster(num_nodes=world // 8, ranks_per_node=8, order=order), tp=4, replicas=16)
     assert len(layout.mesh_ranks()) == world
     assert all(sum(map(len, layout.axis_groups(axis))) == world for axis in AXES)
-    assert [len(layout.axis_ranks(axis, 77_777)) for axis in AXES] == [4, 2, 1024, 2048, 16, 1]
-    assert [layout.wire(axis, 77_777) for axis in AXES][:3] == ["tp", "local", "cross"]
+    assert [len(layout.axis_ranks(axis, 77_777)) for axis in AXES] == [4, 1, 2, 1024, 2048, 16, 1]
+    assert [layout.wire(axis, 77_777) for axis in AXES][:4] == ["tp", "local", "local", "cross"]
     assert time.process_time() - start < 2
 
 
@@ -219,9 +240,10 @@ def test_the_log_line_names_domains_and_an_order_of_its_own():
 
 ON_PAIRS = plan_layout(Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=CYCLIC), tp=2, replicas=2)
 RACKS = plan_layout(Cluster(num_nodes=4, ranks_per_node=2, domain_size=4), tp=1, replicas=1)
+SPLIT = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1, cp=2)
 
 
-@pytest.mark.parametrize("layout", [ON_PAIRS, RACKS])
+@pytest.mark.parametrize("layout", [ON_PAIRS, RACKS, SPLIT])
 def test_a_layout_comes_back_from_json_as_it_was(layout: Layout):
     assert layout_from_record(json.loads(json.dumps(layout_record(layout)))) == layout
 
