@@ -164,10 +164,10 @@ class LosslessCodec:
 
     How many bytes a difference takes is known on the device alone, and the size of a collective on the host. So a
     message has room for an eighth more than what the last one needed plus what that was more than the one before; the
-    first has room for whatever may come, the second for twice the first. These numbers travel in the messages, so all
-    ranks of an axis know the same; the host reads them a step later, when they have long been there. Blocks that do not
-    fit are left out: their weights stay as they are on every rank, the owner's copy too, and the next difference has
-    them.
+    first two have room for whatever may come, for a warm-up's first step moves next to nothing. The numbers travel in
+    the messages, so all ranks of an axis know the same; the host reads them a step later, when they have long been
+    there. Blocks that do not fit are left out: their weights stay as they are on every rank, the owner's copy too, and
+    the next difference has them.
 
     Args:
         size: elements of a shard.
@@ -186,8 +186,8 @@ class LosslessCodec:
         """Bytes of the next message."""
         self.settle()
         last, before = self.recent.tolist()
-        needed = 2 * last if before == 0 else int((last + max(last - before, 0)) * (1 + ROOM)) + SPARE
-        return message_bytes(self.size, min(needed, 2 * self.size) if last else None)
+        needed = int((last + max(last - before, 0)) * (1 + ROOM)) + SPARE
+        return message_bytes(self.size, min(needed, 2 * self.size) if before else None)
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
         """Messages to pack into, [*peers, M] uint8."""

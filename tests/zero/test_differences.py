@@ -51,7 +51,8 @@ def weight_bytes(dims: Any) -> int:
 
 
 def train_step(step: TrainStep, case: Case, dims: Any, index: int) -> float:
-    how = {"learning_rate": case.learning_rate, "weight_decay": 0.01, "iteration": index + 1}
+    rate = case.learning_rate * min(index / 4, 1.0)  # a warm-up from nothing
+    how = {"learning_rate": rate, "weight_decay": 0.01, "iteration": index + 1}
     return step(case.batches(index, dims), **how).loss
 
 
@@ -135,9 +136,9 @@ def test_every_rank_computes_with_the_owners_weights_and_losses_are_those_of_16_
 
 
 def expected_bytes(size: int, last: int, before: int) -> int:
-    """An eighth more than what the last difference needed plus its growth; twice the first."""
-    needed = 2 * last if before == 0 else int(1.125 * (last + max(last - before, 0))) + 128
-    return message_bytes(size, min(needed, 2 * size))
+    """An eighth more than what the last difference needed plus its growth; room for all in the first two."""
+    needed = int(1.125 * (last + max(last - before, 0))) + 128
+    return message_bytes(size, min(needed, 2 * size) if before else None)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -315,7 +316,7 @@ def test_a_flipped_bit_in_the_resident_weights_is_found_and_lives_until_the_keyf
     for said, sent in answers:
         broken = "layers.0, shard of rank 1: other weights on rank 2, 3"
         assert said == ["", "", broken, broken, *[""] * 5]
-        assert sent[0] == sent[4] == sent[8] > max(sent[i] for i in (2, 3, 5, 6, 7))
+        assert sent[0] == sent[4] == sent[8] > max(sent[i] for i in (3, 5, 6, 7))
 
 
 def restored(case: Case) -> list[bool]:
