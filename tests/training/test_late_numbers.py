@@ -70,9 +70,9 @@ class Events(TorchDispatchMode):
                 self.seen.append("tolist")
             return tolist(tensor)
 
-        def seen_update(*args: Any) -> None:
+        def seen_update(*args: Any, **named: Any) -> None:
             self.seen.append("update")
-            update(*args)
+            update(*args, **named)
 
         def seen_backward(*args: Any) -> Any:
             result = forward_backward(*args)
