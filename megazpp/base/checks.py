@@ -120,6 +120,10 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> Model
     if plan is None or problems:
         raise ValueError("\n".join(problems))
     interval, (layout, wire, notices) = config.checkpoint.save_interval, plan
+    if config.optimizer.muon_full_interval and layout.cross == 1:
+        notices += (
+            f"--muon-full-interval {config.optimizer.muon_full_interval}: no matrix spans nodes, all are whole",
+        )
     unsaved = () if interval is None or saves else (f"--save-interval {interval} without --save: nothing is saved",)
     return layout, wire, (*notices, *unsaved)
 

@@ -52,6 +52,9 @@ REFUSED = """
 1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)
 1 | --loss-scale -1 | --loss-scale -1
 1 | --optimizer-backend apex | --optimizer-backend apex
+1 | --optimizer muon --optimizer-backend apex | runs --optimizer adam only, not --optimizer muon
+1 | --muon-momentum 0.9 | --muon-momentum 0.9 needs --optimizer muon, not adam
+1 | --optimizer muon --sgd-momentum 0.8 | --sgd-momentum 0.8 needs --optimizer sgd, not muon
 1 | --loss-spike-sigma 5 --loss-spike-action rewind | --loss-spike-action rewind needs --save
 1 | --timeline-step 11 | --timeline-step 11: the run ends with iteration 10
 1 | --timeline-step 5 --exit-interval 4 | --timeline-step 5: --exit-interval 4 ends the run

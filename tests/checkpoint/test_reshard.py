@@ -12,6 +12,7 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_plain
 
+from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ROUNDING = 1e-5  # relative: fp32 sums in another order over 7 steps
@@ -102,6 +103,17 @@ def test_the_weights_that_nodes_keep_go_to_other_layouts_bit_for_bit(tmp_path: P
     for before, after in ((one["end"], two["whole"]), (two["end"], three["whole"])):
         assert after.items() - before.items() == set() if nodes > 1 else note in three["lines"][-2]
     assert any(note in line for line in three["lines"]) == (nodes == 1)
+
+
+@pytest.mark.slow
+def test_muon_s_momentum_goes_to_another_layout_bit_for_bit_and_back(tmp_path: Path):
+    muon, a, b = OptimizerConfig(optimizer="muon"), str(tmp_path / "a"), str(tmp_path / "b")
+    first, second = (dataclasses.replace(case(layout), optimizer=muon) for layout in (COMMON, (2, 2, 1)))
+    [one] = ranks(4).run(run_all, [Job(case=first, steps=2, flags={"save": a})])[0]
+    [two] = ranks(4).run(run_all, [Job(case=second, steps=4, flags={"load": a, "save": b})])[0]
+    [three] = ranks(4).run(run_all, [Job(case=first, steps=5, flags={"load": b})])[0]
+    assert sum(key.endswith("momentum_buffer") for key in one["end"]) == 4
+    assert (two["whole"], three["whole"]) == (one["end"], two["end"])
 
 
 @pytest.mark.slow
