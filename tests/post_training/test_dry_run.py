@@ -79,6 +79,7 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "dpo, zeropp, untied": (configs("dpo"), f"--zeropp {UNTIED}", -0.79),
     "dpo, precomputed": (configs("dpo", precompute_ref_log_probs=True), "", 0.0),
     "dpo, adapters": (configs("dpo", lora_r=4), "", 0.11),
+    "grpo, cp": (configs("grpo", beta=0.1), "--context-parallel-size 2", 0.0),
     "grpo, tp": (configs("grpo", beta=0.1), "--tensor-model-parallel-size 2", 0.0),
     "ppo": (configs("ppo", reward_load="r"), "", -0.02),
     "ppo, adapters, untied": (configs("ppo", reward_load="r", lora_r=4), UNTIED, -0.68),
