@@ -272,13 +272,14 @@ TRAININGS = {
     "stage 2, tp, sequence": Case(model=LLAMA_STYLE, stage=2, tp=2, sequence_parallel=True, micro_batches=2),
     "stage 3, tp": Case(stage=3, tp=4),
     "stage 3, llama": Case(model=LLAMA_STYLE, stage=3),
+    "stage 3, context": Case(stage=3, cp=2),
 }
 
 
 @pytest.mark.parametrize("case", chosen(TRAININGS, "stage 1, micro-batches", "stage 2, tp, sequence"))
 def test_a_training_has_the_losses_of_one_rank(case: Case):
     case = dataclasses.replace(case, optimizer=MUON)
-    alone = dataclasses.replace(case, tp=1, sequence_parallel=False, micro_batches=1)
+    alone = dataclasses.replace(case, tp=1, cp=1, sequence_parallel=False, micro_batches=1)
     (expected,) = ranks(1).run(train_on_ranks, alone)
     for result in ranks(4).run(train_on_ranks, case):
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
