@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from typing import Any
 
 import pytest
@@ -284,6 +285,29 @@ def test_a_training_has_the_losses_of_one_rank(case: Case):
     for result in ranks(4).run(train_on_ranks, case):
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert expected["loss"][-1] < 0.95 * expected["loss"][0]
+
+
+LAYERS, HIDDEN = 4, 256
+
+
+def seconds_of_steps() -> list[float]:
+    """CPU seconds of this rank's fastest of two steps, with whole copies on every rank and with shards."""
+    model = dataclasses.replace(GPT2_STYLE, num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=4 * HIDDEN)
+    built = [build(Case(model=model, stage=stage, optimizer=MUON)) for stage in (0, 2)]
+    found: list[list[float]] = [[], []]
+    for (named, optimizer), times in zip(built * 2, found * 2, strict=True):
+        for parameter in named.values():
+            parameter.grad = torch.ones_like(parameter)
+        start = time.process_time()
+        optimizer.step()
+        times.append(time.process_time() - start)
+    return [min(times) for times in found]
+
+
+@pytest.mark.slow
+def test_each_of_four_ranks_does_about_a_quarter_of_the_work():
+    alone, shared = map(sum, zip(*ranks(4).run(seconds_of_steps), strict=True))
+    assert shared < 0.35 * alone, (shared, alone)
 
 
 def test_newton_schulz_brings_singular_values_near_one_and_takes_a_matrix_of_zeros():
