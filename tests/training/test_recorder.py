@@ -36,7 +36,6 @@ def test_an_island_counts_its_own_bytes_and_takes_the_others_to_send_as_much():
     run = Run([1.0] * 2)
     dims: Any = run.dims
     dims.island = SimpleNamespace(size=4)  # of half a node each, with one rank
-    dims.sum_over_data_ = lambda x: x
     dims.counter.add("cross", "shard", "all_gather", 100)
     step = StepRecord(iteration=4, loss=1.0, grad_norm=1.0, learning_rate=1.0, global_batch_size=2, seconds=1.0)
     run.recorder.step(step, last=True)
