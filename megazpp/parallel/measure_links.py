@@ -23,14 +23,14 @@ LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # of all ranks: seconds
 
 
 def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:
-    """Time the tp, local, cross and island axes; every rank calls it. Counts no traffic.
+    """Time the tp, cp, local, cross and island axes; every rank calls it. Counts no traffic.
 
     Returns:
         The cluster's links with those measured, of two axes on one kind the slower; and a line for each axis.
     """
     layout, found, lines = dims.layout, dict[LinkKind, Link](), []
     with dims.counter.paused():
-        for axis in (dims.tp, dims.local, dims.cross, dims.island):
+        for axis in (dims.tp, dims.cp, dims.local, dims.cross, dims.island):
             if axis.size == 1:
                 continue
             sizes = SMALL_BYTES, LARGE_TOTAL_BYTES[device.type] // axis.size

@@ -23,9 +23,10 @@ def test_the_fit_gives_back_latency_and_bandwidth(num_ranks: int):
     assert noisy.microseconds == 0.0, "not negative"
 
 
-def measure(cluster: Cluster, tp: int, modelled: bool) -> tuple[Links, list[str], dict[object, object]]:
+def measure(cluster: Cluster, tp: int, modelled: bool, cp: int = 1) -> tuple[Links, list[str], dict[object, object]]:
     """Times taken here, or those of wires whose figures are known."""
-    layout = plan_dims(ParallelConfig(tensor_model_parallel_size=tp), cluster, zero_stage=3)
+    degrees = ParallelConfig(tensor_model_parallel_size=tp, context_parallel_size=cp)
+    layout = plan_dims(degrees, cluster, zero_stage=3)
     dims = ParallelDims(layout, device_type="cpu")
     with pytest.MonkeyPatch.context() as patch:
         if modelled:
@@ -35,7 +36,7 @@ def measure(cluster: Cluster, tp: int, modelled: bool) -> tuple[Links, list[str]
 
 
 def modelled_time(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
-    bandwidth = {"tp": 4e9, "local": 2e9, "cross": 0.5e9}[axis.name]
+    bandwidth = {"tp": 4e9, "cp": 3e9, "local": 2e9, "cross": 0.5e9}[axis.name]
     return (axis.size - 1) * (1e-4 + bytes_per_rank / bandwidth)
 
 
@@ -67,3 +68,6 @@ def test_an_axis_over_several_kinds_of_link_measures_the_slowest():
     links, _, _ = ranks(4).run(measure, pairs, 1, modelled=True)[0]
     assert links.domain is links.network is None
     assert links.node == Link(pytest.approx(2.0), pytest.approx(100.0), "measured over local")
+    links, lines, _ = ranks(4).run(measure, pairs, 1, modelled=True, cp=2)[0]
+    assert links.domain == Link(pytest.approx(3.0), pytest.approx(100.0), "measured over cp")
+    assert [line.split()[1] for line in lines] == ["cp", "local"]
