@@ -61,7 +61,7 @@ def test_the_wheel_trains_in_an_empty_folder(built: Path, tmp_path: Path):
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     packages = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     wheel, python = next(built.glob("*.whl")), tmp_path / "venv/bin/python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=tmp_path)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", wheel, cwd=tmp_path, PYTHONPATH="")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     empty, programs = tmp_path / "empty", tmp_path / "venv/bin"
     empty.mkdir()
