@@ -227,8 +227,15 @@ class Workers:
         return self
 
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start one rank in a session of its own: Ctrl-C reaches only the launcher, which then ends all."""
-        return subprocess.Popen(self.command, env=env, start_new_session=True)
+        """Start one rank in a session of its own: Ctrl-C reaches only the launcher, which then ends all.
+
+        SIGINT waits until `run_worker` lets it through: an interpreter that starts would answer with a traceback.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return subprocess.Popen(self.command, env=env, start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def failures(self) -> dict[int, int] | None:
         """Look at the ranks once: None while the job runs, then the exit codes, by rank, of those that failed."""

@@ -63,6 +63,7 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C must not wait for a blocked collective
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has had it wait
     if "OMP_NUM_THREADS" not in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
