@@ -221,7 +221,7 @@ def test_a_compiled_layer_takes_documents_in_one_graph():
     for documents in (4, 7, 9):
         starts = torch.zeros(documents + 1, dtype=torch.int32, device="meta")
         positions = torch.zeros(BATCH, SEQ, dtype=torch.int64, device="meta")
-        layer(x, gpt._attention_inputs(positions, starts, None)).sum().backward()
+        layer(x, gpt._attention_inputs(positions, starts, None, SEQ)).sum().backward()
 
 
 def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask():
