@@ -162,7 +162,8 @@ def test_another_tokenizer_or_a_damaged_file_is_refused(load: str, tmp_path: Pat
 
 def stream(case: Case, load: str, config: WeightsConfig, step: int | None = None) -> dict[str, Any]:
     """What one rank's streamed model generates, its losses, what it fetched, and the lines it says."""
-    dims, lines, read, original, before = dims_on_ranks(case), list[str](), [], WeightStore.read, live_bytes()
+    dims, lines, read, original = dims_on_ranks(case), list[str](), [], WeightStore.read
+    before = live_messages()  # kept: what earlier tests have left in this process does not go meanwhile
 
     def counted(store: WeightStore, index: int, buffer: torch.Tensor) -> torch.Tensor:
         read.append(buffer.numel() if index > 0 else 0)  # 0 is what stays
@@ -187,14 +188,21 @@ def stream(case: Case, load: str, config: WeightsConfig, step: int | None = None
         "local": dims.counter.sent_bytes("local"),
         "pass_bytes": units.plan.pass_bytes,
         "fetched": sum(read),
-        "device_bytes": (units.plan.device_bytes(config.prefetch_layers, fetched=on_disk), live_bytes() - before),
+        "device_bytes": (
+            units.plan.device_bytes(config.prefetch_layers, fetched=on_disk),
+            storage_bytes(live_messages()) - storage_bytes(before),
+        ),
     }
 
 
-def live_bytes() -> int:
-    """Of all storages that hold bytes."""
+def live_messages() -> list[torch.Tensor]:
+    """All tensors of bytes."""
     gc.collect()
-    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
+    return [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
