@@ -104,12 +104,11 @@ class Resident(Secondary):
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
         assert self.weights is not None
-        own = self.weights[self.cross.rank]
         if keyframe:
-            own.copy_(shard)
+            self.weights[self.cross.rank].copy_(shard)
             self._exchange(messages)
             return
-        sent = self._add(shard, own, self.weights, self._exchange)
+        sent = self._add(shard, self.weights, self._exchange)
         if isinstance(self.differences, LosslessCodec):
             self.differences.learn(sent)
 
@@ -121,17 +120,17 @@ class Resident(Secondary):
 
     def warm_up(self, shard: torch.Tensor) -> None:
         weights = self.codec.elements(self.codec.empty(self.cross.size, device=shard.device))
-        self._add(shard, weights[self.cross.rank], weights, lambda sent: None)
+        self._add(shard, weights, lambda sent: None)
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
         return (self.codec if keyframe else self.differences).message_bytes
 
     def _add(
-        self, shard: torch.Tensor, own: torch.Tensor, weights: torch.Tensor, exchange: Callable[[torch.Tensor], None]
+        self, shard: torch.Tensor, weights: torch.Tensor, exchange: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
         """Turn `weights` [N, S] into those of all nodes; returns the messages."""
         sent = self.differences.empty(self.cross.size, device=shard.device)
-        self.differences.pack(shard, sent[self.cross.rank], base=own)
+        self.differences.pack(shard, sent[self.cross.rank], base=weights[self.cross.rank])
         exchange(sent)
         self.differences.unpack_onto(sent, weights)
         return sent
