@@ -24,3 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):  # keywords have names of folders, too
                 item.add_marker(skip)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for the whole suite; one for what someone names, and on a GPU, where tests measure memory."""
+    whole = config.args == config.getini("testpaths") and not config.option.keyword
+    return 2 if whole and len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_available() else 0
