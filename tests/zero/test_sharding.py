@@ -248,13 +248,6 @@ def test_copies_of_one_rank_cast_their_weights_once_per_step_and_one_alone_divid
         assert replicas > 1 or not any("div" in name for name in counts)
 
 
-def test_the_stage_follows_from_the_flags_and_is_at_most_two_on_one_rank():
-    assert [ZeroConfig(zero_stage=stage).stage_over(1) for stage in (0, 1, 2, 3)] == [0, 1, 2, 2]
-    assert [ZeroConfig(zero_stage=stage).stage_over(2) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
-    assert (ZeroConfig().stage, ZeroConfig(use_distributed_optimizer=True).stage) == (3, 1)
-    assert ZeroConfig(zero_stage=2, use_distributed_optimizer=True).stage == 2
-
-
 def num_two_hop_gathers(wire: WirePlan | None) -> int:
     return len(build(QUANTIZED, wire=wire)[1]._gathers)
 
