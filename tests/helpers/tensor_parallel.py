@@ -140,6 +140,11 @@ def compare_slices(
         assert forward == backward == {"all_reduce": 1}
 
 
+def assert_near(row: object, found: torch.Tensor, expected: torch.Tensor, **tolerances: Any) -> None:
+    """`torch.testing.assert_close`, naming what is compared."""
+    torch.testing.assert_close(found, expected, **tolerances, msg=lambda text: f"{row}: {text}")
+
+
 def assert_gradients_near(
     ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], share: float = 1e-5
 ) -> None:

@@ -5,13 +5,15 @@ fp64, tolerance 1e-12: the partial sums of at most 4 ranks are added in another 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
-from helpers.tensor_parallel import counted, draw, part, tp_axis
+from helpers.tensor_parallel import assert_near, counted, draw, part, tp_axis
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import (
@@ -23,12 +25,15 @@ from megazpp.tensor_parallel.layers import (
 from megazpp.tensor_parallel.parameters import sum_partial_gradients_
 
 S, B, NARROW, WIDE = 8, 3, 7, 12  # S and WIDE are split over 2 and 4 ranks, B and NARROW are not
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
+EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 Calls = tuple[dict[str, int], dict[str, int]]
-REDUCED = pytest.mark.parametrize(("sequence_parallel", "calls"), [
-    (False, ({"all_reduce": 1}, {})),
-    (True, ({"reduce_scatter": 1}, {"all_gather": 1})),
-])  # fmt: skip
+
+
+def reduced(tp: MeshAxis, sequence_parallel: bool) -> Calls:
+    """Calls forward and backward of a layer that ends a tensor-parallel region."""
+    if tp.size == 1:
+        return {}, {}
+    return ({"reduce_scatter": 1}, {"all_gather": 1}) if sequence_parallel else ({"all_reduce": 1}, {})
 
 
 def whole_linear(inputs: int, outputs: int, bias: bool) -> dict[str, torch.Tensor]:
@@ -76,59 +81,59 @@ def run_columns(widths: list[int], bias: bool, sequence_parallel: bool, freeze: 
     grads = [part(whole["y_grad"], -1, tp) for whole in wholes]
     _, backward = counted(tp, lambda: torch.autograd.backward(outputs, grads))
     for layer, whole, y in zip(layers, wholes, outputs, strict=True):
-        torch.testing.assert_close(y, part(whole["y"], -1, tp), **EXACT)
+        assert_near("y", y, part(whole["y"], -1, tp), **EXACT)
         for name in names:
             expected = None if freeze else part(whole[f"{name}_grad"], 0, tp)
-            torch.testing.assert_close(getattr(layer, name).grad, expected, **EXACT)
+            assert_near(name, getattr(layer, name).grad, expected, **EXACT)
     total = sum(whole["x_grad"] for whole in wholes)
-    torch.testing.assert_close(x.grad, sequence_part(total, tp, sequence_parallel), **EXACT)
+    assert_near("x", x.grad, sequence_part(total, tp, sequence_parallel), **EXACT)
     return (forward, backward), sum(size for _, size in kept)
 
 
-@pytest.mark.parametrize("widths", [[WIDE], [WIDE, 2 * WIDE]], ids=["one", "two"])
-@pytest.mark.parametrize(("size", "bias"), [(2, True), (2, False), (4, True)])
-@pytest.mark.parametrize(("sequence_parallel", "freeze", "calls"), [
-    (False, False, ({}, {"all_reduce": 1})),
-    (True, False, ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})),
-    (True, True, ({"all_gather": 1}, {"reduce_scatter": 1})),
-])  # fmt: skip
-def test_column_parallel_layers_of_one_input_are_slices_enter_once_and_keep_their_slice_of_it(
-    widths: list[int], size: int, bias: bool, sequence_parallel: bool, freeze: bool, calls: Calls
-):
-    kept = 8 * S * B * NARROW // (size if sequence_parallel else 1)
-    assert ranks(size).run(run_columns, widths, bias, sequence_parallel, freeze) == [(calls, kept)] * size
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_column_parallel_layers_of_one_input_are_slices_enter_once_and_keep_their_slice_of_it(size: int):
+    for sequence_parallel, freeze, calls in (
+        (False, False, ({}, {"all_reduce": 1})),
+        (True, False, ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})),
+        (True, True, ({"all_gather": 1}, {"reduce_scatter": 1})),
+    ):
+        for widths, bias in itertools.product(([WIDE], [WIDE, 2 * WIDE]), (False, True)):
+            row = (widths, bias, sequence_parallel, freeze)
+            for found, kept in ranks(size).run(run_columns, *row):
+                assert found == (calls if size > 1 else ({}, {})), row
+                assert kept == 8 * S * B * NARROW // (size if sequence_parallel else 1) or size == 1, row
 
 
-def run_row(bias: bool, sequence_parallel: bool) -> Calls:
-    tp, whole = tp_axis(), whole_linear(WIDE, NARROW, bias)
-    layer = RowParallelLinear(WIDE, NARROW, tp=tp, std=1.0, bias=bias, sequence_parallel=sequence_parallel)
-    set_parameter(layer, "weight", part(whole["weight"], 1, tp))
-    if bias:
-        set_parameter(layer, "bias", whole["bias"])
-    x = part(whole["x"], -1, tp).requires_grad_()
-    y, forward = counted(tp, lambda: layer(x))
-    torch.testing.assert_close(y, sequence_part(whole["y"], tp, sequence_parallel), **EXACT)
-    _, backward = counted(tp, lambda: y.backward(sequence_part(whole["y_grad"], tp, sequence_parallel)))
-    torch.testing.assert_close(layer.weight.grad, part(whole["weight_grad"], 1, tp), **EXACT)
-    torch.testing.assert_close(x.grad, part(whole["x_grad"], -1, tp), **EXACT)
-    if bias:
-        assert layer.specs["bias"].partial == sequence_parallel
-        sum_partial_gradients_([layer.bias] if sequence_parallel else [], tp)
-        torch.testing.assert_close(layer.bias.grad, whole["bias_grad"], **EXACT)
-    return forward, backward
+def check_row_parallel() -> None:
+    tp = tp_axis()
+    for bias, sequence_parallel in itertools.product((False, True), (False, True)):
+        whole, row = whole_linear(WIDE, NARROW, bias), f"bias {bias}, sequence {sequence_parallel}"
+        layer = RowParallelLinear(WIDE, NARROW, tp=tp, std=1.0, bias=bias, sequence_parallel=sequence_parallel)
+        set_parameter(layer, "weight", part(whole["weight"], 1, tp))
+        if bias:
+            set_parameter(layer, "bias", whole["bias"])
+        x, y_grad = part(whole["x"], -1, tp).requires_grad_(), sequence_part(whole["y_grad"], tp, sequence_parallel)
+        y, forward = counted(tp, functools.partial(layer, x))
+        assert_near(row, y, sequence_part(whole["y"], tp, sequence_parallel), **EXACT)
+        _, backward = counted(tp, functools.partial(y.backward, y_grad))
+        assert_near(row, layer.weight.grad, part(whole["weight_grad"], 1, tp), **EXACT)
+        assert_near(row, x.grad, part(whole["x_grad"], -1, tp), **EXACT)
+        assert (forward, backward) == reduced(tp, sequence_parallel), row
+        if bias:
+            assert layer.specs["bias"].partial == sequence_parallel
+            sum_partial_gradients_([layer.bias] if sequence_parallel else [], tp)
+            assert_near(row, layer.bias.grad, whole["bias_grad"], **EXACT)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@REDUCED
-@pytest.mark.parametrize("size", [2, 4])
-def test_row_parallel_linear_sums_to_the_whole_one(size: int, sequence_parallel: bool, calls: Calls, bias: bool):
-    assert ranks(size).run(run_row, bias, sequence_parallel) == [calls] * size
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_row_parallel_linear_sums_to_the_whole_one(size: int):
+    ranks(size).run(check_row_parallel)
 
 
 ROWS, VOCAB = 16, 11  # on 4 ranks: 4 + 4 + 3 tokens and a rank of padding
 
 
-def run_embedding(sequence_parallel: bool) -> Calls:
+def check_embedding() -> None:
     """The first row is infinite, which nothing of another rank's lookup may show: it is looked up once."""
     tp = tp_axis()
     tokens = torch.cat([torch.arange(VOCAB), torch.tensor([10, 10, 3, 3, 7])]).view(8, 2)  # all of them, some twice
@@ -138,34 +143,16 @@ def run_embedding(sequence_parallel: bool) -> Calls:
     y_grad = draw(6, 8, 2, NARROW)
     whole = F.embedding(tokens, table)
     whole.backward(y_grad)
-    layer = VocabParallelEmbedding(ROWS, NARROW, vocab_size=VOCAB, tp=tp, std=1.0, sequence_parallel=sequence_parallel)
-    set_parameter(layer, "weight", part(table.detach(), 0, tp))
-    y, forward = counted(tp, lambda: layer(tokens))
-    assert torch.equal(y, sequence_part(whole.detach(), tp, sequence_parallel))  # one term and zeros: exact
-    _, backward = counted(tp, lambda: y.backward(sequence_part(y_grad, tp, sequence_parallel)))
-    torch.testing.assert_close(layer.weight.grad, part(table.grad, 0, tp), **EXACT)
-    return forward, backward
+    for split in (False, True):
+        layer = VocabParallelEmbedding(ROWS, NARROW, vocab_size=VOCAB, tp=tp, std=1.0, sequence_parallel=split)
+        set_parameter(layer, "weight", part(table.detach(), 0, tp))
+        y, forward = counted(tp, functools.partial(layer, tokens))
+        assert torch.equal(y, sequence_part(whole.detach(), tp, split))  # one term and zeros: exact
+        _, backward = counted(tp, functools.partial(y.backward, sequence_part(y_grad, tp, split)))
+        assert_near(split, layer.weight.grad, part(table.grad, 0, tp), **EXACT)
+        assert (forward, backward) == reduced(tp, split)
 
 
-@REDUCED
-@pytest.mark.parametrize("size", [2, 4])
-def test_vocab_parallel_embedding_looks_up_the_whole_table(size: int, sequence_parallel: bool, calls: Calls):
-    assert ranks(size).run(run_embedding, sequence_parallel) == [calls] * size
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_layers_on_one_rank_are_torch_s_own(sequence_parallel: bool):
-    alone = MeshAxis("tp")
-    kinds: list[tuple[Any, int, int]] = [(ColumnParallelLinear, NARROW, WIDE), (RowParallelLinear, WIDE, NARROW)]
-    for kind, inputs, outputs in kinds:
-        whole = whole_linear(inputs, outputs, bias=True)
-        layer = kind(inputs, outputs, tp=alone, std=1.0, bias=True, sequence_parallel=sequence_parallel)
-        set_parameter(layer, "weight", whole["weight"])
-        set_parameter(layer, "bias", whole["bias"])
-        x = whole["x"].clone().requires_grad_()
-        y = layer(x)
-        y.backward(whole["y_grad"])
-        assert torch.equal(y, whole["y"])
-        assert torch.equal(x.grad, whole["x_grad"])
-        assert torch.equal(layer.bias.grad, whole["bias_grad"])
-    assert not alone.counter.table()
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_vocab_parallel_embedding_looks_up_the_whole_table(size: int):
+    ranks(size).run(check_embedding)

@@ -5,6 +5,8 @@ Values are small integers, so sums are exact in any order and every comparison i
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from helpers.tensor_parallel import counted, tp_axis
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel import regions
+from megazpp.tensor_parallel.regions import enter_region, leave_region
 
 REGIONS = ["copy_to_region", "reduce_from_region_", "gather_sequence", "reduce_scatter_sequence"]
 SHAPES = [(8, 3, 5), (4, 1, 1), (12, 7)]  # [S, ...]: S is a multiple of 4 ranks, the rest is odd
@@ -54,22 +57,20 @@ def expect(
     raise AssertionError(name)
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", REGIONS)
-def test_a_region_does_what_its_row_of_the_table_says(name: str, size: int, shape: tuple[int, ...], strided: bool):
-    slice_shape = (shape[0] // size, *shape[1:])
-    in_shape = slice_shape if name == "gather_sequence" else shape
-    out_shape = slice_shape if name == "reduce_scatter_sequence" else shape
-    xs = [integers(rank, *in_shape) for rank in range(size)]
-    grads = [integers(100 + rank, *out_shape) for rank in range(size)]
-    for rank, result in enumerate(ranks(size).run(run_region, name, in_shape, out_shape, strided)):
-        y, x_grad, calls = expect(name, xs, grads, rank)
-        assert torch.equal(result["y"], y)
-        assert torch.equal(result["x_grad"], x_grad)
-        assert result["calls"] == calls
-        assert result["unchanged"]
+def test_a_region_does_what_its_row_of_the_table_says(size: int):
+    for name, shape, strided in itertools.product(REGIONS, SHAPES, (False, True)):
+        row, slice_shape = (name, shape, strided), (shape[0] // size, *shape[1:])
+        in_shape = slice_shape if name == "gather_sequence" else shape
+        out_shape = slice_shape if name == "reduce_scatter_sequence" else shape
+        xs = [integers(rank, *in_shape) for rank in range(size)]
+        grads = [integers(100 + rank, *out_shape) for rank in range(size)]
+        for rank, result in enumerate(ranks(size).run(run_region, name, in_shape, out_shape, strided)):
+            y, x_grad, calls = expect(name, xs, grads, rank)
+            assert torch.equal(result["y"], y), row
+            assert torch.equal(result["x_grad"], x_grad), row
+            assert result["calls"] == calls, row
+            assert result["unchanged"], row
 
 
 def run_in_two_branches(name: str) -> dict[str, torch.Tensor]:
@@ -96,27 +97,27 @@ def test_inputs_and_gradients_that_another_branch_shares_are_left_alone(name: st
         assert torch.equal(result["a"], own + 2 * (own if summed else integers(20, 8, 3) + integers(21, 8, 3)))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_on_an_axis_of_one_rank_a_region_returns_its_argument(sequence_parallel: bool):
+def check_ways_in_and_out() -> None:
+    tp = tp_axis()
+    for split, ways in ((False, ({}, {"all_reduce": 1})), (True, ({"all_gather": 1}, {"reduce_scatter": 1}))):
+        x = integers(0, 8 // tp.size if split else 8, 3)
+        enter, leave = (functools.partial(way, tp=tp, sequence_parallel=split) for way in (enter_region, leave_region))
+        inside, calls_in = counted(tp, functools.partial(enter, x))
+        outside, calls_out = counted(tp, functools.partial(leave, inside))
+        if tp.size > 1:
+            assert (calls_in, calls_out) == ways
+            assert (inside.shape, outside.shape) == ((8, 3), x.shape)
+        else:
+            assert inside is outside is x
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sequence_parallelism_gathers_on_the_way_in_and_scatters_on_the_way_out_and_one_rank_does_neither(size: int):
+    ranks(size).run(check_ways_in_and_out)
+
+
+def test_on_an_axis_of_one_rank_a_region_returns_its_argument():
     alone, x = MeshAxis("tp"), integers(0, 8, 3)
-    assert regions.enter_region(x, alone, sequence_parallel=sequence_parallel) is x
-    assert regions.leave_region(x, alone, sequence_parallel=sequence_parallel) is x
     for name in REGIONS:
         assert torch.equal(getattr(regions, name)(x, alone), x)
     assert not alone.counter.table()
-
-
-def run_ways_in_and_out(sequence_parallel: bool) -> list[dict[str, int]]:
-    tp = tp_axis()
-    x = integers(0, 8 // tp.size if sequence_parallel else 8, 3)
-    inside, enter = counted(tp, lambda: regions.enter_region(x, tp, sequence_parallel=sequence_parallel))
-    outside, leave = counted(tp, lambda: regions.leave_region(inside, tp, sequence_parallel=sequence_parallel))
-    assert inside.shape == (8, 3)
-    assert outside.shape == x.shape
-    return [enter, leave]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_sequence_parallelism_gathers_on_the_way_in_and_scatters_on_the_way_out(size: int):
-    assert ranks(size).run(run_ways_in_and_out, False) == [[{}, {"all_reduce": 1}]] * size
-    assert ranks(size).run(run_ways_in_and_out, True) == [[{"all_gather": 1}, {"reduce_scatter": 1}]] * size
