@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from helpers.checkpoints import Attempt, Job, run
+from helpers.checkpoints import Attempt, Job, run_each, shared_axis, template
+from helpers.disks import small_disk
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import Case
@@ -19,58 +22,56 @@ from megazpp.checkpoint import checkpoints
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-
-CASE = Case()
 
 
 def iterations(path: Path) -> list[int]:
     return CheckpointFolder(path, "--save").iterations()
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        slow({}, [7]),
-        slow({"save_interval": 3}, [3, 6, 7]),
-        slow({"save_interval": 7}, [7]),
-        slow({"save_interval": 2, "keep_last": 2}, [6, 7]),
-        ({"save_interval": 1, "save_retain_interval": 3, "async_save": True}, [3, 6, 7]),
-    ],
-)
-def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(
-    tmp_path: Path, flags: dict[str, Any], expected: list[int]
-):
-    result, _ = ranks(2).run(run, Job(case=CASE, steps=7, flags={"save": str(tmp_path), **flags}))
-    assert iterations(tmp_path) == expected
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7\n"
-    saved = [line for line in result["lines"] if "successfully saved" in line]
-    assert saved[-1].startswith(f"  successfully saved checkpoint at iteration       7 to {tmp_path} | 0.00")
-    if "async_save" in flags:
-        waited = [line for line in result["lines"] if "scheduled an async checkpoint save at iteration" in line]
-        assert len(waited) == len(saved) == 7
+SETTINGS: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [7]),
+    ({"save_interval": 3}, [3, 6, 7]),
+    ({"save_interval": 7}, [7]),
+    ({"save_interval": 2, "keep_last": 2}, [6, 7]),
+    ({"save_interval": 1, "save_retain_interval": 3, "async_save": True}, [3, 6, 7]),
+]
+
+
+def save_seven_steps(home: Path) -> list[list[str]]:
+    """The lines of a run with each of SETTINGS, in a folder of its number; without training."""
+    attempt, found = Attempt(Job(case=Case(), steps=0, flags={})), []
+    for number, (flags, _) in enumerate(SETTINGS):
+        config, lines = CheckpointConfig(save=str(home / str(number)), **flags), list[str]()
+        checkpoints = Checkpoints(config, attempt.state, template(attempt.job), shared_axis(attempt.dims), lines.append)
+        checkpoints.open()
+        for iteration in range(1, 8):
+            checkpoints.after_step(TrainingProgress(iteration=iteration), last=iteration == 7)
+        checkpoints.finish()
+        found.append(lines)
+    return found
+
+
+def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(tmp_path: Path):
+    of_settings = ranks(2).run(save_seven_steps, tmp_path)[0]
+    for number, ((flags, expected), lines) in enumerate(zip(SETTINGS, of_settings, strict=True)):
+        folder = tmp_path / str(number)
+        assert iterations(folder) == expected, flags
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "7\n"
+        saved = [line for line in lines if "successfully saved" in line]
+        assert saved[-1].startswith(f"  successfully saved checkpoint at iteration       7 to {folder} | 0.00")
+        waited = [line for line in lines if "scheduled an async checkpoint save at iteration" in line]
+        assert len(waited) == (len(saved) if "async_save" in flags else 0)
         assert all(re.search(r" \| training waited \d+\.\d{3} s$", line) for line in waited)
 
 
 def test_a_run_that_is_complete_already_saves_nothing(tmp_path: Path):
-    job = Job(case=CASE, steps=2, flags={"save": str(tmp_path), "load": str(tmp_path)})
-    first, _ = ranks(2).run(run, job)
-    written = (tmp_path / "iter_0000002").stat().st_mtime_ns
-    second, _ = ranks(2).run(run, job)
+    job = Job(case=Case(), steps=2, flags={"save": str(tmp_path), "load": str(tmp_path)})
+    first, second = ranks(2).run(run_each, [job, job])[0]
     assert (len(first["steps"]), len(second["steps"])) == (2, 0)
     assert second["state"] == first["state"]
-    assert (tmp_path / "iter_0000002").stat().st_mtime_ns == written
-    assert iterations(tmp_path) == [2]
-
-
-def test_a_run_that_went_back_keeps_what_it_writes_again(tmp_path: Path):
-    save = str(tmp_path)
-    ranks(2).run(run, Job(case=CASE, steps=3, flags={"save": save, "save_interval": 1}))
-    result, _ = ranks(2).run(run, Job(case=CASE, steps=2, flags={"save": save, "load": save, "ckpt_step": 1}))
-    assert iterations(tmp_path) == [1, 2, 3]
-    assert (tmp_path / "iter_0000002.replaced-1").is_dir()
-    assert f" | the older one is now {tmp_path}/iter_0000002.replaced-1" in result["lines"][-1]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "latest_checkpointed_iteration.txt", "lock"}
 
 
 def go_on_and_back(job: Job) -> dict[str, Any]:
@@ -100,31 +101,41 @@ def go_on_and_back(job: Job) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("asynchronous", "delta"), [slow(False, "none"), (True, "none"), slow(True, "lossless")])
+@pytest.mark.parametrize(("asynchronous", "delta"), [(True, "none"), slow(False, "lossless")])
 def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path: Path, asynchronous: bool, delta: Any):
     zero, precision = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=True)
     case = Case(nodes=2, zero=zero, precision=precision, micro_batches=2)
     flags = {"save": str(tmp_path), "async_save": asynchronous}
-    for result in ranks(4).run(go_on_and_back, Job(case=case, steps=2, flags=flags)):
+    for result in ranks(2).run(go_on_and_back, Job(case=case, steps=2, flags=flags)):
         assert result == {"moved": True, "returned": True, "iteration": 2, "same": True}
     assert iterations(tmp_path) == [2, 4]
 
 
-def begin(job: Job) -> str:
+def refusal(job: Job) -> str:
+    """Why the folder of --save, for which nobody waits, cannot be had."""
+    at_once = functools.partialmethod(CheckpointFolder.lock, patience_seconds=0.0)
     try:
-        Attempt(job).load()
+        with mock.patch.object(CheckpointFolder, "lock", at_once):
+            Attempt(job).load()
     except ValueError as error:
         return str(error)
-    return "begun"
+    return "not refused"
 
 
-@pytest.mark.slow
-def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path: Path):
     other = CheckpointFolder(tmp_path, "--save")
     other.lock()
-    for said in ranks(2).run(begin, Job(case=CASE, steps=1, flags={"save": str(tmp_path)})):
+    for said in ranks(2).run(refusal, Job(case=Case(), steps=1, flags={"save": str(tmp_path)})):
         assert said.startswith(f"--save {tmp_path} is in use by process ")
     other.unlock()
+
+
+def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path: Path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        (disk / "ballast").write_bytes(bytes((1 << 20) - 50_000))
+        said = ranks(2).run(refusal, Job(case=Case(), steps=1, flags={"save": str(disk / "save")}))
+        assert said[0] == said[1]
+        assert re.match(f"--save {disk / 'save'} has 4.*e-05 GB free, a checkpoint takes about 0.0001", said[0])
 
 
 def test_copies_are_staged_in_the_same_memory_each_time_and_pinned_for_a_gpu(monkeypatch: pytest.MonkeyPatch):

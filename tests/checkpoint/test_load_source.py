@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.checkpoints import Job, template
+from helpers.refusals import not_refused
 from helpers.training import Case
 
 from megazpp.base.files import DamagedError
@@ -47,15 +48,18 @@ def test_without_flags_training_begins_anew(tmp_path: Path):
     assert peek(None) is None
 
 
-def test_load_takes_what_the_tracker_names_or_ckpt_step(used: Path):
-    assert candidates(load=str(used)) == [20]
-    assert candidates(load=str(used), ckpt_step=10) == [10]
-    with pytest.raises(ValueError, match=r"--ckpt-step 15: .*iter_0000015 is missing; --load .* 10, 20, 30"):
-        candidates(load=str(used), ckpt_step=15)
-
-
-def test_fallback_tries_the_newest_of_the_others(used: Path):
-    assert candidates(load=str(used), load_fallback=True) == [20, 30, 10]
+def test_load_takes_what_the_tracker_names_or_ckpt_step_and_fallback_the_newest_of_the_others(used: Path):
+    for flags, expected in (
+        ({}, [20]),
+        ({"ckpt_step": 10}, [10]),
+        ({"load_fallback": True}, [20, 30, 10]),
+        ({"load_fallback": True, "ckpt_step": 10}, [10, 30, 20]),
+        ({"save": str(used)}, [20]),
+        ({"save": f"{used}/../{used.name}"}, [20]),
+    ):
+        assert candidates(load=str(used), **flags) == expected, flags
+    missing = str(used / "missing")
+    assert candidates(load=missing) == candidates(load=missing, load_fallback=True) == []
 
 
 def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback_finds_it(used: Path):
@@ -68,45 +72,31 @@ def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback
         assert candidates(load=str(used), load_fallback=True) == [30, 20, 10]
 
 
-def test_a_missing_checkpoint_is_an_error_only_when_asked_for(tmp_path: Path):
-    missing = str(tmp_path / "missing")
-    assert candidates(load=missing) == []
-    assert candidates(load=missing, load_fallback=True) == []
-    with pytest.raises(ValueError, match=f"--load {missing} has no checkpoint .*{TRACKER} is missing"):
-        choose(load=missing, exit_on_missing_checkpoint=True)
-
-
-def test_a_checkpoint_itself_is_refused_and_the_folder_around_it_named(used: Path, monkeypatch: pytest.MonkeyPatch):
-    (used / "iter_0000020" / "run.json").touch()
+def test_a_folder_to_load_from_or_to_save_to_that_cannot_be_meant_is_refused(
+    used: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    load, missing = str(used), str(tmp_path / "missing")
+    (used / "iter_0000020" / NAME).touch()
     (used / "iter_0000020.replaced-1").mkdir()
-    (used / "iter_0000020.replaced-1" / "run.json").touch()
-    for name in ("iter_0000020", "iter_0000020/", "iter_0000020.replaced-1"):
-        step = r" \(and --ckpt-step 20\)" if "replaced" not in name else ""
-        for fallback in (False, True):
-            with pytest.raises(
-                ValueError,
-                match=rf"^--load {used}/{name.rstrip('/')} is one checkpoint, not .*: give --load {used}{step}$",
-            ):
-                candidates(load=f"{used}/{name}", load_fallback=fallback)
-        with pytest.raises(ValueError, match=rf"is one checkpoint, not .*: give --save {used}$"):
-            choose(save=f"{used}/{name}", load=str(used))
+    (used / "iter_0000020.replaced-1" / NAME).touch()
     monkeypatch.chdir(used / "iter_0000020")
-    with pytest.raises(ValueError, match=rf"^--load \. is one checkpoint, .*: give --load {used} \(and --ckpt-step 20"):
-        candidates(load=".")
-
-
-def test_another_runs_folder_is_not_written_to(used: Path, tmp_path: Path):
-    for flags in ({}, {"load": str(tmp_path / "other")}, {"load": str(tmp_path / "other"), "finetune": True}):
-        with pytest.raises(
-            ValueError, match=rf"--save {used} holds checkpoints already \(up to iteration 30\): --load"
-        ):
-            choose(save=str(used), **flags)
-    assert candidates(save=str(used), load=f"{used}/../{used.name}") == [20]
-
-
-def test_finetuning_into_the_folder_it_begins_from_is_refused(used: Path):
-    with pytest.raises(ValueError, match=rf"--finetune .*--save {used} .*--load {used}/"):
-        choose(save=str(used), load=f"{used}/", finetune=True)
+    one = "is one checkpoint, not the folder of checkpoints: give"
+    taken = f"--save {load} holds checkpoints already (up to iteration 30): --load"
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"load": load, "ckpt_step": 15}, f"--ckpt-step 15: {used}/iter_0000015 is missing; --load {used} has "),
+        ({"load": missing, "exit_on_missing_checkpoint": True}, f"--load {missing} has no checkpoint ({missing}/"),
+        ({"save": load}, taken),
+        ({"save": load, "load": missing}, taken),
+        ({"save": load, "load": missing, "finetune": True}, taken),
+        ({"save": load, "load": f"{load}/", "finetune": True}, f"--finetune begins a new training: --save {load} can"),
+        ({"load": "."}, f"--load . {one} --load {used} (and --ckpt-step 20)"),
+    ]
+    for name, step in (("iter_0000020", " (and --ckpt-step 20)"), ("iter_0000020.replaced-1", "")):
+        for slash, fallback in (("", False), ("/", True)):
+            flags = {"load": f"{used}/{name}{slash}", "load_fallback": fallback}
+            rows.append((flags, f"--load {used}/{name} {one} --load {used}{step}"))
+        rows.append(({"save": f"{used}/{name}", "load": load}, f"{one} --save {used}"))
+    assert not_refused(rows, lambda flags: candidates(**flags)) == []
 
 
 def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_told(used: Path, tmp_path: Path):

@@ -66,18 +66,18 @@ def test_every_checkpoint_names_the_tokenizer_that_is_there_once(tmp_path: Path,
     assert (found.identity, found.files) == (tokenizer.identity, tokenizer.files)
 
 
-@pytest.mark.parametrize("file", ["tokenizer.model", "checksums.txt"])
-def test_damage_is_named_and_the_next_save_keeps_it_aside(tmp_path: Path, tokenizer: SentencePieceTokenizer, file: str):
+def test_damage_is_named_and_the_next_save_keeps_it_aside(tmp_path: Path, tokenizer: SentencePieceTokenizer):
     name = write_tokenizer(tmp_path, tokenizer.files)
     assert name is not None
-    damaged = tmp_path / name / file
-    damaged.write_bytes(damaged.read_bytes()[:-3])
-    with pytest.raises(DamagedError, match=f"{name}/{file} is damaged"):
+    for number, file in enumerate(("tokenizer.model", "checksums.txt"), 1):
+        damaged = tmp_path / name / file
+        damaged.write_bytes(damaged.read_bytes()[:-3])
+        with pytest.raises(DamagedError, match=f"{name}/{file} is damaged"):
+            read_tokenizer(tmp_path, name)
+        kept = content(tmp_path / name)
+        assert write_tokenizer(tmp_path, tokenizer.files) == name
         read_tokenizer(tmp_path, name)
-    kept = content(tmp_path / name)
-    assert write_tokenizer(tmp_path, tokenizer.files) == name
-    read_tokenizer(tmp_path, name)
-    assert content(tmp_path / f"{name}.replaced-1") == kept
+        assert content(tmp_path / f"{name}.replaced-{number}") == kept
 
 
 def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path: Path, tokenizer: SentencePieceTokenizer):

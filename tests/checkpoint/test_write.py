@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,65 +158,50 @@ def test_a_file_for_which_there_is_no_space_says_so_and_nothing_of_where_torch_s
         assert writer.sums == {}
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", "1m") as path:
-        yield path
-
-
 def fill_and_save(job: Job, disk: Path, *, left: int) -> dict[str, Any]:
     """Save once, leave `left` bytes on the disk, save again; then, with space again, once more."""
     attempt = Attempt(job)
-    progress = attempt.load()
-    attempt.job = Job(case=job.case, steps=2, flags=job.flags)
-    attempt.checkpoints.after_step(progress._replace(iteration=1), last=True)
-    attempt.checkpoints._finish_writing()
-    if attempt.dims.world.rank == 0:
-        with (disk / "ballast").open("wb") as file:
-            file.write(bytes(shutil.disk_usage(disk).free - left))
-    attempt.dims.world.max_(torch.zeros(1))
+    progress, ballast, folder = attempt.load(), disk / "ballast", CheckpointFolder(disk / "save", "--save")
+    checkpoints, world = attempt.checkpoints, attempt.dims.world
+
+    def barrier() -> None:
+        world.max_(torch.zeros(1))
+
+    def save(iteration: int) -> None:
+        checkpoints.after_step(progress._replace(iteration=iteration), last=True)
+        checkpoints.finish()
+
+    checkpoints.after_step(progress._replace(iteration=1), last=True)
+    checkpoints._finish_writing()
+    if world.rank == 0:
+        ballast.write_bytes(bytes(shutil.disk_usage(disk).free - left))
+    barrier()
     try:
-        attempt.checkpoints.after_step(progress._replace(iteration=2), last=True)
-        attempt.checkpoints.finish()
+        save(2)
         said = "saved"
     except UserError as error:
         said = str(error)
-    folder = CheckpointFolder(disk / "save", "--save")
-    attempt.dims.world.max_(torch.zeros(1))
-    found = {"said": said, "latest": folder.latest(), "names": sorted(path.name for path in folder.path.iterdir())}
-    attempt.dims.world.max_(torch.zeros(1))
-    if attempt.dims.world.rank == 0:
-        (disk / "ballast").unlink()
-    attempt.dims.world.max_(torch.zeros(1))
-    attempt.checkpoints.after_step(progress._replace(iteration=3), last=True)
-    attempt.checkpoints.finish()
+    barrier()
+    names = sorted(path.name for path in folder.path.iterdir())
+    found = {"said": said, "latest": folder.latest(), "names": names}
+    barrier()
+    if world.rank == 0:
+        ballast.unlink()
+    barrier()
+    save(3)
     return found | {"at last": folder.latest()}
 
 
-@pytest.mark.parametrize(("left", "asynchronous"), [(0, False), (20_000, True), (100_000, False)])
-def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it(disk: Path, left: int, asynchronous: bool):
-    flags = {"save": str(disk / "save"), "async_save": asynchronous}
-    for found in ranks(2).run(fill_and_save, Job(case=Case(), steps=1, flags=flags), disk, left=left):
-        assert found["said"].startswith(f"--save {disk / 'save'}: iteration 2 could not be saved: ")
-        assert "No space left on device" in found["said"]
-        assert found["latest"] == 1
-        assert found["names"] == ["iter_0000001", "latest_checkpointed_iteration.txt", "lock"]
-        assert found["at last"] == 3
-    (result, _) = ranks(2).run(run, Job(case=Case(), steps=3, flags={"load": str(disk / "save")}))
-    assert result["start"].iteration == 3
-
-
-def refused(job: Job) -> str:
-    try:
-        Attempt(job).load()
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
-def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(disk: Path):
-    (disk / "ballast").write_bytes(bytes((1 << 20) - 50_000))
-    flags = {"save": str(disk / "save")}
-    for said in ranks(2).run(refused, Job(case=Case(), steps=1, flags=flags)):
-        assert said.startswith(f"--save {disk / 'save'} has 4.")
-        assert "e-05 GB free, a checkpoint takes about 0.0001" in said
+def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it(tmp_path: Path):
+    for left, asynchronous in ((0, False), (20_000, True), (100_000, False)):
+        with small_disk(tmp_path / str(left), "1m") as disk:
+            save = str(disk / "save")
+            job = Job(case=Case(), steps=1, flags={"save": save, "async_save": asynchronous})
+            for found in ranks(2).run(fill_and_save, job, disk, left=left):
+                assert found["said"].startswith(f"--save {save}: iteration 2 could not be saved: ")
+                assert "No space left on device" in found["said"]
+                assert found["latest"] == 1
+                assert found["names"] == ["iter_0000001", "latest_checkpointed_iteration.txt", "lock"]
+                assert found["at last"] == 3
+            result, _ = ranks(2).run(run, Job(case=Case(), steps=3, flags={"load": save}))
+            assert result["start"].iteration == 3

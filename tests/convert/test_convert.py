@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
-from helpers.program import ROOT
 
 from megazpp.convert.convert import whole_folder
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from megazpp.convert.convert import whole_folder
-with whole_folder(Path(sys.argv[1])) as folder:
-    (folder / "half").write_text("x")
-    (folder / "inner").mkdir()
-    print("here", flush=True)
-    time.sleep(60)
-"""
 
 
 def fail(path: Path, failure: type[BaseException]) -> None:
@@ -53,15 +39,24 @@ def test_what_comes_meanwhile_is_not_touched(tmp_path: Path):
     assert (tmp_path / "later" / "mine").read_text() == "mine"
 
 
+def hold(path: Path, ready: multiprocessing.Event) -> None:
+    with whole_folder(path) as folder:
+        (folder / "half").write_text("x")
+        (folder / "inner").mkdir()
+        ready.set()
+        time.sleep(1000)
+
+
 def test_a_killed_conversion_is_cleared_away_by_the_next_and_two_at_once_exclude_each_other(tmp_path: Path):
-    path = tmp_path / "output"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, env=env) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"here\n"
-        with pytest.raises(ValueError, match="is being written by another conversion"), whole_folder(path):
-            pass
-        other.send_signal(signal.SIGKILL)
+    path, context = tmp_path / "output", multiprocessing.get_context("fork")
+    ready = context.Event()
+    other = context.Process(target=hold, args=(path, ready), daemon=True)
+    other.start()
+    assert ready.wait(60)
+    with pytest.raises(ValueError, match="is being written by another conversion"), whole_folder(path):
+        pass
+    other.kill()
+    other.join()
     assert not path.exists()
     with whole_folder(path) as folder:
         assert not list(folder.iterdir())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import itertools
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.megatron_files import PADDED, VOCAB, arguments, make_weights, write_megatron
+from helpers.refusals import not_refused
 from helpers.training import LLAMA_STYLE
 
 from megazpp.checkpoint.record import read_record, shape_of
@@ -44,14 +47,18 @@ def assert_same_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     assert (found.progress.iteration, found.progress.consumed_samples, found.seq_length) == (100, 4000, 16)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_ranks_make_the_whole_model(tp: int, tmp_path: Path):
-    for version, names in ((0, "old"), (1.0, "old"), (2.0, "old"), (3.0, "new"), (3.0, "core")):
-        folder, weights = tmp_path / f"{version} {names}", make_weights(GPT)
-        assert_same_model(write_megatron(folder, weights, GPT, tp=tp, version=version, names=names), weights)
-    for names in ("new", "core"):
-        weights = make_weights(LLAMA)
-        assert_same_model(write_megatron(tmp_path / f"llama {names}", weights, LLAMA, tp=tp, names=names), weights)
+def test_the_ranks_make_the_whole_model(tmp_path: Path):
+    gpt, llama = ((config, make_weights(config)) for config in (GPT, LLAMA))
+    for number, ((config, weights), version, names, tp) in enumerate(
+        [
+            *((gpt, 0, "old", tp) for tp in (1, 2, 4)),
+            *((gpt, 1.0, "old", tp) for tp in (1, 2, 4)),
+            *((gpt, 2.0, "old", 2), (gpt, 3.0, "new", 1), (gpt, 3.0, "core", 4)),
+            *((llama, 3.0, names, tp) for names in ("new", "core") for tp in (1, 2, 4)),
+        ]
+    ):
+        folder = write_megatron(tmp_path / str(number), weights, config, tp=tp, version=version, names=names)
+        assert_same_model(folder, weights)
 
 
 def test_head_norms_and_scaled_frequencies_of_the_core_are_taken_over(tmp_path: Path):
@@ -74,24 +81,19 @@ def test_files_of_torch_before_1_6_and_other_places_are_read(tmp_path: Path):
     assert_same_model(folder / "release", weights)
 
 
-@pytest.mark.parametrize(("config", "tokenizer"), [(GPT, True), (LLAMA, False)])
-def test_a_converted_checkpoint_has_the_weights_and_the_tokenizer_s_rows(
-    config: GPTConfig, tokenizer: bool, tmp_path: Path
-):
-    weights = make_weights(config)
-    source, output = write_megatron(tmp_path / "theirs", weights, config, tp=2), tmp_path / "ours"
-    flags = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1) if tokenizer else TokenizerConfig()
-    convert(ConvertConfig(input=str(source), output=str(output)), flags, lambda line: None)
-    record = read_record(output / "iter_0000100")
-    rows = VOCAB if tokenizer else PADDED
-    assert record.vocab_size == rows
-    assert record.flags["seq_length"] == 16
-    found = GPTConfig(**shape_of(record.flags))
-    assert (found.openai_gelu, found.positions) == (config.openai_gelu, config.positions)
-    model, _ = open_checkpoint(output, None)
-    for name, entry in model.tensors.items():
-        expected = weights[name][:rows] if name in ("embedding.word.weight", "output.weight") else weights[name]
-        assert torch.equal(entry.read(), expected), name
+def test_a_converted_checkpoint_has_the_weights_and_the_tokenizer_s_rows(tmp_path: Path):
+    null = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
+    for config, tokenizer, rows in ((GPT, null, VOCAB), (LLAMA, TokenizerConfig(), PADDED)):
+        weights, output = make_weights(config), tmp_path / f"{rows} rows"
+        source = write_megatron(tmp_path / f"{rows} theirs", weights, config, tp=2)
+        convert(ConvertConfig(input=str(source), output=str(output)), tokenizer, lambda line: None)
+        record = read_record(output / "iter_0000100")
+        assert (record.vocab_size, record.flags["seq_length"]) == (rows, 16)
+        found = GPTConfig(**shape_of(record.flags))
+        assert (found.openai_gelu, found.positions) == (config.openai_gelu, config.positions)
+        for name, entry in open_checkpoint(output, None)[0].tensors.items():
+            expected = weights[name][:rows] if name in ("embedding.word.weight", "output.weight") else weights[name]
+            assert torch.equal(entry.read(), expected), name
 
 
 # fmt: off
@@ -124,23 +126,23 @@ def test_what_cannot_be_taken_over_is_named(tmp_path: Path):
 
 
 def test_a_pipeline_a_missing_rank_and_a_distributed_checkpoint_are_told_apart(tmp_path: Path):
-    folder = write_megatron(tmp_path, make_weights(GPT), GPT, tp=2)
-    checkpoint = folder / "iter_0000100"
-    (checkpoint / "mp_rank_00").rename(checkpoint / "mp_rank_02")
-    with pytest.raises(ValueError, match="has mp_rank_01, mp_rank_02: a rank is missing"):
-        open_megatron(folder, 100)
-    (checkpoint / "mp_rank_02").rename(checkpoint / "mp_rank_00_000")
-    with pytest.raises(ValueError, match="mp_rank_00_000 is of a pipeline"):
-        open_megatron(folder, None)
-    with pytest.raises(ValueError, match="iter_0000200 is no checkpoint with mp_rank_00 in it"):
-        open_megatron(folder, 200)
-    (folder / "iter_0000300").mkdir()
-    (folder / "iter_0000300/.metadata").touch()
-    with pytest.raises(ValueError, match="iter_0000300 is a distributed checkpoint"):
-        open_megatron(folder, 300)
-    (folder / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\x00")
-    with pytest.raises(ValueError, match="is damaged: it says"):
-        open_megatron(folder, None)
+    write_megatron(tmp_path / "rank", make_weights(GPT), GPT, tp=2)
+    shutil.copytree(tmp_path / "rank", tmp_path / "pipeline")
+    for folder, name in (("rank", "mp_rank_02"), ("pipeline", "mp_rank_00_000")):
+        checkpoint = tmp_path / folder / "iter_0000100"
+        (checkpoint / "mp_rank_00").rename(checkpoint / name)
+    (tmp_path / "rank" / "iter_0000300").mkdir()
+    (tmp_path / "rank" / "iter_0000300" / ".metadata").touch()
+    (tmp_path / "tracker").mkdir()
+    (tmp_path / "tracker" / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\x00")
+    rows = [
+        (tmp_path / "rank", 100, "has mp_rank_01, mp_rank_02: a rank is missing"),
+        (tmp_path / "rank", 200, "iter_0000200 is no checkpoint with mp_rank_00 in it"),
+        (tmp_path / "rank", 300, "iter_0000300 is a distributed checkpoint"),
+        (tmp_path / "pipeline", None, "mp_rank_00_000 is of a pipeline"),
+        (tmp_path / "tracker", None, "is damaged: it says"),
+    ]
+    assert not_refused(rows, open_megatron) == []
 
 
 class Malicious:
@@ -157,12 +159,11 @@ class ModelType(enum.Enum):
     encoder = 1
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_malicious_pickle_is_refused_and_not_run(zipped: bool, tmp_path: Path):
-    for place in ("args", "model", "optimizer"):
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path):
+    file = tmp_path / "model_optim_rng.pt"
+    for place, zipped in itertools.product(("args", "model", "optimizer"), (True, False)):
         content = {"args": argparse.Namespace(a=1), "model": {"w": torch.ones(2)}}
         content[place] = Malicious(f"touch {tmp_path / 'ran'}")
-        file = tmp_path / "model_optim_rng.pt"
         torch.save(content, file, _use_new_zipfile_serialization=zipped)
         with pytest.raises(ValueError, match=r"refused, and nothing in it was run: it asks for posix.system") as caught:
             load_file(file)
@@ -170,23 +171,22 @@ def test_a_malicious_pickle_is_refused_and_not_run(zipped: bool, tmp_path: Path)
         assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_megatron_s_own_classes_are_not_needed(zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    module: Any = types.ModuleType("megatron.core.enums")
-    module.ModelType = ModelType
-    monkeypatch.setattr(ModelType, "__module__", module.__name__)
-    for name in ("megatron", "megatron.core"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    file = tmp_path / "model_optim_rng.pt"
+def test_megatron_s_own_classes_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    names = ("megatron", "megatron.core", "megatron.core.enums")
+    modules: list[Any] = [types.ModuleType(name) for name in names]
+    modules[-1].ModelType = ModelType
+    monkeypatch.setattr(ModelType, "__module__", names[-1])
     args = argparse.Namespace(num_layers=2, model_type=ModelType.encoder, params_dtype=torch.bfloat16)
-    content = {"args": args, "model": {"w": torch.ones(2)}}
-    torch.save(content, file, _use_new_zipfile_serialization=zipped)
-    for name in ("megatron", "megatron.core", module.__name__):
-        monkeypatch.delitem(sys.modules, name)
-    found = load_file(file)
-    assert (found["args"].num_layers, found["args"].params_dtype) == (2, torch.bfloat16)
-    assert torch.equal(found["model"]["w"], torch.ones(2))
+    files = {zipped: tmp_path / f"{zipped}.pt" for zipped in (True, False)}
+    with monkeypatch.context() as patch:
+        for name, module in zip(names, modules, strict=True):
+            patch.setitem(sys.modules, name, module)
+        for zipped, file in files.items():
+            torch.save({"args": args, "model": {"w": torch.ones(2)}}, file, _use_new_zipfile_serialization=zipped)
+    for file in files.values():
+        found = load_file(file)
+        assert (found["args"].num_layers, found["args"].params_dtype) == (2, torch.bfloat16)
+        assert torch.equal(found["model"]["w"], torch.ones(2))
 
 
 def test_junk_is_no_checkpoint(tmp_path: Path):
@@ -195,14 +195,8 @@ def test_junk_is_no_checkpoint(tmp_path: Path):
         load_file(file)
     torch.save({"model": {"w": torch.randn(5000)}}, file)
     whole = file.read_bytes()
-    for junk in (
-        b"",
-        b"\x80",
-        bytes(range(256)) * 30,
-        whole[: len(whole) // 2],
-        whole[:-30],
-        b"PK\x03\x04" + whole[4:90],
-    ):
+    cut = (whole[: len(whole) // 2], whole[:-30])
+    for junk in (b"", b"\x80", bytes(range(256)) * 30, *cut, b"PK\x03\x04" + whole[4:90]):
         file.write_bytes(junk)
         with pytest.raises(ValueError, match="damaged or no checkpoint") as caught:
             load_file(file)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.hf_models import TOKENS, VOCAB, logits, make_gpt2, make_llama, make_qwen3, save
+from helpers.hf_models import TOKENS, logits, make_llama, make_model, save
+from helpers.refusals import not_refused
 from helpers.tiers import slow
 
 from megazpp.convert.convert import ConvertConfig, convert
@@ -30,17 +31,12 @@ from megazpp.convert.peft import (
 from megazpp.data.tokenizer import TokenizerConfig
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
-MAKERS = {"gpt2": make_gpt2, "llama": make_llama, "qwen3": make_qwen3}
 SUMS = {"rtol": 0.0, "atol": 2e-5}  # logits of about 1: (x A) B or x (A B)
 
 
-def convert_folder(source: Path, output: Path, adapter: Path | None = None, **flags: Any) -> list[str]:
-    lines: list[str] = []
-    folder = None if adapter is None else str(adapter)
-    convert(
-        ConvertConfig(input=str(source), output=str(output), adapter=folder, **flags), TokenizerConfig(), lines.append
-    )
-    return lines
+def convert_folder(source: Path, output: Path, adapter: Path | None = None, **flags: Any) -> None:
+    config = ConvertConfig(input=str(source), output=str(output), adapter=adapter and str(adapter), **flags)
+    convert(config, TokenizerConfig(), lambda line: None)
 
 
 def drawn_adapter(folder: Path, base: Path, targets: tuple[str, ...], checksum: str | None = None) -> None:
@@ -59,12 +55,10 @@ def drawn_adapter(folder: Path, base: Path, targets: tuple[str, ...], checksum: 
 
 CASES = [
     ("gpt2", ("c_attn",)),
-    ("llama", ("q_proj", "v_proj")),
-    ("llama", ("all-linear",)),
-    slow("gpt2", ("c_attn", "c_proj", "c_fc")),
+    ("llama", ("q_proj", "v_proj", "down_proj")),
     slow("gpt2", ("all-linear",)),
-    slow("llama", ("k_proj", "down_proj", "gate_proj", "self_attn.o_proj")),
-    slow("qwen3", ("q_proj", "k_proj", "v_proj", "up_proj")),
+    slow("llama", ("all-linear",)),
+    slow("qwen3", ("k_proj", "up_proj", "gate_proj", "self_attn.o_proj")),
 ]
 
 
@@ -74,7 +68,7 @@ def test_peft_computes_with_our_files_what_the_merged_model_does(tmp_path: Path,
     import peft
     import transformers
 
-    base, adapter = save(MAKERS[kind](), tmp_path / "base"), tmp_path / "adapter"
+    base, adapter = save(make_model(kind), tmp_path / "base"), tmp_path / "adapter"
     drawn_adapter(adapter, base, targets)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
@@ -91,10 +85,10 @@ def test_peft_computes_with_our_files_what_the_merged_model_does(tmp_path: Path,
 def test_an_adapter_of_peft_is_read_and_merged(tmp_path: Path, kind: str, targets: tuple[str, ...]):
     import peft
 
-    base, generator = save(MAKERS[kind](), tmp_path / "base"), torch.Generator().manual_seed(8)
+    base, generator = save(make_model(kind), tmp_path / "base"), torch.Generator().manual_seed(8)
     asked: Any = targets[0] if targets == ("all-linear",) else list(targets)
     config = peft.LoraConfig(r=5, lora_alpha=20, target_modules=asked, task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(MAKERS[kind](), config).eval()
+    adapted = peft.get_peft_model(make_model(kind), config).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -131,13 +125,13 @@ def test_an_adapter_of_a_reward_model_brings_its_score(tmp_path: Path):
 
 
 @needs_peft
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_the_default_targets_are_pefts(tmp_path: Path, kind: str):
+def test_the_default_targets_are_pefts(tmp_path: Path):
     import peft
 
-    config = peft.get_peft_model(MAKERS[kind](), peft.LoraConfig(task_type="CAUSAL_LM")).peft_config["default"]
-    ours = open_model(save(MAKERS[kind](), tmp_path / "base")).config
-    assert set(config.target_modules) == set(default_targets(ours))
+    for kind in ("gpt2", "llama"):
+        config = peft.get_peft_model(make_model(kind), peft.LoraConfig(task_type="CAUSAL_LM")).peft_config["default"]
+        ours = open_model(save(make_model(kind), tmp_path / kind)).config
+        assert set(config.target_modules) == set(default_targets(ours))
 
 
 def test_files_are_as_pefts_are(tmp_path: Path):
@@ -158,6 +152,8 @@ def test_files_are_as_pefts_are(tmp_path: Path):
 def test_the_checksum_is_that_of_the_weights_in_any_format_and_another_base_is_refused(tmp_path: Path):
     base = save(make_llama(), tmp_path / "base")
     convert_folder(base, tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="--from megazpp --to megazpp: one of the two"):  # but for merging
+        convert_folder(tmp_path / "checkpoint", tmp_path / "copy", target="megazpp")
     checksum = checksum_of(open_model(base))
     assert checksum_of(open_checkpoint(tmp_path / "checkpoint", None)[0]) == checksum
     drawn_adapter(tmp_path / "adapter", base, ("q_proj",), checksum)
@@ -173,27 +169,21 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "asks for use_dora, which adapters here do not have"),
     ({"bias": "all"}, "asks for bias, which"),
     ({"r": 0}, "has r 0, lora_alpha 6"),
-    ({"r": 4}, r"lora_A.weight has shape \[3, 32\], the model's is \[4, 32\]"),
+    ({"r": 4}, "lora_A.weight has shape [3, 32], the model's is [4, 32]"),
     ({"target_modules": ["k_proj"]}, "are missing"),
     ({"target_modules": ["lm_head"]}, "lm_head is no linear layer of this model's: there are down_proj, gate_proj"),
 ]
 
 
-def test_an_adapter_that_does_something_else_is_refused(tmp_path: Path):
+def test_an_adapter_that_does_something_else_or_is_not_there_is_refused(tmp_path: Path):
     base, path = save(make_llama(), tmp_path / "base"), tmp_path / "adapter" / CONFIG
     drawn_adapter(tmp_path / "adapter", base, ("q_proj",))
     sound = json.loads(path.read_text())
-    for values, problem in OTHERS:
+
+    def merge(values: dict[str, Any]) -> None:
         path.write_text(json.dumps(sound | values))
-        with pytest.raises(ValueError, match=problem):
-            convert_folder(base, tmp_path / "merged", tmp_path / "adapter")
+        convert_folder(base, tmp_path / "merged", tmp_path / "adapter")
 
-
-def test_an_adapter_has_to_be_a_folder_and_merging_is_needed_to_stay_in_a_format(tmp_path: Path):
-    base = save(make_llama(), tmp_path / "base")
+    assert not_refused(OTHERS, merge) == []
     with pytest.raises(ValueError, match=f"--adapter {tmp_path}/none does not exist"):
         convert_folder(base, tmp_path / "merged", tmp_path / "none")
-    convert_folder(base, tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match="--from megazpp --to megazpp: one of the two"):
-        convert_folder(tmp_path / "checkpoint", tmp_path / "copy", target="megazpp")
-    assert open_model(base).rows == VOCAB

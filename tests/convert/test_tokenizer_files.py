@@ -51,13 +51,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerConfig
 KINDS = ["bpe", "unigram", "gpt2", "huggingface", "bytes"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_gives_the_ids_that_training_saw(kind: str, files: dict[str, TokenizerConfig], tmp_path: Path):
-    ours = load_tokenizer(files[kind])
-    assert ours is not None
-    assert write_tokenizer_files(tmp_path, ours) == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}
-    assert find_differences(ours) == []
-    assert_same(tmp_path, ours, TEXTS)
+def test_transformers_gives_the_ids_that_training_saw(files: dict[str, TokenizerConfig], tmp_path: Path):
+    for kind in KINDS:
+        ours, folder = load_tokenizer(files[kind]), tmp_path / kind
+        assert ours is not None
+        folder.mkdir()
+        assert write_tokenizer_files(folder, ours) == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}, kind
+        assert find_differences(ours) == [], kind
+        assert_same(folder, ours, TEXTS)
 
 
 def assert_same(folder: Path, ours: Tokenizer, texts: list[str]) -> None:
@@ -77,18 +78,8 @@ def test_of_a_whole_book_too(kind: Literal["bpe", "unigram"], tmp_path: Path):
     book = list(read_documents(*resolve_text_paths(["builtin:moby_dick"])))[:40]
     ours = SentencePieceTokenizer(train_sentencepiece(iter(book), 2048, model_type=kind))
     write_tokenizer_files(tmp_path, ours)
-    marks = [
-        "a <eod> b",
-        "<unk>x",
-        "<0x41>",
-        "<",
-        "<<é<eod>",
-        "\x00\x01",
-        "\r\n\r\n x",
-        "  lead",
-        "trail  ",
-        "\u00a0nb",
-    ]
+    marks = ["a <eod> b", "<unk>x", "<0x41>", "<", "<<é<eod>"]
+    marks += ["\x00\x01", "\r\n\r\n x", "  lead", "trail  ", "\u00a0nb"]
     assert_same(tmp_path, ours, ["Call me", *TEXTS, *marks, *book])
 
 

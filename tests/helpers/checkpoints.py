@@ -128,23 +128,25 @@ def run(job: Job, *, restarted: bool = False) -> dict[str, Any]:
     attempt = Attempt(job)
     progress = attempt.load(restarted=restarted)
     results = attempt.train(progress)
-    return {
-        "start": progress,
-        "steps": results,
-        "state": attempt.fingerprint(),
-        "lines": attempt.lines,
-    }
+    return {"start": progress, "steps": results, "state": attempt.fingerprint(), "lines": attempt.lines}
+
+
+def run_each(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Several jobs after each other."""
+    return [run(job) for job in jobs]
 
 
 def run_all(jobs: list[Job]) -> list[dict[str, Any]]:
-    """Several jobs after each other: of each the state it began with (and ended with, if it saves), losses, lines."""
+    """Several jobs after each other: of each the whole state it began with and came to, losses, lines, its island."""
     results = []
     for job in jobs:
         attempt = Attempt(job)
         progress = attempt.load()
-        result: dict[str, Any] = {"whole": attempt.whole()}
-        result["losses"] = [loss for loss, _ in attempt.train(progress)]
-        results.append(result | {"lines": attempt.lines, "end": attempt.whole() if job.config.save else None})
+        loaded = attempt.whole()
+        losses = [loss for loss, _ in attempt.train(progress)]
+        end = attempt.whole() if losses else loaded
+        island = attempt.dims.island.rank
+        results.append({"loaded": loaded, "losses": losses, "end": end, "lines": attempt.lines, "island": island})
     return results
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import tokenizers
 import torch
-import transformers
+
+from megazpp.base.checks import check_model
+from megazpp.convert.model import Model
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+
+if TYPE_CHECKING:  # imported where it is used: it takes a second
+    import transformers
 
 VOCAB, SEQ = 107, 24
 TOKENS = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(0))
@@ -24,6 +33,21 @@ _LLAMA_SIZES = {
     "max_position_embeddings": SEQ,
     "rope_theta": 5e5,
 }
+SIZES: dict[str, dict[str, Any]] = {  # by model_type
+    "gpt2": {
+        "vocab_size": VOCAB,
+        "n_positions": SEQ,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 5,
+        "eos_token_id": 5,
+    },
+    "llama": _LLAMA_SIZES,
+    "mistral": _LLAMA_SIZES,
+    "qwen2": _LLAMA_SIZES,
+    "qwen3": _LLAMA_SIZES | {"head_dim": 12},
+}
 LLAMA3 = {  # the frequencies of Llama 3.2
     "rope_type": "llama3",
     "factor": 32.0,
@@ -33,28 +57,17 @@ LLAMA3 = {  # the frequencies of Llama 3.2
 }
 
 
-def make_gpt2(**settings: Any) -> transformers.GPT2LMHeadModel:
+def make_model(kind: str, **settings: Any) -> transformers.PreTrainedModel:
     """In eval mode, with biases and norms off their constants."""
-    sizes = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    ids = {"bos_token_id": 5, "eos_token_id": 5}
-    return randomized(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | ids | settings)))
+    import transformers
+
+    config = transformers.AutoConfig.for_model(kind, **SIZES[kind] | settings)
+    return randomized(transformers.AutoModelForCausalLM.from_config(config))
 
 
-def make_llama(**settings: Any) -> transformers.LlamaForCausalLM:
-    return randomized(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA_SIZES | settings)))
-
-
-def make_mistral(**settings: Any) -> transformers.MistralForCausalLM:
-    return randomized(transformers.MistralForCausalLM(transformers.MistralConfig(**_LLAMA_SIZES | settings)))
-
-
-def make_qwen2(**settings: Any) -> transformers.Qwen2ForCausalLM:
-    return randomized(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_LLAMA_SIZES | settings)))
-
-
-def make_qwen3(**settings: Any) -> transformers.Qwen3ForCausalLM:
-    sizes = _LLAMA_SIZES | {"head_dim": 12}
-    return randomized(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes | settings)))
+make_gpt2 = functools.partial(make_model, "gpt2")
+make_llama = functools.partial(make_model, "llama")
+make_qwen3 = functools.partial(make_model, "qwen3")
 
 
 def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -64,9 +77,27 @@ def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> P
 
 def logits(folder: Path) -> torch.Tensor:
     """What transformers makes of a folder, in fp32: [B, S, V]."""
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(TOKENS).logits
+
+
+def our_model(model: Model, seq_length: int = SEQ) -> GPTModel:
+    """What is read from another format, as our model in one process."""
+    config = dataclasses.replace(model.config, make_vocab_size_divisible_by=1)
+    check_model(config, tp_size=1, seq_length=seq_length)
+    scalar_head = "scalar_head.weight" in model.tensors
+    ours = GPTModel(config, vocab_size=model.rows, tp=MeshAxis("tp"), scalar_head=scalar_head).eval()
+    ours.load_state_dict({name: entry.read() for name, entry in model.tensors.items()})
+    return ours
+
+
+def our_logits(model: Model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    """[B, S, V], in fp32."""
+    with torch.no_grad():
+        return our_model(model, tokens.shape[1]).float()(tokens)
 
 
 def file_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -75,11 +106,6 @@ def file_tensors(folder: Path) -> dict[str, torch.Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         found |= safetensors.torch.load_file(file)
     return found
-
-
-def edit_config(folder: Path, **values: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
