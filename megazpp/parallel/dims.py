@@ -139,7 +139,7 @@ class ParallelDims:
         if device_type == "cuda":
             check_connections()
             order_launches(layout)
-        self.layout, self._nccl, self._threads = layout, nccl or NcclConfig(), threads
+        self.layout, self._nccl, self._timeout, self._threads = layout, nccl or NcclConfig(), timeout, threads
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         # FSDP2 cannot do without shard; groups number their ranks as the axes do, as it takes shard indices from them
         self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
@@ -149,7 +149,7 @@ class ParallelDims:
             groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
             mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
         self.mesh = mesh
-        self.tp, self.cp, self.local, self.cross, self.shard, self.replicate, self.island = axes = [
+        self.tp, self.cp, self.local, self.cross, self.shard, self.replicate, self.island = [
             self._axis(name, name, self._group(name)) for name in AXES
         ]
         world = tuple(range(layout.cluster.world_size))
@@ -157,10 +157,6 @@ class ParallelDims:
         self.world = MeshAxis(
             "world", ranks=world, rank=dist.get_rank(), group=group, wire="world", timeline=self.timeline
         )
-        if timeout is not None:
-            for axis in axes:
-                if axis.group is not None:
-                    _set_pg_timeout(timeout, axis.group)  # new groups do not take it from the first one
 
     def twin(self, axis: str, name: str) -> MeshAxis:
         """A further axis `name` of the ranks of `axis`, with a process group and a queue of its own; on all ranks."""
@@ -175,6 +171,8 @@ class ParallelDims:
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
+        if group is not None and self._timeout is not None:
+            _set_pg_timeout(self._timeout, group)  # new groups do not take it from the first one
         return MeshAxis(
             name,
             ranks=ranks,

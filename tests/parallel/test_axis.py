@@ -25,10 +25,8 @@ def test_one_rank_is_the_identity_without_a_process_group():
 
 
 def run_collectives() -> dict[str, object]:
-    dims = ParallelDims(
-        plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3), device_type="cpu"
-    )
-    axis = dims.shard
+    layout = plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
+    axis = ParallelDims(layout, device_type="cpu").shard
     mine = torch.full((3,), float(axis.rank))
     results = {
         "all_reduce": axis.all_reduce_(mine.clone()),

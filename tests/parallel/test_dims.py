@@ -13,54 +13,61 @@ from helpers.ranks import ranks
 from helpers.torch_versions import needs_any_order
 from helpers.training import Case, train_on_ranks
 
+from megazpp.parallel.axis import can_order_groups
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
 CYCLIC, SHUFFLED = (0, 2, 1, 3), (3, 1, 0, 2)
-AXES = ("tp", "shard", "replicate", "local", "cross")
+GRID = [(order, tp, replicas) for order in (None, CYCLIC, SHUFFLED) for tp in (1, 2) for replicas in (1, 2)]
 
 
-def places(config: ParallelConfig, cluster: Cluster) -> dict[str, Any]:
-    """What this rank's groups say, beside what the layout says."""
-    dims = ParallelDims(plan_dims(config, cluster, zero_stage=3), device_type="cpu")
-    rank = dist.get_rank()
-    found: dict[str, Any] = {"data": (dims.data_rank, dims.tp.rank), "coordinate": tuple(dims.mesh.get_coordinate())}
-    found["expected coordinate"] = tuple(getattr(dims, name).rank for name in dims.mesh.mesh_dim_names)
-    assert [name for name in ("replicate", "shard", "tp") if getattr(dims, name).size > 1 or name == "shard"] == list(
-        dims.mesh.mesh_dim_names
-    )
-    for name in AXES:
-        axis = getattr(dims, name)
-        assert axis.ranks == dims.layout.axis_ranks(name, rank)
-        if axis.group is not None:
-            assert tuple(dist.get_process_group_ranks(axis.group)) == axis.ranks
-            assert axis.group.rank() == axis.rank
-        gathered = axis.all_gather(torch.tensor([rank]))
-        assert tuple(gathered.tolist()) == axis.ranks
+def groups_of_every_layout(grid: list[tuple[tuple[int, ...] | None, int, int]]) -> list[dict[str, Any]]:
+    """By layout, what this rank's groups say of it and what the layout says."""
+    rank, found = dist.get_rank(), []
+    for order, tp, replicas in grid:
+        config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
+        cluster = Cluster(num_nodes=2, ranks_per_node=2, order=order)
+        dims = ParallelDims(plan_dims(config, cluster, zero_stage=3), device_type="cpu")
+        axes = [getattr(dims, name) for name in ("tp", "shard", "replicate", "local", "cross")]
+        grouped = [axis for axis in axes if axis.group is not None]
+        found.append({
+            "place": (dims.data_rank, dims.tp.rank),
+            "coordinate": list(dims.mesh.get_coordinate()),
+            "coordinate by axes": [getattr(dims, name).rank for name in dims.mesh.mesh_dim_names],
+            "mesh axes": dims.mesh.mesh_dim_names,
+            "expected ranks": [dims.layout.axis_ranks(axis.name, rank) for axis in axes],
+            "ranks": [axis.ranks for axis in axes],
+            "gathered": [tuple(axis.all_gather(torch.tensor([rank])).tolist()) for axis in axes],
+            "expected groups": [(axis.ranks, axis.rank) for axis in grouped],
+            "groups": [(tuple(dist.get_process_group_ranks(axis.group)), axis.group.rank()) for axis in grouped],
+        })  # fmt: skip
     return found
 
 
-@pytest.mark.parametrize("order", [None, *(pytest.param(order, marks=needs_any_order) for order in (CYCLIC, SHUFFLED))])
-@pytest.mark.parametrize(("tp", "replicas"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_every_group_numbers_its_ranks_as_its_axis_does(order: tuple[int, ...] | None, tp: int, replicas: int):
-    config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
-    found = ranks(4).run(places, config, Cluster(num_nodes=2, ranks_per_node=2, order=order))
-    assert sorted(place["data"] for place in found) == [(data, t) for data in range(4 // tp) for t in range(tp)]
-    assert all(place["coordinate"] == place["expected coordinate"] for place in found)
+def test_every_group_numbers_its_ranks_as_its_axis_does():
+    grid = [row for row in GRID if row[0] is None or can_order_groups()]
+    for row, of_ranks in zip(grid, zip(*ranks(4).run(groups_of_every_layout, grid), strict=True), strict=True):
+        _, tp, replicas = row
+        assert sorted(found["place"] for found in of_ranks) == [(d, t) for d in range(4 // tp) for t in range(tp)], row
+        sizes = {"replicate": replicas, "shard": 4 // tp // replicas, "tp": tp}
+        mesh_axes = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
+        for found in of_ranks:
+            assert found["mesh axes"] == mesh_axes, row
+            assert found["coordinate"] == found["coordinate by axes"], row
+            assert found["ranks"] == found["gathered"] == found["expected ranks"], row
+            assert found["groups"] == found["expected groups"], row
+
+
+CASES = {
+    "tp2": (Case(steps=2, nodes=2, tp=2), SHUFFLED),
+    "hsdp": (Case(steps=2, nodes=2, replicas=2), SHUFFLED),
+    "zeropp": (Case(steps=2, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True)), CYCLIC),
+}
 
 
 @needs_any_order
-@pytest.mark.parametrize(
-    ("case", "order"),
-    [
-        (Case(steps=3, nodes=2), CYCLIC),
-        (Case(steps=3, nodes=2, tp=2), SHUFFLED),
-        (Case(steps=3, nodes=2, replicas=2), SHUFFLED),
-        (Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True)), CYCLIC),
-    ],
-    ids=["zero3", "tp2", "hsdp", "zeropp"],
-)
+@pytest.mark.parametrize(("case", "order"), [pytest.param(*CASES[name], id=name) for name in CASES])
 def test_training_under_any_order_gives_the_losses_of_block_order(case: Case, order: tuple[int, ...]):
     expected = ranks(4).run(train_on_ranks, case)
     found = ranks(4).run(train_on_ranks, dataclasses.replace(case, order=order))
@@ -89,20 +96,19 @@ def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_
     plan_dims(whole_nodes, Cluster(num_nodes=2, ranks_per_node=2, order=CYCLIC), zero_stage=3)
 
 
-@pytest.mark.parametrize(("tp", "stage"), [(0, 0), (-2, 3)])
-def test_a_degree_that_is_not_positive_names_its_flag_at_every_stage(tp: int, stage: int):
+def test_a_degree_that_is_not_positive_names_its_flag_at_every_stage():
     cluster = Cluster(num_nodes=1, ranks_per_node=4)
-    with pytest.raises(ValueError, match=f"--tensor-model-parallel-size {tp}"):
-        plan_dims(ParallelConfig(tensor_model_parallel_size=tp), cluster, zero_stage=stage)
+    for tp, stage in ((0, 0), (-2, 3)):
+        with pytest.raises(ValueError, match=f"--tensor-model-parallel-size {tp}"):
+            plan_dims(ParallelConfig(tensor_model_parallel_size=tp), cluster, zero_stage=stage)
 
 
 def timeouts(minutes: int) -> list[timedelta]:
     layout = plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
     dims = ParallelDims(layout, device_type="cpu", timeout=timedelta(minutes=minutes))
-    groups = [axis.group for axis in (dims.shard, dims.local, dims.cross)]
+    groups = [axis.group for axis in (dims.shard, dims.local, dims.cross, dims.twin("shard", "further"), dims.node)]
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None]
 
 
-def test_the_timeout_reaches_every_group():
-    for found in ranks(4).run(timeouts, 7):
-        assert found == [timedelta(minutes=7)] * 3
+def test_the_timeout_reaches_every_group_and_those_that_are_made_later():
+    assert ranks(4).run(timeouts, 7) == [[timedelta(minutes=7)] * 5] * 4

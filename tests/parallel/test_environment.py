@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.refusals import not_refused
 
 from megazpp.base import run
 from megazpp.parallel import environment
@@ -76,11 +77,11 @@ def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alo
         assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("names", [environment.ALLOCATOR, environment.TRITON], ids=["allocator", "triton"])
-def test_what_the_user_has_set_stays_and_keeps_ours_away(names: tuple[str, ...]):
-    for name in names:
-        prepare_environment(env := {name: "mine"})
-        assert {other: env[other] for other in names if other in env} == {name: "mine"}
+def test_what_the_user_has_set_stays_and_keeps_ours_away():
+    for names in (environment.ALLOCATOR, environment.TRITON):
+        for name in names:
+            prepare_environment(env := {name: "mine"})
+            assert {other: env[other] for other in names if other in env} == {name: "mine"}
 
 
 def test_a_folder_that_others_could_have_filled_is_refused(tmp_path: Path):
@@ -117,29 +118,31 @@ def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, islands: int = 1) -> Lay
 FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
 
 
-@pytest.mark.parametrize(("axis", "on", "config", "expected"), [
-    ("tp", layout(), NcclConfig(), (True, {})),
-    ("local", layout(), NcclConfig(), (True, {})),
-    ("cross", layout(), NcclConfig(), (False, {})),
-    ("shard", layout(), NcclConfig(), (False, {})),  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
-    ("shard", layout(nodes=1), NcclConfig(), (True, {})),
-    ("cross", layout(), FLAGS, (False, {"max_ctas": 8})),
-    ("tp", layout(), FLAGS, (False, {})),
-])  # fmt: skip
-def test_groups_inside_a_node_go_first_and_flags_reach_theirs(
-    axis: str, on: Layout, config: NcclConfig, expected: tuple[bool, dict[str, int]], monkeypatch: pytest.MonkeyPatch
-):
+PRIORITIES = [  # axis, layout, flags, whether its messages go first, what its options hold
+    ("tp", layout(), NcclConfig(), True, {}),
+    ("local", layout(), NcclConfig(), True, {}),
+    ("cross", layout(), NcclConfig(), False, {}),
+    ("shard", layout(), NcclConfig(), False, {}),  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
+    ("shard", layout(nodes=1), NcclConfig(), True, {}),
+    ("cross", layout(), FLAGS, False, {"max_ctas": 8}),
+    ("tp", layout(), FLAGS, False, {}),
+]
+
+
+def test_groups_inside_a_node_go_first_and_flags_reach_theirs(monkeypatch: pytest.MonkeyPatch):
     def options(is_high_priority_stream: bool = False) -> Any:
         return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
+    backend = ["nccl"]
     monkeypatch.setattr(environment.dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    monkeypatch.setattr(environment.dist, "get_backend", lambda: "nccl")
-    made, another = (axis_options(axis, on, config) for _ in range(2))
-    assert (made.is_high_priority_stream, vars(made.config)) == expected
-    assert made is not another
-    assert axis_options("tp", layout(tp=1), config) is None  # one rank
-    monkeypatch.setattr(environment.dist, "get_backend", lambda: "gloo")
-    assert axis_options(axis, on, config) is None
+    monkeypatch.setattr(environment.dist, "get_backend", lambda: backend[0])
+    for axis, on, config, first, own in PRIORITIES:
+        made, another = (axis_options(axis, on, config) for _ in range(2))
+        assert (made.is_high_priority_stream, vars(made.config)) == (first, own), (axis, on, config)
+        assert made is not another
+    assert axis_options("tp", layout(tp=1), NcclConfig()) is None  # one rank
+    backend[0] = "gloo"
+    assert axis_options("tp", layout(), NcclConfig()) is None
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
@@ -149,24 +152,18 @@ def test_torch_s_own_options_take_every_setting(monkeypatch: pytest.MonkeyPatch)
     assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
 
 
-@pytest.mark.parametrize("value", [0, 65])
-def test_values_that_nccl_refuses_are_refused_by_the_flag_s_name(value: int):
-    with pytest.raises(ValueError, match=f"--nccl-cross-max-ctas {value} is not a number from 1 to 64"):
-        NcclConfig(nccl_cross_max_ctas=value)
+def test_values_that_nccl_refuses_are_refused_by_the_flag_s_name():
+    rows = [(value, f"--nccl-cross-max-ctas {value} is not a number from 1 to 64") for value in (0, 65)]
+    assert not_refused(rows, lambda value: NcclConfig(nccl_cross_max_ctas=value)) == []
 
 
-@pytest.mark.parametrize(("on", "kept"), [
-    (layout(), True),
-    (layout(1, 4), False),  # tp alone
-    (layout(1, 2), True),
-    (layout(2, 1, ranks=1, islands=2), True),
-])  # fmt: skip
-def test_launches_keep_their_order_where_several_axes_have_ranks(on: Layout, kept: bool):
-    env: dict[str, str] = {}
-    order_launches(on, env)
-    assert env == ({LAUNCH_ORDER: "1"} if kept else {})
-    order_launches(on, env := {LAUNCH_ORDER: "0"})
-    assert env == {LAUNCH_ORDER: "0"}
+def test_launches_keep_their_order_where_several_axes_have_ranks():
+    tp_alone = layout(1, 4)
+    for on in (layout(), tp_alone, layout(1, 2), layout(2, 1, ranks=1, islands=2)):
+        order_launches(on, env := {})
+        assert env == ({} if on is tp_alone else {LAUNCH_ORDER: "1"}), on
+        order_launches(on, env := {LAUNCH_ORDER: "0"})
+        assert env == {LAUNCH_ORDER: "0"}
 
 
 @pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
@@ -174,6 +171,7 @@ def test_launches_keep_their_order_where_several_axes_have_ranks(on: Layout, kep
     ([(0, 1), (2, 3)], False, [2, 3], [("new", [0, 1]), ("new", [2, 3])]),
     ([(0, 1), (3, 2)], True, [3, 2], [("new", [0, 1]), ("new", [3, 2])]),  # split_group would sort them
     ([(0,), (1,), (2,), (3,)], True, [2], [("new", [2])]),
+    ([(0, 1, 2, 3)], True, "world", []),
 ])  # fmt: skip
 def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(
     partition: list[tuple[int, ...]], bound: bool, expected: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
@@ -189,13 +187,13 @@ def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(
         called.append(("new", ranks))
         assert options.get("use_local_synchronization", False) == (len(ranks) == 1)
         assert options["backend"] == ("gloo" if len(ranks) == 1 else None)
+        assert options.get("sort_ranks", True) == all(list(part) == sorted(part) for part in partition)
         return ranks
 
     world = SimpleNamespace(bound_device_id="cuda:2" if bound else None)
     fakes = {"group": SimpleNamespace(WORLD=world), "get_backend": lambda: "nccl", "get_rank": lambda: 2}
     for name, fake in {**fakes, "get_world_size": lambda: 4, "split_group": split, "new_group": new}.items():
         monkeypatch.setattr(dist, name, fake)
-    assert make_group(partition, "tp", "options") == expected
-    assert called == calls
-    assert make_group([(0, 1, 2, 3)], "shard") is world
+    group = make_group(partition, "tp", "options" if calls else None)
+    assert group == (world if expected == "world" else expected)
     assert called == calls

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import not_refused
 
 from megazpp.base.program import LAUNCHER_PID
 from megazpp.parallel.launch import LaunchConfig, Place, find_place
@@ -16,22 +17,21 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
 STARTED = Place(started=True, world_size=8, rank=5, local_rank=1)
 
 
-@pytest.mark.parametrize(
-    ("flags", "env", "expected"),
-    [
-        ({"nproc": 3}, {}, Place(started=False, world_size=3)),
-        ({"nproc": 1}, {}, Place(started=True, world_size=1)),
-        ({"nproc": 1, "max_restarts": 2}, {}, Place(started=False, world_size=1)),
-        ({}, TORCHRUN, STARTED),
-        ({}, SRUN, STARTED),
-        ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),
-        ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, Place(started=False, world_size=2)),
-        ({"nproc": 8}, {**TORCHRUN, LAUNCHER_PID: "1"}, STARTED),
-    ],
-    ids=["nobody", "one", "one-again", "torchrun", "srun", "torchrun-in-srun", "batch-script", "our-own-worker"],
-)
-def test_the_environment_says_who_starts_the_workers(flags: dict[str, Any], env: dict[str, str], expected: Place):
-    assert find_place(LaunchConfig(**flags), env) == expected
+PLACES: list[tuple[dict[str, Any], dict[str, str], Place]] = [
+    ({"nproc": 3}, {}, Place(started=False, world_size=3)),
+    ({"nproc": 1}, {}, Place(started=True, world_size=1)),
+    ({"nproc": 1, "max_restarts": 2}, {}, Place(started=False, world_size=1)),
+    ({}, TORCHRUN, STARTED),
+    ({}, SRUN, STARTED),
+    ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),  # torchrun, which srun has started
+    ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, Place(started=False, world_size=2)),  # a batch script
+    ({"nproc": 8}, {**TORCHRUN, LAUNCHER_PID: "1"}, STARTED),  # our own worker
+]
+
+
+def test_the_environment_says_who_starts_the_workers():
+    for flags, env, expected in PLACES:
+        assert find_place(LaunchConfig(**flags), env) == expected, (flags, env)
 
 
 def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(monkeypatch: pytest.MonkeyPatch):
@@ -43,19 +43,20 @@ def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(mo
     assert find_place(LaunchConfig(), {}).world_size == 7
 
 
-@pytest.mark.parametrize(("flags", "env", "message"), [
-    ({"nproc": 2}, TORCHRUN, "--nproc 2: .*torchrun"),
-    ({"nproc": 2}, SRUN, "--nproc 2: .*srun"),
-    ({"max_restarts": 3}, TORCHRUN, "--max-restarts 3: .*torchrun"),
-    ({"max_restarts": 3}, SRUN, "--max-restarts 3: .*srun"),
+REFUSED: list[tuple[dict[str, Any], dict[str, str], str]] = [
+    ({"nproc": 2}, TORCHRUN, "--nproc 2: torchrun"),
+    ({"nproc": 2}, SRUN, "--nproc 2: srun"),
+    ({"max_restarts": 3}, TORCHRUN, "--max-restarts 3: torchrun"),
+    ({"max_restarts": 3}, SRUN, "--max-restarts 3: srun"),
     ({"nproc": 0}, {}, "--nproc 0 is not positive"),
     ({"max_restarts": -1}, {}, "--max-restarts -1 is negative"),
     ({"distributed_timeout_minutes": 0}, {}, "--distributed-timeout-minutes 0 is not positive"),
     ({"distributed_timeout_seconds_after_init": -2.5}, {}, "-timeout-seconds-after-init -2.5 is not positive"),
-])  # fmt: skip
-def test_what_cannot_be_names_flag_and_value(flags: dict[str, Any], env: dict[str, str], message: str):
-    with pytest.raises(ValueError, match=message):
-        find_place(LaunchConfig(**flags), env)
+]
+
+
+def test_what_cannot_be_names_flag_and_value():
+    assert not_refused(REFUSED, lambda flags, env: find_place(LaunchConfig(**flags), env)) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

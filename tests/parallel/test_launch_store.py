@@ -9,6 +9,7 @@ import pickle
 import socket
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,16 +68,14 @@ def test_workers_of_the_launcher_find_its_store(monkeypatch: pytest.MonkeyPatch)
     assert is_on_one_machine(Place(started=True, world_size=2, rank=1))
 
 
-@pytest.mark.parametrize(("hosts", "address"), [("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")])
-def test_srun_on_one_node_meets_on_the_loopback(hosts: str, address: str, monkeypatch: pytest.MonkeyPatch):
-    class Done:
-        stdout = hosts
-
-    monkeypatch.setattr(launch.subprocess, "run", lambda *args, **kwargs: Done())
-    env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
-    launch._set_missing_address(env)
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
-    assert is_on_one_machine(Place(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
+def test_srun_on_one_node_meets_on_the_loopback(monkeypatch: pytest.MonkeyPatch):
+    for hosts, address in (("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")):
+        answer = SimpleNamespace(stdout=hosts)
+        monkeypatch.setattr(launch.subprocess, "run", lambda *args, answer=answer, **kwargs: answer)
+        env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
+        launch._set_missing_address(env)
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
+        assert is_on_one_machine(Place(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
 
 
 def test_rank_0_that_has_to_open_the_store_at_the_loopback_listens_there_only_and_one_process_nowhere():
@@ -114,11 +113,11 @@ OTHER_TEXTS = ["", "1", "{", "{}", "[]", '"text"', "[" * 100_000, '{"gpu": []}',
 OTHER_TEXTS += ['{"gpu": null, "host": 7}', '{"gpu": {"uuid": 7}, "host": "a"}', '{"num_nodes": "2"}']
 
 
-@pytest.mark.parametrize(("key", "rank", "kind"), [("host/1", 0, "HostInfo"), ("cluster", 1, "Cluster")])
-def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path: Path, key: str, rank: int, kind: str):
-    for text in (*OTHER_TEXTS, pickle.dumps(Evil(tmp_path / "ran"))):
-        store = dist.HashStore()
-        dist.PrefixStore("megazpp/survey", store).set(key, text)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"is no {kind}"):
-            share_survey(store, rank, 2, HostInfo(host="a"))
+def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path: Path):
+    for key, rank, kind in (("host/1", 0, "HostInfo"), ("cluster", 1, "Cluster")):
+        for text in (*OTHER_TEXTS, pickle.dumps(Evil(tmp_path / "ran"))):
+            store = dist.HashStore()
+            dist.PrefixStore("megazpp/survey", store).set(key, text)  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=f"is no {kind}"):
+                share_survey(store, rank, 2, HostInfo(host="a"))
     assert not (tmp_path / "ran").exists()

@@ -95,7 +95,8 @@ class Nvml:
         return 0
 
 
-@pytest.mark.parametrize(("nvml", "uuid", "peers"), [
+# what NVLink leads to
+PEERS: list[tuple[Nvml, str, tuple[str, ...]]] = [
     (Nvml(ends=("switch",) * 18), "uuid0", (SWITCH,)),
     (Nvml(ends=(3, 3)), "uuid0", ("0000:4b:00.0",)),  # a bridge to a GPU that this process may not see
     (  # where links do not say where they lead, the driver's paths count
@@ -104,40 +105,39 @@ class Nvml:
         ("0000:2b:00.0", "0000:4b:00.0"),
     ),
     (Nvml(), "uuid1", ()),
-], ids=["switches", "bridge", "paths", "none"])  # fmt: skip
-def test_the_peers_over_nvlink(nvml: Nvml, uuid: str, peers: tuple[str, ...]):
-    gpu = query_gpu(nvml, uuid, "A40")
-    assert (gpu.uuid, gpu.name, gpu.pci) == (uuid, "A40", f"0000:{int(uuid[-1]) + 1}b:00.0")
-    assert gpu.nvlink_peers == peers
+]
 
 
-@pytest.mark.parametrize(("fabric", "name"), [
-    ((7, 2, 3), "00" * 15 + "07/2"),
-    ((0, 2, 3), ""),  # inside one node
-    ((7, 2, 1), ""),  # not started
-    (None, ""),
-])  # fmt: skip
-def test_only_a_working_fabric_of_several_nodes_has_a_name(fabric: tuple[int, int, int] | None, name: str):
-    assert query_gpu(Nvml(fabric=fabric), "uuid0", "GB200").fabric == name
+def test_the_peers_over_nvlink():
+    for nvml, uuid, peers in PEERS:
+        gpu = query_gpu(nvml, uuid, "A40")
+        assert (gpu.uuid, gpu.name, gpu.pci) == (uuid, "A40", f"0000:{int(uuid[-1]) + 1}b:00.0")
+        assert gpu.nvlink_peers == peers
+
+
+def test_only_a_working_fabric_of_several_nodes_has_a_name():
+    for fabric, name in (
+        ((7, 2, 3), "00" * 15 + "07/2"),
+        ((0, 2, 3), ""),  # inside one node
+        ((7, 2, 1), ""),  # not started
+        (None, ""),
+    ):
+        assert query_gpu(Nvml(fabric=fabric), "uuid0", "GB200").fabric == name, fabric
 
 
 def fail() -> None:
     raise NVMLError("driver not loaded")
 
 
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [(None, "pip install nvidia-ml-py"), (SimpleNamespace(NVMLError=NVMLError, nvmlInit=fail), "driver not loaded")],
-)
-def test_without_the_library_the_gpu_keeps_its_name_and_the_user_reads_why(
-    module: Any, said: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_the_library_the_gpu_keeps_its_name_and_the_user_reads_why(monkeypatch: pytest.MonkeyPatch):
     properties = SimpleNamespace(uuid="uuid0", name="H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-    gpu, notice = describe_gpu(torch.device("cuda", 0))
-    assert (gpu.uuid, gpu.name, gpu.pci, gpu.nvlink_peers) == ("uuid0", "H100", "", ())
-    assert said in notice
+    broken = SimpleNamespace(NVMLError=NVMLError, nvmlInit=fail)
+    for module, said in ((None, "pip install nvidia-ml-py"), (broken, "driver not loaded")):
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        gpu, notice = describe_gpu(torch.device("cuda", 0))
+        assert (gpu.uuid, gpu.name, gpu.pci, gpu.nvlink_peers) == ("uuid0", "H100", "", ())
+        assert said in notice
 
 
 @pytest.mark.gpu

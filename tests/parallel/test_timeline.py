@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import threading
 import time
-import timeit
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazpp.parallel import timeline as timeline_module
 from megazpp.parallel.timeline import (
     Activity,
+    Doing,
     Span,
     Timeline,
     align,
@@ -27,18 +28,10 @@ from megazpp.parallel.timeline import (
     union,
 )
 
-OFF_SECONDS = 2e-6  # 0.39 microseconds measured; the rest is for a loaded machine
 
-
-def test_a_span_that_is_not_recorded_costs_next_to_nothing():
+def test_a_span_that_nobody_listens_to_makes_nothing():
     timeline = Timeline()
-
-    def spans() -> None:
-        for _ in range(1000):
-            with timeline.span("cross", "all_gather"):
-                pass
-
-    assert min(timeit.repeat(spans, number=1, repeat=20)) / 1000 < OFF_SECONDS
+    assert timeline.span("cross", "all_gather") is timeline.span("compute", "forward")
 
 
 def test_spans_that_begin_while_a_recording_is_attached_are_kept_by_their_beginning_in_the_monotonic_clock_s_time():
@@ -48,7 +41,7 @@ def test_spans_that_begin_while_a_recording_is_attached_are_kept_by_their_beginn
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
     with timeline.span("compute", "outer"):
         with timeline.span("wait", "inner"):
-            time.sleep(0.02)
+            time.sleep(0.001)
         with pytest.raises(RuntimeError), timeline.span("compute", "failed"):
             raise RuntimeError
         timeline.detach(recording)
@@ -57,13 +50,13 @@ def test_spans_that_begin_while_a_recording_is_attached_are_kept_by_their_beginn
     after = time.clock_gettime(time.CLOCK_MONOTONIC)
     outer, inner, failed = recording.spans()
     assert [s.name for s in (outer, inner, failed)] == ["outer", "inner", "failed"]
-    assert inner.seconds >= 0.02
+    assert inner.seconds >= 0.001
     assert before <= outer.start_seconds <= inner.start_seconds
     assert inner.end_seconds <= failed.start_seconds <= failed.end_seconds <= outer.end_seconds <= after
 
 
 def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking():
-    timeline, threads, each = Timeline(), 8, 200
+    timeline, threads, each = Timeline(), 4, 100
     recording = timeline.start()
 
     def work(index: int) -> None:
@@ -195,18 +188,18 @@ def test_the_innermost_open_span_of_each_thread_is_seen_and_nothing_afterwards()
     assert activity.entered == {"step": 1, "compute": 1, "cross": 1}
 
 
-def test_a_thread_that_opens_or_closes_a_span_has_moved_and_an_error_closes_its_span():
-    timeline = Timeline()
+def test_a_thread_that_opens_or_closes_a_span_has_moved_and_an_error_closes_its_span(monkeypatch: pytest.MonkeyPatch):
+    timeline, now = Timeline(), [100.0]
+    monkeypatch.setattr(timeline_module.time, "monotonic", lambda: now[0])
     timeline.attach(activity := Activity())
     recording = timeline.start()
     with timeline.span("step", "step 1"):
-        time.sleep(0.2)
-        (before,) = activity.now()
+        now[0] += 7.0
+        assert activity.now() == [Doing("step", "step 1", 1, 7.0)]
         with pytest.raises(RuntimeError), timeline.span("tp", "all_reduce"):
             raise RuntimeError
-        (after,) = activity.now()
-        assert (after.track, after.name) == ("step", "step 1")
-        assert after.seconds < 0.2 <= before.seconds
+        now[0] += 2.0
+        assert activity.now() == [Doing("step", "step 1", 1, 2.0)]
     assert [s.name for s in recording.spans()] == ["step 1", "all_reduce"]
 
 
@@ -215,12 +208,6 @@ def test_a_thread_that_opens_or_closes_a_span_has_moved_and_an_error_closes_its_
 
 def span(track: str, start: float, end: float, *, blocking: bool = False) -> Span:
     return Span(track, "x", start, end - start, blocking)
-
-
-def behind_compute(spans: list[Span], track: str) -> float:
-    hidden = hidden_shares(spans, track)
-    assert hidden is not None
-    return hidden[0]
 
 
 STEP = [
@@ -234,33 +221,31 @@ STEP = [
 ]
 
 
-def test_hidden_behind_compute_is_what_ran_while_the_rank_neither_waited_nor_was_inside_a_blocking_collective():
-    assert behind_compute(STEP, "cross") == pytest.approx(1 - 1.5 / 6)
-    assert behind_compute(STEP, "local") == pytest.approx(0.5)
+SECONDS_OF_STEP = {"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1}
+HOPS = [span("cross", 0, 10), span("wait", 2, 8), span("local", 3, 5), span("local", 4, 6)]
+HELD = [span("compute", 0, 4, blocking=True), span("cross", 1, 3, blocking=True)]
+SHARED = [span("cross", 0, 4), span("cross", 1, 3), span("cross", 3, 6), *[span("wait", 3, 4)] * 2]
+HIDDEN = [  # spans, track, shares hidden behind compute (neither waiting nor in a blocking collective), behind work
+    (STEP, "cross", (1 - 1.5 / 6, 1 - 1 / 6)),
+    (STEP, "local", (0.5, 1.0)),
+    (HOPS, "cross", (0.4, 0.7)),  # 3 of the 6 s of waiting run beside another hop
+    (HOPS, "local", (0.0, 1.0)),
+    ([*HOPS, span("step", 0, 10), span("compute", 0, 10)], "cross", (0.4, 0.7)),
+    (HELD, "cross", (0.0, 0.0)),  # on the computing thread
+    ([one._replace(blocking=False) for one in HELD], "cross", (1.0, 1.0)),
+    (SHARED, "cross", (5 / 6, 5 / 6)),  # time that two spans share counts once
+]
+
+
+def test_what_is_hidden_behind_compute_and_behind_any_work():
+    for spans, track, expected in HIDDEN:
+        assert hidden_shares(spans, track) == pytest.approx(expected), (spans, track)
     assert hidden_shares(STEP, "tp") is None
 
 
-def test_a_wait_during_which_another_hop_runs_is_hidden_behind_work():
-    spans = [span("cross", 0, 10), span("wait", 2, 8), span("local", 3, 5), span("local", 4, 6)]
-    assert hidden_shares(spans, "cross") == pytest.approx((0.4, 0.7))
-    assert hidden_shares(spans, "local") == pytest.approx((0.0, 1.0))
-    assert hidden_shares([*spans, span("step", 0, 10), span("compute", 0, 10)], "cross") == pytest.approx((0.4, 0.7))
-
-
-def test_a_collective_on_the_computing_thread_is_not_hidden_at_all():
-    spans = [span("compute", 0, 4, blocking=True), span("cross", 1, 3, blocking=True)]
-    assert hidden_shares(spans, "cross") == (0.0, 0.0)
-    assert hidden_shares([s._replace(blocking=False) for s in spans], "cross") == (1.0, 1.0)
-
-
-def test_time_that_two_spans_share_counts_once():
-    overlapping = [span("cross", 0, 4), span("cross", 1, 3), span("cross", 3, 6), *[span("wait", 3, 4)] * 2]
-    assert track_seconds(overlapping) == {"cross": pytest.approx(6), "wait": pytest.approx(1)}
-    assert behind_compute(overlapping, "cross") == pytest.approx(5 / 6)
-
-
-def test_computing_is_counted_without_waits_and_blocking_collectives():
-    assert track_seconds(STEP) == pytest.approx({"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1})
+def test_computing_is_counted_without_waits_and_blocking_collectives_and_shared_time_once():
+    assert track_seconds(STEP) == pytest.approx(SECONDS_OF_STEP)
+    assert track_seconds(SHARED) == pytest.approx({"cross": 6, "wait": 1})
 
 
 def test_clipping_keeps_the_part_inside():
@@ -284,7 +269,7 @@ def moments(intervals: list[tuple[float, float]]) -> set[int]:
     return {slot for start, end in intervals for slot in range(int(start), int(end))}
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(INTERVALS, INTERVALS)
 def test_unions_and_intersections_cover_what_sets_of_moments_do(a: list, b: list):
     merged, other = union(a), union(b)

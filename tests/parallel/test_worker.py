@@ -62,14 +62,22 @@ def test_a_kernel_without_that_policy_is_no_failure(monkeypatch: pytest.MonkeyPa
         pass
 
 
+def share_device_of(interface: str) -> str:
+    make = distributed_c10d.ProcessGroupGloo
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", interface)
+        try:
+            worker.share_gloo_device()
+            return "a device was made"
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            distributed_c10d.ProcessGroupGloo = make
+
+
 def test_the_interface_that_the_environment_names_is_used() -> None:
-    program = (
-        "import os; os.environ['GLOO_SOCKET_IFNAME'] = 'no-such-interface'\n"
-        "from megazpp.parallel.worker import share_gloo_device; share_gloo_device()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "no-such-interface" in done.stderr
+    (said,) = ranks(1).run(share_device_of, "no-such-interface")
+    assert "no-such-interface" in said
 
 
 LISTENING = """
