@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import convert_checkpoint
 import pytest
+import tokenizers
+from helpers.hf_models import make_llama, save
 from helpers.trained import Trained, train
+
+TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """theirs/: a Llama with its tokenizer; ours/: what the tool makes of it; text.txt."""
+    home = tmp_path_factory.mktemp("converted")
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
+    save(make_llama(vocab_size=300, bos_token_id=0, eos_token_id=0, max_position_embeddings=64), home / "theirs")
+    tokenizer.save(str(home / "theirs/tokenizer.json"))
+    (home / "text.txt").write_text(TEXT)
+    assert convert_checkpoint.main(["--input", str(home / "theirs"), "--output", str(home / "ours")]) == 0
+    return home

@@ -11,12 +11,12 @@ from typing import Any
 
 import convert_checkpoint
 import pytest
-import tokenizers
 import torch
 import transformers
 from helpers.hf_models import file_tensors, make_llama, save
 from helpers.megatron_files import make_weights, write_megatron
 from helpers.program import run_forked
+from helpers.trained import run_tool
 
 from megazpp.checkpoint.folder import read_tokenizer
 from megazpp.checkpoint.safe_reader import SafeReader
@@ -24,21 +24,7 @@ from megazpp.convert import safetensors_file
 from megazpp.data.tokenizer import load_tokenizer
 from megazpp.model.config import GPTConfig
 
-TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 GPT = GPTConfig(num_layers=2, hidden_size=24, num_attention_heads=4, max_position_embeddings=16, openai_gelu=True)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """theirs/: a Llama with its tokenizer; ours/: what the tool makes of it; text.txt."""
-    home = tmp_path_factory.mktemp("convert")
-    tokenizer = tokenizers.ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
-    save(make_llama(vocab_size=300, bos_token_id=0, eos_token_id=0, max_position_embeddings=64), home / "theirs")
-    tokenizer.save(str(home / "theirs/tokenizer.json"))
-    (home / "text.txt").write_text(TEXT)
-    assert convert_checkpoint.main(["--input", str(home / "theirs"), "--output", str(home / "ours")]) == 0
-    return home
 
 
 def generate_there(folder: Path, prompt: str, count: int) -> str:
@@ -49,29 +35,27 @@ def generate_there(folder: Path, prompt: str, count: int) -> str:
 
 
 @pytest.mark.slow
-def test_generate_continues_as_transformers_does(home: Path):
-    flags = ("--prompt", "Call me", "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", "2")
-    code, output = run_forked("tools/generate.py", "--load", str(home / "ours"), *flags, folder=home)
+def test_a_model_from_outside_is_generated_from_and_trained_on_and_goes_out_with_its_tokenizer(
+    converted: Path, tmp_path: Path
+):
+    say = ["--prompt", "Call me", "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", "2"]
+    code, output = run_tool("generate", "--load", converted / "ours", *say, world=2)
     assert code == 0, output
-    assert generate_there(home / "theirs", "Call me", 12) in output
-
-
-@pytest.mark.slow
-def test_training_goes_on_from_it_and_the_result_goes_out_with_its_tokenizer(home: Path):
+    assert generate_there(converted / "theirs", "Call me", 12) in output
     # fmt: off
     flags = [
-        "--load", home / "ours", "--finetune", "--use-checkpoint-args",
+        "--load", converted / "ours", "--finetune", "--use-checkpoint-args",
         "--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "16", "--micro-batch-size", "2",
-        "--train-iters", "2", "--lr", "1e-3", "--text-path", home / "text.txt", "--split", "1,0,0",
-        "--data-cache-path", home / "cache", "--run-dir", home / "run", "--save", home / "save",
+        "--train-iters", "2", "--lr", "1e-3", "--text-path", converted / "text.txt", "--split", "1,0,0",
+        "--data-cache-path", tmp_path / "cache", "--run-dir", tmp_path / "run", "--save", tmp_path / "save",
         "--tensor-model-parallel-size", "2", "--nproc", "2", "--sample-tokens", "0",
     ]
     # fmt: on
-    code, output = run_forked("pretrain_gpt.py", *map(str, flags), folder=home)
+    code, output = run_forked("pretrain_gpt.py", *map(str, flags), folder=tmp_path)
     assert code == 0, output
-    out = home / "out"
-    assert convert_checkpoint.main(["--input", str(home / "save"), "--output", str(out), "--to", "huggingface"]) == 0
-    before, after = file_tensors(home / "theirs"), file_tensors(out)
+    out = tmp_path / "out"
+    assert convert_checkpoint.main(["--input", f"{tmp_path}/save", "--output", str(out), "--to", "huggingface"]) == 0
+    before, after = file_tensors(converted / "theirs"), file_tensors(out)
     assert {name: x.shape for name, x in before.items()} == {name: x.shape for name, x in after.items()}
     change = max(float((before[name] - after[name]).abs().max()) for name in before)
     assert 1e-4 < change < 1e-2  # two steps of Adam
@@ -103,7 +87,7 @@ def test_a_checkpoint_of_the_first_run_is_all_that_another_machine_needs(tmp_pat
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert ours is not None
     assert len(theirs) == ours.vocab_size == 2048
-    for text in ("Call me", "  naïve\n🐳 <eod>", TEXT):
+    for text in ("Call me", "  naïve\n🐳 <eod>", "Some years ago--never mind how long\n" * 9):
         assert theirs(text)["input_ids"] == ours.encode(text)
     assert generate_there(tmp_path / "out", "Call me", 3) in output
 
@@ -123,10 +107,10 @@ def test_the_format_is_found_or_said_and_the_iteration_chosen(tmp_path: Path, ca
     assert torch.equal(file_tensors(tmp_path / "out")["transformer.wte.weight"], weights["embedding.word.weight"][:300])
 
 
-def test_rows_that_were_there_are_the_vocabulary_and_stay(tmp_path: Path, home: Path):
+def test_rows_that_were_there_are_the_vocabulary_and_stay(tmp_path: Path, converted: Path):
     """A vocabulary that its makers have padded, 320 rows for 300 tokens, keeps its rows on the way back."""
     source = save(make_llama(vocab_size=320), tmp_path / "theirs")
-    shutil.copy(home / "theirs/tokenizer.json", source)
+    shutil.copy(converted / "theirs/tokenizer.json", source)
     for name, place in (("theirs", "ours"), ("ours", "back")):
         assert convert_checkpoint.main(["--input", str(tmp_path / name), "--output", str(tmp_path / place)]) == 0
     assert json.loads((tmp_path / "ours/iter_0000000/run.json").read_text())["vocab_size"] == 320
@@ -169,49 +153,40 @@ BAD: dict[str, tuple[str, Any, list[str], str]] = {
 # fmt: on
 
 
-@pytest.mark.parametrize("case", BAD)
 def test_bad_input_gives_one_line_and_writes_nothing(
-    case: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    kind, spoil, flags, message = BAD[case]
     source, output = tmp_path / "source", tmp_path / "output"
-    shutil.copytree(home / kind, source)
-    if spoil is not None:
-        spoil(source)
-    given = ["--output", str(output), *flags] + (["--input", str(source)] if case != "no flags" else [])
-    assert convert_checkpoint.main(given) == 2
-    *notes, error = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(f"convert_checkpoint.py: error: .*{message}.*", error)
-    assert len(notes) <= 1, notes
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == (["source"] if source.exists() else [])
+    for case, (kind, spoil, flags, message) in BAD.items():
+        shutil.copytree(converted / kind, source)
+        if spoil is not None:
+            spoil(source)
+        given = ["--output", str(output), *flags] + (["--input", str(source)] if case != "no flags" else [])
+        assert convert_checkpoint.main(given) == 2, case
+        *notes, error = capsys.readouterr().err.splitlines()
+        assert re.fullmatch(f"convert_checkpoint.py: error: .*{message}.*", error), (case, error)
+        assert len(notes) <= 1, notes
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == (["source"] if source.exists() else []), case
+        shutil.rmtree(source, ignore_errors=True)
 
 
-@pytest.mark.parametrize(
-    ("source", "failure", "said"),
-    [("theirs", OSError(28, "No space left on device"), "No space left"), ("ours", KeyboardInterrupt(), "interrupted")],
-)
 def test_what_ends_half_way_leaves_nothing(
-    source: str,
-    failure: BaseException,
-    said: str,
-    home: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     read = torch.Tensor.contiguous
-    left = [5]
+    full = OSError(28, "No space left on device")
+    for source, failure, said in (("theirs", full, "No space left"), ("ours", KeyboardInterrupt(), "interrupted")):
+        left = iter(range(5))
 
-    def fail(*args: Any, **kwargs: Any) -> torch.Tensor:
-        left[0] -= 1
-        if left[0] < 0:
-            raise failure
-        return read(*args, **kwargs)
+        def fail(*args: Any, left: Any = left, failure: BaseException = failure, **kwargs: Any) -> torch.Tensor:
+            if next(left, None) is None:
+                raise failure
+            return read(*args, **kwargs)
 
-    monkeypatch.setattr(torch.Tensor, "contiguous", fail)
-    assert convert_checkpoint.main(["--input", str(home / source), "--output", str(tmp_path / "output")]) != 0
-    assert said in capsys.readouterr().err.splitlines()[-1]
-    assert not list(tmp_path.iterdir())
+        monkeypatch.setattr(torch.Tensor, "contiguous", fail)
+        assert convert_checkpoint.main(["--input", str(converted / source), "--output", str(tmp_path / "output")]) != 0
+        assert said in capsys.readouterr().err.splitlines()[-1]
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -219,7 +194,7 @@ def test_what_ends_half_way_leaves_nothing(
     [("theirs", safetensors_file, "_read", 4), ("ours", SafeReader, "read_whole", 2)],
 )
 def test_few_tensors_are_in_memory_at_a_time(
-    source: str, module: Any, name: str, limit: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, module: Any, name: str, limit: int, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """At most what makes one of ours (queries, keys and values), and the one before that a variable still names."""
     buffers, counts, read = [], [], getattr(module, name)
@@ -231,6 +206,6 @@ def test_few_tensors_are_in_memory_at_a_time(
         return torch.from_numpy(array)
 
     monkeypatch.setattr(module, name, counted)
-    assert convert_checkpoint.main(["--input", str(home / source), "--output", str(tmp_path / "output")]) == 0
+    assert convert_checkpoint.main(["--input", str(converted / source), "--output", str(tmp_path / "output")]) == 0
     assert len(counts) >= 21
     assert max(counts) <= limit

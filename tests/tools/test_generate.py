@@ -1,4 +1,4 @@
-"""The tool as a user runs it: prompts in, texts out, the same with and without the cache, for 1 and 2 tp ranks."""
+"""Prompts in, texts out: the same for 1 and 2 tp ranks, from packed weights and from a store; and what is refused."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import convert_checkpoint
 import generate
 import pytest
 from generate import read_prompts
 from helpers.hf_models import make_llama, save
-from helpers.program import ROOT, run_forked
-from helpers.trained import Trained
+from helpers.program import ROOT
+from helpers.trained import run_tool
 
-PROMPTS = ["the cat sat", "D", "Document 3: the"]
+PROMPTS = ["Call me", "S", "Some years ago"]
+GREEDY = ["--temperature", 0]
 
 
-def run(trained: Trained, *flags: str) -> str:
-    code, output = run_forked("tools/generate.py", "--load", str(trained.load), *flags, folder=trained.home)
+def run(converted: Path, *flags: object, world: int = 1) -> str:
+    split = ["--tensor-model-parallel-size", world]
+    code, output = run_tool("generate", "--load", converted / "ours", *flags, *split, world=world)
     assert code == 0, output
     return output
 
@@ -32,19 +35,20 @@ def texts(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_greedy_texts_are_the_same_for_1_and_2_tp_ranks(trained: Trained):
-    greedy = ["--temperature", "0", "--sample-tokens", "25"]
-    alone = run(trained, "--prompt", *PROMPTS, *greedy)
+def test_greedy_texts_are_the_same_for_1_and_2_tp_ranks_and_drawn_ones_for_any_batches(converted: Path, tmp_path: Path):
+    alone = run(converted, "--prompt", *PROMPTS, *GREEDY, "--sample-tokens", 25)
     assert re.search(r"with the cache: 75 tokens in .* s, then \S+ tokens/s", alone)
     assert len(texts(alone)) == 3
-    file = trained.home / "prompts.txt"
+    file = tmp_path / "prompts.txt"
     file.write_text("\n".join([PROMPTS[0], "", *PROMPTS[1:]]))  # an empty line is no prompt
-    split = run(
-        trained, "--prompt-file", str(file), *greedy, "--tensor-model-parallel-size", "2", "--prompts-at-once", "2"
-    )
+    in_twos = ["--prompt-file", file, "--prompts-at-once", 2, "--sample-tokens", 25]
+    split = run(converted, *in_twos, *GREEDY, world=2)
     assert texts(split) == texts(alone)
     assert split.count("with the cache: ") == 2  # batches
     assert split.count("loading weights") == 1
+    drawn = [texts(run(converted, *in_twos, "--prompts-at-once", size, "--seed", 5)) for size in (1, 2, 3)]
+    assert drawn[0] == drawn[1] == drawn[2] != texts(alone)
+    assert texts(run(converted, *in_twos, "--seed", 6)) != drawn[0]
 
 
 MEASURED = (
@@ -53,81 +57,77 @@ MEASURED = (
 )
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def peak_bytes(load: Path, *flags: str) -> int:
+    """The most memory of a process of the real program."""
+    tool = [sys.executable, "tools/generate.py", "--load", str(load), "--prompt", "a", *flags]
+    command = [sys.executable, "-c", MEASURED, *tool, "--sample-tokens", "3", "--temperature", "0"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return 1024 * int(done.stdout.split()[-1])
+
+
+@pytest.mark.slow
+def test_weights_are_in_memory_once_in_the_dtype_that_is_computed_in(tmp_path: Path):
     """Models of 1 and 25 layers of 4.3 million fp32 weights."""
-    home = tmp_path_factory.mktemp("large")
     for layers in (1, 25):
         model = make_llama(vocab_size=300, hidden_size=512, intermediate_size=2304, num_hidden_layers=layers)
-        places = ["--input", str(save(model, home / f"hf{layers}")), "--output", str(home / f"{layers}")]
-        kind = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "299"]
-        code, output = run_forked("tools/convert_checkpoint.py", *places, *kind, folder=home)
-        assert code == 0, output
-    return [home / "1", home / "25"]
+        places = ["--input", str(save(model, tmp_path / f"hf{layers}")), "--output", str(tmp_path / str(layers))]
+        assert convert_checkpoint.main([*places, "--tokenizer-type", "NullTokenizer", "--vocab-size", "299"]) == 0
+    small = peak_bytes(tmp_path / "1", "--no-bf16")
+    for flags, num_bytes in (
+        (["--no-bf16"], 4),
+        (["--bf16"], 2),
+        (["--no-bf16", "--tensor-model-parallel-size", "2"], 2),
+    ):
+        assert peak_bytes(tmp_path / "25", *flags) - small < 1.3 * num_bytes * 24 * 4_325_376, flags
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--no-bf16",), ("--bf16",), ("--no-bf16", "--tensor-model-parallel-size", "2")])
-def test_weights_are_in_memory_once_in_the_dtype_that_is_computed_in(large: list[Path], flags: tuple[str, ...]):
-    peaks = []
-    for load in large:
-        command = [sys.executable, "tools/generate.py", "--load", str(load), "--prompt", "a", *flags]
-        run = [sys.executable, "-c", MEASURED, *command, "--sample-tokens", "3", "--temperature", "0"]
-        done = subprocess.run(run, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        peaks.append(1024 * int(done.stdout.split()[-1]))
-    weights = 24 * 4_325_376 * (2 if "--bf16" in flags else 4) / (2 if len(flags) > 1 else 1)
-    assert peaks[1] - peaks[0] < 1.3 * weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["device", "host"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_asked_for(
-    trained: Trained, tmp_path: Path, where: str
+    converted: Path, tmp_path: Path
 ):
-    shutil.copytree(trained.load, tmp_path / "load")
-    (good,) = (tmp_path / "load").glob("iter_*")
-    bad = shutil.copytree(good, tmp_path / "load/iter_0000099")
+    load = shutil.copytree(converted / "ours", tmp_path / "load")
+    (good,) = load.glob("iter_*")
+    bad = shutil.copytree(good, load / "iter_0000099")
     values = json.loads((bad / "run.json").read_text())
     values["progress"]["iteration"] = 99
     (bad / "run.json").write_text(json.dumps(values))
-    (tmp_path / "load/latest_checkpointed_iteration.txt").write_text("99\n")
-    flags = ["--prompt", PROMPTS[0], "--temperature", "0", "--sample-tokens", "5", "--weights-on", where]
-    load = ["--load", str(tmp_path / "load")]
-    code, output = run_forked("tools/generate.py", *load, *flags, folder=trained.home)
-    assert (code, "run.json is damaged" in output) == (2, True), output
-    code, output = run_forked("tools/generate.py", *load, *flags, "--load-fallback", folder=trained.home)
-    assert code == 0, output
-    assert f"loading weights from {good}" in output
-    assert texts(output) == texts(run(trained, *flags))
+    (load / "latest_checkpointed_iteration.txt").write_text("99\n")
+    for where in ("device", "host"):
+        flags = ["--prompt", PROMPTS[0], *GREEDY, "--sample-tokens", 5, "--weights-on", where]
+        code, output = run_tool("generate", "--load", load, *flags)
+        assert (code, "run.json is damaged" in output) == (2, True), output
+        code, output = run_tool("generate", "--load", load, *flags, "--load-fallback")
+        assert code == 0, output
+        assert f"loading weights from {good}" in output
+        assert texts(output) == texts(run(converted, *flags))
 
 
 @pytest.mark.slow
-def test_an_empty_prompt_is_continued_from_nothing(trained: Trained):
-    flags = ["--temperature", "0", "--sample-tokens", "5"]
-    assert "with the cache: 5 tokens in" in run(trained, "--prompt", "", *flags)
+def test_an_empty_prompt_is_continued_from_nothing(converted: Path):
+    assert "with the cache: 5 tokens in" in run(converted, "--prompt", "", *GREEDY, "--sample-tokens", 5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", ["1", "2"])
-def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory(trained: Trained, tmp_path: Path, tp: str):
-    flags = ["--prompt", *PROMPTS, "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", tp]
-    disk = ["--weights-on", "disk", "--weight-bits", "8", "--weight-store", str(tmp_path / "store")]
-    resident = run(trained, *flags, "--weights-on", "device", "--weight-bits", "8")
-    first, second = (run(trained, *flags, *disk, "--kv-on", "host") for _ in range(2))
-    assert len(texts(resident)) == 3
-    assert texts(first) == texts(second) == texts(resident)
-    assert (first.count(" wrote "), second.count(" wrote ")) == (1, 0)
-    (per_pass,) = re.findall(r"(\d+) bytes are fetched per pass", second)
-    assert f" 12 passes fetched {12 * int(per_pass)} bytes; " in second
-    assert len(list((tmp_path / "store").glob("*.weights"))) == int(tp)
+def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory(converted: Path, tmp_path: Path):
+    for tp in (1, 2):
+        flags, store = ["--prompt", *PROMPTS, *GREEDY, "--sample-tokens", 12, "--weight-bits", 8], tmp_path / str(tp)
+        disk = ["--weights-on", "disk", "--weight-store", store, "--kv-on", "host"]
+        resident = run(converted, *flags, "--weights-on", "device", world=tp)
+        first, second = (run(converted, *flags, *disk, world=tp) for _ in range(2))
+        assert len(texts(resident)) == 3
+        assert texts(first) == texts(second) == texts(resident)
+        assert (first.count(" wrote "), second.count(" wrote ")) == (1, 0)
+        (per_pass,) = re.findall(r"(\d+) bytes are fetched per pass", second)
+        assert f" 12 passes fetched {12 * int(per_pass)} bytes; " in second
+        assert len(list(store.glob("*.weights"))) == tp
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_written_is_named_by_its_flag(trained: Trained):
-    for tp in ("1", "2"):
-        flags = ["--load", str(trained.load), "--prompt", "a", "--weights-on", "disk", "--weight-store", "/proc/x"]
-        code, output = run_forked("tools/generate.py", *flags, "--tensor-model-parallel-size", tp, folder=trained.home)
+def test_a_store_that_cannot_be_written_is_named_by_its_flag(converted: Path):
+    flags = ["--load", converted / "ours", "--prompt", "a", "--weights-on", "disk", "--weight-store", "/proc/x"]
+    for tp in (1, 2):
+        code, output = run_tool("generate", *flags, "--tensor-model-parallel-size", tp, world=tp)
         assert code == 2
         assert "error: rank 0: --weight-store /proc/x: /proc/x: No such file or directory\n" in output
 
@@ -143,10 +143,10 @@ def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches(tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_as_many_prompts_as_fit_are_one_batch(trained: Trained, tmp_path: Path):
+def test_as_many_prompts_as_fit_are_one_batch(converted: Path, tmp_path: Path):
     (tmp_path / "prompts").write_text("\n".join(PROMPTS * 4))
-    flags = ["--prompt-file", str(tmp_path / "prompts"), "--prompts-at-once", "auto", "--sample-tokens", "2"]
-    output = run(trained, *flags, "--weights-on", "host", "--weight-bits", "4")
+    flags = ["--prompt-file", tmp_path / "prompts", "--prompts-at-once", "auto", "--sample-tokens", 2]
+    output = run(converted, *flags, "--weights-on", "host", "--weight-bits", 4)
     assert " 256 prompts at once" in output
     assert output.count("with the cache: 24 tokens") == 1
 
@@ -160,20 +160,22 @@ def test_on_a_terminal_each_line_is_answered_by_itself(monkeypatch: pytest.Monke
     assert terminal.tell() == 2
 
 
-def test_what_cannot_be_is_refused_in_one_line(trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    load = ("--load", str(trained.load))
-    empty, junk = tmp_path / "empty", tmp_path / "junk"
-    empty.write_text("\n\n")
-    junk.write_bytes(bytes(range(256)))
+def test_what_cannot_be_is_refused_in_one_line(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").write_text("\n\n")
+    Path("junk").write_bytes(bytes(range(256)))
+    load = f"--load {converted}/ours"
     for flags, message in (
-        ((), "--load is missing: the folder of checkpoints"),
-        ((*load, "--prompt-file", "nowhere"), "--prompt-file nowhere does not exist"),
-        ((*load, "--prompt-file", str(empty)), f"--prompt-file {empty} holds no prompt"),
-        ((*load, "--prompt-file", str(junk)), f"--prompt-file {junk} is not text in UTF-8: "),
-        ((*load, "--prompt-file", "nowhere", "--prompt", "x"), "--sample-prompt and --prompt-file exclude each other"),
-        ((*load, "--prompts-at-once", "0"), "--prompts-at-once 0 is not positive"),
+        ("", "--load is missing"),
+        (f"{load} --prompt-file nowhere", "--prompt-file nowhere does not exist"),
+        (f"{load} --prompt-file empty", "--prompt-file empty holds no prompt"),
+        (f"{load} --prompt-file junk", "--prompt-file junk is not text in UTF-8: "),
+        (f"{load} --prompt-file nowhere --prompt x", "--sample-prompt and --prompt-file exclude each other"),
+        (f"{load} --prompts-at-once 0", "--prompts-at-once 0 is not positive"),
     ):
-        assert generate.main(list(flags)) == 2
+        assert generate.main(flags.split()) == 2, flags
         error = capfd.readouterr().err
         assert message in error
         assert error.count("\n") == 1, error

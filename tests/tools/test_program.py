@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 from helpers.program import ROOT
-from helpers.trained import Trained
 
 from megazpp.base.program import JobError, in_words, program
 from megazpp.parallel.axis import MeshAxis
@@ -29,23 +28,23 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(
-    ("argv", "end", "status", "said"),
-    [
-        ([], None, 0, ""),
-        ([], 2, 2, ""),
-        ([], ValueError("no"), 2, "error: no"),
-        ([], JobError("no"), 1, "error: no"),
-        ([], KeyboardInterrupt(), 130, "interrupted"),
-        # a file that cannot be made is named with its flag
-        (["--to", "/proc/x"], OSError(2, "no", "/proc/x"), 2, "error: --to /proc/x: /proc/x: no"),
-        (["--to=/proc/x/y"], OSError(2, "no", "/proc/x"), 2, "error: --to /proc/x/y: /proc/x: no"),
-        (["--many", "a", "/proc", "--to", "b"], OSError(2, "no", "/proc/x"), 2, "error: --many /proc: /proc/x: no"),
-        (["--to", "b"], OSError(2, "no", "/proc/x"), 2, "error: /proc/x: no"),
-    ],
-)
+MISSING = OSError(2, "no", "/proc/x")
+ENDS: list[tuple[str, Any, int, str]] = [  # flags, what main returns or raises, exit code, stderr
+    ("", None, 0, ""),
+    ("", 2, 2, ""),
+    ("", ValueError("no"), 2, "error: no"),
+    ("", JobError("no"), 1, "error: no"),
+    ("", KeyboardInterrupt(), 130, "interrupted"),
+    # a file that cannot be made is named with its flag
+    ("--to /proc/x", MISSING, 2, "error: --to /proc/x: /proc/x: no"),
+    ("--to=/proc/x/y", MISSING, 2, "error: --to /proc/x/y: /proc/x: no"),
+    ("--many a /proc --to b", MISSING, 2, "error: --many /proc: /proc/x: no"),
+    ("--to b", MISSING, 2, "error: /proc/x: no"),
+]
+
+
 def test_a_program_ends_with_the_status_of_its_main_and_a_mistake_or_an_interrupt_is_one_line(
-    argv: list[str], end: Any, status: int, said: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ):
     @program
     def main(argv: list[str]) -> int | None:
@@ -53,8 +52,9 @@ def test_a_program_ends_with_the_status_of_its_main_and_a_mistake_or_an_interrup
             raise end
         return end
 
-    assert main(argv) == status
-    assert capsys.readouterr().err == (f"test_program.py: {said}\n" if said else "")
+    for flags, end, status, said in ENDS:
+        assert main(flags.split()) == status, (flags, end)
+        assert capsys.readouterr().err == (f"test_program.py: {said}\n" if said else "")
 
 
 def unread(*command: str, folder: Path) -> tuple[int, str]:
@@ -77,9 +77,9 @@ def test_a_tool_whose_reader_has_gone_ends_without_a_word(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_workers_whose_reader_has_gone_end_without_a_word(trained: Trained):
-    flags = ["--load", str(trained.load), "--prompt", "The cat", "--sample-tokens", "30", "--nproc", "2"]
-    code, error = unread("tools/generate.py", *flags, folder=trained.home)
+def test_workers_whose_reader_has_gone_end_without_a_word(converted: Path, tmp_path: Path):
+    flags = ["--load", str(converted / "ours"), "--prompt", "The cat", "--sample-tokens", "30", "--nproc", "2"]
+    code, error = unread("tools/generate.py", *flags, folder=tmp_path)
     assert code == 141
     assert "Traceback" not in error
     assert "BrokenPipe" not in error
