@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.topology.layout import plan_layout
 from megazpp.topology.show import axis_wires, topology_text
@@ -36,8 +34,6 @@ def test_a_domain_of_several_nodes_stands_above_its_nodes_and_notices_are_shown(
 
 
 def test_of_a_large_cluster_the_first_nodes_are_shown_and_the_rest_counted():
-    start = time.process_time()
     text = topology_text(plan_layout(Cluster(num_nodes=4096, ranks_per_node=8), tp=8, replicas=1))
     assert "... and 4080 more nodes" in text
     assert len(text.splitlines()) < 30
-    assert time.process_time() - start < 10
