@@ -14,7 +14,7 @@ Each message of a ring has the latency of its own link (NCCL's tuning.cc counts 
 23 links are the network's.
 
 A cluster file names its calibration (`device: {shares: h100}`): the shares of data sheets that programs reach.
-tests/helpers/published.py has every published figure, and its test what the planner predicts of it.
+tests/planner/test_published.py has every published figure, and what the planner predicts of it.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ NCCL_BLOCKS = 32  # most that a collective runs on, a multiprocessor each (MAXCH
 ASSUMED_SHARES = Shares(
     matrix=V100_MATRIX_SHARE, memory=0.8, domain=0.8, node=0.8, network=0.8, beside=round(NCCL_BLOCKS / 132, 3)
 )
-# Fitted to the published rows of tests/helpers/published.py; tests/planner/test_published.py has the errors. Few
-# figures fix them, so each is what makes those come out, not what a benchmark of that part would show: V100's "memory"
-# holds every pass over memory that DeepSpeed makes and FSDP2 does not, H800's "matrix" everything that is no product.
+# Fitted to the published rows of tests/planner/test_published.py, which has the errors. Few figures fix them, so each
+# is what makes those come out, not what a benchmark of that part would show: V100's "memory" holds every pass over
+# memory that DeepSpeed makes and FSDP2 does not, H800's "matrix" everything that is no product.
 DGX2_SHARES = ASSUMED_SHARES._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)
 H100_SHARES = ASSUMED_SHARES._replace(matrix=0.428)
 H800_SHARES = ASSUMED_SHARES._replace(matrix=0.152, network=0.179)  # of eight adapters of 400 Gbit/s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ STYLES = {  # a larger std than usual, so that the logits differ by much more th
     "llama": dataclasses.replace(LLAMA_STYLE, init_method_std=0.5),
 }
 GREEDY = SampleConfig(sample_tokens=20, sample_temperature=0.0)  # beyond the longest input of 16
-SHORT = dataclasses.replace(GREEDY, sample_tokens=8)
 DRAWN = SampleConfig(sample_tokens=20, sample_temperature=0.7, sample_top_k=10)
 ZEROPP = ZeroConfig(zeropp=True)
 
@@ -53,96 +53,101 @@ def greedy_reference(style: GPTConfig, prompt: tuple[int, ...]) -> list[int]:
     return plain_loop(plain_model(style).eval(), prompt, GREEDY.sample_tokens)
 
 
-def generate_on_ranks(
-    case: Case, prompts: tuple[tuple[int, ...], ...], config: SampleConfig, seeds: tuple[int, ...], **options: Any
-) -> list[list[list[int]]]:
+def generate_on_ranks(case: Case, *asked: tuple[tuple[tuple[int, ...], ...], SampleConfig, int, int]) -> list[Any]:
+    """The tokens of prompts with a config, a seed and the first prompt's number, for each that is asked."""
     built = build_on_ranks(case)
-    found = [generate(*built, prompts, config, max_length=16, seed=seed, **options).tokens for seed in seeds]
+    found = [
+        generate(*built, prompts, config, max_length=16, seed=seed, first_prompt=number).tokens
+        for prompts, config, seed, number in asked
+    ]
     assert built[0].training
     return found
 
 
-def agreed(world_size: int, *args: Any, **options: Any) -> Any:
+def agreed(world_size: int, *args: Any) -> Any:
     """What all ranks agree on."""
-    first, *others = ranks(world_size).run(generate_on_ranks, *args, **options)
+    first, *others = ranks(world_size).run(generate_on_ranks, *args)
     assert all(other == first for other in others)
     return first
 
 
-GRID = [(1, 1, 3, False), (2, 1, 3, False), (2, 2, 0, True), (4, 1, 1, False), (4, 2, 3, True), (4, 4, 2, False)]
-DEFAULT = (("gpt2", GRID[1]), ("llama", GRID[2]))
+DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
+
+
+@functools.cache
+def drawn_by_one_process(style: str) -> list[list[list[int]]]:
+    return agreed(1, Case(model=STYLES[style]), *DRAWS)
 
 
 @pytest.mark.parametrize(
     ("style", "world_size", "tp", "stage", "sequence_parallel"),
-    [(style, *layout) if (style, layout) in DEFAULT else slow(style, *layout) for style in STYLES for layout in GRID],
+    [
+        ("gpt2", 2, 1, 3, False),
+        ("llama", 2, 2, 0, True),
+        slow("gpt2", 4, 1, 1, False),
+        slow("gpt2", 4, 2, 3, True),
+        slow("llama", 4, 4, 2, False),
+    ],
 )
-def test_greedy_tokens_of_a_batch_are_those_of_plain_forwards_row_by_row(
+def test_greedy_tokens_are_those_of_plain_forwards_row_by_row_and_drawn_ones_depend_on_the_seed_alone(
     style: str, world_size: int, tp: int, stage: int, sequence_parallel: bool
 ):
-    model = STYLES[style]
+    model, batches = STYLES[style], (PROMPTS[:3], PROMPTS[3:])
     case = Case(model=model, tp=tp, stage=stage, sequence_parallel=sequence_parallel)
-    for prompts in (PROMPTS[:3], PROMPTS[3:]):
-        (tokens,) = agreed(world_size, case, prompts, GREEDY, (1,))
-        assert tokens == [greedy_reference(model, prompt) for prompt in prompts]
-    assert len(set(tokens[0])) > 2  # a text that varies, so equality says something
+    first, second, *drawn = agreed(world_size, case, *((prompts, GREEDY, 1, 0) for prompts in batches), *DRAWS)
+    assert [*first, *second] == [greedy_reference(model, prompt) for prompt in PROMPTS]
+    assert len(set(second[0])) > 2  # a text that varies, so equality says something
+    assert drawn == drawn_by_one_process(style)
+    assert drawn[0] == drawn[2] != drawn[1]
 
 
-def zeropp_on_ranks(case: Case) -> tuple[list[list[int]], list[list[int]]]:
-    """Generated, and from plain forwards of the same sharded model, which sees quantized weights."""
+def generate_sharded(case: Case) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """Generated, from plain forwards of the same sharded model, which sees quantized weights, and gathers of weights.
+
+    Gathers by generations of 2, 2 and 8 tokens (the first also crosses nodes), then by the plain forwards.
+    """
     model, sharding, dims = build_on_ranks(case)
-    tokens = generate(model, sharding, dims, PROMPTS[:3], SHORT, max_length=16, seed=1).tokens
-    model.eval()
-    return tokens, [plain_loop(model, prompt, SHORT.sample_tokens) for prompt in PROMPTS[:3]]
+    tokens: list[list[int]] = []
 
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("style", STYLES)
-def test_greedy_tokens_under_zeropp_are_those_of_its_plain_forwards(style: str, tp: int):
-    case = Case(model=STYLES[style], tp=tp, nodes=2, zero=ZEROPP)
-    results = ranks(4).run(zeropp_on_ranks, case)
-    for tokens, expected in results:
-        assert tokens == expected
-        assert tokens == results[0][0]
-
-
-def gathers_on_ranks(case: Case) -> list[int]:
-    """Gathers of weights by generations of 2, 2 and 8 tokens (the first also crosses nodes), then by one forward."""
-    model, sharding, dims = build_on_ranks(case)
-    found = []
-
-    def calls() -> int:
+    def gathers() -> int:
         table = dims.counter.table().items()
         return sum(t.calls for (_, axis, kind), t in table if kind == "all_gather" and axis != "tp")
 
+    counts = [gathers()]
     for num_tokens in (2, 2, 8):
-        before = calls()
         config = dataclasses.replace(GREEDY, sample_tokens=num_tokens)
-        generate(model, sharding, dims, PROMPTS[:2], config, max_length=16, seed=1)
-        found.append(calls() - before)
-    before = calls()
-    with torch.no_grad():
-        model.eval()(torch.zeros(1, 16, dtype=torch.int64))
-    return [*found, calls() - before]
+        tokens = generate(model, sharding, dims, PROMPTS[:3], config, max_length=16, seed=1).tokens
+        counts.append(gathers())
+    model.eval()
+    expected = [plain_loop(model, prompt, 8) for prompt in PROMPTS[:3]]
+    counts.append(gathers())
+    return tokens, expected, [after - before for before, after in itertools.pairwise(counts)]
 
 
-@pytest.mark.parametrize("zero", [None, ZEROPP])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_weights_are_gathered_once_per_generation_and_freed_after_it(zero: ZeroConfig | None, tp: int):
-    for first, short, long, after in ranks(4).run(gathers_on_ranks, Case(tp=tp, nodes=2, zero=zero)):
-        assert first >= short == long == after
-        assert first > 0
+@pytest.mark.parametrize(
+    ("style", "tp", "zero"), [("gpt2", 2, ZEROPP), ("llama", 1, ZEROPP), ("llama", 2, None)], ids=str
+)
+def test_weights_are_gathered_once_per_generation_whose_tokens_are_those_of_plain_forwards_and_freed_after_it(
+    style: str, tp: int, zero: ZeroConfig | None
+):
+    results = ranks(4).run(generate_sharded, Case(model=STYLES[style], tp=tp, nodes=2, zero=zero))
+    for tokens, expected, (first, short, long, after) in results:
+        assert tokens == expected
+        assert tokens == results[0][0]
+        assert 0 < first >= short == long
+        assert after == 3 * 8 * long
 
 
 def train_around_a_sample(case: Case, samples: bool) -> list[tuple[float, float]]:
     step, dims = build_step(case)
     found = []
-    for index in range(4):
+    for index in range(3):
         size = case.global_batch // dims.data_size
         result = step([case.batch(index, dims.data_rank * size, size)], learning_rate=1e-2, weight_decay=0.01)
         found.append((result.loss, result.grad_norm))
-        if samples:
-            generate(step.model, step.sharding, dims, PROMPTS, DRAWN, max_length=16, seed=1)
+        if samples and index < 2:
+            few = dataclasses.replace(DRAWN, sample_tokens=3)
+            generate(step.model, step.sharding, dims, PROMPTS, few, max_length=16, seed=1)
     return found
 
 
@@ -153,28 +158,13 @@ def test_a_sample_in_the_middle_changes_nothing_about_the_training(zero: ZeroCon
     assert ranks(4).run(train_around_a_sample, case, True) == ranks(4).run(train_around_a_sample, case, False)
 
 
-@functools.cache
-def drawn_by_one_process() -> list[list[list[int]]]:
-    return agreed(1, Case(model=STYLES["gpt2"]), PROMPTS[:1], DRAWN, (1, 2, 1))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "tp", "stage", "sequence_parallel"),
-    [GRID[1], GRID[2], *(slow(*layout) for layout in GRID[3:])],
-)
-def test_drawn_tokens_depend_on_the_seed_alone(world_size: int, tp: int, stage: int, sequence_parallel: bool):
-    alone = drawn_by_one_process()
-    assert alone[0] == alone[2] != alone[1]
-    case = Case(model=STYLES["gpt2"], tp=tp, stage=stage, sequence_parallel=sequence_parallel)
-    assert agreed(world_size, case, PROMPTS[:1], DRAWN, (1, 2, 1)) == alone
-
-
-def test_drawn_tokens_of_a_prompt_do_not_depend_on_the_others_of_its_batch():
-    case = Case(model=STYLES["llama"])
-    (together,) = agreed(1, case, PROMPTS[:3], DRAWN, (1,))
-    for number in range(3):
-        (alone,) = agreed(1, case, PROMPTS[number : number + 1], DRAWN, (1,), first_prompt=number)
-        assert alone == [together[number]]
+def test_drawn_tokens_of_a_prompt_do_not_depend_on_the_others_of_its_batch_and_none_are_drawn_unasked():
+    nothing = dataclasses.replace(GREEDY, sample_tokens=0)
+    alone = [(PROMPTS[number : number + 1], DRAWN, 1, number) for number in range(3)]
+    asked = [(PROMPTS[:3], DRAWN, 1, 0), *alone, (PROMPTS[:2], nothing, 1, 0)]
+    together, *rows, empty = agreed(1, Case(model=STYLES["llama"]), *asked)
+    assert rows == [[row] for row in together]
+    assert empty == [[], []]
 
 
 def stopped_on_ranks(case: Case) -> tuple[list[list[int]], list[tuple[int, int]]]:
@@ -186,16 +176,12 @@ def stopped_on_ranks(case: Case) -> tuple[list[list[int]], list[tuple[int, int]]
         return [r for r, _ in told].count(row) == {0: 3, 1: 99, 2: 5}[row]
 
     built = build_on_ranks(case)
-    return generate(*built, PROMPTS[:3], SHORT, max_length=16, seed=1, is_last=is_last).tokens, told
+    return generate(*built, PROMPTS[:3], GREEDY, max_length=16, seed=1, is_last=is_last).tokens, told
 
 
 def test_a_row_that_ends_early_leaves_the_others_as_they_are():
     style = STYLES["llama"]
     ((tokens, told),) = ranks(1).run(stopped_on_ranks, Case(model=style))
     expected = [greedy_reference(style, prompt) for prompt in PROMPTS[:3]]
-    assert tokens == [expected[0][:3], expected[1][:8], expected[2][:5]]
+    assert tokens == [expected[0][:3], expected[1], expected[2][:5]]
     assert [[token for r, token in told if r == row] for row in range(3)] == tokens
-
-
-def test_nothing_is_generated_where_nothing_is_asked_for():
-    assert agreed(1, Case(), PROMPTS[:2], dataclasses.replace(GREEDY, sample_tokens=0), (1,)) == [[[], []]]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import pytest
 import torch
 import transformers
+from helpers.refusals import not_refused
 
 from megazpp.inference.sample import SampleConfig, next_probabilities, occurring, pick
 
 SHARES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = SHARES.log() + 3.0
-
-
-def draws(count: int = 400, logits: torch.Tensor = LOGITS, **settings: Any) -> list[int]:
-    values = {"sample_temperature": 1.0, "sample_top_k": 0} | settings
-    generator = torch.Generator().manual_seed(1)
-    return [pick(logits, SampleConfig(**values), generator) for _ in range(count)]
 
 
 def test_temperature_0_takes_the_most_likely_token_and_draws_nothing():
@@ -28,13 +23,16 @@ def test_temperature_0_takes_the_most_likely_token_and_draws_nothing():
 
 
 def test_at_temperature_1_tokens_come_as_often_as_the_model_says():
-    shares = torch.bincount(torch.tensor(draws(4000)), minlength=5) / 4000
+    config, generator = SampleConfig(sample_temperature=1.0, sample_top_k=0), torch.Generator().manual_seed(1)
+    drawn = torch.tensor([pick(LOGITS, config, generator) for _ in range(4000)])
+    shares = torch.bincount(drawn, minlength=5) / 4000
     assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the likeliest
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_probabilities_are_those_of_transformers_logits_processors():
+    generator = torch.Generator().manual_seed(3)
+    logits, rows = 3 * torch.randn(40, 23, generator=generator), torch.randint(23, (40, 6), generator=generator)
+    settings: list[dict[str, Any]] = [
         {"sample_top_k": 1},
         {"sample_top_k": 30},
         {"sample_top_p": 0.01},
@@ -42,25 +40,35 @@ def test_at_temperature_1_tokens_come_as_often_as_the_model_says():
         {"sample_repetition_penalty": 1.3},
         {"sample_min_p": 0.2},
         {"sample_repetition_penalty": 0.7, "sample_min_p": 0.1, "sample_top_k": 9, "sample_top_p": 0.8},
-    ],
-)
-def test_probabilities_are_those_of_transformers_logits_processors(settings: dict[str, Any]):
-    config = SampleConfig(**{"sample_temperature": 0.7, "sample_top_k": 0} | settings)
-    generator = torch.Generator().manual_seed(3)
-    logits, rows = 3 * torch.randn(40, 23, generator=generator), torch.randint(23, (40, 6), generator=generator)
-    processors = transformers.LogitsProcessorList(
-        [transformers.RepetitionPenaltyLogitsProcessor(config.sample_repetition_penalty)]
-    )
-    processors.append(transformers.TemperatureLogitsWarper(config.sample_temperature))
-    if config.sample_top_k:
-        processors.append(transformers.TopKLogitsWarper(config.sample_top_k))
-    processors.append(transformers.TopPLogitsWarper(config.sample_top_p))
-    if config.sample_min_p is not None:
-        processors.append(transformers.MinPLogitsWarper(config.sample_min_p))
-    expected = torch.softmax(processors(rows, logits.clone()), dim=-1)
-    found = next_probabilities(logits, config, occurring(rows.tolist(), 23, config))
-    torch.testing.assert_close(found / found.sum(dim=-1, keepdim=True), expected, rtol=1e-5, atol=1e-7)
-    assert ((expected > 0) == (found > 0)).all()
+    ]
+    for fields in settings:
+        config = SampleConfig(**{"sample_temperature": 0.7, "sample_top_k": 0} | fields)
+        processors = transformers.LogitsProcessorList(
+            [
+                transformers.RepetitionPenaltyLogitsProcessor(config.sample_repetition_penalty),
+                transformers.TemperatureLogitsWarper(config.sample_temperature),
+                transformers.TopKLogitsWarper(config.sample_top_k or 23),
+                transformers.TopPLogitsWarper(config.sample_top_p),
+                transformers.MinPLogitsWarper(config.sample_min_p or 0.0),
+            ]
+        )
+        expected = torch.softmax(processors(rows, logits.clone()), dim=-1)
+        found = next_probabilities(logits, config, occurring(rows.tolist(), 23, config))
+        found /= found.sum(dim=-1, keepdim=True)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=str(fields))
+        assert ((expected > 0) == (found > 0)).all(), fields
+
+
+def test_top_p_keeps_the_token_with_which_its_share_is_reached_and_min_p_one_that_is_just_as_likely():
+    logits = torch.tensor([[0.25, 0.5, 0.125, 0.125]]).log2() * math.log(2.0)
+    for fields, kept in (
+        ({"sample_top_p": 0.5}, [1]),
+        ({"sample_top_p": 0.51}, [0, 1]),
+        ({"sample_min_p": 0.5}, [0, 1]),
+        ({"sample_min_p": 0.51}, [1]),
+    ):
+        config = SampleConfig(**{"sample_temperature": 1.0, "sample_top_k": 0} | fields)
+        assert next_probabilities(logits, config)[0].nonzero().flatten().tolist() == kept, fields
 
 
 def test_a_penalty_counts_where_the_most_likely_token_is_taken():
@@ -71,22 +79,18 @@ def test_a_penalty_counts_where_the_most_likely_token_is_taken():
     assert pick(negative, config, torch.Generator(), [0]) == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_cannot_work_are_refused():
+    rows = [
         ({"sample_tokens": -1}, "--sample-tokens -1 is negative"),
         ({"sample_temperature": -1}, "--sample-temperature -1 is negative"),
         ({"sample_top_k": -1}, "--sample-top-k -1 is negative"),
-        ({"sample_top_p": 0.0}, r"--sample-top-p 0.0 is not in \(0, 1\]"),
-        ({"sample_top_p": 1.1}, r"--sample-top-p 1.1 is not in \(0, 1\]"),
-        ({"sample_min_p": 1.5}, r"--sample-min-p 1.5 is not in \[0, 1\]"),
+        ({"sample_top_p": 0.0}, "--sample-top-p 0.0 is not in (0, 1]"),
+        ({"sample_top_p": 1.1}, "--sample-top-p 1.1 is not in (0, 1]"),
+        ({"sample_min_p": 1.5}, "--sample-min-p 1.5 is not in [0, 1]"),
         ({"sample_repetition_penalty": 0.0}, "--sample-repetition-penalty 0.0 is not positive"),
         ({"sample_stop": ("a", "")}, "--sample-stop '' is in every text"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        SampleConfig(**settings)
+    ]
+    assert not not_refused(rows, lambda fields: SampleConfig(**fields))
 
 
 def test_a_stop_string_may_name_a_new_line():
