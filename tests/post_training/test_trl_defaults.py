@@ -1,6 +1,7 @@
 """Every default of TRL's configs: ours is the same, or here is the reason why it is not.
 
-TRL's are in the files that write_trl_goldens.py wrote; where TRL is installed, these are compared with it too.
+TRL's are in the files that tools/benchmarks/write_trl_goldens.py wrote; where TRL is installed, they are compared with
+it too.
 """
 
 from __future__ import annotations
@@ -208,6 +209,6 @@ def test_the_written_defaults_are_those_of_the_installed_version():
     trl = pytest.importorskip("trl")
     if trl.__version__ not in FILES:
         pytest.skip(f"TRL {trl.__version__} has not been compared: write_trl_goldens.py")
-    from post_training.write_trl_goldens import config_defaults
+    from write_trl_goldens import config_defaults
 
     assert config_defaults() == FILES[trl.__version__]["defaults"]

@@ -1,0 +1,367 @@
+"""Write what TRL's trainers make of small random logits, losses and gradients, and the defaults of TRL's configs.
+
+    pip install trl==1.16.0   # of another environment than this project's; torch for CPU is enough
+    PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
+    pip install trl==1.12.0   # the last that has PPO
+    PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
+
+One file of more than 300 lines, since all cases share their parts. Each trainer's own code runs, in fp64 where it does
+not cast, on a stub of the trainer whose model gives the logits. The files are JSON in tests/post_training/, whose
+test_trl_goldens.py and test_trl_defaults.py read them.
+
+Legend: B rows, P tokens of a prompt, C of a completion, V of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+from collections import defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl
+import trl.trainer.utils
+
+from megazpp.base.program import program
+
+Values = dict[str, Any]
+B, P, C, V = 4, 2, 4, 6
+PAD, EOS = 0, 1
+TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
+LENGTHS = (3, 4, 1, 4)  # of the completions: ended, cut, ended at once, ended with the last token
+WITH_PPO = trl.__version__ == "1.12.0"
+FOLDER = Path(__file__).resolve().parents[2] / "tests/post_training"
+
+
+@program
+def main(argv: list[str]) -> None:
+    """Write the file of the installed version into the folder that is given, else beside the tests."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    cases = ppo_cases() if WITH_PPO else [*sft(), *reward(), *dpo_cases(), *grpo_cases(), *sync()]
+    path = Path(argv[0] if argv else FOLDER) / f"trl_{trl.__version__}.json"
+    written = {"trl": trl.__version__, "torch": torch.__version__, "defaults": config_defaults(), "cases": cases}
+    path.write_text(json.dumps(written, default=lambda tensor: as_numbers(tensor.tolist())) + "\n")
+    print(f"{path}: {len(cases)} cases")
+
+
+def config_defaults() -> dict[str, Values]:
+    """The defaults of each config class by the names of its fields."""
+    classes: list[Any] = [importlib.import_module("trl.experimental.ppo").PPOConfig] if WITH_PPO else []
+    classes = classes or [trl.SFTConfig, trl.RewardConfig, trl.DPOConfig, trl.GRPOConfig, trl.RLOOConfig]
+    return {
+        each.__name__: {
+            field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            for field in dataclasses.fields(each)
+        }
+        for each in classes
+    }
+
+
+def as_numbers(value: Any) -> Any:
+    """Lists of numbers, to 10 decimals."""
+    return [*map(as_numbers, value)] if isinstance(value, list) else round(value, 10)
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, P + C] tokens, the first of each row its own, all but the second ended by EOS; and the completions' mask."""
+    tokens = torch.randint(2, V, (B, P + C))
+    tokens[:, 0] = torch.arange(2, 2 + B)
+    mask = torch.zeros_like(tokens)
+    for row, length in enumerate(LENGTHS):
+        if row != 1:
+            tokens[row, P + length - 1] = EOS
+        tokens[row, P + length :] = PAD
+        mask[row, P : P + length] = 1
+    return tokens, mask
+
+
+def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(*shape)).round(decimals=3)
+
+
+def random_logits(scale: float = 1.0) -> torch.Tensor:
+    return random(B, P + C, V, scale=scale)
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone().requires_grad_()
+
+
+def accelerator(losses: list[torch.Tensor]) -> SimpleNamespace:
+    """One process, which notes the losses of its backward passes."""
+
+    def same(value: Any, **_: object) -> Any:
+        return value
+
+    def backward(loss: torch.Tensor) -> None:
+        losses.append(loss.detach())
+        loss.backward()
+
+    one: Values = {"device": torch.device("cpu"), "num_processes": 1, "process_index": 0, "parallelism_config": None}
+    flags: Values = dict.fromkeys(("is_main_process", "sync_gradients"), True)
+    calls: Values = dict.fromkeys(("unwrap_model", "gather", "gather_for_metrics", "reduce"), same)
+    contexts: Values = {"accumulate": nullcontext, "autocast": nullcontext, "print": lambda *_: None}
+    return SimpleNamespace(**one, **flags, **calls, **contexts, backward=backward)
+
+
+class GivenLogits(torch.nn.Module):
+    """A language model whose last hidden states are the logits, below a head that changes nothing."""
+
+    is_gradient_checkpointing = False
+    config = SimpleNamespace(get_text_config=SimpleNamespace)
+
+    def __init__(self, logits: torch.Tensor, *, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(V, V, bias=False)
+        self.head.weight.requires_grad_(False).copy_(torch.eye(V))
+        self.base_model = lambda **_: SimpleNamespace(last_hidden_state=logits)
+        self.get_output_embeddings = lambda: self.head
+        utils: Any = trl.trainer.utils
+        fields = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+        utils.add_fused_lm_head(self, temperature=temperature, outputs=fields)
+
+    def forward(self, **_: object) -> None:
+        raise NotImplementedError
+
+
+def sync() -> list[Values]:
+    callback = importlib.import_module("trl.trainer.callbacks").SyncRefModelCallback
+    policy, reference = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    before = [parameter.detach().clone() for parameter in reference.parameters()]
+    callback._sync_target_model(policy, reference, 0.6)
+    tensors = {"policy": policy.parameters(), "reference": before, "mixed": reference.parameters()}
+    return [{"kind": "sync", "alpha": 0.6, **{name: [*each] for name, each in tensors.items()}}]
+
+
+def sft() -> list[Values]:
+    (tokens, mask), logits = rows(), leaf(random_logits())
+    model = GivenLogits(logits)
+    trainer = stub("SFTTrainer", model, label_smoother=None, compute_loss_func=None)
+    trainer.args.loss_type, trainer.args.average_tokens_across_devices = "nll", False
+    inputs = {"input_ids": tokens, "labels": tokens.masked_fill(mask == 0, -100), "attention_mask": tokens != PAD}
+    loss = trainer.compute_loss(model, inputs)
+    loss.backward()
+    known: Values = {"tokens": tokens, "mask": mask, "logits": logits.detach()}
+    return [{"kind": "sft", **known, "loss": loss, "grad": logits.grad}]
+
+
+def reward() -> list[Values]:
+    cases = []
+    for center in (None, 0.3):
+        scores = leaf(random(2 * B))
+        model = torch.nn.Module()
+        model.forward = lambda scores=scores, **_: SimpleNamespace(logits=scores.unsqueeze(-1))
+        trainer = stub("RewardTrainer", model)
+        trainer.args.center_rewards_coefficient = center
+        loss = trainer.compute_loss(model, {"attention_mask": torch.ones(2 * B, P)})
+        loss.backward()
+        known = {"settings": {"center": center}, "scores": scores.detach()}
+        cases.append({"kind": "reward", **known, "loss": loss, "grad": scores.grad})
+    return cases
+
+
+def dpo_cases() -> list[Values]:
+    types = ["sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"]
+    return [
+        *(dpo([each]) for each in types),
+        dpo(["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0]),
+        dpo(["robust", "ipo"]),
+    ]
+
+
+def dpo(loss_types: list[str], loss_weights: list[float] | None = None) -> Values:
+    (tokens, mask), ref = rows(), random_logits()
+    logits = leaf(ref + random_logits(0.2))
+    model = GivenLogits(logits)
+    trainer = stub("DPOTrainer", model, ref_model=GivenLogits(ref), ld_alpha=None, precompute_ref_logps=False)
+    trainer.beta, trainer.label_smoothing, trainer.f_divergence_type = 0.5, 0.1, "reverse_kl"
+    trainer.loss_types, trainer.use_weighting = loss_types, False
+    trainer.loss_weights = loss_weights or [1.0] * len(loss_types)
+    inputs = {"input_ids": tokens, "attention_mask": tokens != PAD, "completion_mask": mask}
+    loss = trainer._compute_loss(model, inputs, False)
+    loss.backward()
+    settings: Values = {"beta": 0.5, "label_smoothing": 0.1, "loss_types": loss_types, "loss_weights": loss_weights}
+    given: Values = {"tokens": tokens, "mask": mask, "ref_logits": ref, "logits": logits.detach()}
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    metrics = {name: trainer._metrics["train"][name][0] for name in names}
+    return {"kind": "dpo", "settings": settings, **given, "loss": loss, "metrics": metrics, "grad": logits.grad}
+
+
+def grpo_cases() -> list[Values]:
+    scaled = ({"off_policy": False}, {"scale": "batch", "beta": 0.1}, {"scale": "none", "beta": 0.1})
+    variants: list[Values] = [
+        {"loss_type": "cispo", "epsilon_high": 1.1},
+        {"loss_type": "cispo", "level": "sequence"},
+        {"loss_type": "grpo", "level": "sequence"},
+        {"loss_type": "dapo", "level": "sequence", "delta": 1.1},
+        {"loss_type": "dapo", "delta": 1.1},
+        {"loss_type": "dapo", "bias_correction": False},
+    ]
+    found = [grpo(loss_type=name, **each) for name in ("grpo", "bnpo", "dr_grpo", "dapo") for each in scaled]
+    return [*found, *(grpo(beta=0.1, **each) for each in variants), rloo("none"), rloo("batch")]
+
+
+def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
+    """Rewards to advantages, and the loss of the batch that comes of it, by GRPOTrainer."""
+    settings: Values = {
+        "loss_type": "",
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "epsilon_high": 0.3,
+        "delta": None,
+        "level": "token",
+    }
+    settings |= {"bias_correction": True, "temperature": 0.7, "max_completion_length": C + 3, "scale": "group"}
+    settings |= {"estimator": "grpo", **changed}
+    loss_type, beta = settings["loss_type"], settings["beta"]
+    (tokens, mask), old = rows(), random_logits()
+    rewards = torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [torch.nan, torch.nan]])
+    ref, logits = old + random_logits(0.3), leaf(old + random_logits(0.3))
+    model, before = GivenLogits(logits, temperature=0.7), GivenLogits(old, temperature=0.7)
+    trainer = stub("GRPOTrainer", model, beta=beta, loss_type=loss_type, scale_rewards=settings["scale"])
+    trainer.ref_model = GivenLogits(ref, temperature=0.7)
+    trainer.epsilon_low, trainer.epsilon_high, trainer.max_completion_length = 0.2, settings["epsilon_high"], C + 3
+    trainer.importance_sampling_level = settings["level"]
+    trainer.args.delta, trainer.args.use_bias_correction_kl = settings["delta"], settings["bias_correction"]
+    inputs = generated(trainer, tokens, rewards, None, None, {}, None, None)
+    if off_policy:
+        old_logps, *_ = trainer._get_per_token_logps_and_entropies(before, tokens, tokens != PAD, C)
+        inputs["old_per_token_logps"] = old_logps
+    loss = trainer._compute_loss(model, inputs)
+    loss.backward()
+    given: Values = {"tokens": tokens, "mask": mask, "rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
+    given |= {"old_logits": old if off_policy else None, "ref_logits": ref, "logits": logits.detach()}
+    metrics = trainer._metrics["train"]
+    clipped = metrics["cispo_clip_ratio" if loss_type == "cispo" else "clip_ratio/region_mean"][0]
+    found: Values = {"advantages": inputs["advantages"], "loss": loss, "clip_ratio": clipped}
+    found |= {"kl": metrics["kl"][-1] if beta else None, "entropy": metrics["entropy"][-1], "grad": logits.grad}
+    return {"kind": "grpo", "settings": settings, **given, **found}
+
+
+def rloo(scale: str) -> Values:
+    """Rewards to advantages by RLOOTrainer, whose loss is another one."""
+    (tokens, _), rewards = rows(), torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [0.5, 0.0]])
+    trainer = stub("RLOOTrainer", GivenLogits(random_logits()), beta=0.0, normalize_advantages=scale == "batch")
+    known: Values = {"rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
+    settings: Values = {"scale": scale, "estimator": "rloo"}
+    advantages = generated(trainer, tokens, rewards)["advantages"]
+    return {"kind": "rloo", "settings": settings, **known, "advantages": advantages}
+
+
+def generated(trainer: Any, tokens: torch.Tensor, rewards: torch.Tensor, *more: Any) -> Values:
+    """What the trainer makes of completions and their [B, functions] rewards, two completions to a prompt.
+
+    `more` is what its `_generate` gives beside them: one value before the texts, the others behind.
+    """
+    completions = [tokens[row, P : P + length].tolist() for row, length in enumerate(LENGTHS)]
+    drawn = (tokens[:, :P].tolist(), completions, *more[:1], ["text"] * B, *more[1:])
+    trainer._generate, trainer._calculate_rewards = lambda _: drawn, lambda *_: rewards
+    trainer.num_generations, trainer.reward_weights = 2, torch.tensor([1.0, 0.5])
+    trainer.reward_funcs, trainer.reward_func_names = [None, None], ["first", "second"]
+    return trainer._generate_and_score_completions([{"prompt": "text"}] * B)
+
+
+def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
+    """A trainer that was not initialised, with what its losses look at."""
+    trainer_class: Any = type("Stub", (getattr(trl, name),), {"current_gradient_accumulation_steps": 1})
+    made = trainer_class.__new__(trainer_class)
+    args: Values = dict.fromkeys(("gradient_accumulation_steps", "steps_per_generation"), 1)
+    args |= {"per_device_train_batch_size": B, "gradient_checkpointing_kwargs": None, "report_to": []}
+    logs: Values = {"prompt": [], "completion": [], "advantages": []}
+    logs |= {name: defaultdict(list) for name in ("rewards", "extra")}
+    falsy = (
+        "aux_loss_enabled tools environments environment_factories use_vllm mask_truncated_completions "
+        "multi_environment pad_to_multiple_of use_adaptive_entropy _entropy_bonus_enabled reward_clip_range "
+        "log_multimodal off_policy_mask_threshold vllm_importance_sampling_correction"
+    )
+    known: Values = {**dict.fromkeys(falsy.split()), "args": SimpleNamespace(**args), "model": model}
+    known |= {"importance_sampling_level": "token", "multi_objective_aggregation": "sum_then_normalize"}
+    known |= {"top_entropy_quantile": 1.0, "num_iterations": 1, "_total_train_tokens": 0, "_tp_size": 1}
+    known |= {"_metrics": {"train": defaultdict(list)}, "_logs": logs, "_pending_extra_logs": {}}
+    known |= {"_pending_metrics": {}, "accelerator": accelerator([]), "_tokenizer": TOKENIZER}
+    made.__dict__ |= known | attributes
+    return made
+
+
+def nan_to_none(rewards: torch.Tensor) -> list[list[float | None]]:
+    return [[None if math.isnan(reward) else reward for reward in row] for row in rewards.tolist()]
+
+
+def ppo_cases() -> list[Values]:
+    found = [ppo(gamma=1.0, lam=0.95), ppo(gamma=0.9, lam=0.8), ppo(gamma=1.0, lam=0.95, kl_coef=0.0)]
+    return [*found, ppo(gamma=0.9, lam=0.95, whiten_rewards=True)]
+
+
+def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool = False) -> Values:
+    """One update of PPOTrainer.train on a rollout that was given."""
+    trainer: Any = importlib.import_module("trl.experimental.ppo.ppo_trainer")
+    (tokens, mask), old, ref = rows(), random_logits(), random_logits()
+    new = leaf(old + random_logits(0.5))
+    old_values, scores = random(B, P + C), random(B)
+    new_values = leaf(old_values + random(B, P + C, scale=0.5))
+    whitened: list[tuple[torch.Tensor, torch.Tensor]] = []
+    whiten = trainer.masked_whiten
+
+    def masked_whiten(values: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        whitened.append((values.clone(), whiten(values, mask, **options)))
+        return whitened[-1][1]
+
+    def forward(model: Any, query_responses: torch.Tensor, *_: object) -> Any:
+        picked = (query_responses[:, 0] - 2).tolist()
+        if model == "ref":
+            return SimpleNamespace(logits=ref[picked].clone())
+        return SimpleNamespace(logits=new[picked]), new_values[picked].unsqueeze(-1)
+
+    def get_reward(model: Any, *_: object) -> tuple[Any, Any, None]:
+        return (old_values.unsqueeze(-1), None, None) if model == "value" else (None, scores.clone(), None)
+
+    trainer.masked_whiten, trainer.forward, trainer.get_reward = masked_whiten, forward, get_reward
+    trainer.batch_generation = lambda *_: (tokens, old[:, P - 1 : -1].clone())
+    trainer.unwrap_model_for_generation = lambda model, *_, **__: nullcontext(model)
+    settings: Values = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef, "whiten_rewards": whiten_rewards}
+    settings |= {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
+    ones = "num_ppo_epochs num_mini_batches gradient_accumulation_steps num_total_batches temperature"
+    sizes = "batch_size local_batch_size local_mini_batch_size per_device_train_batch_size total_episodes"
+    sizes += " local_rollout_forward_batch_size"
+    given: Values = {**settings, **dict.fromkeys(ones.split(), 1), **dict.fromkeys(sizes.split(), B)}
+    given |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "missing_eos_penalty"))
+    given |= {"response_length": C, "num_sample_generations": 0, "ds3_gather_for_generation": False}
+    control = SimpleNamespace(should_save=False)
+    callbacks = dict.fromkeys(("on_train_begin", "on_step_end", "on_train_end"), lambda *_: control)
+    losses: list[torch.Tensor] = []
+    logged: list[Values] = []
+    models: Values = {"ref_model": "ref", "reward_model": "reward", "processing_class": TOKENIZER, "stop_token_id": EOS}
+    loop: Values = {"dataloader": [{"input_ids": tokens[:, :P]}], "state": SimpleNamespace(), "control": control}
+    loop |= {"is_deepspeed_enabled": False, "train_dataset_len": B, "log": logged.append}
+    its = SimpleNamespace(
+        args=SimpleNamespace(**given, kl_estimator="k1"),
+        accelerator=accelerator(losses),
+        optimizer=SimpleNamespace(step=lambda: None, zero_grad=lambda: None),
+        model=SimpleNamespace(policy="policy", value_model="value", train=lambda: None),
+        callback_handler=SimpleNamespace(**callbacks),
+        lr_scheduler=SimpleNamespace(get_last_lr=lambda: [0.0], step=lambda: None),
+        **models,
+        **loop,
+    )
+    trainer.PPOTrainer.train(its)
+    trainer.masked_whiten = whiten
+    advantages, after = whitened[-1]
+    found: Values = {"tokens": tokens, "mask": mask, "old_logits": old, "ref_logits": ref, "logits": new.detach()}
+    found |= {"old_values": old_values, "values": new_values.detach(), "scores": scores}
+    found |= {"advantages": advantages, "whitened": after, "loss": losses[0]}
+    names: Values = {"policy_loss": "loss/policy_avg", "value_loss": "loss/value_avg"}
+    names |= {"clip_ratio": "policy/clipfrac_avg", "value_clip_ratio": "val/clipfrac_avg"}
+    found |= {name: logged[0][theirs] for name, theirs in names.items()}
+    found |= {"grad": new.grad, "value_grad": new_values.grad}
+    return {"kind": "ppo", "settings": {**settings, "max_completion_length": C}, **found}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
