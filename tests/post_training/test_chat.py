@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 import tokenizers
+from helpers.refusals import not_refused
 from transformers import PreTrainedTokenizerFast
 
 from megazpp.data.tokenizer import ByteTokenizer, HFTokenizer
@@ -42,56 +44,33 @@ A: {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-@pytest.fixture(scope="module")
-def reference() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")), **VARIABLES
-    )
-
-
 @pytest.mark.parametrize("source", [PLAIN, MARKED, DEFAULT_TEMPLATE])
-@pytest.mark.parametrize("prompt", [False, True])
-def test_a_template_writes_what_transformers_makes_of_it(
-    reference: PreTrainedTokenizerFast, source: str, prompt: bool
-) -> None:
+def test_a_template_writes_what_transformers_makes_of_it_and_tells_the_assistants_words(source: str) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    reference = PreTrainedTokenizerFast(tokenizer_object=words, **VARIABLES)
     tools = [{"type": "function", "function": {"name": "add", "description": "a < b", "parameters": {}}}]
     template = ChatTemplate(source, name="it", variables=VARIABLES)
-    for messages in (TURNS, TURNS[:2], TURNS[1:3]):
-        for given in (None, tools):
-            theirs = reference.apply_chat_template(
-                messages, chat_template=source, tools=given, add_generation_prompt=prompt, tokenize=False
-            )
-            assert template.render(messages, add_generation_prompt=prompt, tools=given) == theirs
-
-
-@pytest.mark.parametrize("source", [PLAIN, MARKED, DEFAULT_TEMPLATE])
-def test_the_assistants_words_are_found_with_and_without_marks(source: str) -> None:
-    template = ChatTemplate(source, name="it", variables=VARIABLES)
+    for messages, given, prompt in itertools.product((TURNS, TURNS[:2], TURNS[1:3]), (None, tools), (False, True)):
+        options: dict[str, Any] = {"tools": given, "add_generation_prompt": prompt}
+        theirs = reference.apply_chat_template(messages, chat_template=source, tokenize=False, **options)
+        assert template.render(messages, **options) == theirs
     text, spans = template.render_spans(TURNS)
     assert text == template.render(TURNS)
-    found = [text[first:last] for first, last in spans]
-    assert [words.removesuffix("\n") for words in found] == ["Yes.</s>", "No — never.</s>"]
+    found = [text[first:last].removesuffix("\n") for first, last in spans]
+    assert found == ["Yes.</s>", "No — never.</s>"]
 
 
-def test_a_template_whose_beginning_changes_with_the_end_does_not_tell_whose_words_they_are() -> None:
-    template = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", name="T")
-    with pytest.raises(ValueError, match="T does not tell which words are the assistant's: it has no"):
-        template.render_spans(TURNS)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
+def test_what_a_template_refuses_or_may_not_do_is_an_error_with_its_name() -> None:
+    rows = [
         ("{{ raise_exception('roles must alternate') }}", "T: roles must alternate"),
         ("{{ messages[0].content + 3 }}", "T: can only concatenate"),
         ("{{ messages.__class__.__mro__ }}", "T: access to attribute '__class__'"),
         ("{% set _ = messages.append(1) %}", "T: access to attribute 'append'"),
-    ],
-)
-def test_what_a_template_refuses_or_may_not_do_is_an_error_with_its_name(source: str, message: str) -> None:
-    with pytest.raises(ValueError, match="T: ") as caught:
-        ChatTemplate(source, name="T").render(TURNS)
-    assert message in str(caught.value)
+    ]
+    assert not_refused(rows, lambda source: ChatTemplate(source, name="T").render(TURNS)) == []
+    changing = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", name="T")
+    with pytest.raises(ValueError, match="T does not tell which words are the assistant's: it has no"):
+        changing.render_spans(TURNS)
 
 
 def test_the_template_is_the_flags_else_the_tokenizers_else_the_default(tmp_path: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,11 @@ def examples(*lengths: int) -> Examples:
     return Examples(np.concatenate(rows).astype(np.int32), np.concatenate(masks).astype(np.uint8), starts, counts)
 
 
+def stacked(dataset: SupervisedDataset | PreferenceDataset) -> torch.Tensor:
+    """All of its samples."""
+    return torch.from_numpy(np.stack([dataset[index] for index in range(len(dataset))]))
+
+
 @given(size=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
 def test_each_epoch_is_a_permutation_of_its_own(size: int, seed: int) -> None:
     order = EpochOrder(size, num_samples=3 * size + 1, seed=seed)
@@ -67,7 +74,7 @@ def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths: 
 
 def test_a_sample_is_padded_on_the_right_and_has_no_loss_there() -> None:
     dataset = SupervisedDataset(examples(3, 5), num_samples=2, seed=None, max_length=5, pad=PAD)
-    batch = make_supervised_batch(torch.from_numpy(np.stack([dataset[0], dataset[1]])))
+    batch = make_supervised_batch(stacked(dataset))
     assert batch.tokens.tolist() == [[0, 1, 2, PAD, PAD], [10, 11, 12, 13, 14]]
     assert batch.labels.tolist() == [[1, 2, PAD, PAD, PAD], [11, 12, 13, 14, PAD]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
@@ -75,23 +82,21 @@ def test_a_sample_is_padded_on_the_right_and_has_no_loss_there() -> None:
     assert batch.document_starts is None
 
 
-@pytest.mark.parametrize(
-    ("lengths", "multiple", "size"), [((3, 8), 8, 8), ((9, 3), 4, 12), ((2, 1), 1, 2), ((9, 15), 7, 15)]
-)
-def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay(
-    lengths: tuple[int, int], multiple: int, size: int
-) -> None:
+def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay() -> None:
     model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
-    supervised = SupervisedDataset(examples(*lengths), num_samples=2, seed=None, max_length=15, pad=PAD)
-    pairs = PreferenceDataset(examples(*lengths), num_samples=1, seed=None, max_length=15, pad=PAD)
-    for dataset, make in ((supervised, make_supervised_batch), (pairs, make_pair_batch)):
-        samples = torch.from_numpy(np.stack([dataset[i] for i in range(len(dataset))]))
-        losses = []
-        for batch, length in ((make(samples, multiple=15), 15), (make(samples, multiple=multiple), size)):
-            assert all(x.shape == (2, length) for x in batch[:4])
-            losses.append(model(batch.tokens, batch.labels, position_ids=batch.position_ids) * batch.loss_mask)
-            assert losses[-1].count_nonzero() == sum(lengths) - 2
-        torch.testing.assert_close(losses[0].sum(dim=1), losses[1].sum(dim=1), atol=1e-6, rtol=1e-6)
+    for lengths, multiple, size in (((3, 8), 8, 8), ((9, 3), 4, 12), ((2, 1), 1, 2), ((9, 15), 7, 15)):
+        supervised = SupervisedDataset(examples(*lengths), num_samples=2, seed=None, max_length=15, pad=PAD)
+        pairs = PreferenceDataset(examples(*lengths), num_samples=1, seed=None, max_length=15, pad=PAD)
+        for dataset, make in ((supervised, make_supervised_batch), (pairs, make_pair_batch)):
+            losses = []
+            for batch, length in (
+                (make(stacked(dataset), multiple=15), 15),
+                (make(stacked(dataset), multiple=multiple), size),
+            ):
+                assert all(x.shape == (2, length) for x in batch[:4])
+                losses.append(model(batch.tokens, batch.labels, position_ids=batch.position_ids) * batch.loss_mask)
+                assert losses[-1].count_nonzero() == sum(lengths) - 2
+            torch.testing.assert_close(losses[0].sum(dim=1), losses[1].sum(dim=1), atol=1e-6, rtol=1e-6)
 
 
 def test_packed_examples_have_positions_and_documents_of_their_own() -> None:
@@ -116,8 +121,7 @@ def test_packed_examples_have_the_losses_that_they_have_alone() -> None:
             examples(*lengths), num_samples=rows, seed=None, max_length=12, pad=PAD, packing=packing
         )
         assert dataset.samples_per_epoch == rows
-        samples = torch.from_numpy(np.stack([dataset[index] for index in range(rows)]))
-        batch = make_supervised_batch(samples, packing=packing)
+        batch = make_supervised_batch(stacked(dataset), packing=packing)
         with torch.no_grad():
             losses = model(
                 batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
@@ -143,25 +147,17 @@ def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_th
     assert scores_of(batch.tokens, batch.loss_mask).tolist() == [21, 2, 31, 13]
 
 
-@pytest.mark.parametrize("data_size", [1, 2])
-def test_the_loader_gives_the_same_pairs_to_any_number_of_ranks(data_size: int) -> None:
+def test_the_loader_gives_the_same_pairs_to_any_number_of_ranks() -> None:
     dataset = PreferenceDataset(examples(*[2] * 12), num_samples=20, seed=0, max_length=3, pad=PAD)
-    wanted = [int(dataset[index][0, 0]) for index in range(8, 16)]
-    found: dict[int, int] = {}
-    for rank in range(data_size):
-        with BatchLoader(
-            dataset,
-            micro_batch_size=2,
-            data_rank=rank,
-            data_size=data_size,
-            make_batch=make_pair_batch,  # type: ignore[arg-type]
-            device=torch.device("cpu"),
-            num_workers=1,
-        ) as loader:
-            for number, batch in enumerate(loader.step(8, 8)):
-                for row in (0, 1):
-                    found[(number * data_size + rank) * 2 + row] = int(batch.tokens[row, 0])
-    assert [found[place] for place in range(8)] == wanted
+    options: dict[str, Any] = {"make_batch": make_pair_batch, "device": torch.device("cpu"), "num_workers": 1}
+    for data_size in (1, 2):
+        found: dict[int, int] = {}
+        for rank in range(data_size):
+            with BatchLoader(dataset, micro_batch_size=2, data_rank=rank, data_size=data_size, **options) as loader:
+                for number, batch in enumerate(loader.step(8, 8)):
+                    for row in (0, 1):
+                        found[(number * data_size + rank) * 2 + row] = int(batch.tokens[row, 0])
+        assert [found[place] for place in range(8)] == [int(dataset[index][0, 0]) for index in range(8, 16)]
 
 
 def test_prompts_come_in_the_order_of_the_epoch() -> None:

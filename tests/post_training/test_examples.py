@@ -12,9 +12,10 @@ import pyarrow
 import pytest
 import transformers
 from helpers.hf_models import write_llama_tokenizer
+from helpers.refusals import not_refused
 from pyarrow import parquet
 
-from megazpp.data.tokenizer import ByteTokenizer, EncodedText, load_tokenizer
+from megazpp.data.tokenizer import ByteTokenizer, EncodedText, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
 from megazpp.post_training.chat import ChatTemplate, load_chat_template
 from megazpp.post_training.examples import DataFormatConfig, Examples, read_examples, read_prompts
@@ -23,6 +24,7 @@ TOKENIZER = ByteTokenizer()
 TEMPLATE = load_chat_template(None, TOKENIZER)
 USER, ANSWER = {"role": "user", "content": "é?"}, {"role": "assistant", "content": "ja"}
 WORSE = {"role": "assistant", "content": "nein"}
+PARTS = [{"type": "text", "text": "é", "image": None}, {"type": "text", "text": "?"}]
 SHORT = "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 
 
@@ -31,9 +33,18 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def supervised(path: Path, *, pairs: bool = False, **flags: Any) -> Examples:
+def supervised(
+    path: Path,
+    *,
+    pairs: bool = False,
+    tokenizer: Tokenizer = TOKENIZER,
+    template: ChatTemplate = TEMPLATE,
+    kept: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Examples:
+    """The examples of a file; `kept` has the arguments beside the flags."""
     config = DataFormatConfig(**{"max_length": 200, **flags})
-    return read_examples([path], TOKENIZER, TEMPLATE, config, pairs=pairs, cache_dir=None)
+    return read_examples([path], tokenizer, template, config, pairs=pairs, **{"cache_dir": None, **(kept or {})})
 
 
 pairs = functools.partial(supervised, pairs=True)
@@ -55,53 +66,38 @@ def shown(examples: Examples) -> list[tuple[str, str]]:
 CHAT = "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\nja$\n"
 
 
-@pytest.mark.parametrize(
-    ("record", "flags", "text", "learned"),
-    [
-        ({"text": "abc"}, {}, "abc$", "bc$"),
-        ({"prompt": "1+1=", "completion": "2"}, {}, "1+1=2$", "2$"),
-        ({"prompt": "1+1=", "completion": "2"}, {"completion_only_loss": False}, "1+1=2$", "+1=2$"),
-        ({"prompt": "é", "completion": "ü", "text": "?"}, {}, "éü$", "ü$"),
-        ({"messages": [USER, ANSWER]}, {}, CHAT, CHAT[1:]),
-        ({"messages": [USER, ANSWER]}, {"assistant_only_loss": True}, CHAT, "ja$"),
-        ({"messages": [USER, ANSWER, USER, ANSWER]}, {"assistant_only_loss": True}, CHAT * 2, "ja$ja$"),
-        ({"prompt": [USER], "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
-        ({"prompt": [USER], "completion": [ANSWER]}, {"assistant_only_loss": True}, CHAT, "ja$"),
-        ({"prompt": "é?", "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
-        ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, {}, CHAT * 2, "ja$\n"),
-        ({"text": "abcdef"}, {"max_length": 4}, "abcd", "bcd"),
-    ],
-)
-def test_a_record_becomes_its_text_and_what_is_learned_of_it(
-    tmp_path: Path, record: dict[str, Any], flags: dict[str, Any], text: str, learned: str
-) -> None:
-    assert shown(supervised(write(tmp_path / "a.jsonl", record), **flags)) == [(text, learned)]
+ASSISTANT = {"assistant_only_loss": True}
+SUPERVISED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [  # record, flags, text, what is learned of it
+    ({"text": "abc"}, {}, "abc$", "bc$"),
+    ({"prompt": "1+1=", "completion": "2"}, {}, "1+1=2$", "2$"),
+    ({"prompt": "1+1=", "completion": "2"}, {"completion_only_loss": False}, "1+1=2$", "+1=2$"),
+    ({"prompt": "é", "completion": "ü", "text": "?"}, {}, "éü$", "ü$"),
+    ({"messages": [USER, ANSWER]}, {}, CHAT, CHAT[1:]),
+    ({"messages": [USER, ANSWER]}, ASSISTANT, CHAT, "ja$"),
+    ({"messages": [USER, ANSWER, USER, ANSWER]}, ASSISTANT, CHAT * 2, "ja$ja$"),
+    ({"messages": [{"role": "user", "content": PARTS}, ANSWER]}, {}, CHAT, CHAT[1:]),
+    ({"prompt": [USER], "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
+    ({"prompt": [USER], "completion": [ANSWER]}, ASSISTANT, CHAT, "ja$"),
+    ({"prompt": "é?", "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
+    ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, {}, CHAT * 2, "ja$\n"),
+    ({"text": "abcdef"}, {"max_length": 4}, "abcd", "bcd"),
+]
+CHATS = [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")]
+PAIRS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+    ({"prompt": "1+1=", "chosen": "2", "rejected": "31"}, [("1+1=2$", "2$"), ("1+1=31$", "31$")]),
+    ({"chosen": "say so now", "rejected": "say so not"}, [("say so now$", "w$"), ("say so not$", "t$")]),
+    ({"chosen": "say yes", "rejected": "say no"}, [("say yes$", " yes$"), ("say no$", " no$")]),
+    ({"prompt": [USER], "chosen": [ANSWER], "rejected": [WORSE]}, CHATS),
+    ({"chosen": [USER, ANSWER], "rejected": [USER, WORSE]}, CHATS),
+    ({"prompt": "é?", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]}, CHATS),
+]
 
 
-@pytest.mark.parametrize(
-    ("record", "rows"),
-    [
-        ({"prompt": "1+1=", "chosen": "2", "rejected": "31"}, [("1+1=2$", "2$"), ("1+1=31$", "31$")]),
-        ({"chosen": "say so now", "rejected": "say so not"}, [("say so now$", "w$"), ("say so not$", "t$")]),
-        ({"chosen": "say yes", "rejected": "say no"}, [("say yes$", " yes$"), ("say no$", " no$")]),
-        (
-            {"prompt": [USER], "chosen": [ANSWER], "rejected": [WORSE]},
-            [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")],
-        ),
-        (
-            {"chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
-            [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")],
-        ),
-        (
-            {"prompt": "é?", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
-            [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")],
-        ),
-    ],
-)
-def test_a_pair_becomes_two_rows_with_a_loss_on_the_answers(
-    tmp_path: Path, record: dict[str, Any], rows: list[tuple[str, str]]
-) -> None:
-    assert shown(pairs(write(tmp_path / "a.jsonl", record))) == rows
+def test_a_record_becomes_its_text_and_what_is_learned_of_it_and_a_pair_two_rows(tmp_path: Path) -> None:
+    for record, flags, text, learned in SUPERVISED:
+        assert shown(supervised(write(tmp_path / "a.jsonl", record), **flags)) == [(text, learned)], record
+    for record, rows in PAIRS:
+        assert shown(pairs(write(tmp_path / "a.jsonl", record))) == rows, record
 
 
 def test_what_has_no_answer_within_the_length_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -112,15 +108,14 @@ def test_what_has_no_answer_within_the_length_is_left_out_and_counted(tmp_path: 
         {"prompt": "1", "completion": "23456789"},
         {"prompt": "1", "completion": "2"},
     )
-    config = DataFormatConfig(max_length=5)
-    kept: Any = {"pairs": False, "cache_dir": tmp_path / "cache", "log": lines.append}
-    examples = read_examples([path], TOKENIZER, TEMPLATE, config, **kept)
+    kept: dict[str, Any] = {"cache_dir": tmp_path / "cache", "log": lines.append}
+    examples = supervised(path, max_length=5, kept=kept)
     assert shown(examples) == [("12345", "2345"), ("12$", "2$")]
     assert lines == [
         "tokenizing a.jsonl",
         "3 examples of 8 tokens: a.jsonl; 2 were cut to --max-length 5; 1 left out, of whose answer there is nothing",
     ]
-    again = read_examples([path], TOKENIZER, TEMPLATE, config, **kept)
+    again = supervised(path, max_length=5, kept=kept)
     assert lines[2:] == lines[1:2]  # kept, and counted all the same
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
     with pytest.raises(ValueError, match=r"a.jsonl: no example has an answer within --max-length 2"):
@@ -138,18 +133,17 @@ def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(tmp_path: P
 
     path = write(tmp_path / "a.jsonl", {"prompt": "ab", "completion": "c"}, {"prompt": "abc", "completion": "d"})
     lines: list[str] = []
-    config = DataFormatConfig(max_length=20)
-    read_examples([path], InPairs(), TEMPLATE, config, pairs=False, cache_dir=None, log=lines.append)
-    assert "note: the answers of 1 begin within a token of their prompt" in lines[-1]
-    supervised(path)
+    supervised(path, tokenizer=InPairs(), kept={"log": lines.append})
+    supervised(path, kept={"log": lines.append})
+    assert ["note: the answers of 1 begin within a token of their prompt" in line for line in lines] == [True, False]
 
 
 def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]})
     found = {
-        tuple(shown(read_examples([path], TOKENIZER, template, config, pairs=False, cache_dir=tmp_path))[0])
+        shown(supervised(path, template=template, assistant_only_loss=only, kept={"cache_dir": tmp_path}))[0]
         for template in (TEMPLATE, ChatTemplate(SHORT, name="short"))
-        for config in (DataFormatConfig(), DataFormatConfig(assistant_only_loss=True))
+        for only in (False, True)
     }
     assert len(found) == 4
 
@@ -158,51 +152,54 @@ def test_parquet_has_the_same_records(tmp_path: Path) -> None:
     records = [{"messages": [USER, {**ANSWER, "tool_calls": "x"}]}, {"messages": [USER, ANSWER]}]
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     template = ChatTemplate("{% for m in messages %}{{ m.keys() | join('+') }} {% endfor %}", name="keys")
-    config = DataFormatConfig()
-    examples = read_examples([tmp_path / "a.parquet"], TOKENIZER, template, config, pairs=False, cache_dir=None)
-    assert [text for text, _ in shown(examples)] == [
-        "role+content role+content+tool_calls ",
-        "role+content role+content ",
-    ]
+    found = [text for text, _ in shown(supervised(tmp_path / "a.parquet", template=template))]
+    assert found == ["role+content role+content+tool_calls ", "role+content role+content "]
 
 
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ({"txt": "a"}, "there is neither 'messages', nor 'prompt' and 'completion', nor 'text', only 'txt'"),
-        ({}, "only an empty object"),
-        ({"text": 3}, "'text' is neither a string nor a list of messages"),
-        ({"text": [USER]}, "'text' is a list, not a string"),
-        ({"messages": "hi"}, "'messages' is a string, not a list of messages"),
-        ({"messages": [{"from": "human"}]}, "'messages' is neither a string nor a list of messages"),
-        ({"prompt": [USER], "completion": "ja"}, "'prompt' is a conversation and 'completion' a string"),
-        ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "the last message of 'prompt' is the assistant's"),
-        ({"text": "\ud800"}, "is half of a surrogate pair"),
-        ({"messages": [{"role": "usr", "content": "a"}]}, "message 1 has the role 'usr', which is none of system"),
-        (
-            {"messages": [{"role": "user", "content": None}]},
-            "message 1 of 'messages' has the role 'user' and no content",
-        ),
-        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "has the role 'assistant' and no content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "has the content 5, neither a string nor a list"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has a part that is no text: {"),
-    ],
-)
-def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, record: object, reason: str) -> None:
-    path = write(tmp_path / "a.jsonl", {"text": "fine"}, record)
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: ") as caught:
-        supervised(path)
-    assert reason in str(caught.value)
+def message(**fields: object) -> dict[str, Any]:
+    return {"messages": [fields]}
 
 
-def test_a_bad_pair_and_a_loss_that_needs_a_conversation_are_named_too(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="line 1: there is no 'rejected', only 'prompt', 'chosen'"):
-        pairs(write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "b"}))
-    with pytest.raises(ValueError, match="line 1: of 'chosen' and 'rejected' one is a string"):
-        pairs(write(tmp_path / "a.jsonl", {"chosen": "b", "rejected": [USER]}))
-    for record in ({"text": "a"}, {"prompt": "a", "completion": "b"}):
-        with pytest.raises(ValueError, match="line 1: --assistant-only-loss needs a conversation"):
-            supervised(write(tmp_path / "a.jsonl", record), assistant_only_loss=True)
+NO_TEXT = message(role="user", content=[{"type": "image"}])
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"txt": "a"}, "there is neither 'messages', nor 'prompt' and 'completion', nor 'text', only 'txt'"),
+    ({}, "only an empty object"),
+    ({"text": 3}, "'text' is neither a string nor a list of messages"),
+    ({"text": [USER]}, "'text' is a list, not a string"),
+    ({"messages": "hi"}, "'messages' is a string, not a list of messages"),
+    ({"messages": [{"from": "human"}]}, "'messages' is neither a string nor a list of messages"),
+    ({"prompt": [USER], "completion": "ja"}, "'prompt' is a conversation and 'completion' a string"),
+    ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "the last message of 'prompt' is the assistant's"),
+    ({"text": "\ud800"}, "is half of a surrogate pair"),
+    (message(role="usr", content="a"), "message 1 has the role 'usr', which is none of system"),
+    (message(role="user", content=None), "message 1 of 'messages' has the role 'user' and no content"),
+    (message(role="assistant", tool_calls=[]), "has the role 'assistant' and no content"),
+    (message(role="user", content=5), "has the content 5, neither a string nor a list"),
+    (NO_TEXT, "has a part that is no text: {"),
+]
+REFUSED_PAIRS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "chosen": "b"}, "there is no 'rejected', only 'prompt', 'chosen'"),
+    ({"chosen": "b", "rejected": [USER]}, "of 'chosen' and 'rejected' one is a string"),
+    ({"prompt": [USER], "chosen": [ANSWER], "rejected": [USER]}, "'rejected' has no message of the role 'assistant'"),
+]
+
+
+def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path) -> None:
+    def ask(record: object) -> Examples:
+        return supervised(write(tmp_path / "a.jsonl", {"text": "fine"}, record))
+
+    def ask_pair(record: object) -> Examples:
+        return pairs(write(tmp_path / "a.jsonl", record))
+
+    def ask_assistant(record: object) -> Examples:
+        return supervised(write(tmp_path / "a.jsonl", record), assistant_only_loss=True)
+
+    for rows in (REFUSED, [(record, "a.jsonl, line 2: ") for record, _ in REFUSED]):
+        assert not_refused(rows, ask) == []
+    for rows in (REFUSED_PAIRS, [(record, "a.jsonl, line 1: ") for record, _ in REFUSED_PAIRS]):
+        assert not_refused(rows, ask_pair) == []
+    needs = "line 1: --assistant-only-loss needs a conversation"
+    assert not_refused([({"text": "a"}, needs), ({"prompt": "a", "completion": "b"}, needs)], ask_assistant) == []
 
 
 def test_prompts_keep_their_columns_and_place(tmp_path: Path) -> None:
@@ -222,12 +219,6 @@ def test_prompts_keep_their_columns_and_place(tmp_path: Path) -> None:
         read_prompts([write(tmp_path / "c.jsonl")], TOKENIZER, TEMPLATE, max_prompt_length=50)
 
 
-@pytest.mark.parametrize("value", [-1, 0, 1])
-def test_a_length_without_a_token_to_predict_is_refused(value: int) -> None:
-    with pytest.raises(ValueError, match=f"--max-length {value} "):
-        DataFormatConfig(max_length=value)
-
-
 def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_template_writes(tmp_path: Path) -> None:
     """The ids that TRL's trainers give a folder of transformers: text and eos as one string, templates as they are."""
     words = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money\n" * 9
@@ -236,15 +227,10 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(find_tokenizer(folder))
     assert tokenizer is not None
     talk = [{"role": "user", "content": "money"}, {"role": "assistant", "content": "little"}]
-    records = [
-        {"prompt": "Call", "completion": " me"},
-        {"prompt": "Call", "completion": " me</s>"},
-        {"text": "money"},
-        {"messages": talk},
-    ]
-    path, config = write(tmp_path / "a.jsonl", *records), DataFormatConfig(max_length=200)
+    records = [{"prompt": "Call", "completion": answer} for answer in (" me", " me</s>")]
+    records += [{"text": "money"}, {"messages": talk}]
     chat = load_chat_template(None, tokenizer)
-    examples = read_examples([path], tokenizer, chat, config, pairs=False, cache_dir=None)
+    examples = supervised(write(tmp_path / "a.jsonl", *records), tokenizer=tokenizer, template=chat)
     rendered = theirs.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
     answered, text = theirs("Call me</s>")["input_ids"], theirs("money</s>")["input_ids"]
     assert [examples.row(i)[0].tolist() for i in range(4)] == [answered, answered, text, rendered]
@@ -263,7 +249,7 @@ def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(tmp_pat
     good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a"}
     path = write(tmp_path / "a.jsonl", good, bad)
     with pytest.raises(TimeoutError):
-        read_examples([path], TOKENIZER, TEMPLATE, DataFormatConfig(), pairs=False, cache_dir=None, seconds=0.0)
+        supervised(path, kept={"seconds": 0.0})
     later = write(tmp_path / "b.jsonl", bad)  # each file from its beginning
     with pytest.raises(ValueError, match=r"b.jsonl, line 1: there is neither"):
         read_examples([path, later], TOKENIZER, TEMPLATE, DataFormatConfig(), pairs=False, cache_dir=None, seconds=0.0)
@@ -271,19 +257,13 @@ def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(tmp_pat
         read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=9, seconds=0.0)
 
 
-def test_parts_of_text_are_one_text_and_a_call_needs_no_content(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "é", "image": None}, {"type": "text", "text": "?"}]
-    path = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": parts}, ANSWER]})
-    assert shown(supervised(path)) == shown(supervised(write(tmp_path / "b.jsonl", {"messages": [USER, ANSWER]})))
-    template = ChatTemplate(
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}", name="t"
-    )
+def test_a_role_that_the_template_names_and_a_call_without_content_are_taken(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}"
     calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
-    write(path, {"messages": [{"role": "critic", "content": "x"}, calls]})
+    path = write(tmp_path / "a.jsonl", {"messages": [{"role": "critic", "content": "x"}, calls]})
     with pytest.raises(ValueError, match="line 1: message 1 has the role 'critic'"):
-        read_examples([path], TOKENIZER, template, DataFormatConfig(), pairs=False, cache_dir=None)
-    named = ChatTemplate("{% if 'critic' %}" + template.source + "{% endif %}", name="t")
-    found = read_examples([path], TOKENIZER, named, DataFormatConfig(), pairs=False, cache_dir=None)
+        supervised(path, template=ChatTemplate(source, name="t"))
+    found = supervised(path, template=ChatTemplate("{% if 'critic' %}" + source + "{% endif %}", name="t"))
     assert bytes(found.tokens.tolist()).decode() == "critic:xassistant:['f']"
 
 
@@ -297,10 +277,6 @@ def test_answers_that_are_the_same_are_left_out_with_the_line_of_the_first(tmp_p
         {"chosen": chat, "rejected": chat},
         {"prompt": "a", "chosen": "123456", "rejected": "123457"},
     )
-    config = DataFormatConfig(max_length=6)
-    found = read_examples([path], TOKENIZER, TEMPLATE, config, pairs=True, cache_dir=None, log=lines.append)
+    found = pairs(path, max_length=6, kept={"log": lines.append})
     assert len(found.starts) == 3
     assert f"; 3 left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 2" in lines[0]
-    other = {"prompt": [USER], "chosen": [ANSWER], "rejected": [USER]}
-    with pytest.raises(ValueError, match="line 1: 'rejected' has no message of the role 'assistant'"):
-        pairs(write(tmp_path / "b.jsonl", other))

@@ -5,8 +5,9 @@ TRL's numbers are in test_trl_goldens.py.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.post_training.losses import (
+    AdvantageEstimator,
     PairLoss,
+    RewardScale,
     TokenLoss,
     cispo_losses,
     clipped_value_losses,
@@ -45,9 +48,8 @@ def completions(seed: int = 0) -> tuple[torch.Tensor, ...]:
     return *tensors, mask
 
 
-@pytest.mark.parametrize("loss_type", get_args(TokenLoss))
-@pytest.mark.parametrize("parts", [1, 2, 4, 8])
-def test_a_steps_loss_does_not_depend_on_its_micro_batches(loss_type: TokenLoss, parts: int) -> None:
+def loss_in_parts(loss_type: TokenLoss, parts: int) -> torch.Tensor:
+    """A step's loss as the sum over its micro-batches."""
     logps, old, ref, _, advantages, mask = completions()
     total = torch.zeros((), dtype=torch.float64)
     for rows in torch.arange(ROWS).chunk(parts):
@@ -60,19 +62,25 @@ def test_a_steps_loss_does_not_depend_on_its_micro_batches(loss_type: TokenLoss,
         else:
             per_token = policy_losses(ratio, advantages[rows, 0], mask[rows], epsilon=0.2).losses
         total += ((per_token + 0.1 * kl_to_reference(logps[rows], ref[rows], mask[rows])) * weights).sum()
-    ratio = (logps - old).exp()
-    free = torch.minimum(ratio * advantages[:, :1], ratio.clamp(0.8, 1.2) * advantages[:, :1])
-    if loss_type == "cispo":
-        free = ratio.clamp(max=1.2) * advantages[:, :1] * logps
-    per_token = (0.1 * ((ref - logps).exp() - (ref - logps) - 1) - free) * mask
+    return total
+
+
+def test_a_steps_loss_does_not_depend_on_its_micro_batches() -> None:
+    logps, old, ref, _, advantages, mask = completions()
+    ratio, rewards = (logps - old).exp(), advantages[:, :1]
+    clipped = torch.minimum(ratio * rewards, ratio.clamp(0.8, 1.2) * rewards)
+    divergence = 0.1 * ((ref - logps).exp() - (ref - logps) - 1)
+    per_token, cispo = ((divergence - each) * mask for each in (clipped, ratio.clamp(max=1.2) * rewards * logps))
     expected = {
         "grpo": (per_token.sum(1) / mask.sum(1).clamp(min=1)).mean(),
         "bnpo": per_token.sum() / mask.sum(),
         "dapo": per_token.sum() / mask.sum(),
-        "cispo": per_token.sum() / mask.sum(),
+        "cispo": cispo.sum() / mask.sum(),
         "dr_grpo": per_token.sum() / (ROWS * 5),
     }
-    torch.testing.assert_close(total, expected[loss_type], rtol=1e-12, atol=0)
+    for loss_type in get_args(TokenLoss):
+        for parts in (1, 2, 4, 8):
+            torch.testing.assert_close(loss_in_parts(loss_type, parts), expected[loss_type], rtol=1e-12, atol=0)
 
 
 def test_a_step_without_a_token_has_no_loss_rather_than_nan() -> None:
@@ -107,21 +115,18 @@ def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient() ->
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others(scale: str, estimator: str) -> None:
+def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others() -> None:
     rewards = torch.tensor([1.0, 0, 0, 1, 5, 5, 5, 5, 0, 2, 4, 6], dtype=torch.float64)
-    found = group_advantages(rewards, 4, scale=scale, estimator=estimator)  # type: ignore[arg-type]
-    assert found.view(3, 4).sum(1).abs().max() < 1e-12
-    assert (found[4:8] == 0).all()
-    if scale != "batch":
-        alone = group_advantages(rewards[8:], 4, scale=scale, estimator=estimator)  # type: ignore[arg-type]
-        assert torch.equal(found[8:], alone)
-    if scale == "none" and estimator == "rloo":
-        assert found[0].item() == pytest.approx(1 - 1 / 3)
-
-
-def test_a_group_of_one_has_no_advantage() -> None:
+    for scale in get_args(RewardScale):
+        for estimator in get_args(AdvantageEstimator):
+            found = group_advantages(rewards, 4, scale=scale, estimator=estimator)
+            assert found.view(3, 4).sum(1).abs().max() < 1e-12
+            assert (found[4:8] == 0).all()
+            if scale != "batch":
+                alone = group_advantages(rewards[8:], 4, scale=scale, estimator=estimator)
+                assert torch.equal(found[8:], alone), (scale, estimator)
+    rloo = group_advantages(rewards, 4, scale="none", estimator="rloo")
+    assert rloo[0].item() == pytest.approx(1 - 1 / 3)
     assert group_advantages(torch.tensor([1.0, 2.0]), 1).tolist() == [0, 0]
 
 
@@ -150,8 +155,7 @@ def test_advantages_are_the_sums_of_temporal_differences(gamma: float, lam: floa
     assert (advantages[places == 0] == 0).all()
 
 
-@pytest.mark.parametrize("shift_mean", [True, False])
-def test_whitening_spans_all_ranks(shift_mean: bool) -> None:
+def test_whitening_spans_all_ranks() -> None:
     x, *_, mask = completions()
     x = 100 + x  # a mean that one rank alone would see otherwise
     halves = (slice(0, 3), slice(3, None))
@@ -163,13 +167,12 @@ def test_whitening_spans_all_ranks(shift_mean: bool) -> None:
 
     for half in halves:
         whiten(x[half], mask[half], sum_over_ranks=record)
-    total = sums[0] + sums[1]
-    parts = [whiten(x[h], mask[h], sum_over_ranks=lambda _: total, shift_mean=shift_mean) for h in halves]
-    whole = torch.cat(parts)
-    chosen = x[mask > 0]
-    expected = (chosen - chosen.mean()) / (chosen.var() + 1e-8).sqrt() + (0 if shift_mean else chosen.mean())
-    torch.testing.assert_close(whole[mask > 0], expected, rtol=1e-9, atol=1e-9)
-    assert (whole[mask == 0] == 0).all()
+    total, chosen = sums[0] + sums[1], x[mask > 0]
+    for shift_mean, mean in ((True, 0.0), (False, chosen.mean())):
+        parts = [whiten(x[h], mask[h], sum_over_ranks=lambda _: total, shift_mean=shift_mean) for h in halves]
+        expected = (chosen - chosen.mean()) / (chosen.var() + 1e-8).sqrt() + mean
+        torch.testing.assert_close(torch.cat(parts)[mask > 0], expected, rtol=1e-9, atol=1e-9)
+        assert (torch.cat(parts)[mask == 0] == 0).all()
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
@@ -198,18 +201,18 @@ PAIRS: dict[PairLoss, float] = {  # beta 1 / 4, rewards 1 / 4 and -1 / 4, answer
 }
 
 
-@pytest.mark.parametrize("loss_type", get_args(PairLoss))
-def test_losses_of_pairs_by_hand_and_the_pair_that_is_preferred_has_the_smaller(loss_type: PairLoss) -> None:
+def test_losses_of_pairs_by_hand_and_the_pair_that_is_preferred_has_the_smaller() -> None:
     chosen, rejected, ref = torch.tensor([-3.0, -5.0]), torch.tensor([-5.0, -3.0]), torch.full((2,), -4.0)
-    options = {"label_smoothing": 0.1, "mean_chosen_length": 2.0}
+    options: dict[str, Any] = {"label_smoothing": 0.1, "mean_chosen_length": 2.0}
     lengths = {"chosen_lengths": torch.tensor([2.0, 2.0]), "rejected_lengths": torch.tensor([4.0, 4.0])}
-    found = dpo_losses(chosen, rejected, ref, ref, beta=0.25, loss_types=(loss_type,), **options, **lengths)  # type: ignore[arg-type]
-    assert found.losses[0].item() == pytest.approx(PAIRS[loss_type])
-    assert found.losses[0] < found.losses[1]
-    assert (found.chosen_rewards.tolist(), found.rejected_rewards.tolist()) == ([0.25, -0.25], [-0.25, 0.25])
-    both = {"loss_types": (loss_type, "hinge"), "loss_weights": (2.0, 0.25)}
-    weighted = dpo_losses(chosen, rejected, ref, ref, beta=0.25, **both, **options, **lengths)  # type: ignore[arg-type]
-    torch.testing.assert_close(weighted.losses, 2 * found.losses + 0.25 * torch.tensor([0.5, 1.5]))
+    losses = functools.partial(dpo_losses, chosen, rejected, ref, ref, beta=0.25, **options, **lengths)
+    for loss_type in get_args(PairLoss):
+        found = losses(loss_types=(loss_type,))
+        assert found.losses[0].item() == pytest.approx(PAIRS[loss_type]), loss_type
+        assert found.losses[0] < found.losses[1], loss_type
+        assert (found.chosen_rewards.tolist(), found.rejected_rewards.tolist()) == ([0.25, -0.25], [-0.25, 0.25])
+        weighted = losses(loss_types=(loss_type, "hinge"), loss_weights=(2.0, 0.25))
+        torch.testing.assert_close(weighted.losses, 2 * found.losses + 0.25 * torch.tensor([0.5, 1.5]))
 
 
 def test_losses_of_completions_by_hand() -> None:
@@ -245,22 +248,19 @@ def test_losses_of_completions_by_hand() -> None:
     assert scores.item() == pytest.approx(softplus(-1) + 0.5 * 9)
 
 
-@pytest.mark.parametrize("has_old", [True, False])
-def test_where_the_ratio_is_clipped_there_is_no_gradient_and_without_old_log_probabilities_it_is_one(
-    has_old: bool,
-) -> None:
+def test_where_the_ratio_is_clipped_there_is_no_gradient_and_without_old_log_probabilities_it_is_one() -> None:
     logps, old, _, _, advantages, mask = completions()
     logps.requires_grad_()
-    ratio = importance_ratio(logps, old if has_old else None, mask)
-    losses, clipped = policy_losses(ratio, advantages, mask, epsilon=0.1, epsilon_high=0.3)
+    losses, clipped = policy_losses(importance_ratio(logps, old, mask), advantages, mask, epsilon=0.1, epsilon_high=0.3)
     (grad,) = torch.autograd.grad(losses.sum(), logps)
-    if has_old:
-        ratio = (logps - old).exp()
-        expected = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
-        assert torch.equal(clipped, expected.float() * mask)
-        assert 0 < clipped.sum() < mask.sum()
-        assert torch.equal(grad == 0, (clipped > 0) | (mask == 0))
-    else:
-        assert clipped.sum() == 0
-        assert torch.equal(losses, -advantages * mask)
-        assert torch.equal(grad, -advantages * mask)
+    ratio = (logps - old).exp()
+    expected = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
+    assert torch.equal(clipped, expected.float() * mask)
+    assert 0 < clipped.sum() < mask.sum()
+    assert torch.equal(grad == 0, (clipped > 0) | (mask == 0))
+
+    losses, clipped = policy_losses(importance_ratio(logps, None, mask), advantages, mask, epsilon=0.1)
+    (grad,) = torch.autograd.grad(losses.sum(), logps)
+    assert clipped.sum() == 0
+    assert torch.equal(losses, -advantages * mask)
+    assert torch.equal(grad, -advantages * mask)

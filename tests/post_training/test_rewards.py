@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.refusals import not_refused
 
 from megazpp.post_training.examples import Prompt
 from megazpp.post_training.rewards import (
@@ -17,6 +18,7 @@ from megazpp.post_training.rewards import (
     check_reward_functions,
     judge,
     load_reward_functions,
+    reward_metrics,
     total_rewards,
 )
 
@@ -72,9 +74,21 @@ def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(
     assert total_rewards(rewards).tolist() == [1.0, float(-len(message))]
 
 
-def test_a_completion_that_no_function_judges_has_no_reward() -> None:
-    rewards = judge(one(lambda **_: [None, 0.0]), PROMPTS, COMPLETIONS)
-    torch.testing.assert_close(total_rewards(rewards), torch.tensor([math.nan, 0.0]).double(), equal_nan=True)
+def test_numbers_may_be_of_any_kind_and_what_no_function_judges_has_no_reward() -> None:
+    rewards = judge([*one(lambda **_: [None, True]), *one(lambda **_: [None, torch.tensor(0.5)])], PROMPTS, COMPLETIONS)
+    torch.testing.assert_close(rewards, torch.tensor([[math.nan] * 2, [1.0, 0.5]]).double(), equal_nan=True)
+    torch.testing.assert_close(total_rewards(rewards), torch.tensor([math.nan, 1.5]).double(), equal_nan=True)
+
+
+def test_means_and_deviations_are_of_the_rewards_that_there_are_and_of_the_groups_sums() -> None:
+    rewards = torch.tensor([[1.0, math.nan], [3.0, 2.0], [5.0, math.nan], [5.0, math.nan]], dtype=torch.float64)
+    found = reward_metrics(["f", "g"], rewards, total_rewards(rewards), group_size=2)
+    expected = {"rewards/f/mean": 3.5, "rewards/f/std": (11 / 3) ** 0.5, "rewards/g/mean": 2.0, "rewards/g/std": 0.0}
+    expected |= {"reward": 4.0, "reward_std": 8**0.5 / 2, "frac_reward_zero_std": 0.5}  # sums 1 and 5, 5 and 5
+    assert found == pytest.approx(expected)
+    alone = reward_metrics(["f", "g"], rewards, total_rewards(rewards), group_size=1)
+    assert alone["reward_std"] == pytest.approx(2.0)
+    assert "frac_reward_zero_std" not in alone
 
 
 def test_two_functions_of_one_name_are_told_apart(file: Path, tmp_path: Path) -> None:
@@ -84,79 +98,50 @@ def test_two_functions_of_one_name_are_told_apart(file: Path, tmp_path: Path) ->
     assert [each.name for each in load_reward_functions(config)] == [f"{file}:short", f"{other}:short", "right"]
 
 
-def test_a_function_that_raises_is_named_with_the_sample_at_which_it_does() -> None:
-    def fails(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        return [float(each if isinstance(each, str) else each[0]["content"]) for each in completions]
-
-    with pytest.raises(ValueError, match=r"function f failed at a.jsonl, line 2, completion .*'four'.*ValueError"):
-        judge(one(fails), PROMPTS, COMPLETIONS)
-
-    def fails_together(completions: list[Any]) -> list[float]:
-        raise RuntimeError("too many") if len(completions) > 1 else StopIteration
-
-    with pytest.raises(ValueError, match=r"failed at a.jsonl, line 1, completion '2': RuntimeError: too many"):
-        judge(one(fails_together), PROMPTS, COMPLETIONS)
-
-    def fails_only_together(completions: list[Any]) -> list[float]:
-        if len(completions) > 1:
-            raise RuntimeError("too many")
-        return [1.0]
-
-    with pytest.raises(ValueError, match=r"failed at a.jsonl, line 1 to a.jsonl, line 2: RuntimeError"):
-        judge(one(fails_only_together), PROMPTS, COMPLETIONS)
+def floats(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+    return [float(each if isinstance(each, str) else each[0]["content"]) for each in completions]
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ([1.0], "gave 1 rewards for 2 completions, of a.jsonl, line 1 to a.jsonl, line 2"),
-        ([1.0, "x"], "gave 'x', not a finite number, for a.jsonl, line 2"),
-        ([math.nan, 1.0], "gave nan, not a finite number, for a.jsonl, line 1"),
-        (3.0, "failed at a.jsonl, line 1 to a.jsonl, line 2: TypeError"),
-    ],
-)
-def test_rewards_that_are_not_a_number_for_each_are_refused(value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match="reward function f") as caught:
-        judge(one(lambda **_: value), PROMPTS, COMPLETIONS)
-    assert message in str(caught.value)
+def fails_always(completions: list[Any]) -> list[float]:
+    raise RuntimeError("too many") if len(completions) > 1 else StopIteration
 
 
-def test_numbers_may_be_of_any_kind() -> None:
-    rewards = judge(one(lambda **_: [torch.tensor(0.5), True]), PROMPTS, COMPLETIONS)
-    assert rewards.tolist() == [[0.5], [1.0]]
+def fails_together(completions: list[Any]) -> list[float]:
+    if len(completions) > 1:
+        raise RuntimeError("too many")
+    return [1.0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"reward_funcs": ("right",)}, "--reward-funcs right is not module:function"),
-        ({"reward_funcs": ("a:b-c",)}, "--reward-funcs a:b-c is not module:function"),
-        ({"reward_funcs": ("a:b", "a:b")}, "--reward-funcs a:b a:b names a function twice"),
-        ({"reward_funcs": ("a:b",), "reward_weights": (1.0, 2.0)}, "--reward-weights 1.0 2.0 has 2 weights for the 1"),
-    ],
-)
-def test_flags_that_make_no_sense_are_refused(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match="--reward") as caught:
-        RewardConfig(**flags)
-    assert message in str(caught.value)
+def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample() -> None:
+    both = "a.jsonl, line 1 to a.jsonl, line 2"
+    rows: list[tuple[Any, str]] = [
+        (
+            floats,
+            "function f failed at a.jsonl, line 2, completion [{'role': 'assistant', 'content': 'four'}]: ValueError",
+        ),
+        (fails_always, "failed at a.jsonl, line 1, completion '2': RuntimeError: too many"),
+        (fails_together, f"failed at {both}: RuntimeError"),
+        (lambda **_: [1.0], f"reward function f gave 1 rewards for 2 completions, of {both}"),
+        (lambda **_: [1.0, "x"], "reward function f gave 'x', not a finite number, for a.jsonl, line 2"),
+        (lambda **_: [math.nan, 1.0], "reward function f gave nan, not a finite number, for a.jsonl, line 1"),
+        (lambda **_: 3.0, f"failed at {both}: TypeError"),
+    ]
+    assert not_refused(rows, lambda function: judge(one(function), PROMPTS, COMPLETIONS)) == []
 
 
-@pytest.mark.parametrize(
-    ("function", "refusals"),
-    [
-        (load_reward_functions, {"FILE:value": "no function value", "FOLDER/broken.py:f": "ZeroDivisionError"}),
-        (check_reward_functions, {"FOLDER/syntax.py:f": "SyntaxError", "gone.part:f": "given as gone.part.py:f"}),
-    ],
-)
-def test_what_cannot_be_imported_is_named(file: Path, tmp_path: Path, function: Any, refusals: dict[str, str]) -> None:
+def test_what_cannot_be_imported_is_named(file: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "syntax.py").write_text("def f(:")
-    both = {"FILE:missing": "has no function missing", "FOLDER/none.py:f": "No such file", "gone:f": "ModuleNotFound"}
-    for name, message in (both | refusals).items():
-        given = name.replace("FILE", str(file)).replace("FOLDER", str(tmp_path))
-        with pytest.raises(ValueError, match="--reward-funcs ") as caught:
-            function(RewardConfig(reward_funcs=(given,)))
-        assert message in str(caught.value)
+    both = [
+        (f"{file}:missing", "has no function missing"),
+        (f"{tmp_path}/none.py:f", "No such file"),
+        ("gone:f", "ModuleNotFound"),
+    ]
+    loaded = [(f"{file}:value", "no function value"), (f"{tmp_path}/broken.py:f", "ZeroDivisionError")]
+    checked = [(f"{tmp_path}/syntax.py:f", "SyntaxError"), ("gone.part:f", "given as gone.part.py:f")]
+    for function, rows in ((load_reward_functions, loaded), (check_reward_functions, checked)):
+        refused = [(RewardConfig(reward_funcs=(name,)), message) for name, message in [*both, *rows]]
+        assert not_refused(refused, function) == []
 
 
 def test_what_can_be_there_is_found_without_running_anything(file: Path, tmp_path: Path) -> None:

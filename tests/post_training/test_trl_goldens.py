@@ -1,8 +1,9 @@
-"""Losses and gradients with respect to the logits equal TRL's to 1e-6, from what write_trl_goldens.py wrote."""
+"""Losses and gradients with respect to the logits equal TRL's, as write_trl_goldens.py has written them, to 1e-6."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,7 @@ VERSIONS = {"1.16.0": {"sft": 1, "reward": 2, "dpo": 12, "grpo": 18, "rloo": 2, 
 FILES = {version: json.loads((HERE / f"trl_{version}.json").read_text()) for version in VERSIONS}
 
 
-def cases(kind: str) -> Any:
-    found = [case for file in FILES.values() for case in file["cases"] if case["kind"] == kind]
-    names = [" ".join(map(str, case.get("settings", {}).values())) or kind for case in found]
-    return pytest.mark.parametrize("case", found, ids=names)
+Compared = dict[str, tuple[torch.Tensor | None, Any]]  # what it is -> ours and TRL's
 
 
 def tensor(numbers: Any) -> torch.Tensor:
@@ -56,39 +54,22 @@ def labels_mask(case: dict[str, Any]) -> torch.Tensor:
     return tensor(case["mask"])[:, 1:]
 
 
-def check(found: torch.Tensor, expected: Any) -> None:
-    """To 1e-6, of numbers above 1 relatively: TRL's log-probabilities are of fp32."""
-    torch.testing.assert_close(found, tensor(expected), rtol=1e-6, atol=1e-6)
-
-
-def test_all_kinds_are_there_from_the_versions_that_wrote_them() -> None:
-    for version, file in FILES.items():
-        kinds = [case["kind"] for case in file["cases"]]
-        assert file["trl"] == version
-        assert {kind: kinds.count(kind) for kind in kinds} == VERSIONS[version]
-
-
-@cases("sft")
-def test_sft(case: dict[str, Any]) -> None:
+def sft(case: dict[str, Any]) -> Compared:
     logits, mask = leaf(case["logits"]), labels_mask(case)
     loss = -(logps(case, logits) * mask).sum() / mask.sum()
     loss.backward()
-    check(loss, case["loss"])
-    check(logits.grad, case["grad"])  # type: ignore[arg-type]
+    return {"loss": (loss, case["loss"]), "gradient": (logits.grad, case["grad"])}
 
 
-@cases("reward")
-def test_reward(case: dict[str, Any]) -> None:
+def reward(case: dict[str, Any]) -> Compared:
     scores = leaf(case["scores"])
     loss = reward_losses(*scores.chunk(2), **case["settings"]).mean()
     loss.backward()
-    check(loss, case["loss"])
-    check(scores.grad, case["grad"])  # type: ignore[arg-type]
+    return {"loss": (loss, case["loss"]), "gradient": (scores.grad, case["grad"])}
 
 
-@cases("dpo")
-def test_dpo(case: dict[str, Any]) -> None:
-    logits, mask = leaf(case["logits"]), labels_mask(case)
+def dpo(case: dict[str, Any]) -> Compared:
+    logits, mask, metrics = leaf(case["logits"]), labels_mask(case), case["metrics"]
     policy, ref = ((logps(case, each) * mask).sum(1).chunk(2) for each in (logits, tensor(case["ref_logits"])))
     chosen_lengths, rejected_lengths = mask.sum(1).chunk(2)
     found = dpo_losses(
@@ -101,47 +82,47 @@ def test_dpo(case: dict[str, Any]) -> None:
     )
     loss = found.losses.mean()
     loss.backward()
-    check(loss, case["loss"])
-    check(logits.grad, case["grad"])  # type: ignore[arg-type]
-    metrics = case["metrics"]
-    check(found.chosen_rewards.mean(), metrics["rewards/chosen"])
-    check(found.rejected_rewards.mean(), metrics["rewards/rejected"])
-    check((found.chosen_rewards - found.rejected_rewards).mean(), metrics["rewards/margins"])
-    check((found.chosen_rewards > found.rejected_rewards).double().mean(), metrics["rewards/accuracies"])
+    better = (found.chosen_rewards > found.rejected_rewards).double().mean()
+    return {
+        "loss": (loss, case["loss"]),
+        "gradient": (logits.grad, case["grad"]),
+        "chosen": (found.chosen_rewards.mean(), metrics["rewards/chosen"]),
+        "rejected": (found.rejected_rewards.mean(), metrics["rewards/rejected"]),
+        "margins": ((found.chosen_rewards - found.rejected_rewards).mean(), metrics["rewards/margins"]),
+        "accuracies": (better, metrics["rewards/accuracies"]),
+    }
 
 
-@cases("sync")
-def test_a_reference_takes_a_share_of_the_policy(case: dict[str, Any]) -> None:
+def sync(case: dict[str, Any]) -> Compared:
+    """A reference that takes a share of the policy."""
     reference = [tensor(each) for each in case["reference"]]
     mix_(reference, [tensor(each) for each in case["policy"]], case["alpha"])
-    for own, old, new, expected in zip(reference, case["reference"], case["policy"], case["mixed"], strict=True):
-        check(own, expected)
-        check(own, (0.4 * tensor(old) + 0.6 * tensor(new)).tolist())
+    by_hand = [
+        (0.4 * tensor(a) + 0.6 * tensor(b)).tolist() for a, b in zip(case["reference"], case["policy"], strict=True)
+    ]
+    found: Compared = {}
+    for number, own in enumerate(reference):
+        found |= {f"{number}": (own, case["mixed"][number]), f"{number} by hand": (own, by_hand[number])}
+    return found
 
 
-def case_advantages(case: dict[str, Any]) -> torch.Tensor:
+def advantages_of(case: dict[str, Any]) -> torch.Tensor:
     rewards = tensor([[float("nan") if each is None else each for each in row] for row in case["rewards"]])
-    settings = case["settings"]
-    totals = total_rewards(rewards, case["weights"])
+    totals, settings = total_rewards(rewards, case["weights"]), case["settings"]
     return group_advantages(totals, 2, scale=settings["scale"], estimator=settings["estimator"])
 
 
-@cases("rloo")
-def test_rloo_advantages(case: dict[str, Any]) -> None:
-    check(case_advantages(case), case["advantages"])
+def rloo(case: dict[str, Any]) -> Compared:
+    return {"advantages": (advantages_of(case), case["advantages"])}
 
 
-@cases("grpo")
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_grpo(case: dict[str, Any], micro_batches: int) -> None:
+def grpo(case: dict[str, Any], micro_batches: int = 1) -> Compared:
     logits, mask, settings = leaf(case["logits"]), labels_mask(case), case["settings"]
-    advantages = case_advantages(case)
-    check(advantages, case["advantages"])
-    own, ref = (logps(case, each, settings["temperature"]) for each in (logits, tensor(case["ref_logits"])))
-    old = None
+    advantages, temperature, old = advantages_of(case), settings["temperature"], None
+    own, ref = (logps(case, each, temperature) for each in (logits, tensor(case["ref_logits"])))
     if case["old_logits"] is not None:
-        old = logps(case, tensor(case["old_logits"]), settings["temperature"])
-    loss, clipped, kl = torch.zeros((), dtype=torch.float64), torch.zeros(()), torch.zeros((), dtype=torch.float64)
+        old = logps(case, tensor(case["old_logits"]), temperature)
+    loss, clipped, kl = (torch.zeros((), dtype=torch.float64) for _ in range(3))
     for rows in torch.arange(len(mask)).chunk(micro_batches):
         weights = token_weights(
             mask[rows],
@@ -162,21 +143,25 @@ def test_grpo(case: dict[str, Any], micro_batches: int) -> None:
         counts = mask[rows] if settings["level"] == "token" else mask[rows] / mask[rows].sum(1, keepdim=True)
         clipped, kl = clipped + (policy.clipped * counts).sum(), kl + (divergence * mask[rows]).sum()
     loss.backward()
-    check(loss, case["loss"])
-    check(logits.grad, case["grad"])  # type: ignore[arg-type]
     count = mask.sum() if settings["level"] == "token" else len(mask)
-    check((clipped / count).double(), case["clip_ratio"])
-    if settings["beta"]:
-        check(kl / mask.sum(), case["kl"])
+    return {
+        "advantages": (advantages, case["advantages"]),
+        "loss": (loss, case["loss"]),
+        "gradient": (logits.grad, case["grad"]),
+        "clip_ratio": (clipped / count, case["clip_ratio"]),
+        **({"kl": (kl / mask.sum(), case["kl"])} if settings["beta"] else {}),
+    }
 
 
-@cases("ppo")
-def test_ppo(case: dict[str, Any]) -> None:
+def grpo_in_micro_batches(case: dict[str, Any]) -> Compared:
+    return grpo(case, micro_batches=4)
+
+
+def ppo(case: dict[str, Any]) -> Compared:
     """TRL gives a completion that ended early a value after its end, and the score there."""
-    settings = case["settings"]
-    logits, all_values = leaf(case["logits"]), leaf(case["values"])
-    mask = labels_mask(case)
-    places = value_mask(mask, max_completion_length=settings["max_completion_length"])
+    settings, longest = case["settings"], case["settings"]["max_completion_length"]
+    logits, all_values, mask = leaf(case["logits"]), leaf(case["values"]), labels_mask(case)
+    places = value_mask(mask, max_completion_length=longest)
     values, old_values = all_values[:, :-1], tensor(case["old_values"])[:, :-1]
     own, old, ref = (logps(case, each) for each in (logits, tensor(case["old_logits"]), tensor(case["ref_logits"])))
 
@@ -184,20 +169,41 @@ def test_ppo(case: dict[str, Any]) -> None:
     if settings["whiten_rewards"]:
         rewards = whiten(rewards, places, shift_mean=False)
     estimates, returns = gae(rewards, old_values, places, gamma=settings["gamma"], lam=settings["lam"])
-    advantages = whiten(estimates, mask)
-    longest = settings["max_completion_length"]
-    check((estimates * mask)[:, -longest:], (tensor(case["advantages"]) * mask[:, -longest:]).tolist())
-    check(advantages[:, -longest:], (tensor(case["whitened"]) * mask[:, -longest:]).tolist())
+    advantages, drawn = whiten(estimates, mask), mask[:, -longest:]
 
     policy = policy_losses(importance_ratio(own, old, mask), advantages, mask, epsilon=settings["cliprange"])
     value = clipped_value_losses(values, old_values, returns, places, cliprange_value=settings["cliprange_value"])
     policy_loss, value_loss = policy.losses.sum() / mask.sum(), value.losses.sum() / places.sum()
     loss = policy_loss + settings["vf_coef"] * value_loss
     loss.backward()
-    check(policy_loss, case["policy_loss"])
-    check(value_loss, case["value_loss"])
-    check(loss, case["loss"])
-    check(logits.grad, case["grad"])  # type: ignore[arg-type]
-    check(all_values.grad, case["value_grad"])  # type: ignore[arg-type]
-    check((policy.clipped.sum() / mask.sum()).double(), case["clip_ratio"])
-    check((value.clipped.sum() / places.sum()).double(), case["value_clip_ratio"])
+    return {
+        "advantages": ((estimates * mask)[:, -longest:], (tensor(case["advantages"]) * drawn).tolist()),
+        "whitened": (advantages[:, -longest:], (tensor(case["whitened"]) * drawn).tolist()),
+        "policy_loss": (policy_loss, case["policy_loss"]),
+        "value_loss": (value_loss, case["value_loss"]),
+        "loss": (loss, case["loss"]),
+        "gradient": (logits.grad, case["grad"]),
+        "value_gradient": (all_values.grad, case["value_grad"]),
+        "clip_ratio": (policy.clipped.sum() / mask.sum(), case["clip_ratio"]),
+        "value_clip_ratio": (value.clipped.sum() / places.sum(), case["value_clip_ratio"]),
+    }
+
+
+def test_all_kinds_are_there_from_the_versions_that_wrote_them() -> None:
+    for version, file in FILES.items():
+        kinds = [case["kind"] for case in file["cases"]]
+        assert file["trl"] == version
+        assert {kind: kinds.count(kind) for kind in kinds} == VERSIONS[version]
+
+
+@pytest.mark.parametrize("compare", [sft, reward, dpo, sync, rloo, grpo, grpo_in_micro_batches, ppo])
+def test_losses_gradients_and_metrics_are_trls(compare: Callable[[dict[str, Any]], Compared]) -> None:
+    """To 1e-6, of numbers above 1 relatively: TRL's log-probabilities are of fp32."""
+    kind, wrong = compare.__name__.partition("_")[0], []
+    for case in [case for file in FILES.values() for case in file["cases"] if case["kind"] == kind]:
+        for name, (found, expected) in compare(case).items():
+            assert found is not None
+            wanted = tensor(expected)
+            if found.shape != wanted.shape or not torch.allclose(found.double(), wanted, rtol=1e-6, atol=1e-6):
+                wrong.append(f"{name} of {case.get('settings')}: {found}, TRL's {expected}")
+    assert wrong == []
