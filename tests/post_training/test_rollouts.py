@@ -160,7 +160,7 @@ def resumed(case: PostCase, stop: int) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
-@pytest.mark.parametrize("post", [LATER, dataclasses.replace(PPO, num_ppo_epochs=4)])
+@pytest.mark.parametrize("post", [LATER, dataclasses.replace(PPO, num_mini_batches=2)])
 def test_a_buffer_goes_on_where_a_checkpoint_has_left_it(post: PostTrainingConfig, stop: int):
     case = PostCase(post=post, layout=Layout(world=2, micro_batch_size=2))
     for straight, continued in ranks(2).run(resumed, case, stop):

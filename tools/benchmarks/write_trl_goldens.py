@@ -334,7 +334,7 @@ def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool
     given |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "missing_eos_penalty"))
     given |= {"response_length": C, "num_sample_generations": 0, "ds3_gather_for_generation": False}
     control = SimpleNamespace(should_save=False)
-    callbacks = dict.fromkeys(("on_train_begin", "on_step_end", "on_train_end"), lambda *_: control)
+    callbacks = {f"on_{moment}": lambda *_: control for moment in ("train_begin", "step_end", "train_end")}
     losses: list[torch.Tensor] = []
     logged: list[Values] = []
     models: Values = {"ref_model": "ref", "reward_model": "reward", "processing_class": TOKENIZER, "stop_token_id": EOS}
