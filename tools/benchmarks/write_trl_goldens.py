@@ -256,9 +256,9 @@ def rloo(scale: str) -> Values:
 
 
 def generated(trainer: Any, tokens: torch.Tensor, rewards: torch.Tensor, *more: Any) -> Values:
-    """What the trainer makes of completions and their [B, functions] rewards, two completions to a prompt.
+    """Have the trainer judge completions by their [B, functions] rewards, two completions to a prompt.
 
-    `more` is what its `_generate` gives beside them: one value before the texts, the others behind.
+    `more` is what its `_generate` gives beside them: one value before the texts, the others after them.
     """
     completions = [tokens[row, P : P + length].tolist() for row, length in enumerate(LENGTHS)]
     drawn = (tokens[:, :P].tolist(), completions, *more[:1], ["text"] * B, *more[1:])
