@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, packed_documents
 from torch.distributed.device_mesh import DeviceMesh
 
+from megazpp.data.loader import MicroBatch
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
@@ -26,6 +28,8 @@ from megazpp.tensor_parallel.parameters import (
 )
 
 CPU = torch.device("cpu")
+VOCAB, SEQ = 101, 16
+STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # llama's heads are grouped
 
 
 def tp_axis() -> MeshAxis:
@@ -82,6 +86,21 @@ def build_gpt(
     return model
 
 
+def sample() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, [3, 16] each."""
+    ids = torch.randint(VOCAB, (3, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def packed(seq: int = SEQ) -> MicroBatch:
+    """Rows of one to four documents, some of a single token; a row's last one may be cut."""
+    return packed_documents(VOCAB, seq, [(0, 0), (0, 5), (0, 6), (1, seq - 1), (2, 3), (2, 9)])
+
+
+def losses_of(model: GPTModel, data: MicroBatch) -> torch.Tensor:
+    return model(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
+
+
 @functools.cache
 def tp_mesh() -> DeviceMesh:
     return DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("tp",))
@@ -103,34 +122,45 @@ def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[
 
 def compare_slices(
     layer: torch.nn.Module,
+    whole: Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor],
     x: torch.Tensor,
-    y: torch.Tensor,
-    y_grad: torch.Tensor,
-    grads: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
     splits: dict[str, int],
     *arguments: Any,
     tp: MeshAxis,
     sequence_parallel: bool,
+    row: object,
 ) -> None:
     """Compare this rank's part of a layer, its outputs, gradients and calls, with the whole one's in fp64 to 1e-11.
 
     Args:
-        x: input of the whole one, with its gradient.
-        grads: of the whole one's parameters, which are split along the dim in `splits` or on all ranks.
+        whole: computes the whole one of x and its weights, which the layer is given too.
+        splits: the dim along which a weight is split; others are on all ranks.
+        arguments: of the layer, behind x.
     """
+    leaf, leaves = x.clone().requires_grad_(), {name: w.clone().requires_grad_() for name, w in weights.items()}
+    y = whole(leaf, leaves)
+    y_grad = draw(9, *y.shape)
+    y.backward(y_grad)
+
+    def slice_of(name: str, full: torch.Tensor) -> torch.Tensor:
+        return part(full, splits[name], tp) if name in splits else full
+
+    assert weights.keys() == dict(layer.named_parameters()).keys()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            assert parameter.shape == slice_of(name, weights[name]).shape
+            parameter.copy_(slice_of(name, weights[name]))
     x_part, y_part, x_grad, upstream = (
-        part(full.detach(), 0, tp) if sequence_parallel else full.detach().clone() for full in (x, y, x.grad, y_grad)
+        part(full.detach(), 0, tp) if sequence_parallel else full.detach().clone() for full in (x, y, leaf.grad, y_grad)
     )
     ours, forward = counted(tp, lambda: layer(x_part.requires_grad_(), *arguments))
     _, backward = counted(tp, lambda: ours.backward(upstream))
     exact: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}
-    torch.testing.assert_close(ours.detach(), y_part, **exact)
-    torch.testing.assert_close(x_part.grad, x_grad, **exact)
-    found = local_gradients(layer, tp)
-    assert found.keys() == grads.keys()
-    for name, grad in found.items():
-        expected = part(grads[name], splits[name], tp) if name in splits else grads[name]
-        torch.testing.assert_close(grad, expected, **exact, msg=lambda text, name=name: f"{name}: {text}")
+    assert_near(row, ours.detach(), y_part, **exact)
+    assert_near(row, x_part.grad, x_grad, **exact)
+    for name, grad in local_gradients(layer, tp).items():
+        assert_near((row, name), grad, slice_of(name, leaves[name].grad), **exact)
     if tp.size == 1 or not splits:
         assert (forward, backward) == ({}, {})
     elif sequence_parallel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -9,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import compare_slices, draw, part, tp_axis
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from helpers.tensor_parallel import compare_slices, draw, tp_axis
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles, rotate
 from megazpp.model.config import GPTConfig
-from megazpp.parallel.axis import MeshAxis
 
 
 def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int, base: float) -> torch.Tensor:
@@ -47,22 +45,6 @@ def test_rotary_positions_turn_pairs_of_channels_as_complex_numbers():
         turned = rotate(x.float(), cos, sin)
         torch.testing.assert_close(turned.double(), expected, rtol=0, atol=tolerance)
         assert torch.equal(turned[..., channels:], x.float()[..., channels:])
-
-
-@pytest.mark.parametrize(("base", "factor"), [(10000.0, 32.0), (500000.0, 8.0)])
-def test_scaled_angles_are_those_of_llama_3_1(base: float, factor: float):
-    """fp32, at positions of up to 100000 radians: 6e-3 there, and 3e-7 of the frequency at position 1."""
-    rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope)
-    positions = torch.tensor([[0, 1, 777, 8192, 100000]])
-    expected = LlamaRotaryEmbedding(config)(torch.empty(1), positions)
-    for ours, theirs in zip(rotary_angles(positions, channels=128, base=base, scaling=factor), expected, strict=True):
-        torch.testing.assert_close(ours[:, 0, 0], theirs[0], rtol=0, atol=2e-2)
-        torch.testing.assert_close(ours[:2, 0, 0], theirs[0, :2], rtol=0, atol=1e-6)
-    plain, scaled = (rotary_angles(positions, channels=128, base=base, scaling=s)[1][4, 0, 0] for s in (None, factor))
-    assert torch.equal(plain[:8], scaled[:8])  # what turns often stays
-    assert float((plain - scaled).abs().max()) > 0.5
 
 
 def test_bf16_is_turned_in_fp32_and_rounded_once():
@@ -98,25 +80,23 @@ def head_norm(x: torch.Tensor, weights: dict[str, torch.Tensor], letter: str, co
     return normal * weights[f"{letter}_norm.weight"] + weights.get(f"{letter}_norm.bias", 0.0)
 
 
-def attention_by_loops(
-    x: torch.Tensor, weights: dict[str, torch.Tensor], config: GPTConfig, mask: torch.Tensor
+def attention_by_heads(
+    config: GPTConfig, mask: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """One query of one head at a time; the fused rows are [group, (queries, key, value), channels]."""
+    """One head at a time; the fused rows are [group, (queries, key, value), channels]."""
     channels, per_group = config.head_size, config.heads // config.query_groups
     seq, batch, _ = x.shape
     projected = x @ weights["qkv.weight"].t() + weights.get("qkv.bias", 0.0)
     blocks = projected.view(seq, batch, -1, channels)
-    context = x.new_zeros(seq, batch, config.heads, channels)
+    contexts = []
     for head in range(config.heads):
         first = head // per_group * (per_group + 2)
         q, k, v = (blocks[:, :, i] for i in (first + head % per_group, first + per_group, first + per_group + 1))
         if config.qk_layernorm:
             q, k = head_norm(q, weights, "q", config), head_norm(k, weights, "k", config)
-        for row in range(batch):
-            for query in range(seq):
-                scores = [float(q[query, row] @ k[key, row]) / math.sqrt(channels) for key in range(seq)]
-                exps = [math.exp(s) if mask[row, 0, query, key] else 0.0 for key, s in enumerate(scores)]
-                context[query, row, head] = sum(e / sum(exps) * v[key, row] for key, e in enumerate(exps))
+        exps = (torch.einsum("qbc,kbc->bqk", q, k) / math.sqrt(channels)).exp() * mask.squeeze(1)
+        contexts.append(torch.einsum("bqk,kbc->qbc", exps / exps.sum(-1, keepdim=True), v))
+    context = torch.stack(contexts, dim=2)
     return context.flatten(2) @ weights["proj.weight"].t() + weights.get("proj.bias", 0.0)
 
 
@@ -133,10 +113,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def shape(name: str) -> GPTConfig:
-    return GPTConfig(hidden_size=8, num_attention_heads=4, attention_dropout=0.0, **SHAPES[name])
-
-
 def whole_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
     rows = (config.heads + 2 * config.query_groups) * config.head_size
     weights = {"qkv.weight": draw(1, rows, 8), "proj.weight": draw(2, 8, config.heads * config.head_size)}
@@ -151,48 +127,19 @@ def whole_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
     return weights
 
 
-def build(config: GPTConfig, tp: MeshAxis, *, sequence_parallel: bool = False) -> SelfAttention:
-    layer = SelfAttention(config, tp=tp, sequence_parallel=sequence_parallel, output_std=1.0).double()
-    values = whole_weights(config)
-    assert values.keys() == dict(layer.named_parameters()).keys()
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            value = part(values[name], SPLITS[name], tp) if name in SPLITS else values[name]
-            assert parameter.shape == value.shape
-            parameter.copy_(value)
-    return layer
+def compare_with_formula() -> None:
+    tp, x, documents = tp_axis(), draw(0, 6, 2, 8), document_mask(torch.tensor([0, 2, 6, 7, 12]), batch=2, seq=6)
+    for name, mask, sequence_parallel in itertools.product(SHAPES, (None, documents), (False, True)):
+        config = GPTConfig(hidden_size=8, num_attention_heads=4, attention_dropout=0.0, **SHAPES[name])
+        if config.query_groups % tp.size:
+            continue
+        layer = SelfAttention(config, tp=tp, sequence_parallel=sequence_parallel, output_std=1.0).double()
+        allowed = torch.ones(2, 1, 6, 6).tril().bool() if mask is None else mask
+        whole, inputs = functools.partial(attention_by_heads, config, allowed), AttentionInputs(rotary=None, mask=mask)
+        split: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "row": (name, mask is None)}
+        compare_slices(layer, whole, x, whole_weights(config), SPLITS, inputs, **split)
 
 
-def masks() -> dict[str, torch.Tensor | None]:
-    return {"causal": None, "documents": document_mask(torch.tensor([0, 2, 6, 7, 12]), batch=2, seq=6)}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_attention_is_that_of_a_plain_loop_over_queries(name: str):
-    """fp64, so 1e-12: the order of the sums alone differs."""
-    config, x = shape(name), draw(0, 6, 2, 8)
-    for given in masks().values():
-        allowed = torch.ones(2, 1, 6, 6).tril().bool() if given is None else given
-        y = build(config, MeshAxis("tp"))(x, AttentionInputs(rotary=None, mask=given))
-        expected = attention_by_loops(x, whole_weights(config), config, allowed)
-        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-
-
-SPLIT = {"multi-head": "causal", "grouped": "documents", "kv-channels": "documents", "qkv-bias-only": "causal"}
-SPLIT |= {"no-bias": "causal", "head norms": "documents", "grouped head norms": "causal"}
-
-
-def compare_with_the_whole() -> None:
-    tp = tp_axis()
-    for (name, mask), sequence_parallel in itertools.product(SPLIT.items(), (False, True)):
-        x, y_grad, inputs = draw(0, 6, 2, 8), draw(5, 6, 2, 8), AttentionInputs(rotary=None, mask=masks()[mask])
-        whole = build(shape(name), MeshAxis("tp"))
-        y = whole(x.requires_grad_(), inputs)
-        y.backward(y_grad)
-        grads = {key: parameter.grad for key, parameter in whole.named_parameters()}
-        layer = build(shape(name), tp, sequence_parallel=sequence_parallel)
-        compare_slices(layer, x, y, y_grad, grads, SPLITS, inputs, tp=tp, sequence_parallel=sequence_parallel)
-
-
-def test_attention_split_over_heads_is_the_whole_one():
-    ranks(2).run(compare_with_the_whole)
+@pytest.mark.parametrize("size", [1, 2])
+def test_attention_however_it_is_split_is_its_formula_head_by_head(size: int):
+    ranks(size).run(compare_with_formula)

@@ -15,7 +15,18 @@ import torch._dynamo
 from helpers.ranks import ranks
 from helpers.refusals import not_refused, table
 from helpers.small_run import check
-from helpers.tensor_parallel import build_gpt, counted, draw, local_gradients, tp_axis
+from helpers.tensor_parallel import (
+    CPU,
+    STYLES,
+    VOCAB,
+    assert_near,
+    build_gpt,
+    counted,
+    draw,
+    local_gradients,
+    sample,
+    tp_axis,
+)
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
 
 from megazpp.model import backends, float8
@@ -26,10 +37,8 @@ from megazpp.zero.config import ZeroConfig
 
 pytest.importorskip("torchao")
 
-VOCAB, SEQ, CPU = 101, 16, torch.device("cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENTS: dict[Float8Format, torch.dtype] = {"e4m3": E4M3, "hybrid": E5M2}
-STYLES = {"gpt": GPT2_STYLE, "llama": LLAMA_STYLE}
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -46,42 +55,36 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 # ---- one product ------------------------------------------------------------------------------------------------
 
 
+def float8_device() -> str:
+    found = capability(torch.device("cuda")) if torch.cuda.is_available() else None
+    return "cuda" if (found or (0, 0)) >= float8.FLOAT8_CAPABILITY else "cpu"
+
+
 @pytest.mark.parametrize("fmt", GRADIENTS)
-@pytest.mark.parametrize(("shape", "device"), [
-    ((3, 5, 32), "cpu"),  # 15 rows
-    ((4, 4, 32), "cpu"),
-    ((1, 7), "cpu"),
-    pytest.param((3, 5, 32), "cuda", marks=pytest.mark.gpu),  # not emulated
-    pytest.param((4, 4, 32), "cuda", marks=pytest.mark.gpu),
-])  # fmt: skip
-def test_all_three_products_are_those_of_rounded_inputs(fmt: Float8Format, shape: tuple[int, ...], device: str):
+def test_all_three_products_are_those_of_rounded_inputs(fmt: Float8Format):
     """To 1e-5: sums in fp32; on GPUs to 2^-10: tensor cores keep about 14 bits of sums of float8 (DeepSeek-V3, 3.3.2).
 
     From those of unrounded inputs they are a few per cent away: 4 bits of a number, or 3 (e5m2).
     """
-    if device == "cuda" and (capability(torch.device(device)) or (0, 0)) < float8.FLOAT8_CAPABILITY:
-        pytest.skip("no float8 here")
-    x, weight, bias, grad = (
-        draw(seed, *size, dtype=torch.float32).to(device)
-        for seed, size in enumerate([shape, (48, shape[-1]), (48,), (*shape[:-1], 48)])
-    )
-    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    y = float8_product(fmt, emulate=device == "cpu")(*leaves)
-    y.backward(grad)
-    x8, w8, g8 = rounded(x, E4M3), rounded(weight, E4M3), rounded(grad, GRADIENTS[fmt])
-    rows, grad_rows = x8.flatten(0, -2), g8.flatten(0, -2)
-    expected = {
-        "y": (y.detach(), x8 @ w8.t() + bias, x @ weight.t() + bias),
-        "x": (leaves[0].grad, g8 @ w8, grad @ weight),
-        "weight": (leaves[1].grad, grad_rows.t() @ rows, grad.flatten(0, -2).t() @ x.flatten(0, -2)),
-    }
-    for name, (found, reference, exact) in expected.items():
-        assert found is not None
-        assert found.shape == exact.shape
-        near = 1e-5 if device == "cpu" else 2.0**-10 * float(reference.abs().max())
-        torch.testing.assert_close(found, reference, rtol=1e-5, atol=near, msg=name)
-        assert 0.005 < distance(found, exact) < 0.1, name
-    torch.testing.assert_close(leaves[2].grad, grad.flatten(0, -2).sum(dim=0))
+    for shape in ((3, 5, 32), (4, 4, 32), (1, 7)):  # 15 rows, 16, and 7 columns, which GPUs do not multiply
+        device = "cpu" if shape[-1] % 16 else float8_device()
+        sizes = [shape, (48, shape[-1]), (48,), (*shape[:-1], 48)]
+        x, weight, bias, grad = (draw(n, *size, dtype=torch.float32).to(device) for n, size in enumerate(sizes))
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        y = float8_product(fmt, emulate=device == "cpu")(*leaves)
+        y.backward(grad)
+        x8, w8, g8 = rounded(x, E4M3), rounded(weight, E4M3), rounded(grad, GRADIENTS[fmt])
+        rows, grad_rows = x8.flatten(0, -2), g8.flatten(0, -2)
+        expected = {
+            "y": (y.detach(), x8 @ w8.t() + bias, x @ weight.t() + bias),
+            "x": (leaves[0].grad, g8 @ w8, grad @ weight),
+            "weight": (leaves[1].grad, grad_rows.t() @ rows, grad.flatten(0, -2).t() @ x.flatten(0, -2)),
+        }
+        for name, (found, reference, exact) in expected.items():
+            near = 1e-5 if device == "cpu" else 2.0**-10 * float(reference.abs().max())
+            assert_near((shape, name), found, reference, rtol=1e-5, atol=near)
+            assert 0.005 < distance(found, exact) < 0.1, (shape, name)
+        torch.testing.assert_close(leaves[2].grad, grad.flatten(0, -2).sum(dim=0))
 
 
 def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in_place():
@@ -150,31 +153,32 @@ def losses_and_gradients(
     product = None if fmt is None else float8_product(fmt, emulate=True)
     tp = tp_axis()
     gpt = build_gpt(model, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel, product=product)
-    tokens = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(0))
-    losses = gpt(tokens[:, :-1], tokens[:, 1:])
+    losses = gpt(*sample())
     _, calls = counted(tp, losses.sum().backward)
     return losses.detach(), local_gradients(gpt), calls
 
 
-@pytest.mark.parametrize(("style", "fmt"), [("gpt", "e4m3"), ("llama", "hybrid")])
-def test_losses_and_gradients_are_near_those_without_it_and_not_equal(style: str, fmt: Float8Format):
-    """Weights begin small, so losses differ little; a gradient has gone through all products that follow."""
+@pytest.mark.parametrize(
+    ("style", "fmt", "sequence_parallel", "calls"),
+    [
+        ("gpt2", "e4m3", False, {"all_reduce": 5}),
+        ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),  # two of each layer, the output layer's
+    ],
+)
+def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_input_twice(
+    style: str, fmt: Float8Format, sequence_parallel: bool, calls: dict[str, int]
+):
+    """Weights begin small, so losses differ little; a gradient has gone through all products that follow.
+
+    Each rank scales its own slices, so what is rounded differs from one rank's in its last bits.
+    """
     (losses, grads, _), (plain, exact, _) = (losses_and_gradients(STYLES[style], f) for f in (fmt, None))
     assert 0.0 < distance(losses, plain) < 2e-3
     for name, grad in exact.items():
         assert 0.0 < distance(grads[name], grad) < 0.2, name
-
-
-@pytest.mark.parametrize(
-    ("style", "sequence_parallel", "calls"),
-    [("gpt", False, {"all_reduce": 5}), ("llama", True, {"reduce_scatter": 5, "all_gather": 5})],
-)
-def test_two_ranks_come_as_near_and_gather_no_input_twice(style: str, sequence_parallel: bool, calls: dict[str, int]):
-    """Each rank scales its own slices, so what is rounded differs from one rank's in its last bits."""
-    losses, grads, _ = losses_and_gradients(STYLES[style], "hybrid")
-    results = ranks(2).run(losses_and_gradients, STYLES[style], "hybrid", sequence_parallel)
+    results = ranks(2).run(losses_and_gradients, STYLES[style], fmt, sequence_parallel)
     for rank, (ours, slices, backward) in enumerate(results):
-        assert backward == calls  # two of each layer, and the output layer's
+        assert backward == calls
         assert distance(ours, losses) < 2e-3
         for name in grads.keys() - {"embedding.word.weight", "output.weight"}:  # padded otherwise
             part, grad = slices[name], grads[name]
@@ -182,21 +186,15 @@ def test_two_ranks_come_as_near_and_gather_no_input_twice(style: str, sequence_p
             assert distance(part, grad.chunk(2, split[0])[rank] if split else grad) < 0.2, name
 
 
-SHARDED: dict[str, dict[str, Any]] = {
-    "zeropp, tp 2": {"nodes": 2, "tp": 2, "sequence_parallel": True, "zero": ZeroConfig(zeropp=True)},
-    "zero 3": {},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHARDED)
-def test_sharded_runs_learn_as_without_it_and_recomputation_changes_no_bit(name: str):
-    granularity, settings = ("selective" if name == "zero 3" else "full"), SHARDED[name]
-    case = Case(model=LLAMA_STYLE, float8="hybrid", **settings)
-    again = dataclasses.replace(case, model=dataclasses.replace(LLAMA_STYLE, recompute_granularity=granularity))
+def test_a_sharded_run_learns_as_without_it_and_recomputation_changes_no_bit():
+    zero = ZeroConfig(zeropp=True)
+    case = Case(model=LLAMA_STYLE, float8="hybrid", nodes=2, tp=2, sequence_parallel=True, zero=zero)
+    models = [LLAMA_STYLE, *(dataclasses.replace(LLAMA_STYLE, recompute_granularity=g) for g in ("full", "selective"))]
+    cases = [dataclasses.replace(case, model=model) for model in models]
+    ours, *recomputed = (ranks(4).run(train_on_ranks, each)[0]["loss"] for each in cases)
     plain = train_plain(case)["loss"]
-    ours, recomputed = (ranks(4).run(train_on_ranks, each)[0]["loss"] for each in (case, again))
-    assert ours == recomputed
+    assert recomputed == [ours, ours]
     assert ours != plain
     assert ours == pytest.approx(plain, rel=0.01)
     assert ours[-1] < ours[0] - 0.3
@@ -260,15 +258,15 @@ def test_devices_without_float8_are_refused_by_name():
     assert find_product(GPT2_STYLE, CPU) is None
     with pytest.raises(ValueError, match=r"--fp8-format e4m3 needs an NVIDIA GPU of .* 8\.9 or later, .* is a CPU$"):
         find_product(model, CPU)
-    for found in ((8, 0), None, (8, 9), (10, 0)):  # None: AMD's
-        with (
-            mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"),
-            mock.patch.object(backends, "capability", return_value=found),
-        ):
-            if found in ((8, 9), (10, 0)):
+    with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"):
+        for found in ((8, 9), (10, 0)):
+            with mock.patch.object(backends, "capability", return_value=found):
                 assert find_product(model, gpu) is not None
-                continue
-            with pytest.raises(ValueError, match=r"--fp8-format e4m3 needs .* is NVIDIA A100 \(cuda:1\)$"):
+        for found in ((8, 0), None):  # None: AMD's
+            with (
+                mock.patch.object(backends, "capability", return_value=found),
+                pytest.raises(ValueError, match=r"--fp8-format e4m3 needs .* is NVIDIA A100 \(cuda:1\)$"),
+            ):
                 find_product(model, gpu)
 
 

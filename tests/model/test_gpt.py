@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
-from helpers.tensor_parallel import build_gpt, counted, tp_axis
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, packed_documents
+from helpers.tensor_parallel import SEQ, STYLES, VOCAB, build_gpt, counted, packed, sample, tp_axis
+from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
-from megazpp.data.loader import MicroBatch
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import initialize_parameters_, local
 
-VOCAB, SEQ, BATCH = 101, 16, 3
-STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
+BATCH = 3
 TIED = dataclasses.replace(GPT2_STYLE, make_vocab_size_divisible_by=64)  # 27 rows of padding
 UNTIED = dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=64)
-
-
-def sample(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(seed))
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def change_a_token(sequence_parallel: bool) -> None:
@@ -49,11 +41,6 @@ def test_a_token_changes_no_earlier_logit_and_no_other_row(size: int, sequence_p
     ranks(size).run(change_a_token, sequence_parallel)
 
 
-def packed() -> MicroBatch:
-    """Rows of documents of 1 to 16 tokens; the last document of a row may be cut, documents never span rows."""
-    return packed_documents(VOCAB, SEQ, [(0, 0), (0, 5), (0, 6), (0, 13), (1, 15), (2, 3), (2, 9)])
-
-
 def logits_of_packed(model: GPTConfig, masked: bool) -> torch.Tensor:
     gpt, batch = build_gpt(model, tp_axis(), vocab_size=VOCAB), packed()
     starts = batch.document_starts if masked else None
@@ -66,15 +53,13 @@ def test_packed_documents_are_each_as_if_alone(style: str, size: int):
     """1e-6 absolute: fp32 sums of other lengths, logits of about 0.1."""
     alone, batch = build_gpt(STYLES[style], MeshAxis("tp"), vocab_size=VOCAB), packed()
     assert batch.document_starts is not None
-    starts = batch.document_starts.tolist()
-    assert len(starts) == 1 + 5 + 1 + 3
-    results = ranks(size).run(logits_of_packed, STYLES[style], True)
-    logits = torch.cat(results, dim=-1)[..., :VOCAB].flatten(0, 1)
-    unmasked = torch.cat(ranks(size).run(logits_of_packed, STYLES[style], False), dim=-1)[..., :VOCAB].flatten(0, 1)
-    tokens = batch.tokens.flatten()
-    for first, last in itertools.pairwise(starts):
+    logits, unmasked = (
+        torch.cat(ranks(size).run(logits_of_packed, STYLES[style], masked), dim=-1)[..., :VOCAB].flatten(0, 1)
+        for masked in (True, False)
+    )
+    for first, last in itertools.pairwise(batch.document_starts.tolist()):
         with torch.no_grad():
-            expected = alone(tokens[None, first:last])[0, :, :VOCAB]
+            expected = alone(batch.tokens.flatten()[None, first:last])[0, :, :VOCAB]
         torch.testing.assert_close(logits[first:last], expected, rtol=0, atol=1e-6)
         if first % SEQ:  # attention to the documents before it would have shown
             assert float((unmasked[first:last] - expected).abs().max()) > 1e-4
@@ -122,55 +107,41 @@ def test_padding_gets_no_probability_and_no_gradient(size: int, model: GPTConfig
     assert sum(ranks(size).run(ignores_padding, model)) == VOCAB
 
 
-def shapes(model: GPTConfig, sequence_parallel: bool) -> list[Any]:
-    gpt = build_gpt(model, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel)
-    tokens, labels = sample()
-    logits, losses = gpt(tokens), gpt(tokens, labels)
-    return [logits.detach(), losses.detach(), logits.is_contiguous() and losses.is_contiguous()]
-
-
-@pytest.mark.parametrize(
-    ("style", "size", "sequence_parallel"), [("gpt2", 1, False), ("llama", 2, True), ("gpt2", 4, False)]
-)
-def test_logits_are_split_over_the_vocabulary_and_losses_are_whole(style: str, size: int, sequence_parallel: bool):
-    """[B, S, V/T] and [B, S] in fp32; losses are those of the gathered logits, to fp32 rounding of 4.6 nats."""
-    results = ranks(size).run(shapes, STYLES[style], sequence_parallel)
-    padded = STYLES[style].padded_vocab_size(VOCAB, size)
-    logits = torch.cat([result[0] for result in results], dim=-1)
-    assert logits.shape == (BATCH, SEQ, padded)
-    expected = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), sample()[1].flatten(), reduction="none")
-    for part, losses, contiguous in results:
-        assert part.shape == (BATCH, SEQ, padded // size)
-        assert losses.dtype == torch.float32
-        torch.testing.assert_close(losses, expected.view(BATCH, SEQ), rtol=1e-6, atol=1e-6)
-        assert contiguous
-
-
-def calls_of_a_step(model: GPTConfig, sequence_parallel: bool) -> list[dict[str, int]]:
-    tp = tp_axis()
+def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
+    """Logits, losses, and the collectives of the losses' step, forward and backward."""
+    tp, (tokens, labels) = tp_axis(), sample()
     gpt = build_gpt(model, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel)
-    losses, forward = counted(tp, lambda: gpt(*sample()))
+    logits = gpt(tokens)
+    losses, forward = counted(tp, lambda: gpt(tokens, labels))
     _, backward = counted(tp, lambda: losses.mean().backward())
-    return [forward, backward]
+    assert logits.is_contiguous()
+    assert losses.is_contiguous()
+    return logits.detach(), losses.detach(), [forward, backward]
 
 
-@pytest.mark.parametrize(("style", "layers"), [("gpt2", 1), ("llama", 3)])
-def test_a_step_communicates_what_the_docstrings_say(style: str, layers: int):
-    """2 per layer each way, one at each end, two small ones in the loss; column layers gather again."""
-    model = dataclasses.replace(STYLES[style], num_layers=layers)
-    plain, split = (ranks(2).run(calls_of_a_step, model, sequence_parallel)[0] for sequence_parallel in (False, True))
-    assert plain == [{"all_reduce": 2 * layers + 1 + 2}, {"all_reduce": 2 * layers + 1}]
-    both = {"all_gather": 2 * layers + 1, "reduce_scatter": 2 * layers + 1}
-    assert split == [both | {"all_reduce": 2}, both | {"all_gather": 4 * layers + 1}]
-    assert ranks(1).run(calls_of_a_step, model, False) == [[{}, {}]]
+@pytest.mark.parametrize(("style", "size", "layers"), [("gpt2", 1, 1), ("llama", 2, 3), ("gpt2", 4, 1)])
+def test_logits_are_split_losses_are_whole_and_a_step_communicates_what_the_docstrings_say(
+    style: str, size: int, layers: int
+):
+    """[B, S, V/T] and [B, S] in fp32; losses are those of the gathered logits, to fp32 rounding of 4.6 nats.
 
-
-def test_a_fresh_model_knows_nothing():
-    """Every token is about as likely as any other: log(101) nats, within the spread of small random logits."""
-    gpt = build_gpt(GPT2_STYLE, MeshAxis("tp"), vocab_size=VOCAB)
-    assert gpt(*sample()).mean().item() == pytest.approx(math.log(VOCAB), abs=0.05)
-    stds = [float(part.weight.detach().std()) for part in (gpt.layers[0].mlp.fc1, gpt.layers[0].mlp.fc2)]
-    assert stds == pytest.approx([0.02, 0.02 / math.sqrt(2 * GPT2_STYLE.layers)], rel=0.1)  # Megatron's scaled init
+    2 collectives per layer each way, one at each end, two small ones in the loss; column layers gather again.
+    """
+    model, padded = dataclasses.replace(STYLES[style], num_layers=layers), STYLES[style].padded_vocab_size(VOCAB, size)
+    count = 2 * layers + 1
+    plain = [{"all_reduce": count + 2}, {"all_reduce": count}]
+    both = {"all_gather": count, "reduce_scatter": count}
+    split = [both | {"all_reduce": 2}, both | {"all_gather": 4 * layers + 1}]
+    for sequence_parallel, calls in ((False, plain), (True, split)):
+        results = ranks(size).run(outputs_and_calls, model, sequence_parallel)
+        logits = torch.cat([part for part, _, _ in results], dim=-1)
+        assert logits.shape == (BATCH, SEQ, padded)
+        expected = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), sample()[1].flatten(), reduction="none")
+        for part, losses, found in results:
+            assert part.shape == (BATCH, SEQ, padded // size)
+            assert losses.dtype == torch.float32
+            torch.testing.assert_close(losses, expected.view(BATCH, SEQ), rtol=1e-6, atol=1e-6)
+            assert found == (calls if size > 1 else [{}, {}])
 
 
 def test_the_scalar_head_multiplies_in_fp32():

@@ -1,4 +1,4 @@
-"""Logits and all gradients of our GPT are those of transformers' models with the same weights."""
+"""Our GPT against transformers' models with the same weights: logits, all gradients, scaled rotary angles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 import transformers
 from helpers.hf_models import TOKENS, VOCAB, make_gpt2, make_llama, make_qwen3, save
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megazpp.convert.huggingface import open_model
+from megazpp.model.attention import rotary_angles
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
@@ -45,3 +47,21 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
     assert gradients.keys() == dict(ours.named_parameters()).keys()
     for key, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[key].read(), rtol=1e-4, atol=1e-6, msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize(("base", "factor"), [(10000.0, 32.0), (500000.0, 8.0)])
+def test_scaled_angles_are_those_of_llama_3_1(base: float, factor: float):
+    """fp32, at positions of up to 100000 radians: 6e-3 there, and 3e-7 of the frequency at position 1."""
+    rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(
+        hidden_size=256, num_attention_heads=2, max_position_embeddings=131072, rope_parameters=rope
+    )
+    positions = torch.tensor([[0, 1, 777, 8192, 100000]])
+    expected = LlamaRotaryEmbedding(config)(torch.empty(1), positions)
+    for ours, theirs in zip(rotary_angles(positions, channels=128, base=base, scaling=factor), expected, strict=True):
+        torch.testing.assert_close(ours[:, 0, 0], theirs[0], rtol=0, atol=2e-2)
+        torch.testing.assert_close(ours[:2, 0, 0], theirs[0, :2], rtol=0, atol=1e-6)
+    plain, scaled = (rotary_angles(positions, channels=128, base=base, scaling=s)[1][4, 0, 0] for s in (None, factor))
+    assert torch.equal(plain[:8], scaled[:8])  # what turns often stays
+    assert float((plain - scaled).abs().max()) > 0.5

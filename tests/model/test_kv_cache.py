@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.tensor_parallel import build_gpt
+from helpers.tensor_parallel import build_gpt, sample
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
 from megazpp.model.config import GPTConfig
@@ -23,14 +23,10 @@ STYLES = {
 }
 
 
-def texts(batch: int, seq: int) -> torch.Tensor:
-    return torch.randint(101, (batch, seq), generator=torch.Generator().manual_seed(3))
-
-
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 @torch.no_grad()
 def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_padding(style: GPTConfig):
-    model, tokens, lengths = build_gpt(style, MeshAxis("tp"), vocab_size=101).eval(), texts(3, 16), [2, 7, 5]
+    model, tokens, lengths = build_gpt(style, MeshAxis("tp"), vocab_size=101).eval(), sample()[0], [2, 7, 5]
     for parts in ((16,), (9, 1, 1, 5), (1,) * 16):
         cache, found = KVCache(2, 3, 16), []
         for part in tokens.split(parts, dim=1):
@@ -56,6 +52,6 @@ def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_paddin
 def test_keys_and_values_take_the_type_in_which_the_model_computes():
     model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101).eval().bfloat16()
     cache = KVCache(2, 1, 4)
-    model(texts(1, 3), cache=cache)
+    model(sample()[0][:1, :3], cache=cache)
     cache.add([3])
-    assert model(texts(1, 1), cache=cache).dtype == torch.bfloat16
+    assert model(sample()[0][:1, :1], cache=cache).dtype == torch.bfloat16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import compare_slices, draw, part, tp_axis
+from helpers.tensor_parallel import compare_slices, draw, tp_axis
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.mlp import MLP
@@ -70,15 +71,8 @@ def compare_with_the_formula() -> None:
     tp = tp_axis()
     for kind, bias, sequence_parallel in itertools.product(KINDS, (False, True), (False, True)):
         mlp = MLP(config_of(kind, bias), tp=tp, sequence_parallel=sequence_parallel, output_std=1.0).double()
-        weights = {name: weight.requires_grad_() for name, weight in whole_weights(kind, bias).items()}
-        with torch.no_grad():
-            for name, parameter in mlp.named_parameters():
-                parameter.copy_(part(weights[name], SPLITS[name], tp) if name in SPLITS else weights[name])
-        x, y_grad = draw(0, 8, 3, HIDDEN).requires_grad_(), draw(9, 8, 3, HIDDEN)
-        y = by_formula(kind, x, weights)
-        y.backward(y_grad)
-        grads = {name: weight.grad for name, weight in weights.items()}
-        compare_slices(mlp, x, y, y_grad, grads, SPLITS, tp=tp, sequence_parallel=sequence_parallel)
+        x, weights, whole = draw(0, 8, 3, HIDDEN), whole_weights(kind, bias), functools.partial(by_formula, kind)
+        compare_slices(mlp, whole, x, weights, SPLITS, tp=tp, sequence_parallel=sequence_parallel, row=(kind, bias))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
