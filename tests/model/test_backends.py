@@ -12,8 +12,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.tensor_parallel import assert_gradients_near, build_gpt, local_gradients
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, packed_documents
+from helpers.tensor_parallel import (
+    SEQ,
+    STYLES,
+    VOCAB,
+    assert_gradients_near,
+    build_gpt,
+    local_gradients,
+    losses_of,
+    packed,
+)
+from helpers.training import GPT2_STYLE
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,15 +44,9 @@ from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
 
-VOCAB, SEQ, BATCH = 101, 16, 3
-STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # llama's heads are grouped
+BATCH = 3
 WIDE = {name: dataclasses.replace(style, kv_channels=8) for name, style in STYLES.items()}
 A100, H100 = (8, 0), (9, 0)
-
-
-def packed(seq: int = SEQ) -> MicroBatch:
-    """Rows of one to four documents, one of them a single token."""
-    return packed_documents(VOCAB, seq, [(0, 0), (0, 5), (0, 6), (1, seq - 1), (2, 3)])
 
 
 # ---- what torch is asked --------------------------------------------------------------------
@@ -72,11 +75,6 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def train_documents(model: GPTModel) -> torch.Tensor:
-    data = packed()
-    return model(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
-
-
 def generate_two_tokens(model: GPTModel) -> torch.Tensor:
     cache = KVCache(len(model.layers), BATCH, SEQ)
     with torch.no_grad():
@@ -85,7 +83,9 @@ def generate_two_tokens(model: GPTModel) -> torch.Tensor:
         return model(packed().tokens[:, 5:6], cache=cache)
 
 
-@pytest.mark.parametrize(("run", "style"), [(train_documents, "llama"), (generate_two_tokens, "gpt2")])
+@pytest.mark.parametrize(
+    ("run", "style"), [(lambda model: losses_of(model, packed()), "llama"), (generate_two_tokens, "gpt2")]
+)
 def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(
     style: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -95,11 +95,9 @@ def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with Calls() as calls:
         torch.testing.assert_close(run(gpt), expected, rtol=1e-5, atol=1e-5)
+    two = {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}
     masked = [call for call in calls.seen if call.masked]
-    assert len(masked) == STYLES[style].layers
-    for call in masked:
-        assert call.enabled == {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}
-        assert not call.grouped
+    assert masked == [Call(masked=True, causal=False, enabled=frozenset(two), grouped=False)] * STYLES[style].layers
     for call in calls.seen:
         if not call.masked:  # the prompt of a generation: torch's own choice
             assert call.causal
@@ -111,7 +109,7 @@ def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(
 
 
 class ByLoops:
-    """Stands in for torch's varlen_attn: checks what it is given, and computes it one document and head at a time."""
+    """Stands in for torch's varlen_attn: checks what it is given, and computes it one document at a time."""
 
     def __init__(self, seq: int) -> None:
         self.seq, self.calls = seq, 0
@@ -120,8 +118,7 @@ class ByLoops:
         self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False
     ) -> torch.Tensor:
         self.calls += 1
-        tokens, heads, channels = query.shape
-        groups = key.shape[1]
+        (tokens, heads, channels), groups = query.shape, key.shape[1]
         assert key.shape == value.shape == (tokens, groups, channels)
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         assert enable_gqa is (groups != heads)
@@ -130,15 +127,15 @@ class ByLoops:
         assert cu_seq_q.dtype == torch.int32
         starts = cu_seq_q.tolist()
         assert (starts[0], starts[-1]) == (0, tokens)
-        assert max_q == max_k == self.seq
-        assert max(b - a for a, b in itertools.pairwise(starts)) <= max_q
+        assert max_q == max_k == self.seq >= max(b - a for a, b in itertools.pairwise(starts))
         key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
         out = []
         for first, stop in itertools.pairwise(starts):
-            for at in range(first, stop):
-                scores = torch.einsum("hd,khd->hk", query[at], key[first : at + 1]) / math.sqrt(channels)
-                out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[first : at + 1]))
-        return torch.stack(out)
+            q, k, v = (x[first:stop] for x in (query, key, value))
+            later = torch.ones(stop - first, stop - first).triu(1).bool()
+            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(channels)
+            out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -math.inf).softmax(-1), v))
+        return torch.cat(out)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
@@ -154,6 +151,19 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 }
 
 
+def with_both_kernels(config: GPTConfig, data: MicroBatch, to: Callable[[GPTModel], GPTModel]) -> list[Any]:
+    """Losses and gradients of documents with a mask, and by offsets."""
+    found = []
+    for kernel in (None, variable_length):
+        gpt = to(build_gpt(config, MeshAxis("tp"), vocab_size=VOCAB))
+        for module_ in (gpt, *(layer.attention for layer in gpt.layers)):
+            module_.document_kernel = kernel
+        losses = losses_of(gpt, data)
+        losses.mean().backward()
+        found.append((losses.detach(), local_gradients(gpt)))
+    return found
+
+
 @pytest.mark.parametrize(
     ("style", "recompute"), [("gpt2", "full"), ("llama", "kept"), ("llama", "core"), ("gpt2", "selective")]
 )
@@ -161,24 +171,22 @@ def test_documents_by_offsets_are_those_of_the_mask(style: str, recompute: str, 
     """fp64 up to the losses, which are fp32: 1e-6."""
     by_loops = ByLoops(SEQ)
     stand_in(monkeypatch, by_loops)
-    config, data = dataclasses.replace(STYLES[style], **RECOMPUTED[recompute]), packed()
-    found = []
-    for kernel in (None, variable_length):
-        gpt = with_kernel(build_gpt(config, MeshAxis("tp"), vocab_size=VOCAB).double(), kernel)
-        losses = gpt(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
-        losses.mean().backward()
-        found.append((losses.detach(), local_gradients(gpt)))
+    config = dataclasses.replace(STYLES[style], **RECOMPUTED[recompute])
+    (losses, grads), (ours, our_grads) = with_both_kernels(config, packed(), lambda gpt: gpt.double())
     assert by_loops.calls == config.layers * (1 if recompute in ("kept", "selective") else 2)
-    (losses, grads), (ours, our_grads) = found
-    torch.testing.assert_close(ours, losses, rtol=1e-6, atol=0)  # the loss itself is fp32
+    torch.testing.assert_close(ours, losses, rtol=1e-6, atol=0)
     assert_gradients_near(our_grads, grads, 1e-6)
 
 
-def with_kernel(gpt: GPTModel, kernel: DocumentKernel | None) -> GPTModel:
-    gpt.document_kernel = kernel
-    for layer in gpt.layers:
-        layer.attention.document_kernel = kernel
-    return gpt
+@pytest.mark.gpu
+@pytest.mark.parametrize("style", WIDE)
+def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style: str):
+    """bf16: a few roundings of 2^-8 in different places."""
+    config = dataclasses.replace(WIDE[style], max_position_embeddings=128)
+    found = with_both_kernels(config, packed(128).to("cuda"), lambda gpt: gpt.to("cuda", torch.bfloat16))
+    (losses, grads), (ours, our_grads) = found
+    torch.testing.assert_close(ours, losses, rtol=2e-2, atol=2e-2)
+    assert_gradients_near(our_grads, grads, 5e-2)
 
 
 def meta_gpt(config: GPTConfig, kernel: DocumentKernel | None) -> GPTModel:
@@ -239,13 +247,11 @@ def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask():
         assert words in str(mask_reason(config, capability=capability, dtype=dtype))
 
 
-def test_a_torch_whose_function_has_no_window_takes_a_mask(monkeypatch: pytest.MonkeyPatch):
-    stand_in(monkeypatch, lambda q, k, v, cu_q, cu_k, max_q, max_k, is_causal: None)
-    assert "has no window_size" in str(mask_reason(WIDE["gpt2"], capability=H100, dtype=torch.bfloat16))
-
-
 def test_a_torch_whose_function_has_no_groups_repeats_keys_and_values(monkeypatch: pytest.MonkeyPatch):
-    """Torch 2.11's, and fp64 to 1e-12: the attention, and gradients summed over the heads of a group."""
+    """Torch 2.11's, and fp64 to 1e-12: the attention, and gradients summed over the heads of a group.
+
+    One that has no window either takes a mask.
+    """
     q, k, v = (torch.randn(11, n, 8, dtype=torch.float64, requires_grad=True) for n in (6, 2, 2))
     starts, found, by_loops = torch.tensor([0, 4, 5, 11], dtype=torch.int32), [], ByLoops(11)
 
@@ -260,6 +266,8 @@ def test_a_torch_whose_function_has_no_groups_repeats_keys_and_values(monkeypatc
         out = variable_length(q, k, v, starts, 11)
         found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    stand_in(monkeypatch, lambda q, k, v, cu_q, cu_k, max_q, max_k, is_causal: None)
+    assert "has no window_size" in str(mask_reason(WIDE["gpt2"], capability=H100, dtype=torch.bfloat16))
 
 
 def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkeypatch: pytest.MonkeyPatch):
@@ -305,22 +313,3 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module.importlib.util, "find_spec", lambda name, found=triton: found)
         monkeypatch.setattr(module, "capability", lambda device, found=capability: found)
         assert words in str(missing_compiler(device))
-
-
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("style", WIDE)
-def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style: str):
-    """bf16: a few roundings of 2^-8 in different places."""
-    data, found = packed(128).to("cuda"), []
-    for kernel in (None, variable_length):
-        gpt = build_gpt(dataclasses.replace(WIDE[style], max_position_embeddings=128), MeshAxis("tp"), vocab_size=VOCAB)
-        gpt = with_kernel(gpt.to("cuda", torch.bfloat16), kernel)
-        losses = gpt(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
-        losses.mean().backward()
-        found.append((losses.detach(), local_gradients(gpt)))
-    (losses, grads), (ours, our_grads) = found
-    torch.testing.assert_close(ours, losses, rtol=2e-2, atol=2e-2)
-    assert_gradients_near(our_grads, grads, 5e-2)
