@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
@@ -38,6 +38,14 @@ def one_process_model() -> nn.Module:
             model.add_module(owner, nn.Module())
         model.get_submodule(owner).register_parameter(leaf, nn.Parameter(value))
     return model
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and moments, in full; copies."""
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return {key: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for key, x in found.items()}
 
 
 def sharded_model(tp: int, replicas: int) -> tuple[nn.Module, ParallelDims]:

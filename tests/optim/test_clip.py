@@ -139,18 +139,3 @@ def split_over_an_unknown_axis() -> str:
 
 def test_a_split_that_the_sum_would_miss_is_an_error():
     assert all("split over" in message for message in ranks(4).run(split_over_an_unknown_axis))
-
-
-@pytest.mark.gpu
-def test_on_cuda_the_host_waits_neither_for_the_norm_nor_for_the_clipping():
-    model, tp, shard = one_process_model().cuda(), MeshAxis("tp"), MeshAxis("shard")
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        norm = global_grad_norm(model.named_parameters(), tp, shard).value
-        divide_grads_(model.parameters(), clip_divisor(norm, 1.0))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert float(norm) == pytest.approx(expected, rel=1e-6)

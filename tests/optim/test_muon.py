@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
+from helpers.sharded import full_state
 from helpers.tiers import chosen
 from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, build_step, train_on_ranks
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.formats import BlockFormat
@@ -103,36 +103,30 @@ def by_torch(weights: Weights, case: Case, nodes: int) -> Weights:
     return whole
 
 
-def build(case: Case) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
+def build(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model, _, dims = build_on_ranks(case)
     matrices = build_orthogonalizer(model, case.optimizer, dims, case.precision.param_dtype)
-    named = dict(model.named_parameters())
-    return named, build_optimizer(list(named.items()), case.optimizer, CPU, orthogonalizer=matrices)
-
-
-def full(named: dict[str, Any]) -> Weights:
-    return {name: p.detach().full_tensor().clone() for name, p in named.items()}
+    return model, build_optimizer(list(model.named_parameters()), case.optimizer, CPU, orthogonalizer=matrices)
 
 
 @torch.no_grad()
-def take_step(named: dict[str, Any], optimizer: torch.optim.Optimizer, step: int, bad: float | None = None) -> None:
+def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, bad: float | None = None) -> None:
     """A step with gradients that are three times too large; with `bad`, one that is to be skipped."""
-    for name, p in named.items():
-        whole = 3.0 * gradient(name, p.full_tensor(), step)
-        p.grad = distribute_tensor(
-            whole if bad is None else whole * bad, p.device_mesh, p.placements, src_data_rank=None
-        )
+    for name, p in model.named_parameters():
+        whole = gradient(name, p.full_tensor(), step) * (3.0 if bad is None else bad)
+        p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
     set_rates_(optimizer, learning_rate=RATE, weight_decay=DECAY)
     update_(optimizer, torch.tensor(3.0), torch.tensor(0.0 if bad is None else 1.0), iteration=step)
 
 
 def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
     """The whole weights before and after."""
-    named, optimizer = build(case)
-    first = full(named)
+    model, optimizer = build(case)
+    first = full_state(model, optimizer)
     for step in range(1, steps + 1):
-        take_step(named, optimizer, step)
-    return first, full(named)
+        take_step(model, optimizer, step)
+    last = full_state(model, optimizer)
+    return first, {name: last[name] for name in first}
 
 
 FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)  # 45 rows, 12 to a rank
@@ -231,25 +225,17 @@ def skip(case: Case) -> None:
     """Steps with NaN or Inf change no bit of weights and moments, and the next goes on as if there had been none."""
     ends = []
     for bad in (None, math.nan, math.inf):
-        named, optimizer = build(case)
-        take_step(named, optimizer, 1)
-        before = state_of(named, optimizer)
+        model, optimizer = build(case)
+        take_step(model, optimizer, 1)
+        before = full_state(model, optimizer)
         if bad is not None:
-            take_step(named, optimizer, 2, bad)
-            torch.testing.assert_close(state_of(named, optimizer), before, rtol=0, atol=0)
-        take_step(named, optimizer, 2)
-        ends.append(state_of(named, optimizer))
-    for end in ends[1:]:
-        torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
+            take_step(model, optimizer, 2, bad=bad)
+            torch.testing.assert_close(full_state(model, optimizer), before, rtol=0, atol=0)
+        take_step(model, optimizer, 2)
+        ends.append(full_state(model, optimizer))
+    torch.testing.assert_close(ends[1:], ends[:1] * 2, rtol=0, atol=0)
     moments = {name for state in optimizer.state.values() for name in state}
     assert moments == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
-
-
-def state_of(named: dict[str, Any], optimizer: torch.optim.Optimizer) -> Weights:
-    found = {name: p.detach() for name, p in named.items()}
-    for name, p in named.items():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
-    return {key: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for key, x in found.items()}
 
 
 def test_a_skipped_step_leaves_weights_and_momentum_as_they_are():
@@ -276,8 +262,8 @@ def test_a_training_has_the_losses_of_one_rank(case: Case):
 
 def multiplications(case: Case) -> int:
     """Of this rank in one step of the optimizer, as torch counts them."""
-    named, optimizer = build(case)
-    for parameter in named.values():
+    model, optimizer = build(case)
+    for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with FlopCounterMode(display=False) as counter:
         optimizer.step()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
-from helpers.sharded import one_process_model, sharded_model
+from helpers.sharded import full_state, one_process_model, sharded_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -53,14 +53,6 @@ def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(kind: str,
     assert any(ranks(4).run(compare_with_one_process, kind, tp, replicas)) == (tp < 4)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights and moments, in full; copies."""
-    found = {name: p.detach() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return {key: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for key, x in found.items()}
-
-
 def compare_with_torch(tp: int, replicas: int) -> None:
     """Both load what the other has saved, too; ours runs on local tensors and divides gradients inside the step."""
     model, theirs = (sharded_model(tp, replicas)[0] for _ in range(2))
@@ -80,7 +72,7 @@ def compare_with_torch(tp: int, replicas: int) -> None:
         update_(optimizer, torch.tensor(3.7))
         divide_grads_(theirs.parameters(), torch.tensor(3.7))
         reference.step()
-        torch.testing.assert_close(state_of(model, optimizer), state_of(theirs, reference), rtol=0, atol=0)
+        torch.testing.assert_close(full_state(model, optimizer), full_state(theirs, reference), rtol=0, atol=0)
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
     assert all(isinstance(moment, DTensor) for moment in moments)
 
@@ -96,16 +88,16 @@ def skip_a_step() -> None:
     for skips in (True, False):
         model, _ = sharded_model(2, 1)
         optimizer = train(model, "adam")
-        before = state_of(model, optimizer)
+        before = full_state(model, optimizer)
         if skips:
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, float("nan"))
             update_(optimizer, torch.tensor(float("nan")), torch.tensor(1.0))
-            torch.testing.assert_close(state_of(model, optimizer), before, rtol=0, atol=0)
+            torch.testing.assert_close(full_state(model, optimizer), before, rtol=0, atol=0)
         for parameter in model.parameters():
             parameter.grad = parameter.detach().clone()
         update_(optimizer, torch.tensor(1.0), torch.tensor(0.0))
-        ends.append(state_of(model, optimizer))
+        ends.append(full_state(model, optimizer))
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.pretended_run import Run
 from helpers.ranks import ranks
+from helpers.refusals import not_refused
 
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
@@ -39,56 +40,47 @@ def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
     assert "number of skipped iterations:   1 |" in run.out.getvalue()
 
 
-def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step():
+def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step_and_observers_stand_around_every_one():
     run = Run([1.0] * 9, log_interval=100, exit_interval=4)
-    assert run.progress.iteration == 4
-    assert run.progress.stop_reason == "--exit-interval 4"
+    assert (run.progress.iteration, run.progress.stop_reason) == (4, "--exit-interval 4")
     assert [r["iteration"] for r in run.tracker.records] == [4]
+    assert run.observed == [(1, 1), (2, 1), (3, 1), (4, 1)]
 
 
-def test_observers_stand_around_every_step():
-    assert Run([1.0, 2.0, 3.0]).observed == [(1, 1), (2, 1), (3, 1)]
-
-
-@pytest.mark.parametrize(("first", "expected"), [(1, [1, 4, 8]), (6, [6, 8, 12])])
-def test_it_collects_after_the_first_step_and_then_every_interval(
-    monkeypatch: pytest.MonkeyPatch, first: int, expected: list[int]
-):
+def test_it_collects_after_the_first_step_and_then_every_interval(monkeypatch: pytest.MonkeyPatch):
     collected: list[int] = []
-    iteration = first
+    iteration = 6
     monkeypatch.setattr(loop, "GARBAGE_INTERVAL", 4)
     monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(iteration))
     with loop.collect_garbage_between_steps() as collect_garbage:
-        for iteration in range(first, first + 8):
-            assert gc.isenabled() == (iteration == first)  # inside a step, once frozen, it is off
-            assert (gc.get_freeze_count() > 0) == (iteration > first)
+        for iteration in range(6, 14):
+            assert gc.isenabled() == (iteration == 6)  # inside a step, once frozen, it is off
+            assert (gc.get_freeze_count() > 0) == (iteration > 6)
             collect_garbage(iteration)
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-    assert collected == expected
+    assert collected == [6, 8, 12]
 
 
 ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(device_type="cpu"))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_stops_after_the_step_and_hurries(signum: signal.Signals):
-    before = signal.getsignal(signum)
-    with StopConditions(StopConfig()) as stops:
-        assert stops.reason(1, ALONE) is None
-        os.kill(os.getpid(), signum)
-        assert not stops.hurried  # the step goes on
-        assert stops.reason(2, ALONE) == signum.name
-        assert stops.hurried
-        os.kill(os.getpid(), signum)  # once more does no harm
-    assert signal.getsignal(signum) is before
+def test_a_signal_stops_after_the_step_and_hurries():
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        before = signal.getsignal(signum)
+        with StopConditions(StopConfig()) as stops:
+            assert stops.reason(1, ALONE) is None
+            os.kill(os.getpid(), signum)
+            assert not stops.hurried  # the step goes on
+            assert stops.reason(2, ALONE) == signum.name
+            assert stops.hurried
+            os.kill(os.getpid(), signum)  # once more does no harm
+        assert signal.getsignal(signum) is before
 
 
-def reasons(signalled_rank: int, tp: int) -> list[str | None]:
-    plan = plan_dims(
-        ParallelConfig(tensor_model_parallel_size=tp), Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3
-    )
-    dims = ParallelDims(plan, device_type="cpu")
+def reasons(signalled_rank: int) -> list[str | None]:
+    config, cluster = ParallelConfig(tensor_model_parallel_size=2), Cluster(num_nodes=1, ranks_per_node=4)
+    dims = ParallelDims(plan_dims(config, cluster, zero_stage=3), device_type="cpu")
     with StopConditions(StopConfig()) as stops:
         first = stops.reason(1, dims)
         if dims.world.rank == signalled_rank:
@@ -96,9 +88,8 @@ def reasons(signalled_rank: int, tp: int) -> list[str | None]:
         return [first, stops.reason(2, dims)]
 
 
-@pytest.mark.parametrize(("rank", "tp"), [(3, 2), (1, 1)])
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(rank: int, tp: int):
-    assert ranks(4).run(reasons, rank, tp) == [[None, "SIGUSR1"]] * 4
+def test_a_signal_to_one_rank_stops_all_after_the_same_step():
+    assert ranks(4).run(reasons, 3) == [[None, "SIGUSR1"]] * 4
 
 
 def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch: pytest.MonkeyPatch):
@@ -108,10 +99,11 @@ def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch: pytest.Monke
     assert [stops.reason(i, ALONE) for i in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
 
 
-@pytest.mark.parametrize("name", ["exit_interval", "exit_duration_in_mins"])
-def test_limits_that_are_not_positive_name_the_flag(name: str):
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 0 is not positive"):
-        StopConfig(**{name: 0})
+def test_limits_that_are_not_positive_name_the_flag():
+    rows = [
+        (name, f"--{name.replace('_', '-')} 0 is not positive") for name in ("exit_interval", "exit_duration_in_mins")
+    ]
+    assert not not_refused(rows, lambda name: StopConfig(**{name: 0}))
 
 
 @pytest.mark.gpu

@@ -41,6 +41,15 @@ def test_an_interval_starts_where_the_last_one_ended_and_the_time_left_follows_t
     assert "eta: 0:06:15 |" in interval.line
 
 
+def test_tokens_are_those_that_the_model_was_given_where_a_step_knows_them():
+    filled = meter(step(1, tokens=90), step(2, tokens=210))
+    assert filled.interval().fields["tokens_per_second"] == 300.0
+    assert (filled.summary(cpu_seconds=1.5)["tokens"], filled.summary(cpu_seconds=1.5)["cpu_seconds_per_token"]) == (
+        300,
+        0.005,
+    )
+
+
 def test_metrics_have_exactly_the_agreed_fields():
     sent = NOTHING_SENT | {"tp": 30, "cross": 10, "local": 20}
     record = meter(step(1), step(2, skipped=True)).interval(sent, peak_memory_bytes=7).fields
@@ -98,16 +107,9 @@ def test_the_speed_of_a_run_is_that_of_its_steps_after_the_first_which_compiles(
     assert (nothing["tokens_per_second"], nothing["cpu_seconds_per_token"]) == (0.0, 0.0)
 
 
-CPU = torch.device("cpu")
-
-
 def test_the_peak_on_a_cpu_is_the_kernels_high_water_mark_in_bytes():
-    status = Path("/proc/self/status").read_text()
-    kibibytes = int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
-    assert peak_memory_bytes(CPU) == pytest.approx(1024 * kibibytes, rel=0.05)
-
-
-# ---- lines ----
+    kibibytes = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
+    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(1024 * kibibytes, rel=0.05)
 
 
 MEGATRON_PART = (
@@ -160,20 +162,17 @@ def test_synchronizations_of_islands_are_in_the_line_the_record_and_the_summary(
     assert not {"synchronizations", "island_bytes", "inner_loss"} & plain.fields.keys()
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_printed(loss: float):
-    line = meter(step(1, loss=loss, grad_norm=math.nan, skipped=True)).interval().line
-    assert f" lm loss: {str(loss).upper()} |" in line
-    assert " grad norm: nan | number of skipped iterations:   1 | number of nan iterations:   1 |" in line
+def test_a_loss_that_is_not_finite_is_printed():
+    for loss in (math.nan, math.inf):
+        line = meter(step(1, loss=loss, grad_norm=math.nan, skipped=True)).interval().line
+        assert f" lm loss: {str(loss).upper()} |" in line
+        assert " grad norm: nan | number of skipped iterations:   1 | number of nan iterations:   1 |" in line
 
 
-def test_validation_is_printed_as_megatron_prints_it():
+def test_validation_is_printed_as_megatron_prints_it_with_a_perplexity_that_is_capped_and_keeps_nan():
     rule, line, again = validation_lines("iteration 100", 2.5)
     assert line == " validation loss at iteration 100 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
     assert rule == again == "-" * (len(line) + 1)
-
-
-def test_perplexity_is_capped_and_keeps_nan():
     assert perplexity(100.0) == math.exp(20)
     assert math.isnan(perplexity(math.nan))
 

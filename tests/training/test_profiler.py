@@ -56,15 +56,9 @@ def test_profiled_ranks_leave_a_trace_with_the_hops_by_name_and_train_the_same(t
 
 
 def test_a_run_that_ends_early_or_continues_another_records_what_there_is_and_replaces_no_trace(tmp_path: Path):
-    for _ in range(2):
-        ranks(2).run(train_profiled_on_two, str(tmp_path), range(3, 4))
+    config = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
+    for iteration in (3, 3, 4):
+        (said, *_), _ = ranks(2).run(train_profiled, config, str(tmp_path), range(iteration, iteration + 1))
+    assert said == ["--profile: iteration 2 was not reached here, nothing was recorded"]
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["profile-rank0-iterations3-3-2.json.gz", "profile-rank0-iterations3-3.json.gz"]
-    (said, *_), _ = ranks(2).run(train_profiled_on_two, str(tmp_path), range(4, 5))
-    assert said == ["--profile: iteration 2 was not reached here, nothing was recorded"]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def train_profiled_on_two(folder: str, iterations: range) -> tuple[list[str], list[float], int]:
-    config = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
-    return train_profiled(config, folder, iterations)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import re
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from helpers.chrome_trace import read_chrome_trace
 from helpers.context import context
@@ -29,26 +28,22 @@ from megazpp.training.step_recorder import (
     describe_ranks,
     nesting_rows,
     seconds_by_timer,
-    sorted_tracks,
     timer_lines,
 )
 from megazpp.zero.config import ZeroConfig
-
-
-class CountingTimeline(Timeline):
-    """Knows how many recordings are open."""
-
-    @property
-    def open(self) -> int:
-        return len(self._listeners)
 
 
 class OneRank:
     """What a StepRecorder needs of the dims."""
 
     def __init__(self) -> None:
-        self.timeline, self.world = CountingTimeline(), MeshAxis("world")
+        self.timeline, self.world = Timeline(), MeshAxis("world")
         self.layout = SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=1))
+
+    @property
+    def open(self) -> int:
+        """How many recordings there are."""
+        return len(self.timeline._listeners)
 
 
 def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path: Path):
@@ -65,7 +60,7 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
     recording = []
     for iteration in range(1, 6):
         with steps.step(iteration):
-            recording.append(dims.timeline.open)
+            recording.append(dims.open)
             with dims.timeline.span("compute", f"forward {iteration}"):
                 if iteration == 2:
                     thread = threading.Thread(target=gather_that_lasts_into_the_next_step)
@@ -86,48 +81,49 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
     assert "100% hidden behind compute" in text
 
 
-def test_without_the_flag_nothing_is_recorded_and_the_first_step_can_be():
-    dims = OneRank()
-    run, _ = context(dims)
-    with StepRecorder(TimingConfig(), run, interval=1).step(1):
-        assert dims.timeline.open == 0
-    first = StepRecorder(TimingConfig(timeline_step=1), run, interval=1)
-    for iteration, is_open in ((1, 1), (2, 0)):
-        with first.step(iteration):
-            assert dims.timeline.open == is_open
+def test_a_step_is_recorded_once_for_all_who_read_it_and_not_where_nobody_does():
+    everyone = TimingConfig(timing_log_level=1, log_straggler=True, timeline_step=2)
+    for config, recordings, lines, timers in (
+        (TimingConfig(), [0, 0, 0], [], []),
+        (TimingConfig(timeline_step=1), [1, 0, 0], [], []),
+        (everyone, [1, 1, 1], ["compute seconds of iteration 2"], ["forward-backward", "optimizer"]),
+    ):
+        dims, found = OneRank(), []
+        run, said = context(dims)
+        recorder = StepRecorder(config, run, interval=2)
+        for iteration in (1, 2, 3):
+            with recorder.step(iteration), dims.timeline.span(COMPUTE, "forward"):
+                found.append(dims.open)
+                with dims.timeline.span(COMPUTE, "norm"):
+                    time.sleep(0.001)
+        assert found == recordings, config
+        assert [line.split(":")[0] for line in said] == lines, config
+        assert timers_of(recorder.report_timers()) == timers, config
+        recorder.close()
+        assert dims.open == 0, config
 
 
-def test_a_step_is_recorded_once_for_all_who_read_it_and_no_more_after_the_last():
-    dims = OneRank()
-    run, said = context(dims)
-    config = TimingConfig(timing_log_level=1, log_straggler=True, timeline_step=2)
-    recorder = StepRecorder(config, run, interval=2)
-    for iteration in (1, 2, 3):
-        with recorder.step(iteration), dims.timeline.span("compute", "forward"):
-            assert dims.timeline.open == 1
-    assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2"]
-    assert "forward-backward" in str(recorder.report_timers())
-    recorder.close()
-    assert dims.timeline.open == 0
+def timers_of(report: str | None) -> list[str]:
+    return [line.split()[0] for line in (report or "").splitlines()[1:]]
 
 
-def train_with_a_timeline(folder: str) -> list[str]:
-    """Four ranks on two nodes, ZeRO++, two micro-batches; what was said on this rank."""
+def train_recorded(folder: str) -> tuple[list[str], str | None, str | None]:
+    """ZeRO++ on two nodes of two, with two micro-batches: what was said on this rank, and two reports."""
     case = Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
     run, said = context(dims, folder)
-    timeline = StepRecorder(TimingConfig(timeline_step=2), run, interval=1)
+    recorder = StepRecorder(TimingConfig(timing_log_level=2, timeline_step=2), run, interval=1)
     for index in range(case.steps):
-        with timeline.step(index + 1):
+        with recorder.step(index + 1):
             step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.01)
-    return said
+    return said, recorder.report_timers(), recorder.report_timers()
 
 
-def test_a_trained_step_shows_every_rank_s_phases_and_axes_on_one_clock(tmp_path: Path):
-    results = ranks(4).run(train_with_a_timeline, str(tmp_path))
-    assert [len(said) for said in results] == [1, 0, 0, 0]
-    trace = json.loads((tmp_path / "timeline.json").read_text())
-    assert {e["ph"] for e in trace["traceEvents"]} == {"M", "X"}
+def test_real_steps_show_every_rank_s_phases_and_axes_on_one_clock_and_in_timers_that_are_the_same_on_all(
+    tmp_path: Path,
+):
+    results = ranks(4).run(train_recorded, str(tmp_path))
+    assert [len(said) for said, *_ in results] == [1, 0, 0, 0]
     by_rank = read_chrome_trace(tmp_path / "timeline.json")
     assert list(by_rank) == ["rank 0, node 0", "rank 1, node 0", "rank 2, node 1", "rank 3, node 1"]
     for spans in by_rank.values():
@@ -142,6 +138,13 @@ def test_a_trained_step_shows_every_rank_s_phases_and_axes_on_one_clock(tmp_path
     # a step ends with collectives of all ranks, so none can begin after another has ended
     assert max(s.start_seconds for s in whole) < min(s.end_seconds for s in whole)
     assert min(s.start_seconds for s in whole) > 0  # the barrier before the recording is the zero
+    ((report, again),) = {result[1:] for result in results}
+    assert again is None  # nothing since
+    used = {name for name in OTHER_TIMERS if "-shard" not in name and name != "batch-generator"}
+    assert set(timers_of(report)) == {*MAIN_TIMERS, *used}
+    times = re.findall(r"\((\S+), (\S+)\)$", report, re.MULTILINE)
+    assert len(times) == len(timers_of(report))
+    assert all(0 < float(least) <= float(most) for least, most in times)
 
 
 def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_time():
@@ -156,22 +159,16 @@ def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_t
     ]
 
 
-SPANS = [
-    [
-        Span("step", "step 3", 0.0, 1.0, True),
-        Span("cross", "all_gather", 0.25, 0.5),
-        Span("wait", "a", 0.5, 0.25, True),
-    ],
-    [Span("zebra", "x", 0.0, 0.125)],
-]
-
-
-def test_a_trace_has_a_process_per_rank_a_thread_per_lane_and_times_in_microseconds():
-    events = chrome_trace(SPANS, ["rank 0", "rank 1"])["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(names.values()) == ["step", "wait", "cross", "zebra"]
-    assert {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"} == {0: "rank 0", 1: "rank 1"}
-    (gather,) = (e for e in events if e["name"] == "all_gather")
+def test_a_trace_has_a_process_per_rank_a_thread_per_track_in_one_order_and_times_in_microseconds():
+    first = [Span("step", "step 3", 0.0, 1.0, True), Span("cross", "all_gather", 0.25, 0.5)]
+    tracks = ["zebra", "cross", "compute", "wait", "another", "tp", "local", "step"]
+    events = chrome_trace([first, [Span(track, "x", 0.0, 0.125) for track in tracks]], ["rank 0", "rank 1"])
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events["traceEvents"] if e["name"] == "thread_name"}
+    below = ["step", "compute", "wait", "tp", "local", "cross", "another", "zebra"]
+    assert list(names.values()) == ["step", "cross", *below]
+    processes = [e for e in events["traceEvents"] if e["name"] == "process_name"]
+    assert {e["pid"]: e["args"]["name"] for e in processes} == {0: "rank 0", 1: "rank 1"}
+    (gather,) = (e for e in events["traceEvents"] if e["name"] == "all_gather")
     assert (gather["ph"], gather["ts"], gather["dur"]) == ("X", 250_000, 500_000)
     assert names[gather["pid"], gather["tid"]] == "cross"
 
@@ -182,12 +179,6 @@ def test_spans_that_cross_get_rows_of_their_own_and_nested_ones_do_not():
     spans = [again, later, crossing, inner, outer, Span("local", "other track", 0, 9)]
     rows = nesting_rows(spans, "cross")
     assert [[s.name for s in row] for row in rows] == [["outer", "inner", "later"], ["crossing"], ["again"]]
-
-
-def test_lanes_stand_in_one_order_and_unknown_ones_below():
-    tracks = ["shard", "cross", "compute", "wait", "another", "tp", "local", "step"]
-    spans = [Span(track, "x", 0.0, 1.0) for track in tracks]
-    assert sorted_tracks(spans) == ["step", "compute", "wait", "tp", "local", "cross", "another", "shard"]
 
 
 def test_a_step_s_spans_add_up_and_collectives_at_the_same_time_count_once():
@@ -235,64 +226,25 @@ def test_the_lines_are_megatron_s_and_leave_out_what_nobody_used():
     assert timer_lines(names, [[0.0] * 3] * 2) is None
 
 
-def train_with_timers(level: int) -> tuple[str | None, bool, str | None]:
-    """Two steps of ZeRO++ on two nodes of two: a report, whether the timeline was listened to, a second report."""
-    case = Case(steps=2, nodes=2, zero=ZeroConfig(zeropp=True))
-    step, dims = build_step(case)
-    recorder = StepRecorder(TimingConfig(timing_log_level=level), context(dims)[0], interval=1)
-    listened = False
-    for index in range(case.steps):
-        with recorder.step(index + 1):
-            listened = listened or bool(dims.timeline._listeners)
-            step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.01)
-    return recorder.report_timers(), listened, recorder.report_timers()
-
-
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_each_level_prints_its_timers_of_real_steps_the_same_on_all_ranks(level: int):
-    results = ranks(4).run(train_with_timers, level)
-    assert len(set(results)) == 1
-    report, listened, again = results[0]
-    assert again is None  # nothing since
-    assert listened == (level > 0)
-    if level == 0:
-        assert report is None
-        return
-    lines = report.splitlines()[1:]
-    printed = {line.split()[0]: eval(line.split(": ")[1]) for line in lines}
-    two_hops = {
-        f"{what}-{axis}" for what in ("params-all-gather", "grads-reduce-scatter") for axis in ("local", "cross")
-    }
-    wanted = {name for name in OTHER_TIMERS if "-shard" not in name and name != "batch-generator"}
-    assert set(printed) == ({*MAIN_TIMERS} if level == 1 else {*MAIN_TIMERS, *wanted})
-    assert two_hops <= wanted
-    assert all(0 < least <= most for least, most in printed.values())
-
-
-def steps(slow_rank: int, log: bool) -> list[str]:
-    """Four steps in which every rank computes 0.05 s, the slow one 0.3 s, and then waits for the others."""
-    dims = ParallelDims(
-        plan_dims(ParallelConfig(), Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3), device_type="cpu"
-    )
+def steps_with_a_slow_rank(slow_rank: int) -> list[str]:
+    """Four steps, in every second of which one rank computes 0.3 s, and the others wait for it."""
+    cluster = Cluster(num_nodes=1, ranks_per_node=4)
+    dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
     run, said = context(dims)
-    recorder = StepRecorder(TimingConfig(log_straggler=log), run, interval=2)
+    recorder = StepRecorder(TimingConfig(log_straggler=True), run, interval=2)
     for iteration in range(1, 5):
         with recorder.step(iteration), dims.timeline.span(COMPUTE, "forward"):
-            time.sleep(0.3 if dims.world.rank == slow_rank else 0.05)
+            time.sleep(0.3 if dims.world.rank == slow_rank and iteration % 2 == 0 else 0.01)
             dims.shard.all_reduce_(torch.ones(1))
     return said
 
 
 def test_a_slow_rank_is_named_every_interval_and_those_that_wait_for_it_are_not():
-    (said, *_) = ranks(4).run(steps, 2, True)
+    (said, *_) = ranks(4).run(steps_with_a_slow_rank, 2)
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2", "compute seconds of iteration 4"]
     for line in said:
         assert "(rank 2); slow: rank 2 " in line
-        assert float(line.split("median ")[1].split(",")[0]) < 0.2  # the 0.25 s of waiting are not in it
-
-
-def test_without_the_flag_nothing_is_measured():
-    assert ranks(4).run(steps, 2, False) == [[]] * 4
+        assert float(line.split("median ")[1].split(",")[0]) < 0.2  # the waiting is not in it
 
 
 def test_equal_ranks_are_not_called_slow_and_many_slow_ones_are_cut():

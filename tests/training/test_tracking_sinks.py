@@ -54,30 +54,27 @@ for use in (
 """
 
 
-def run_python(program: str, folder: Path, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, with no wandb setting and no credentials but `env`, and no terminal."""
+def run_python(program: str, folder: Path, *arguments: object, **env: str) -> str:
+    """Its output, in a process of its own, with no wandb setting and no credentials but `env`, and no terminal."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program, str(folder), *map(str, arguments)],
         env={**clean, "HOME": str(folder), "PYTHONPATH": str(ROOT), **env},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=True,
     )
-
-
-def write_a_run(folder: Path, first: int, **env: str) -> subprocess.CompletedProcess[str]:
-    return run_python(WRITE_A_RUN, folder, first, **env)
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_run_with_config_tags_and_summary(
     tmp_path: Path,
 ):
-    write_a_run(tmp_path, 1)
-    write_a_run(tmp_path, 3, WANDB_TAGS="mine, tp2")
+    run_python(WRITE_A_RUN, tmp_path, 1)
+    run_python(WRITE_A_RUN, tmp_path, 3, WANDB_TAGS="mine, tp2")
     runs = offline_runs(tmp_path)
     assert [(r.run.run_id, r.run.display_name, r.run.project) for r in runs] == [("abcd1234", "n", "p")] * 2
     kept = [(row["_step"], row["lm loss"], row["samples"]) for run in runs for row in run.history]
@@ -88,28 +85,32 @@ def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_r
 
 
 @pytest.mark.slow
-def test_a_wandb_that_is_switched_off_records_nothing(tmp_path: Path):
-    write_a_run(tmp_path, 1, WANDB_MODE="disabled", WANDB_API_KEY="0" * 40)
-    assert list(tmp_path.glob("**/*.wandb")) == []
-
-
-@pytest.mark.slow
-def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path: Path):
+def test_a_wandb_that_is_switched_off_records_nothing_and_one_whose_service_dies_raises_and_does_not_hang(
+    tmp_path: Path,
+):
     """What the tracker does with that: test_tracking.py."""
-    assert run_python(LOSE_WANDB, tmp_path).stdout.count("caught ") == 3
+    run_python(WRITE_A_RUN, tmp_path, 1, WANDB_MODE="disabled", WANDB_API_KEY="0" * 40)
+    assert list(tmp_path.glob("**/*.wandb")) == []
+    assert run_python(LOSE_WANDB, tmp_path).count("caught ") == 3
 
 
 @pytest.mark.slow
 def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path: Path):
-    done = write_a_run(tmp_path, 1, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_INIT_TIMEOUT="1")
-    assert "wandb: recording offline, the server did not take the run" in done.stdout
+    server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
+    output = run_python(WRITE_A_RUN, tmp_path, 1, WANDB_API_KEY="0" * 40, **server)
+    assert "wandb: recording offline, the server did not take the run" in output
     (run,) = offline_runs(tmp_path)
     assert len(run.history) == 2
 
 
-@pytest.mark.parametrize(
-    ("env", "mode"),
-    [
+def test_wandb_is_online_only_with_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    login, broken = str(tmp_path / "login"), str(tmp_path / "broken")
+    Path(login).write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    Path(broken).write_text("not a netrc file")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for env, mode in (
         ({}, "offline"),
         ({"WANDB_MODE": "online"}, "offline"),
         ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "k"}, "disabled"),
@@ -117,21 +118,14 @@ def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path: Path):
         ({"WANDB_API_KEY": "k"}, "online"),
         ({"WANDB_API_KEY": ""}, "offline"),
         ({"WANDB_IDENTITY_TOKEN_FILE": "f"}, "online"),
-        ({"NETRC": "{}/login"}, "online"),
-        ({"NETRC": "{}/login", "WANDB_BASE_URL": "https://wandb.example.org"}, "offline"),
-        ({"NETRC": "{}/broken"}, "offline"),
-    ],
-)
-def test_wandb_is_online_only_with_credentials(
-    env: dict[str, str], mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "login").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
-    (tmp_path / "broken").write_text("not a netrc file")
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": str(tmp_path), **env}.items():
-        monkeypatch.setenv(name, value.format(tmp_path))
-    assert wandb_mode() == mode
+        ({"NETRC": login}, "online"),
+        ({"NETRC": login, "WANDB_BASE_URL": "https://wandb.example.org"}, "offline"),
+        ({"NETRC": broken}, "offline"),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            assert wandb_mode() == mode, env
 
 
 def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path: Path):
