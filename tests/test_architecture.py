@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -49,9 +50,22 @@ SAME_FLOOR = {
 }
 
 SOURCES = sorted([*ROOT.glob("megazpp/**/*.py"), *ROOT.glob("kernels/**/*.py")])
+PRODUCT = [*SOURCES, *ROOT.glob("tools/**/*.py"), *ROOT.glob("*.py")]
 COLLECTIVES = re.compile(
     r"dist\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|batch_isend|all_to_all|new_group|new_subgroups)"
 )
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All of a file's syntax tree; the first is the module."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def top_level(path: Path) -> list[ast.stmt]:
+    module = nodes(path)[0]
+    assert isinstance(module, ast.Module)
+    return module.body
 
 
 def module_name(path: Path) -> str:
@@ -59,15 +73,17 @@ def module_name(path: Path) -> str:
     return name.removesuffix(".__init__")
 
 
+@functools.cache
 def room(module: str) -> str | None:
     """The entry of FLOORS that `module` belongs to."""
     names = [name for name in FLOORS if module == name or module.startswith(name + ".")]
     return max(names, key=len, default=None)
 
 
+@functools.cache
 def imports(path: Path) -> list[tuple[str, ast.stmt]]:
     found: list[tuple[str, ast.stmt]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += [(alias.name, node) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -75,11 +91,13 @@ def imports(path: Path) -> list[tuple[str, ast.stmt]]:
     return found
 
 
-def test_the_sources_are_found():
-    assert len(SOURCES) > 30
+def teardown_module() -> None:
+    nodes.cache_clear()
+    imports.cache_clear()
 
 
 def test_a_file_imports_only_from_lower_floors_or_its_own_folder():
+    assert len(SOURCES) > 30
     offenders = []
     for path in SOURCES:
         here, mine = module_name(path), room(module_name(path))
@@ -122,8 +140,7 @@ def test_the_import_graph_has_no_cycles():
 def test_few_files_outside_its_folder_name_a_feature():
     """Local steps are one folder, others speak of islands; so is the planner."""
     for word, folder in (("diloco", "megazpp.islands"), ("megazpp.planner", "megazpp.planner")):
-        product = [*SOURCES, *ROOT.glob("tools/**/*.py"), *ROOT.glob("*.py")]
-        others = [path for path in product if room(module_name(path)) != folder]
+        others = [path for path in PRODUCT if room(module_name(path)) != folder]
         naming = [str(path.relative_to(ROOT)) for path in others if word in path.read_text().lower()]
         assert len(naming) <= 4, naming
 
@@ -132,13 +149,15 @@ def test_imports_stand_at_the_top():
     """A lazy import of our own code would dodge the floors."""
     offenders = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Import | ast.ImportFrom):
-                        names = [a.name for a in inner.names] if isinstance(inner, ast.Import) else [inner.module or ""]
-                        if any(n.startswith(("megazpp", "kernels")) for n in names):
-                            offenders.append(f"{path}:{inner.lineno}")
+        inside = {
+            inner
+            for node in nodes(path)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.Import | ast.ImportFrom)
+        }
+        ours = [node for name, node in imports(path) if node in inside and name.startswith(("megazpp", "kernels"))]
+        offenders += [f"{path}:{node.lineno}" for node in ours]
     assert offenders == []
 
 
@@ -156,9 +175,8 @@ def test_only_zero_touches_fsdp2_and_only_the_axis_calls_collectives():
 def test_there_is_no_mutable_state_at_module_level():
     offenders = []
     for path in SOURCES:
-        tree = ast.parse(path.read_text())
-        offenders += [f"{path}:{n.lineno}: global statement" for n in ast.walk(tree) if isinstance(n, ast.Global)]
-        for statement in tree.body:
+        offenders += [f"{path}:{n.lineno}: global statement" for n in nodes(path) if isinstance(n, ast.Global)]
+        for statement in top_level(path):
             if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
                 continue
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -171,19 +189,20 @@ def test_there_is_no_mutable_state_at_module_level():
 
 
 def test_zero_and_tensor_parallel_do_not_know_each_other_and_zero_does_not_know_the_model():
+    strangers = {
+        "megazpp.zero": ("megazpp.tensor_parallel", "megazpp.model"),
+        "megazpp.tensor_parallel": ("megazpp.zero",),
+    }
     for path in SOURCES:
-        if room(module_name(path)) == "megazpp.zero":
-            assert not any(t.startswith(("megazpp.tensor_parallel", "megazpp.model")) for t, _ in imports(path))
-        if room(module_name(path)) == "megazpp.tensor_parallel":
-            assert not any(t.startswith("megazpp.zero") for t, _ in imports(path))
+        unknown = strangers.get(room(module_name(path)) or "", ())
+        assert not any(target.startswith(unknown) for target, _ in imports(path)), path
 
 
 def test_no_two_classes_of_the_product_share_a_name():
     """What only its own file uses, and says so by an underscore, may."""
-    product = [*SOURCES, *ROOT.glob("tools/**/*.py"), ROOT / "pretrain_gpt.py"]
     homes: dict[str, list[str]] = {}
-    for path in product:
-        for node in ast.parse(path.read_text()).body:
+    for path in PRODUCT:
+        for node in top_level(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module_name(path))
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
@@ -198,11 +217,10 @@ CALLED_BY_LIBRARIES = {
 
 def test_no_function_of_the_product_is_called_by_tests_alone():
     """By name: used is what some file of the product mentions, beside definition and import, also as a string."""
-    product = [*SOURCES, *ROOT.glob("tools/**/*.py"), *ROOT.glob("*.py")]
     defined: dict[str, str] = {}
     used: Counter[str] = Counter()
-    for path in product:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in PRODUCT:
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined[node.name] = f"{path.relative_to(ROOT)}:{node.lineno}"
             elif isinstance(node, ast.Name | ast.Attribute):
@@ -217,14 +235,14 @@ def test_no_function_of_the_product_is_called_by_tests_alone():
 def test_a_docstring_begins_with_a_verb_or_the_thing_itself():
     riddles = ("What", "Where", "Whether", "Who", "How", "Of", "As", "Which")
     found = []
-    for path in [*SOURCES, *ROOT.glob("tools/**/*.py"), ROOT / "pretrain_gpt.py"]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in PRODUCT:
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                words = (ast.get_docstring(node) or "-").split()
+                words = (ast.get_docstring(node, clean=False) or "-").split()
                 found += [f"{path.relative_to(ROOT)}: {' '.join(words[:6])}"] if words[0] in riddles else []
     assert found == []
 
 
 def test_a_file_of_more_than_300_lines_says_why_in_its_first_lines():
-    long = [path for path in [*SOURCES, *ROOT.glob("tools/**/*.py")] if path.read_text().count("\n") > 300]
+    long = [path for path in PRODUCT if path.read_text().count("\n") > 300]
     assert [str(path.relative_to(ROOT)) for path in long if "one file" not in path.read_text()[:1000].lower()] == []

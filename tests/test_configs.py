@@ -20,16 +20,18 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.args"))
 
 
 class Expected(NamedTuple):
-    """`params` as published (ours for gpt_tiny); tensor-parallel size and the GPUs of a cluster it is meant for."""
+    """Parameters as published (ours for gpt_tiny); tensor-parallel size and the GPUs of a cluster it is meant for."""
 
     params: float
     tp: int
     nodes: int
     ranks_per_node: int = 8
+
+    def cluster(self, least_nodes: int = 1) -> Cluster:
+        return Cluster(num_nodes=max(self.nodes, least_nodes), ranks_per_node=self.ranks_per_node)
 
 
 EXPECTED = {
@@ -50,69 +52,51 @@ def read(name: str, *more: str) -> ParsedRun:
     return parse_run_config([f"@configs/{name}.args", *more, *data], ROOT)
 
 
-def test_local_steps_go_with_every_config_on_two_nodes() -> None:
-    for name in CONFIGS:
-        parsed = read(name, "@configs/common/local_steps.args")
-        cluster = Cluster(num_nodes=max(EXPECTED[name].nodes, 2), ranks_per_node=EXPECTED[name].ranks_per_node)
-        plan = check_run_config(for_planning(parsed.config, "--plan"), cluster, device_type="cuda")
-        assert plan.islands is not None
-        assert (plan.islands.steps, plan.islands.fragments, plan.layout.island) == (30, 2, cluster.num_nodes)
+def test_each_file_of_the_folder_passes_every_check_on_a_cluster_it_is_meant_for_also_with_local_steps() -> None:
+    assert sorted(EXPECTED) == sorted(path.stem for path in (ROOT / "configs").glob("*.args"))
+    for name, expected in EXPECTED.items():
+        assert (ROOT / f"configs/{name}.args").read_text().startswith("# "), f"{name}: where is its shape from?"
+        parsed = read(name)
+        plan = check_run_config(parsed.config, expected.cluster(), device_type="cpu")
+        last = plan.schedule.learning_rate(plan.batches.total_samples)
+        assert (parsed.notices, plan.notices, plan.layout.tp) == ((), (), expected.tp), name
+        assert last == pytest.approx(parsed.config.schedule.min_lr), name
 
-
-def test_the_list_above_is_the_folder_and_each_file_begins_by_saying_where_its_shape_comes_from() -> None:
-    assert sorted(EXPECTED) == CONFIGS
-    assert all((ROOT / "configs" / f"{name}.args").read_text(encoding="utf-8").startswith("# ") for name in CONFIGS)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_passes_every_check_on_a_cluster_it_is_meant_for(name: str) -> None:
-    parsed, expected = read(name), EXPECTED[name]
-    cluster = Cluster(num_nodes=expected.nodes, ranks_per_node=expected.ranks_per_node)
-    plan = check_run_config(parsed.config, cluster, device_type="cpu")
-    assert parsed.notices == plan.notices == ()
-    assert plan.layout.tp == expected.tp
-    assert plan.schedule.learning_rate(plan.batches.total_samples) == pytest.approx(parsed.config.schedule.min_lr)
+        local_steps = for_planning(read(name, "@configs/common/local_steps.args").config, "--plan")
+        plan = check_run_config(local_steps, expected.cluster(least_nodes=2), device_type="cuda")
+        assert plan.islands is not None, name
+        assert (plan.islands.steps, plan.islands.fragments) == (30, 2), name
+        assert plan.layout.island == plan.layout.cluster.num_nodes, name
 
 
 def dry_build(name: str, tp: MeshAxis) -> int:
     """Parameters of the model that the config describes, on one rank of `tp`; nothing is allocated."""
     config = read(name).config
     assert config.tokenizer.vocab_size is not None
+    parallel = {"tp": tp, "sequence_parallel": config.parallel.sequence_parallel}
     with torch.device("meta"):
-        model = GPTModel(
-            config.model,
-            vocab_size=config.tokenizer.vocab_size,
-            tp=tp,
-            sequence_parallel=config.parallel.sequence_parallel,
-        )
-    assert all(parameter.is_meta for parameter in model.parameters())
+        model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, **parallel)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_gives_a_model_of_the_published_size_and_a_tensor_parallel_rank_holds_its_share(name: str) -> None:
-    whole, size = dry_build(name, MeshAxis("tp")), EXPECTED[name].tp
-    assert whole == pytest.approx(EXPECTED[name].params, rel=0.02)
-    if size > 1:
-        share = dry_build(name, MeshAxis("tp", ranks=tuple(range(size)), group=Mock()))  # building does not communicate
-        assert whole <= share * size < 1.02 * whole  # norms, positions and some biases are on every rank
+def test_a_config_gives_a_model_of_the_published_size_and_a_tensor_parallel_rank_holds_its_share() -> None:
+    for name, expected in EXPECTED.items():
+        whole, size = dry_build(name, MeshAxis("tp")), expected.tp
+        assert whole == pytest.approx(expected.params, rel=0.02), name
+        if size > 1:
+            share = dry_build(name, MeshAxis("tp", ranks=tuple(range(size)), group=Mock()))
+            assert whole <= share * size < 1.02 * whole, name  # norms, positions and some biases are on every rank
 
 
 MEMORY = re.compile(r"^# Memory: ([\d.]+) GB per GPU .*\n# python pretrain_gpt.py (.*)$", re.MULTILINE)
 
 
-def planned_gigabytes(flags: str, digits: int = 1) -> str:
-    """What --plan says of rank 0, with so many digits behind the point."""
-    config = for_planning(parse_run_config(flags.split(), ROOT).config, "--plan")
-    assert config.cluster.cluster_file is not None
-    cluster = read_cluster(ROOT / config.cluster.cluster_file)
-    return f"{Estimator(cluster, device_type='cpu').estimate(config).gigabytes:.{digits}f}"
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_memory_that_a_config_names_is_what_its_command_plans(name: str) -> None:
-    found = MEMORY.findall((ROOT / "configs" / f"{name}.args").read_text(encoding="utf-8"))
-    assert len(found) == 1
-    gigabytes, flags = found[0]
-    assert flags.startswith(f"@configs/{name}.args --plan --cluster-file configs/clusters/")
-    assert planned_gigabytes(flags, digits=len(gigabytes.partition(".")[2])) == gigabytes
+def test_the_memory_that_a_config_names_is_what_its_command_plans() -> None:
+    for name in EXPECTED:
+        ((gigabytes, flags),) = MEMORY.findall((ROOT / f"configs/{name}.args").read_text())
+        assert flags.startswith(f"@configs/{name}.args --plan --cluster-file configs/clusters/")
+        config = for_planning(parse_run_config(flags.split(), ROOT).config, "--plan")
+        assert config.cluster.cluster_file is not None
+        cluster = read_cluster(ROOT / config.cluster.cluster_file)
+        planned = Estimator(cluster, device_type="cpu").estimate(config).gigabytes
+        assert f"{planned:.{len(gigabytes.partition('.')[2])}f}" == gigabytes, name

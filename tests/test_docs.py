@@ -77,22 +77,24 @@ INSTEAD = [
 PYTHON_INSTEAD = {"zeropp(model)": "zeropp(model, ranks_per_node=2)"}
 
 
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
 def blocks(page: str, language: str) -> list[str]:
     """The blocks in a language, in order."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return [block for found, block in re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S) if found == language]
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.M | re.S)
 
 
 def wanted(page: str) -> list[str]:
     """The commands of the table whose rows go on after "I want to ..."; none where a page has no such table."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    rows = text.partition("| I want to ... | command |\n")[2].partition("\n\n")[0]
+    rows = text_of(page).partition("| I want to ... | command |\n")[2].partition("\n\n")[0]
     return re.findall(r"\| `([^`]+)` \|$", rows, re.M)
 
 
 def prose(page: str) -> str:
     """A page without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S)
 
 
 class Scratch:
@@ -214,7 +216,7 @@ def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_conti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL and (blocks(page, "sh") or wanted(page))])
 def test_a_page_s_commands_run(page: str, scratch: Scratch):
     scratch.run_page(page)
 
@@ -227,22 +229,17 @@ def test_commands_that_are_run_elsewhere_stand_in_a_page_and_so_does_their_test(
         assert f"def {name}(" in (ROOT / file).read_text()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files_and_headings_and_pip_installs_what_there_is(page: str):
-    text, folder = (ROOT / page).read_text(encoding="utf-8"), (ROOT / page).parent
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("http"):
-            continue
-        file, _, heading = target.partition("#")
-        path = (folder / file).resolve() if file else ROOT / page
-        assert path.exists(), target
-        if heading:
-            titles = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), re.M)
+def test_links_lead_to_files_and_headings():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+            if target.startswith("http"):
+                continue
+            file, _, heading = target.partition("#")
+            path = (ROOT / page).parent / file if file else ROOT / page
+            assert path.exists(), f"{page}: {target}"
+            titles = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), re.M) if heading else []
             slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-            assert heading in slugs, target
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for asked in re.findall(r"'\.\[([\w,]+)\]'", text):
-        assert set(asked.split(",")) <= set(extras), asked
+            assert not heading or heading in slugs, f"{page}: {target}"
 
 
 def test_files_that_contributors_are_sent_to_are_there():
@@ -252,32 +249,38 @@ def test_files_that_contributors_are_sent_to_are_there():
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
-def test_the_page_of_tools_says_what_each_extra_is_for():
+def test_pip_installs_what_there_is_and_the_page_of_tools_says_what_each_extra_is_for():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    rows = re.findall(r"^\| (.*) \| .+ \|$", (ROOT / TUTORIAL).read_text(), re.MULTILINE)
+    for page in PAGES:
+        for asked in re.findall(r"'\.\[([\w,]+)\]'", text_of(page)):
+            assert set(asked.split(",")) <= set(extras), f"{page}: {asked}"
+    rows = re.findall(r"^\| (.*) \| .+ \|$", text_of(TUTORIAL), re.M)
     named = {name for row in rows for name in re.findall(r"`'\.\[(\w+)\]'`", row)}
     assert named == extras.keys() - {"test"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
-def test_a_command_in_the_text_has_flags_that_its_program_knows(page: str, tutorial: Followed):
-    for command in re.findall(r"`(python [^`]+)`", prose(page)):
-        program, *words = command.removeprefix("python ").split()
-        if not (program.startswith("tools/") and program.endswith(".py")):
-            continue
-        known = tutorial.scratch.run(f"python {program} --help") + tutorial.scratch.run("python pretrain_gpt.py --help")
-        for word in words:
-            assert not word.startswith("--") or word == "--" or word in known, f"{command}: {word}"
+def test_a_command_in_the_text_has_flags_that_its_program_knows(tutorial: Followed):
+    help_of = functools.cache(lambda program: tutorial.scratch.run(f"python {program} --help"))
+    for command in re.findall(r"`(python tools/[^`]+)`", "".join(map(prose, PAGES))):
+        _, program, *words = command.split()
+        known = help_of(program) + help_of("pretrain_gpt.py")
+        assert [word for word in words if re.match("--.", word) and word not in known] == [], command
 
 
-@pytest.mark.parametrize(("folder", "name"), [("tools", "tutorial"), ("tools/benchmarks", "figures")])
-def test_every_tool_has_a_line_in_the_table(folder: str, name: str):
-    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^\| `(\w+\.py)` \|", page, re.M))
-    programs = {p.name for p in (ROOT / folder).glob("*.py") if "\nif __name__ ==" in p.read_text(encoding="utf-8")}
-    parts = {name for name in programs for other in programs if name.startswith(other.removesuffix(".py") + "_")}
-    assert listed == programs - parts
+def test_every_tool_has_a_line_in_the_table():
+    for folder, page in (("tools", TUTORIAL), ("tools/benchmarks", "docs/figures.md")):
+        listed = set(re.findall(r"^\| `(\w+\.py)` \|", text_of(page), re.M))
+        programs = {path.name for path in (ROOT / folder).glob("*.py") if "\nif __name__ ==" in path.read_text()}
+        parts = {name for name in programs for other in programs if name.startswith(other.removesuffix(".py") + "_")}
+        assert listed == programs - parts
+
+
+def test_the_examples_of_tests_stand_in_the_tests():
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    examples = blocks("CONTRIBUTING.md", "python")
+    assert len(examples) == 4
+    assert [example for example in examples if example not in tests or example.count("\n") > 12] == []
 
 
 # ---- Python ----
@@ -291,9 +294,8 @@ def run_python(code: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL and blocks(page, "python")])
-def test_a_page_s_python_runs_on_four_ranks(page: str):
-    for code in blocks(page, "python"):
+def test_a_page_s_python_runs_on_four_ranks():
+    for code in [code for page in sorted({*PAGES} - {TUTORIAL, "CONTRIBUTING.md"}) for code in blocks(page, "python")]:
         for gpu, cpu in PYTHON_INSTEAD.items():
             assert gpu in code
             code = code.replace(gpu, cpu)
@@ -346,7 +348,7 @@ def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) ->
 
 @pytest.mark.slow
 def test_the_memory_of_each_config_is_the_planner_s():
-    rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", (ROOT / "docs/configs.md").read_text(), re.M)
+    rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", text_of("docs/configs.md"), re.M)
     assert {name for name, *_ in rows} == {p.stem for p in (ROOT / "configs").glob("*.args")} - {"gpt_tiny"}
     for name, nodes, figures in rows:
         zero3, zeropp = planned(name, int(nodes)), planned(name, int(nodes), "--zeropp")
@@ -357,7 +359,7 @@ def test_the_memory_of_each_config_is_the_planner_s():
 
 
 def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
-    page = (ROOT / "docs/zeropp.md").read_text()
+    page = text_of("docs/zeropp.md")
     zero3, zeropp = planned("gpt_1b3", 2), planned("gpt_1b3", 2, "--zeropp")
     kinds = zeropp.memory
     shards = sum(kinds[kind] for kind in (Memory.PARAMETERS, Memory.MOMENTS, Memory.GRADIENTS)) / 1e9
@@ -397,7 +399,7 @@ def source_strings() -> str:
 
 
 def test_a_quoted_message_s_fixed_parts_stand_in_the_source():
-    page = (ROOT / "docs/troubleshooting.md").read_text()
+    page = text_of("docs/troubleshooting.md")
     tables = page[: page.index("## Slow or out of memory")]
     messages = re.findall(r"^\| `([^`]+)` \|", tables, re.M)
     assert len(messages) > 20
@@ -407,7 +409,7 @@ def test_a_quoted_message_s_fixed_parts_stand_in_the_source():
 
 
 def test_the_fields_of_the_log_line_stand_in_the_source():
-    page = (ROOT / "docs/troubleshooting.md").read_text()
+    page = text_of("docs/troubleshooting.md")
     table = page[page.index("| field |") :]
     for row in re.findall(r"^\| (`.*?) \| ", table, re.M):
         for field in re.findall(r"`([^`]+)`", row):
@@ -416,7 +418,7 @@ def test_the_fields_of_the_log_line_stand_in_the_source():
 
 
 def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
-    table = "".join(re.findall(r"^\| (`--.*?) \| ", (ROOT / "docs/zeropp.md").read_text(), re.M))
+    table = "".join(re.findall(r"^\| (`--.*?) \| ", text_of("docs/zeropp.md"), re.M))
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
     for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, in the table of stages
         assert re.search(rf"`--(no-)?{name}`", table), name
@@ -428,19 +430,13 @@ OTHERS_FLAGS = (
 )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "CONTRIBUTING.md"])  # it adds one
-def test_every_flag_that_a_page_names_exists(page: str):
-    fields = set(re.findall(r"\w+", source_strings()))
+def test_every_flag_that_a_page_names_exists():
     sources = "".join(p.read_text(encoding="utf-8") for f in ("megazpp", "tools") for p in (ROOT / f).rglob("*.py"))
-    fields |= set(re.findall(r"\b(\w+): [^=\n]+ = flag\(", sources))
+    fields = set(re.findall(r"\w+", source_strings())) | set(re.findall(r"\b(\w+): [^=\n]+ = flag\(", sources))
     known = set(read_megatron_flags()) | set(re.findall(r"--[\w-]+", sources)) | set(OTHERS_FLAGS.split())
-    for code in re.findall(r"`([^`]+)`", prose(page)):
-        for name in re.findall(r"(?<![\w-])--[a-z][\w-]*\*?", code):
+    for page in set(PAGES) - {"CONTRIBUTING.md"}:  # it adds one
+        for name in re.findall(r"(?<![\w-])--[a-z][\w-]*\*?", " ".join(re.findall(r"`([^`]+)`", prose(page)))):
             plain = name.removeprefix("--no-").removeprefix("--")
-            if name.endswith(("*", "-")):
-                stem = plain.rstrip("*-").replace("-", "_")
-                assert any(field.startswith(stem) for field in fields), f"{name} in `{code}`"
-            else:
-                assert name in known or f"--{plain}" in known or plain.replace("-", "_") in fields, (
-                    f"{name} in `{code}`"
-                )
+            field = plain.rstrip("*-").replace("-", "_")
+            beginning = name.endswith(("*", "-")) and any(each.startswith(field) for each in fields)
+            assert beginning or {name, f"--{plain}"} & known or plain.replace("-", "_") in fields, f"{page}: {name}"

@@ -1,6 +1,6 @@
-"""The program as a user runs it, on two gloo workers (four for ZeRO++).
+"""The program as a user runs it, on two gloo workers (four for ZeRO++), and called where it starts none.
 
-Three runs are started as users start them: the main job, one by `python -m`, one by torchrun; the others are forks.
+Users' starts are tested of one run by torchrun, one by `python -m`, one at a terminal; the others are forks.
 """
 
 from __future__ import annotations
@@ -17,83 +17,42 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 from helpers.chrome_trace import read_chrome_trace
+from helpers.pretrain import TOY, Home, Main, Run
 from helpers.program import ROOT, Program, run_forked, run_program
+from helpers.refusals import table
+from helpers.small_run import parse
 from helpers.wandb_files import offline_runs
 
 import pretrain_gpt
+from megazpp.planner.dry_run import DryRun
 from megazpp.report.page import report_html
 from megazpp.report.runs import read_runs
 from megazpp.topology.cluster_file import read_cluster
+from megazpp.training.run import what_next
 
-# fmt: off
-MAIN_JOB = [
-    "@configs/gpt_tiny.args", "--global-batch-size", "16", "--train-iters", "6", "--log-interval", "2",
-    "--eval-interval", "4", "--eval-iters", "1", "--sample-tokens", "8",
-]
-TOY = [
-    "--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "32",
-    "--max-position-embeddings", "32", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256",
-    "--train-iters", "4", "--lr", "1e-3", "--micro-batch-size", "2", "--log-interval", "1", "--eval-iters", "1",
-]
-METRICS = [
-    "iteration", "lm_loss", "grad_norm", "max_grad_norm", "learning_rate", "consumed_samples", "consumed_tokens",
-    "steps", "step_seconds", "tokens_per_second", "skipped", "tp_bytes", "local_bytes", "cross_bytes",
-    "peak_memory_bytes",
-]
-SUMMARY = {
-    "final_loss", "validation_loss", "unigram_entropy", "tokens_per_second", "cpu_seconds_per_token",
-    "peak_memory_bytes", "tp_bytes_per_step", "cross_bytes_per_step", "local_bytes_per_step",
-}
-# fmt: on
+MAIN_JOB = shlex.split(
+    "@configs/gpt_tiny.args --global-batch-size 8 --train-iters 6 --log-interval 2 --eval-interval 4 --eval-iters 1 "
+    "--sample-tokens 8"
+)
+METRICS = shlex.split(
+    "iteration lm_loss grad_norm max_grad_norm learning_rate consumed_samples consumed_tokens steps step_seconds "
+    "tokens_per_second skipped tp_bytes local_bytes cross_bytes peak_memory_bytes"
+)
+SUMMARY = shlex.split(
+    "final_loss validation_loss unigram_entropy tokens_per_second cpu_seconds_per_token peak_memory_bytes "
+    "tp_bytes_per_step cross_bytes_per_step local_bytes_per_step"
+)
 REDUCTION_ORDER = 1e-5  # relative: fp32 sums in another order over 6 steps
 
 
-class Run(NamedTuple):
-    code: int
-    output: str
-    folder: Path
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
-
-    def losses(self, key: str = "lm_loss") -> list[float]:
-        return [row[key] for row in self.metrics]
-
-
-class Home:
-    """A folder with a cache that several runs share."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def pretrain(
-        self,
-        *flags: str,
-        run: str,
-        launcher: tuple[str, ...] = ("pretrain_gpt.py",),
-        nproc: int | None = 2,
-        cwd: Path = ROOT,
-        start: Callable[..., tuple[int, str]] = run_forked,
-    ) -> Run:
-        command = [*launcher, *flags, *self.places(run)]
-        if nproc is not None:
-            command += ["--nproc", str(nproc)]
-        return Run(*start(*command, folder=self.path, cwd=cwd), self.path / run)
-
-    def places(self, run: str) -> tuple[str, ...]:
-        return ("--run-dir", str(self.path / run), "--data-cache-path", str(self.path / "cache"))
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+    return Main(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
 @pytest.fixture(scope="module")
 def main_job(home: Home) -> Run:
     looks = ["--timeline-step", "3", "--profile", "--profile-step-start", "4", "--profile-step-end", "5"]
-    run = home.pretrain(*MAIN_JOB, *looks, "--timing-log-level", "1", run="main", start=run_program)
-    assert run.code == 0, run.output
-    return run
+    return home.pretrain(*MAIN_JOB, *looks, "--timing-log-level", "1", run="main")
 
 
 def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home):
@@ -154,44 +111,34 @@ def test_the_log_lines_split_into_megatron_s_fields(main_job: Run):
         assert "MFU" not in values
 
 
-def test_metrics_jsonl_has_the_promised_fields_with_sane_values(main_job: Run):
-    rows = main_job.metrics
+def test_metrics_summary_and_args_have_the_promised_fields_with_sane_values(main_job: Run):
+    rows, summary = main_job.metrics, main_job.summary
     assert [row["iteration"] for row in rows] == [2, 4, 6]
     for row in rows:
         assert list(row) == METRICS
-        assert row["consumed_samples"] == 16 * row["iteration"]
+        assert row["consumed_samples"] == 8 * row["iteration"]
         assert row["consumed_tokens"] == 128 * row["consumed_samples"]
-        assert row["tokens_per_second"] == pytest.approx(16 * 128 / row["step_seconds"])
-        assert row["step_seconds"] > 0
-        assert row["grad_norm"] > 0
-        assert row["learning_rate"] > 0
+        assert row["tokens_per_second"] == pytest.approx(8 * 128 / row["step_seconds"])
+        assert min(row["step_seconds"], row["grad_norm"], row["learning_rate"]) > 0
         assert row["cross_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
         assert row["tp_bytes"] == row["local_bytes"] == row["skipped"] == 0  # two nodes of one rank each
     assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048
     assert rows[2]["lm_loss"] < rows[0]["lm_loss"] - 0.3
 
-
-def test_summary_json_has_the_promised_fields_with_sane_values(main_job: Run):
-    summary = main_job.summary
-    assert set(summary) >= SUMMARY
-    assert summary["final_loss"] == main_job.metrics[-1]["lm_loss"]
+    assert set(summary) >= set(SUMMARY)
+    assert summary["final_loss"] == rows[-1]["lm_loss"]
     assert 5 < summary["validation_loss"] < 8
     assert 5 < summary["unigram_entropy"] < 7.62
-    assert summary["tokens"] == 6 * 16 * 128
+    assert summary["tokens"] == 6 * 8 * 128
     assert summary["tokens_per_second"] > 5 / 6 * summary["tokens"] / summary["seconds"]  # the first step is left out
     assert 1e-6 < summary["cpu_seconds_per_token"] < 1e-2
     assert 1e8 < summary["peak_memory_bytes"] < 1e10
-    assert summary["cross_bytes_per_step"] == pytest.approx(main_job.metrics[0]["cross_bytes"], rel=0.01)
+    assert summary["cross_bytes_per_step"] == pytest.approx(rows[0]["cross_bytes"], rel=0.01)
 
-
-def test_args_json_holds_every_flag_s_value(main_job: Run):
-    values = json.loads((main_job.folder / "args.json").read_text())
-    assert values["train_iters"] == 6
-    assert values["zero_stage"] == 3
-    assert values["nproc"] == 2
-    assert values["micro_batch_size"] is None
-    assert values["global_batch_size"] == 16
-    assert len(values) > 100
+    args = json.loads((main_job.folder / "args.json").read_text())
+    expected = {"train_iters": 6, "zero_stage": 3, "nproc": 2, "micro_batch_size": None, "global_batch_size": 8}
+    assert {name: args[name] for name in expected} == expected
+    assert len(args) > 100
 
 
 def test_what_the_run_has_recorded_makes_a_report(main_job: Run):
@@ -233,29 +180,23 @@ def test_the_profile_has_operators_and_the_hops_and_the_timers_follow_each_log_l
 def repeated(main_job: Run, home: Home) -> tuple[Run, bytes]:
     """The main job again, from the flag file it left, in the same folder, with wandb; and the old metrics."""
     before = (main_job.folder / "metrics.jsonl").read_bytes()
-    run = home.pretrain(f"@{main_job.folder / 'args.txt'}", "--wandb-project", "a-project", run="main", nproc=None)
-    assert run.code == 0, run.output
-    return run, before
+    flags = (f"@{main_job.folder / 'args.txt'}", "--wandb-project", "a-project")
+    return home.pretrain(*flags, run="main", nproc=None), before
 
 
 @pytest.mark.slow
-def test_a_run_folder_used_again_loses_nothing(repeated: tuple[Run, bytes]):
+def test_a_run_folder_used_again_loses_nothing_and_args_txt_gives_the_same_losses(repeated: tuple[Run, bytes]):
+    """Bit for bit, with the cached tokenizer."""
     run, before = repeated
     assert (run.folder / "metrics.jsonl").read_bytes().startswith(before)
-    assert len(run.metrics) == 6
+    for key in ("lm_loss", "grad_norm", "learning_rate"):
+        assert run.values(key)[:3] == run.values(key)[3:]
+    assert "training a SentencePiece tokenizer" not in run.output
     assert json.loads((run.folder / "args.1.json").read_text())["wandb_project"] == ""
     assert json.loads((run.folder / "args.json").read_text())["wandb_project"] == "a-project"
     assert (run.folder / "summary.1.json").exists()
     assert (run.folder / "timeline.1.json").exists()
     assert run.summary["final_loss"] == run.metrics[-1]["lm_loss"]
-
-
-@pytest.mark.slow
-def test_args_txt_fed_back_gives_the_same_losses_bit_for_bit_with_the_cached_tokenizer(repeated: tuple[Run, bytes]):
-    run, _ = repeated
-    for key in ("lm_loss", "grad_norm", "learning_rate"):
-        assert run.losses(key)[:3] == run.losses(key)[3:]
-    assert "training a SentencePiece tokenizer" not in run.output
 
 
 @pytest.mark.slow
@@ -265,7 +206,7 @@ def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s
     assert [row["_step"] for row in kept.history] == [1, 2, 3, 4, 5, 6]
     names = {"train/loss", "train/grad_norm", "train/learning_rate", "train/batch_size", "train/loss_scale", "samples"}
     assert all(names <= set(row) for row in kept.history)
-    assert kept.history[5]["train/grad_norm"] == pytest.approx(run.losses("grad_norm")[-1])
+    assert kept.history[5]["train/grad_norm"] == pytest.approx(run.values("grad_norm")[-1])
     assert [row["_step"] for row in kept.history if "eval/loss" in row] == [4, 6]
     assert kept.config == json.loads((run.folder / "args.json").read_text()) | {"_wandb": kept.config["_wandb"]}
     assert list(kept.run.tags) == ["zero3", "2 nodes x 1 ranks"]
@@ -275,8 +216,7 @@ def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s
 @pytest.mark.slow
 def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):
     run = home.pretrain(*MAIN_JOB, "--log-params-norm", "--log-num-zeros-in-grad", run="one", nproc=1)
-    assert run.code == 0, run.output
-    assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
+    assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
     assert "note: --emulate-nodes auto: 1 rank(s) on one machine stay one node" in run.output
     assert [row[f"{wire}_bytes"] for row in run.metrics for wire in ("local", "cross")] == [0] * 6
     assert len(re.findall(r"\| num zeros: \d+\.0 \| params norm: [1-9]\d\.\d{3} \|", run.output)) == 3
@@ -288,9 +228,8 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
 ):
     flags = [*MAIN_JOB, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     run = home.pretrain(*flags, run="tp", launcher=("-m", "pretrain_gpt"), cwd=tmp_path, start=run_program)
-    assert run.code == 0, run.output
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
-    assert run.losses() == pytest.approx(main_job.losses()[:3], rel=REDUCTION_ORDER)
+    assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
     assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
     assert "note: --emulate-nodes auto: 2 rank(s) on one machine stay one node (not 2 x tp 2)" in run.output
     assert list(tmp_path.iterdir()) == []  # its working directory
@@ -299,9 +238,8 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
 @pytest.mark.slow
 def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job: Run, home: Home):
     """Its losses follow ZeRO-3's (the main job) to 0.5 %, with a tenth of the traffic."""
-    run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "2", run="zeropp", nproc=4)
-    assert run.code == 0, run.output
-    assert run.losses() == pytest.approx(main_job.losses()[:3], rel=5e-3)
+    run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "1", run="zeropp", nproc=4)
+    assert run.values() == pytest.approx(main_job.values()[:3], rel=5e-3)
     assert re.search(r"^block quantization +(C, compiled by|the reference in torch)", run.output, re.MULTILINE)
     assert "weights are gathered in two hops, int8 in blocks of 256, kept" in run.output
 
@@ -336,16 +274,14 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.fixture(scope="module")
 def torchrun_job(home: Home) -> Run:
     flags = ("--exit-interval", "4", "--emulate-nodes", "none", "--measure-links")
-    run = home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None, start=run_program)
-    assert run.code == 0, run.output
-    return run
+    return home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None, start=run_program)
 
 
 @pytest.mark.slow
 def test_exit_interval_under_torchrun_stops_early_with_the_same_losses(main_job: Run, torchrun_job: Run):
     assert torchrun_job.output.count("stopped by --exit-interval 4\n") == 1
     assert torchrun_job.summary["stop_reason"] == "--exit-interval 4"
-    assert torchrun_job.losses() == main_job.losses()[:2]
+    assert torchrun_job.values() == main_job.values()[:2]
 
 
 @pytest.mark.slow
@@ -363,8 +299,8 @@ def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_j
 
 @pytest.mark.slow
 def test_skip_train_only_evaluates(home: Home):
-    run = home.pretrain(*TOY, "--skip-train", "--split", "90,5,5", run="skip", nproc=1)
-    assert run.code == 0, run.output
+    flags = ["--train-iters", "4", "--skip-train", "--eval-iters", "1", "--split", "90,5,5"]
+    run = home.pretrain(*TOY, *flags, run="skip", nproc=1)
     assert not (run.folder / "metrics.jsonl").exists()
     assert run.summary["iterations"] == 0
     assert run.summary["validation_loss"] == pytest.approx(5.55, abs=0.1)  # ln 257
@@ -372,49 +308,83 @@ def test_skip_train_only_evaluates(home: Home):
     assert not re.search(r"\bnan\b", run.output.lower().replace("number of nan", ""))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--help", "--print-config"])
-def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(tmp_path: Path, flag: str):
-    code, output = run_forked(str(ROOT / "pretrain_gpt.py"), flag, folder=tmp_path, cwd=tmp_path)
-    assert code == 0
-    assert "--tensor-model-parallel-size" in output
-    assert "using world size" not in output
-    assert not (tmp_path / "runs").exists()
-
-
-def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(
+    main: Main, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = main("--print-config")
+    assert code == 0
+    with pytest.raises(SystemExit) as stop:
+        main("--help")
+    assert stop.value.code == 0
+    for said in (out, capsys.readouterr().out):
+        assert "--tensor-model-parallel-size" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+CLUSTER = """
+nodes: 2
+ranks_per_node: 2
+links:
+  domain: {gigabytes_per_second: 100, source: none}
+  network: {gigabits_per_second: 10, source: none}
+device: {name: a GPU, teraflops: 10, gigabytes: 1, gigabytes_per_second: 100, source: none}
+"""
+PLANNED = "@configs/gpt_tiny.args --bf16 --num-layers 2 --seq-length 16 --cluster-file"
+REFUSED = """
+--no-such-flag 3 --train-iter 4 | --no-such-flag is not a flag | did you mean --train-iters?
+--train-iters 0x | --train-iters
+--log-interval 0 | --log-interval 0
+--tensor-model-parallel-size 3 | --tensor-model-parallel-size 3
+--record-memory-history | --record-memory-history
+--load missing --exit-on-missing-checkpoint | --load missing
+--text-path missing.txt | --text-path missing.txt
+--text-path BAD | --text-path BAD, line 1: not UTF-8
+--data-cache-path BAD | --data-cache-path: cannot write
+@missing.args | missing.args
+--plan --cluster-file BAD | --cluster-file BAD cannot be read
+--dry-run --cluster-file EMPTY | is not a list of key: value
+--dry-run --cluster-file ALONE | --cluster-file ALONE: key ranks_per_node
+--dry-run PLANNED --tensor-model-parallel-size 8 | --tensor-model-parallel-size 8
+--dry-run PLANNED --micro-batch-size 3 | --global-batch-size
+--dry-run PLANNED --vocab-size none | needs --vocab-size
+--plan PLANNED --vocab-size none | needs --vocab-size
+--dry-run PLANNED --num-attention-heads 3 | --num-attention-heads
+--plan PLANNED --num-attention-heads 3 | --num-attention-heads
+--plan PLANNED --price-per-gpu-hour 2 | --price-per-gpu-hour is gone: give the device
+"""
+
+
+def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(main: Main, tmp_path: Path):
     """A flag's name and value, what a config sees, what lies between configs, the machine, files: each in one line."""
+    (tmp_path / "BAD").write_bytes(b"\xff\xfe")
+    (tmp_path / "EMPTY").touch()
+    (tmp_path / "ALONE").write_text("nodes: 2\n")
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    text = re.sub("BAD|EMPTY|ALONE", lambda name: str(tmp_path / name[0]), REFUSED)
+    for flags, *named in table(text.replace("PLANNED", f"{PLANNED} {tmp_path}/cluster.yaml")):
+        lines = main.refusal("--run-dir", str(tmp_path / "run"), "--nproc", "2", *flags.split())
+        assert [words in line for words, line in zip(named, lines, strict=True)] == [True] * len(named), lines
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ALONE", "BAD", "EMPTY", "cluster.yaml"]
 
-    def start_nothing(*_: object, **__: object) -> int:
-        raise AssertionError("started workers")
 
-    monkeypatch.setattr("megazpp.base.run.launch_workers", start_nothing)
-    monkeypatch.setattr("megazpp.base.run.run_worker", start_nothing)
-    bad = tmp_path / "bad.txt"
-    bad.write_bytes(b"\xff\xfe")
-    for flags, *named in (
-        ("--no-such-flag 3 --train-iter 4", "--no-such-flag is not a flag", "did you mean --train-iters?"),
-        ("--train-iters 0x", "--train-iters"),
-        ("--log-interval 0", "--log-interval 0"),
-        ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 3"),
-        ("--record-memory-history", "--record-memory-history"),
-        ("--load missing --exit-on-missing-checkpoint", "--load missing"),
-        ("--text-path missing.txt", "--text-path missing.txt"),
-        (f"--text-path {bad}", f"--text-path {bad}, line 1: not UTF-8"),
-        (f"--data-cache-path {bad}", "--data-cache-path: cannot write "),
-        ("@missing.args", "missing.args"),
-    ):
-        argv = ["pretrain_gpt.py", "--run-dir", str(tmp_path / "run"), "--nproc", "2", *flags.split()]
-        monkeypatch.setattr("sys.argv", argv)
-        assert pretrain_gpt.main() == 2, flags
-        out, err = capsys.readouterr()
-        assert out == ""
-        for line, words in zip(err.splitlines(), named, strict=True):
-            assert line.startswith("pretrain_gpt.py: error: ")
-            assert words in line
-    assert list(tmp_path.iterdir()) == [bad]
+@pytest.mark.slow
+def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(
+    main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A dry run ends with 0 as planned, and with 1 where the plan is wrong."""
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    flags = (*PLANNED.split(), str(tmp_path / "cluster.yaml"))
+    code, out, err = main("--plan", *flags, "--zeropp", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save")
+    assert (code, err) == (0, "")
+    assert "2 node(s) x 2 rank(s)" in out
+    assert "best with these flags otherwise" in out
+    code, out, _ = main("--dry-run", *flags, "--dry-run-rank", "3")
+    assert code == 0
+    assert "rank 3 of 4, one optimizer step:" in out
+    monkeypatch.setattr(DryRun, "agrees", False)
+    assert main("--dry-run", *flags)[0] == 1
+    assert os.listdir(tmp_path) == ["cluster.yaml"]
 
 
 def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch: pytest.MonkeyPatch):
@@ -426,19 +396,19 @@ def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch:
 
 @pytest.mark.slow
 def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path: Path):
-    code, output, _ = Home(tmp_path).pretrain("--hidden-size", "130", run="never", launcher=TORCHRUN, nproc=None)
+    code, output = run_forked(*TORCHRUN, "--hidden-size", "130", folder=tmp_path)
     assert code != 0
     assert output.count("pretrain_gpt.py: error: ") == 1
 
 
 @pytest.mark.slow
 def test_ctrl_c_finishes_the_step_and_once_more_ends_all_not_leaving_even_wandb_s_process(home: Home):
-    flags = [*TOY, "--train-iters", "100000", "--wandb-project", "a-project", "--nproc", "2"]
+    flags = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
     saving = ["--save", str(home.path / "kept")]
     long_steps = ["--global-batch-size", "256"]  # the second signal comes before the step's end
-    for times, more in ((1, saving), (1, []), (2, long_steps)):
+    for times, more, seen in ((1, saving, 20), (2, long_steps, 1)):
         program = Program("pretrain_gpt.py", *flags, *more, *home.places("interrupted"), folder=home.path)
-        program.wait_for(f" iteration {1 if times == 2 else 20:8d}/")
+        program.wait_for(f" iteration {seen:8d}/")
         assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
         os.killpg(program.process.pid, signal.SIGINT)
         if times == 2:
@@ -454,21 +424,21 @@ def test_ctrl_c_finishes_the_step_and_once_more_ends_all_not_leaving_even_wandb_
         assert program.process.returncode == 0
         assert "the step that is running is finished first; Ctrl-C again ends all at once\n" in output
         assert "stopped by SIGINT\n" in output
-        if more == saving:
-            (command,) = re.findall("^to go on: (.*)$", output, re.MULTILINE)
-            assert command.endswith(f"--load {home.path / 'kept'}")
-            iteration = max(map(int, re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)))
-            goes_on = home.pretrain(
-                *shlex.split(command)[2:], "--exit-interval", str(iteration + 1), run="goes on", nproc=None
-            )
-            assert f" iteration {iteration + 1:8d}/" in goes_on.output
-        else:
-            assert "nothing was saved: a run with --save FOLDER goes on" in output
+        (command,) = re.findall("^to go on: python (.*)$", output, re.MULTILINE)
+        assert command.endswith(f"--load {home.path / 'kept'}")
+        following = max(map(int, re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE))) + 1
+        goes_on = home.pretrain(*shlex.split(command)[1:], "--exit-interval", str(following), run="goes on", nproc=None)
+        assert f" iteration {following:8d}/" in goes_on.output
+
+
+def test_a_run_that_is_stopped_without_save_says_that_nothing_was_saved(tmp_path: Path):
+    said = what_next(parse(shlex.join([*TOY, "--train-iters", "4"])), tmp_path, stopped=True, generates=True)
+    assert said == "nothing was saved: a run with --save FOLDER goes on from where it was stopped"
 
 
 @pytest.mark.slow
 def test_at_a_terminal_a_first_line_comes_at_once_and_lines_are_short(tmp_path: Path):
-    flags = ["--train-iters", "4", "--nproc", "2", "--run-dir", str(tmp_path / "run")]
+    flags = ["--train-iters", "4", "--eval-iters", "1", "--nproc", "2", "--run-dir", str(tmp_path / "run")]
     reads, writes = pty.openpty()
     command = [sys.executable, "pretrain_gpt.py", *TOY, *flags]
     program = subprocess.Popen(command, cwd=ROOT, stdout=writes, stderr=writes)
@@ -493,7 +463,7 @@ def test_the_commands_that_a_run_ends_with_work(main_job: Run):
     for label in ("see its curves", "let it write"):
         (command,) = re.findall(f"^{label}: python (.*)$", main_job.output, re.MULTILINE)
         small = ["--sample-tokens", "4"] if label == "let it write" else []
-        code, output = run_program(*shlex.split(command), *small, folder=main_job.folder)
+        code, output = run_forked(*shlex.split(command), *small, folder=main_job.folder)
         assert code == 0, output
     assert "Call me" in output
     assert json.loads((main_job.folder / "args.json").read_text())["save_to_run_dir"]

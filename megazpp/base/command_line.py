@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import shlex
@@ -83,11 +84,12 @@ class FlagParser:
         )
         self._actions: dict[str, argparse.Action] = {}
         self._may_be_none: set[str] = set()
+        names = [field.name for config in self.configs for field in dataclasses.fields(config)]
+        assert len(set(names)) == len(names), f"{names} has a name twice"
         for config in self.configs:
             group = self._argparse.add_argument_group(config_title(config).rstrip("."))  # argparse adds a colon
             hints = type_hints(config)
             for field in dataclasses.fields(config):
-                assert all(field.name != other.dest for other in self._actions.values()), field.name
                 action, optional = _add_flag(group, field, hints[field.name])
                 self._may_be_none |= {field.name} if optional else set()
                 self._actions |= dict.fromkeys(action.option_strings, action)
@@ -250,7 +252,8 @@ def split_into_flags(words: Sequence[Word]) -> list[Given]:
 # ---- Megatron's other flags ---------------------------------------------------------------------------------------
 
 
-def read_megatron_flags() -> dict[str, MegatronFlag]:
+@functools.cache
+def read_megatron_flags() -> Mapping[str, MegatronFlag]:
     """The table by flag name."""
     lines = [line for line in MEGATRON_TABLE.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
     return {flag.name: flag for flag in (MegatronFlag(*line.split(maxsplit=3)) for line in lines)}

@@ -54,10 +54,19 @@ def megatron_defaults() -> dict[str, str]:
 # ---- names and defaults -----------------------------------------------------------------------------------------
 
 
-def test_every_field_has_a_sentence_of_help_and_every_config_a_title() -> None:
-    for config in CLASSES:
+def test_every_field_has_a_sentence_of_help_and_every_config_a_title_and_words_are_checked_in_python_too() -> None:
+    tried = 0
+    for config in (*CLASSES, *EXTRA, PreprocessConfig, TrainTokenizerConfig, ConvertConfig):
         assert config.__doc__
-        assert all(len(field.metadata["flag"].help) > 4 for field in dataclasses.fields(config))
+        for field in dataclasses.fields(config):
+            assert len(field.metadata["flag"].help) > 4, field.name
+            hint = str(typing.get_type_hints(config)[field.name])
+            if "Literal" in hint:
+                tried += 1
+                value = ("mlp",) if "tuple" in hint else "mlp"
+                with pytest.raises(ValueError, match=f"^{flag_name(field)} mlp is not one of "):
+                    config(**{field.name: value})
+    assert tried > 30
 
 
 def test_megatrons_most_used_flags_are_known_and_none_is_both_ours_and_in_the_table() -> None:
@@ -68,12 +77,12 @@ def test_megatrons_most_used_flags_are_known_and_none_is_both_ours_and_in_the_ta
 
 
 def test_our_defaults_are_megatrons() -> None:
-    ours = defaults_by_flag()
-    compared = 0
+    ours, compared = defaults_by_flag(), 0
     for name, megatron in megatron_defaults().items():
-        if name.startswith("--no-") and name.replace("--no-", "--", 1) in ours:
+        on = name.replace("--no-", "--", 1)
+        if on != name and on in ours:
             assert megatron in ("flag(off)", "flag")  # what it turns off is on
-            assert ours[name.replace("--no-", "--", 1)] is True
+            assert ours[on] is True
         elif name in ours and name not in OTHER_DEFAULTS:
             compared += 1
             assert same_default(ours[name], megatron), (name, ours[name], megatron)
@@ -93,25 +102,19 @@ def same_default(ours: Any, megatron: str) -> bool:
 
 
 def test_values_and_origins_come_from_the_last_place_that_gives_them() -> None:
+    """Without flag file and model from the tiny config."""
     parsed = parse("@configs/gpt_125m.args --lr 1e-4")
-    assert parsed.config.schedule.lr == 1e-4
-    assert parsed.origins["lr"] == "command line"
-    assert parsed.config.model.num_layers == 12
-    assert parsed.origins["num_layers"].split(":")[0].endswith("configs/gpt_125m.args")
-    assert parsed.config.data.seq_length == 2048
-    assert "configs/common/gpt3.args:" in parsed.origins["seq_length"]
-    assert {"adam_eps", "sgd_momentum"} & parsed.origins.keys() == {"adam_eps"}
-    assert parsed.name == "gpt_125m"
+    config, origins = parsed.config, parsed.origins
+    assert (config.schedule.lr, config.model.num_layers, config.data.seq_length) == (1e-4, 12, 2048)
+    assert origins["lr"] == "command line"
+    assert origins["num_layers"].split(":")[0].endswith("configs/gpt_125m.args")
+    assert "configs/common/gpt3.args:" in origins["seq_length"]
+    assert {"adam_eps", "sgd_momentum"} & origins.keys() == {"adam_eps"}
     assert (parsed.values()["lr"], parsed.values()["sgd_momentum"]) == (1e-4, 0.9)
-
-
-def test_without_flag_file_and_model_the_tiny_config_comes_first() -> None:
-    parsed = parse("--train-iters 7")
-    assert parsed.config.batches.train_iters == 7
-    assert parsed.config.model.num_layers == 2
-    assert parsed.name == "gpt_tiny"
-    assert parse(SMALL).name == "run"
-    assert parse(SMALL).config.data.text_path == ()
+    tiny, small = parse("--train-iters 7"), parse(SMALL)
+    assert (tiny.config.batches.train_iters, tiny.config.model.num_layers) == (7, 2)
+    assert (parsed.name, tiny.name, small.name) == ("gpt_125m", "gpt_tiny", "run")
+    assert small.config.data.text_path == ()
 
 
 def test_the_args_txt_of_4e7c419_still_repeats_its_run():
@@ -189,14 +192,13 @@ def test_by_hand_a_flag_takes_the_place_of_flags_from_a_file_that_exclude_it(tmp
     base = SMALL.replace("--mock-data", "").replace("--train-iters 10", "")
     for file, hand in EXCLUDED:
         (tmp_path / "a.args").write_text(f"{base}\n{file}\n")
+        (tmp_path / "b.args").write_text(f"@a.args\n{hand}\n")  # as one file does of a file that it includes
         wanted = parse(f"{base} {hand}")
-        for text in (f"@{tmp_path}/a.args {hand}", f"{hand} @{tmp_path}/a.args"):
+        for text in (f"@{tmp_path}/a.args {hand}", f"{hand} @{tmp_path}/a.args", f"@{tmp_path}/b.args"):
             found = parse(text)
-            assert found.config == wanted.config
+            assert found.config == wanted.config, (file, text)
             assert found.origins.keys() == wanted.origins.keys()
             assert f"a.args:2: {file.split(' --')[0]} gives way to {hand.split(' --')[0]}" in found.notices[0]
-        (tmp_path / "b.args").write_text(f"@a.args\n{hand}\n")  # as one file does of a file that it includes
-        assert parse(f"@{tmp_path}/b.args").config == wanted.config
 
 
 def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path: Path):
@@ -217,16 +219,3 @@ def test_a_config_that_contradicts_itself_is_refused_when_it_is_read() -> None:
         ("--numlayers 3", "did you mean --num-layers"),
     ]
     assert not not_refused(rows, lambda flags: parse(f"{SMALL} {flags}"))
-
-
-def test_a_word_that_a_field_does_not_have_is_refused_in_python_too() -> None:
-    tried = 0
-    for config in (*CLASSES, *EXTRA, PreprocessConfig, TrainTokenizerConfig, ConvertConfig):
-        for field in dataclasses.fields(config):
-            hint = str(typing.get_type_hints(config)[field.name])
-            if "Literal" in hint:
-                tried += 1
-                value = ("mlp",) if "tuple" in hint else "mlp"
-                with pytest.raises(ValueError, match=f"^{flag_name(field)} mlp is not one of "):
-                    config(**{field.name: value})
-    assert tried > 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,22 +13,18 @@ from megazpp.base.files import cache_folder, check_writable, first_free, write_w
 
 
 def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "a"
-
-    def check(path: Path, overwrite: bool) -> None:
-        check_writable(path, "--output-prefix", overwrite=overwrite)
-
-    check(path, False)
+    check, path = partial(check_writable, flag="--output-prefix"), tmp_path / "a"
+    check(path, overwrite=False)
     path.touch()
-    check(path, True)
+    check(path, overwrite=True)
     rows = [
         (path, False, f"--output-prefix: {path} exists (--overwrite replaces it)"),
         (tmp_path, True, f"--output-prefix: {tmp_path} exists"),  # never a folder
         (tmp_path / "none" / "a", True, "none is no directory"),
     ]
-    assert not not_refused(rows, check)
+    assert not not_refused(rows, lambda path, overwrite: check(path, overwrite=overwrite))
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    assert not not_refused([(path, True, f"{tmp_path} cannot be written to")], check)
+    assert not not_refused([(path, f"{tmp_path} cannot be written to")], partial(check, overwrite=True))
 
 
 def test_the_first_free_name_has_the_lowest_number_that_nothing_has(tmp_path: Path) -> None:

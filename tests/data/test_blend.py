@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 
 from megazpp.data.blend import (
     BlendedDataset,
+    DataSource,
     MockSequences,
     TokenRange,
     blend_indices,
     build_split,
     fit_for_split,
-    indexed_source,
     open_sources,
     parse_blend,
 )
@@ -69,7 +70,7 @@ def test_samples_and_token_counts_come_in_the_proportions(tmp_path: Path) -> Non
         blended[100]
 
 
-def test_data_paths_are_read_with_and_without_weights() -> None:
+def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refused() -> None:
     for values, prefixes, weights in (
         ("A", ("A",), None),
         ("A B C", ("A", "B", "C"), None),
@@ -78,12 +79,9 @@ def test_data_paths_are_read_with_and_without_weights() -> None:
         ("1 A", ("A",), (1.0,)),
         ("", (), None),
     ):
-        assert parse_blend(values.split(), flag_name="--data-path") == (prefixes, weights)
-
-
-def test_bad_weights_are_refused_with_the_flag_and_its_value() -> None:
+        assert parse_blend(values.split(), flag_name="--data-path") == (prefixes, weights), values
     some, positive = "give a weight before every dataset, or before none", "weights must be positive numbers"
-    wrong = {"0.3 A B": some, "A 0.3 B 0.7": some, "0.3 A 0.7": some}
+    wrong = dict.fromkeys(["0.3 A B", "A 0.3 B 0.7", "0.3 A 0.7"], some)
     wrong |= dict.fromkeys(["0 A 1 B", "-1 A 2 B", "nan A 1 B", "inf A"], positive)
     rows = [(values, f"--train-data-path {values}: {reason}") for values, reason in wrong.items()]
     assert not not_refused(rows, lambda values: parse_blend(values.split(), flag_name="--train-data-path"))
@@ -92,81 +90,80 @@ def test_bad_weights_are_refused_with_the_flag_and_its_value() -> None:
 # ---- the samples of a split -------------------------------------------------------------------------------------
 
 
-def write(prefix: Path, *, documents: int, length: int = 16) -> Path:
-    return write_pair(prefix, [[d] * length for d in range(documents)])
+SPLIT = ((0.0, 0.5), (0.5, 0.97), (0.97, 1.0))
 
 
-def sampling(tmp_path: Path, num_samples: int) -> dict[str, Any]:
-    sizes = {"num_samples": num_samples, "seq_length": 8, "seed": 1, "vocab_size": 100}
-    return {**sizes, "cache_path": tmp_path / "cache"}
+def write(prefix: Path, *, documents: int, length: int = 16) -> str:
+    return str(write_pair(prefix, [[d] * length for d in range(documents)]))
+
+
+def split_of(
+    folder: Path, sources: Sequence[DataSource], bounds: tuple[float, float] = (0.0, 1.0), *weights: float, **how: Any
+) -> Any:
+    """A split with a cache in `folder`; 40 samples of 8 tokens where `how` does not say."""
+    options = {"num_samples": 40, "seq_length": 8, "seed": 1, "vocab_size": 100, "cache_path": folder / "cache"}
+    return build_split("train", sources, weights or None, bounds, **(options | how))
+
+
+def sources_of(*prefixes: str) -> list[DataSource]:
+    return open_sources(prefixes, flag_name="--data-path")[0]
+
+
+def cached(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_ino for path in (folder / "cache" / "indices").glob("[!.]*")}
 
 
 def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", documents=3)
-    first = indexed_source(prefix, "--data-path").fingerprint
-    assert indexed_source(tmp_path / "." / "a", "--data-path").fingerprint == first
+    (first,), (same,) = sources_of(prefix), sources_of(f"{tmp_path}/./a")
+    assert first.fingerprint == same.fingerprint
     os.utime(tmp_path / "a.bin", ns=(1, 1))
-    assert indexed_source(prefix, "--data-path").fingerprint != first
+    assert sources_of(prefix)[0].fingerprint != first.fingerprint
 
 
 def test_a_blend_builds_exactly_the_samples_it_takes_of_each_source(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50)
-    sources, weights = open_sources(["3", str(a), "1", str(b)], flag_name="--data-path")
-    dataset = build_split("train", sources, weights, (0.0, 1.0), **sampling(tmp_path, 100))
-    assert isinstance(dataset, BlendedDataset)
+    sources = sources_of(write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50))
+    dataset = split_of(tmp_path, sources, (0.0, 1.0), 3.0, 1.0, num_samples=100)
     # 75 samples of 8 tokens are 10 epochs of a's 64 tokens and give 79; 25 are within b's one epoch of 99
     assert [len(part) for part in dataset.datasets] == [79, 99]
     assert len(dataset) == 100
 
 
-def test_the_same_split_is_built_once_and_another_seed_anew(tmp_path: Path) -> None:
+def test_the_same_split_is_built_once_and_another_anew(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=5)
-    sources, weights = open_sources([str(a), str(b), str(a)], flag_name="--data-path")
-    how = sampling(tmp_path, 30)
-    build_split("train", sources, weights, (0.0, 1.0), **how)
-    cache = tmp_path / "cache" / "indices"
-    built = {path.name: path.stat().st_ino for path in cache.glob("[!.]*")}
+    sources = sources_of(a, b, a)
+    split_of(tmp_path, sources)
+    built = cached(tmp_path)
     assert len(built) == 3  # one blend; a's two shares are equal, so they have the same indices
-    build_split("valid", sources, weights, (0.0, 1.0), **how)
-    assert {path.name: path.stat().st_ino for path in cache.glob("[!.]*")} == built
-    build_split("train", sources, weights, (0.0, 1.0), **{**how, "seed": 2})
-    assert len(list(cache.glob("[!.]*"))) == 5
+    split_of(tmp_path, sources)
+    assert cached(tmp_path) == built
+    for more, (bounds, how) in enumerate(
+        (((0.0, 1.0), {"seed": 2}), ((0.0, 1.0), {"seq_length": 7}), ((0.0, 0.5), {})), start=1
+    ):
+        split_of(tmp_path, sources[:2], bounds, 1.0, 1.0, **how)
+        assert len(cached(tmp_path)) == 4 + 2 * more, how  # the blend with weights, and each source's
+    (by_tokens,) = fit_for_split(sources_of(write(tmp_path / "c", documents=1, length=90)), SPLIT)
+    before = len(cached(tmp_path))
+    for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
+        split_of(tmp_path, [by_tokens], bounds, num_samples=3)
+    assert len(cached(tmp_path)) == before + 2
 
 
 def test_edges_of_a_split_are_rounded_to_the_nearest_document(tmp_path: Path) -> None:
-    sources, weights = open_sources([str(write(tmp_path / "a", documents=7))], flag_name="--data-path")
-    documents: list[set[int]] = []
-    for bounds in ((0.0, 0.35), (0.35, 0.9), (0.9, 1.0)):  # 2.45, 6.3
-        dataset = build_split("train", sources, weights, bounds, **sampling(tmp_path, 4))
-        documents.append({int(token) for i in range(len(dataset)) for token in dataset[i]})
+    sources = sources_of(write(tmp_path / "a", documents=7))
+    parts = [split_of(tmp_path, sources, bounds) for bounds in ((0.0, 0.35), (0.35, 0.9), (0.9, 1.0))]  # 2.45, 6.3
+    documents = [{int(token) for i in range(len(part)) for token in part[i]} for part in parts]
     assert documents == [{0, 1}, {2, 3, 4, 5}, {6}]
-
-
-SPLIT = ((0.0, 0.5), (0.5, 0.97), (0.97, 1.0))
 
 
 def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_documents(tmp_path: Path) -> None:
     many, few = write(tmp_path / "many", documents=50), write(tmp_path / "few", documents=7)
-    sources, weights = open_sources([str(many), str(few)], flag_name="--data-path")
-    sources = fit_for_split(sources, SPLIT)
+    sources = fit_for_split(sources_of(many, few), SPLIT)
     assert [source.by_tokens for source in sources] == [False, True]
-    dataset = build_split("valid", sources, weights, SPLIT[1], **sampling(tmp_path, 40))
-    assert isinstance(dataset, BlendedDataset)
     # documents 25 to 47, tokens 56 to 108 of 112
-    assert [part.tokens_per_epoch for part in dataset.datasets] == [23 * 16, 53]
-
-
-def test_a_share_that_is_empty_on_purpose_wants_no_document(tmp_path: Path) -> None:
-    sources, _ = open_sources([str(write(tmp_path / "a", documents=2))], flag_name="--data-path")
-    assert fit_for_split(sources, ((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == sources
-
-
-def test_parts_cut_by_tokens_have_indices_of_their_own(tmp_path: Path) -> None:
-    sources, weights = open_sources([str(write(tmp_path / "a", documents=1, length=90))], flag_name="--data-path")
-    sources = fit_for_split(sources, SPLIT)
-    for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
-        build_split("train", sources, weights, bounds, **sampling(tmp_path, 3))
-    assert len(list((tmp_path / "cache" / "indices").glob("[!.]*"))) == 2
+    assert [part.tokens_per_epoch for part in split_of(tmp_path, sources, SPLIT[1]).datasets] == [23 * 16, 53]
+    sources = sources_of(write(tmp_path / "two", documents=2))
+    assert fit_for_split(sources, ((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == sources  # the last is empty on purpose
 
 
 @settings(max_examples=200)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.pairs import write_pair
+from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,39 +82,44 @@ def test_indices_equal_the_naive_ones(lengths: list[int], num_samples: int, seq_
         np.testing.assert_array_equal(getattr(fast, name), getattr(slow, name), err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "documents", "samples", "shuffle", "first_tokens"),
-    [
-        (
-            9,  # the second epoch is needed for 3 of its 6 samples: shuffled by itself
-            [0, 3, 2, 1, 4, 2, 1, 0, 4, 3],
-            "00 04 22 26 31 42 46 53 57 62 73 82 86",
-            [4, 5, 3, 2, 1, 0, 7, 8, 9, 11, 10, 6],
-            [[11, 12, 40, 41], [42, 43, 44, 45], [26, 27, 28, 10]],
-        ),
-        (
-            12,  # all of it: both epochs shuffled together
-            [3, 0, 0, 2, 1, 4, 2, 3, 1, 4],
-            "00 13 22 31 35 40 51 55 62 66 80 91 95",
-            [1, 3, 2, 5, 9, 0, 4, 6, 7, 8, 11, 10],
-            [[3, 4, 0, 1], [21, 22, 23, 24], [2, 3, 4, 20]],
-        ),
-    ],
-)
-def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents(
-    num_samples: int, documents: list[int], samples: str, shuffle: list[int], first_tokens: list[list[int]]
-) -> None:
+# Samples wanted, then what Megatron-Core 0.16.1 built for the same five documents: documents, samples, shuffle, tokens.
+GOLDEN = [
+    (
+        9,  # the second epoch is needed for 3 of its 6 samples: shuffled by itself
+        [0, 3, 2, 1, 4, 2, 1, 0, 4, 3],
+        "00 04 22 26 31 42 46 53 57 62 73 82 86",
+        [4, 5, 3, 2, 1, 0, 7, 8, 9, 11, 10, 6],
+        [[11, 12, 40, 41], [42, 43, 44, 45], [26, 27, 28, 10]],
+    ),
+    (
+        12,  # all of it: both epochs shuffled together
+        [3, 0, 0, 2, 1, 4, 2, 3, 1, 4],
+        "00 13 22 31 35 40 51 55 62 66 80 91 95",
+        [1, 3, 2, 5, 9, 0, 4, 6, 7, 8, 11, 10],
+        [[3, 4, 0, 1], [21, 22, 23, 24], [2, 3, 4, 20]],
+    ),
+]
+
+
+def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents() -> None:
     sequences = Lists([[10 * d + i for i in range(length)] for d, length in enumerate([5, 3, 9, 1, 7])])
-    dataset = GPTDataset(sequences, (0, 5), num_samples=num_samples, seq_length=4, seed=7, name="golden")
-    assert dataset.indices.documents.tolist() == documents
-    assert dataset.indices.samples.tolist() == [[int(digit) for digit in pair] for pair in samples.split()]
-    assert dataset.indices.shuffle.tolist() == shuffle
-    assert [dataset[i][:-1].tolist() for i in range(3)] == first_tokens
+    for num_samples, documents, samples, shuffle, tokens in GOLDEN:
+        dataset = GPTDataset(sequences, (0, 5), num_samples=num_samples, seq_length=4, seed=7, name="golden")
+        assert dataset.indices.documents.tolist() == documents
+        assert dataset.indices.samples.tolist() == [[int(digit) for digit in pair] for pair in samples.split()]
+        assert dataset.indices.shuffle.tolist() == shuffle
+        assert [dataset[i][:-1].tolist() for i in range(3)] == tokens
+
+
+def make(lengths: Sequence[int], num_samples: int | None, first: int = 0, **options: Any) -> GPTDataset:
+    """Of numbered documents; samples of 4 tokens where `options` do not say."""
+    how = {"seq_length": 4, "seed": 3, "name": "x"} | options
+    return GPTDataset(numbered(lengths), (first, len(lengths)), num_samples=num_samples, **how)
 
 
 def test_samples_are_the_windows_of_the_documents_in_their_order() -> None:
     lengths = [5, 0, 3, 9, 1, 7]
-    dataset = GPTDataset(numbered(lengths), (0, 6), num_samples=17, seq_length=4, seed=3, name="x")
+    dataset = make(lengths, 17)
     order = dataset.indices.documents.tolist()
     line = list(itertools.chain.from_iterable([100 * d + i for i in range(lengths[d])] for d in order))
     for i in range(len(dataset)):
@@ -122,47 +129,44 @@ def test_samples_are_the_windows_of_the_documents_in_their_order() -> None:
 
 
 def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_hardly_needed() -> None:
-    for num_samples, first_epoch, tokens in ((None, 15, 120), (18, 15, 120)):
-        dataset = GPTDataset(numbered([30, 41, 57]), (0, 3), num_samples=num_samples, seq_length=8, seed=0, name="x")
-        assert len(dataset) == (15 if num_samples is None else (2 * 128 - 1) // 8)
-        inputs = np.concatenate([dataset[i][:-1] for i in range(first_epoch)])
-        assert len(set(inputs.tolist())) == len(inputs) == tokens
+    for num_samples, total in ((None, 15), (18, (2 * 128 - 1) // 8)):
+        dataset = make([30, 41, 57], num_samples, seq_length=8)
+        assert len(dataset) == total
+        inputs = np.concatenate([dataset[i][:-1] for i in range(15)])
+        assert len(set(inputs.tolist())) == len(inputs) == 120
 
 
 def test_a_range_uses_its_own_documents_only() -> None:
-    dataset = GPTDataset(numbered([9, 9, 9, 9]), (1, 3), num_samples=10, seq_length=4, seed=0, name="x")
+    dataset = make([9, 9, 9], 10, first=1)
     assert {int(token) // 100 for i in range(len(dataset)) for token in dataset[i]} == {1, 2}
     assert dataset.token_counts(300).sum() == dataset.token_counts(300)[100:].sum() == 18
 
 
 def test_cached_indices_are_the_same_and_are_not_built_again(tmp_path: Path) -> None:
-    def make(path: Path | None) -> GPTDataset:
-        return GPTDataset(numbered([50, 60]), (0, 2), num_samples=40, seq_length=4, seed=0, name="x", cache_path=path)
-
-    plain, first = make(None), make(tmp_path / "indices")
-    written = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "indices").iterdir()}
-    second = make(tmp_path / "indices")
-    assert {file.name: file.stat().st_mtime_ns for file in (tmp_path / "indices").iterdir()} == written
+    folder = tmp_path / "indices"
+    plain, first = make([50, 60], 40), make([50, 60], 40, cache_path=folder)
+    written = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    second = make([50, 60], 40, cache_path=folder)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == written
     for i in range(len(plain)):
         assert plain[i].tolist() == first[i].tolist() == second[i].tolist()
 
 
-def test_too_few_tokens_foreign_ids_and_other_samples_are_refused() -> None:
-    def make(lengths: list[int], seq_length: int = 8, **options: int) -> GPTDataset:
-        whole = (0, len(lengths))
-        return GPTDataset(numbered(lengths), whole, num_samples=1, seq_length=seq_length, seed=0, name="x", **options)
-
-    make([5, 4])
-    with pytest.raises(ValueError, match=r"x has 8 tokens, too few for one sample of --seq-length 8 \+ 1"):
-        make([5, 3])
-    dataset = make([9], vocab_size=8)
-    with pytest.raises(ValueError, match="x: sample 0 holds the token id 8, outside the tokenizer's vocabulary of 8"):
-        dataset[0]
-    with pytest.raises(ValueError, match="token id 8"):
-        dataset.token_counts(8)
+def test_too_few_tokens_foreign_ids_and_other_samples_are_refused(tmp_path: Path) -> None:
+    make([5, 4], 1, seq_length=8)
+    foreign, window = make([9], 1, seq_length=8, vocab_size=8), whole(numbered([9]), 8, eod=None, vocab_size=8)
+    one = IndexedDataset(write_pair(tmp_path / "one", [[5]]))
+    rows = [
+        (lambda: make([5, 3], 1, seq_length=8), "x has 8 tokens, too few for one sample of --seq-length 8 + 1"),
+        (lambda: foreign[0], "x: sample 0 holds the token id 8, outside the tokenizer's vocabulary of 8"),
+        (lambda: foreign.token_counts(8), "token id 8"),
+        (lambda: window[0], "my: window 0 holds the token id 8, outside the tokenizer's vocabulary of 8"),
+        (lambda: whole(one, 8, eod=None), "no token that could be predicted"),
+    ]
+    assert not not_refused(rows, lambda ask: ask())
     for index in (-1, 2):
         with pytest.raises(IndexError, match=f"sample {index} of 2"):
-            make([9], seq_length=4)[index]
+            make([9], 1)[index]
 
 
 # ---- all tokens in order ----
@@ -173,46 +177,30 @@ DOCUMENTS = [[1, 2, 3, EOD], [EOD], [], list(range(10, 23)), [4, 5]]
 LINE = [id_ for document in DOCUMENTS for id_ in document]
 
 
-@pytest.fixture
-def sequences(tmp_path: Path) -> IndexedDataset:
-    return IndexedDataset(write_pair(tmp_path / "my", DOCUMENTS))
-
-
-def whole(sequences: IndexedDataset, seq_length: int, eod: int | None = EOD, vocab_size: int = 100) -> WholeText:
+def whole(sequences: Any, seq_length: int, eod: int | None = EOD, vocab_size: int = 100) -> WholeText:
     return WholeText(sequences, seq_length=seq_length, eod=eod, vocab_size=vocab_size, name="my")
 
 
-@pytest.mark.parametrize("eod", [EOD, None])
-@pytest.mark.parametrize("seq_length", [1, 3, len(LINE) - 1, len(LINE), len(LINE) + 1])
-def test_labels_in_order_are_all_ids(sequences: IndexedDataset, seq_length: int, eod: int | None):
-    text = whole(sequences, seq_length, eod)
-    labels: list[int] = []
-    before = LINE if eod is None else [EOD, *LINE]
-    for index in range(len(text) + 2):
-        batch = make_padded_batch(torch.from_numpy(text[index]).unsqueeze(0), eod=EOD)
-        assert batch.tokens.shape == (1, seq_length)
-        counted = batch.loss_mask[0].bool()
-        inputs = batch.tokens[0][counted].tolist()
-        assert inputs == before[len(labels) : len(labels) + len(inputs)]
-        labels += batch.labels[0][counted].tolist()
-        assert counted.any() == (index < len(text))
-    assert labels == (LINE[1:] if eod is None else LINE)
-    assert text.num_tokens == len(labels)
+def test_labels_in_order_are_all_ids() -> None:
+    for eod, seq_length in itertools.product((EOD, None), (1, 3, len(LINE) - 1, len(LINE), len(LINE) + 1)):
+        text, labels = whole(Lists(DOCUMENTS), seq_length, eod), list[int]()
+        before = LINE if eod is None else [EOD, *LINE]
+        for index in range(len(text) + 2):
+            batch = make_padded_batch(torch.from_numpy(text[index]).unsqueeze(0), eod=EOD)
+            assert batch.tokens.shape == (1, seq_length)
+            counted = batch.loss_mask[0].bool()
+            inputs = batch.tokens[0][counted].tolist()
+            assert inputs == before[len(labels) : len(labels) + len(inputs)]
+            labels += batch.labels[0][counted].tolist()
+            assert counted.any() == (index < len(text))
+        assert labels == (LINE[1:] if eod is None else LINE), (eod, seq_length)
+        assert text.num_tokens == len(labels)
 
 
-def test_padding_has_no_loss_and_other_masks_stay(sequences: IndexedDataset):
-    text = whole(sequences, 8)
-    batch = make_padded_batch(torch.from_numpy(text[0]).unsqueeze(0), eod=EOD, eod_mask_loss=True)
+def test_padding_has_no_loss_and_other_masks_stay() -> None:
+    window = torch.from_numpy(whole(Lists(DOCUMENTS), 8)[0]).unsqueeze(0)
+    batch = make_padded_batch(window, eod=EOD, eod_mask_loss=True)
     assert batch.loss_mask[0].tolist() == [0, 1, 1, 1, 0, 0, 1, 1]
     batch = make_padded_batch(torch.tensor([[7, 8, PADDING, PADDING]]), eod=EOD)
     assert batch.loss_mask[0].tolist() == [1, 0, 0]
     assert batch.tokens.min() >= 0
-
-
-def test_foreign_ids_and_nothing_to_predict_are_refused(sequences: IndexedDataset, tmp_path: Path):
-    with pytest.raises(
-        ValueError, match="my: window 0 holds the token id 99, outside the tokenizer's vocabulary of 50"
-    ):
-        whole(sequences, 8, eod=None, vocab_size=50)[0]
-    with pytest.raises(ValueError, match="no token that could be predicted"):
-        whole(IndexedDataset(write_pair(tmp_path / "one", [[5]])), 8, eod=None)

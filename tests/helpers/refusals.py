@@ -11,14 +11,16 @@ def table(text: str) -> list[tuple[str, ...]]:
     return [tuple(map(str.strip, line.split(" | "))) for line in text.strip().splitlines()]
 
 
-def not_refused(rows: Iterable[tuple[Any, ...]], ask: Callable[..., object]) -> list[str]:
-    """A line for each row (arguments of `ask`, message) that raises no ValueError with that message."""
+def not_refused(
+    rows: Iterable[tuple[Any, ...]], ask: Callable[..., object], kind: type[Exception] = ValueError
+) -> list[str]:
+    """A line for each row (arguments of `ask`, message) that raises no error of that kind with that message."""
     wrong = []
     for *words, message in rows:
         try:
             ask(*words)
             wrong.append(f"{words}: nothing was raised")
-        except ValueError as error:
+        except kind as error:
             if message not in str(error):
                 wrong.append(f"{words}: {error}")
     return wrong
