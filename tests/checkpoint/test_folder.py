@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,21 @@ def killed_before(moment: int, work: Callable[[], Any]) -> bool:
     return False
 
 
+def killed_at_each_moment(
+    home: Path, saved: list[tuple[int, str]], again: tuple[int, str]
+) -> Iterator[CheckpointFolder]:
+    """Folders in which a save has ended before the first thing it does to the disk, the second, and so on."""
+    for moment in itertools.count():
+        folder = CheckpointFolder(home / str(moment), "--save")
+        folder.path.mkdir()
+        for iteration, text in saved:
+            save(folder, iteration, text)
+        killed = killed_before(moment, functools.partial(save, folder, *again))
+        yield folder
+        if not killed:
+            return
+
+
 def texts(folder: CheckpointFolder) -> set[str]:
     return {(path / "file").read_text() for path in folder.path.glob("iter_*")}
 
@@ -101,11 +117,7 @@ def content(folder: CheckpointFolder) -> dict[str, str]:
 
 def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_nothing_behind(tmp_path: Path):
     latest = []
-    for moment in itertools.count():
-        folder = CheckpointFolder(tmp_path / str(moment), "--save")
-        folder.path.mkdir()
-        save(folder, 3, "third")
-        killed = killed_before(moment, lambda folder=folder: save(folder, 5, "fifth"))
+    for folder in killed_at_each_moment(tmp_path, [(3, "third")], (5, "fifth")):
         folder.recover()
         latest.append(folder.latest())
         assert folder.iterations() == ([3, 5] if latest[-1] == 5 else [3])
@@ -114,39 +126,30 @@ def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_n
             save(folder, 5, "fifth")
         assert {path.name for path in folder.path.iterdir()} == {"iter_0000003", "iter_0000005", TRACKER}
         assert (folder.latest(), texts(folder)) == (5, {"third", "fifth"})
-        if not killed:
-            break
     # syncs of the files and of the tracker to be come before the name; then nothing is done again
     assert latest == [3, 3, 3, 3, 3, 5, 5, 5, 5]
 
 
 def test_a_save_over_a_complete_one_killed_at_any_moment_keeps_both_or_the_older_one(tmp_path: Path):
     """A recovery that is killed at any moment, too, comes to what it would have come to, done again."""
-    for moment in itertools.count():
-        folder = CheckpointFolder(tmp_path / str(moment), "--save")
-        folder.path.mkdir()
-        for iteration, text in ((3, "third"), (5, "fifth"), (7, "seventh")):
-            save(folder, iteration, text)
-        killed = killed_before(moment, lambda folder=folder: save(folder, 5, "again"))
+    saved, moment = [(3, "third"), (5, "fifth"), (7, "seventh")], 0
+    for moment, folder in enumerate(killed_at_each_moment(tmp_path, saved, (5, "again"))):
         assert folder.latest() in (3, 5, 7)  # before anything is mended
-        before = shutil.copytree(folder.path, tmp_path / f"{moment} before")
+        before = shutil.copytree(folder.path, f"{folder.path} before")
         folder.recover()
-        found = folder.latest()
-        assert found in (3, 5, 7)
+        assert folder.latest() in (3, 5, 7)
         assert texts(folder) >= {"third", "fifth", "seventh"}
-        if found == 5:
+        if folder.latest() == 5:
             assert (folder.of(5) / "file").read_text() == "again"
         assert not [path for path in folder.path.iterdir() if path.suffix in (".partial", ".new")]
         for later in itertools.count():
-            again = CheckpointFolder(tmp_path / f"{moment} {later}", "--save")
+            again = CheckpointFolder(f"{folder.path} {later}", "--save")
             shutil.copytree(before, again.path)
             interrupted = killed_before(later, again.recover)
             again.recover()
             assert content(again) == content(folder), (moment, later)
             if not interrupted:
                 break
-        if not killed:
-            break
     assert moment > 8
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.checkpoints import Attempt, Job, run_all
 from helpers.ranks import ranks
-from helpers.tiers import slow
+from helpers.tiers import chosen
 from helpers.training import Case
 
 from megazpp.base.files import DamagedError
@@ -26,7 +26,7 @@ TWO = Case(
 FOUR = dataclasses.replace(TWO, diloco=dataclasses.replace(TWO.diloco, diloco_islands=4))
 FRAGMENTS = dataclasses.replace(TWO, diloco=dataclasses.replace(TWO.diloco, diloco_fragments=2))
 NONE = Case(nodes=4)
-WIDE = {"tp": 2, "nodes": 2}  # islands of one node each
+WIDE = dataclasses.replace(TWO, tp=2, nodes=2)  # islands of one node each
 BEGIN = "note: islands begin at the outer weights: "
 Results = list[dict[str, Any]]  # of every rank
 
@@ -55,67 +55,48 @@ def moments(state: dict[str, str], island: int) -> dict[str, str]:
     return under(f"island.{island}.optimizer.state." if island else "optimizer.state.", state)
 
 
-@pytest.mark.parametrize(("before", "after"), [(TWO, FOUR), slow(with_stage(FOUR, 1), with_stage(TWO, 1))])
-def test_another_number_of_islands_keeps_the_outer_weights_and_their_momentum(saved: Any, before: Case, after: Case):
+OTHERS = f"{BEGIN}the checkpoint has other islands' own, or none"
+KEPT = {"model.": "model.", "diloco.momentum.": "diloco.momentum."}
+BEGUN = {"diloco.common.": "model.", "island.I.inner.": "model."}
+ALL = {name: name for name in ("model.", "diloco.", "island.I.inner.", "island.I.counts")}
+# before, after; which keys of the latter have which values of the former (I: of this island); what is said
+CASES: dict[str, tuple[Case, Case, dict[str, str], str | None]] = {
+    "four from two": (TWO, FOUR, KEPT | BEGUN, OTHERS),
+    "two from four": (with_stage(FOUR, 1), with_stage(TWO, 1), KEPT | BEGUN, OTHERS),
+    "none from two": (TWO, NONE, {"model.": "model."}, None),
+    "none from two, zero 1": (with_stage(TWO, 1), with_stage(NONE, 1), {"model.": "model."}, None),
+    "two from none": (NONE, TWO, {"model.": "model."} | BEGUN, OTHERS),
+    "two from none, zero 1": (with_stage(NONE, 1), with_stage(TWO, 1), {"model.": "model."} | BEGUN, OTHERS),
+    "fragments": (TWO, FRAGMENTS, KEPT | BEGUN, f"{BEGIN}the checkpoint is of another --diloco-fragments"),
+    "wide from narrow": (TWO, WIDE, ALL, None),
+    "narrow from wide": (WIDE, TWO, ALL, None),
+}
+DEFAULT = ("four from two", "none from two", "two from none", "fragments", "wide from narrow")
+
+
+@pytest.mark.parametrize("case", chosen(CASES, *DEFAULT))
+def test_a_checkpoint_goes_on_with_what_islands_of_other_numbers_and_shapes_can_use(saved: Any, case: Any):
+    before, after, same, note = case
     folder, first = saved(before)
     of_island = {result["island"]: result["end"] for result in first}
-    for result in run(after, steps=4, load=folder):
+    for result in run(after, steps=5, load=folder):
         loaded, island = result["loaded"], result["island"]
-        for prefix in ("model.", "diloco.momentum."):
-            assert under(prefix, loaded) == under(prefix, first[0]["end"]) != {}
-        assert under("diloco.common.", loaded) == under("model.", loaded)
-        assert under(f"island.{island}.inner.", loaded) == under("model.", loaded)
         source = island % before.islands
+        for ours, theirs in same.items():
+            expected = under(theirs.replace("I", str(island)), of_island[source])
+            assert under(ours.replace("I", str(island)), loaded) == expected != {}, ours
         assert moments(loaded, island) == moments(of_island[source], source) != {}
-        assert f"{BEGIN}the checkpoint has other islands' own, or none" in result["lines"]
-    assert under("diloco.common.", first[0]["end"]) != under("model.", first[0]["end"])
-    assert moments(of_island[0], 0) != moments(of_island[1], 1)
+        assert any(key.startswith(("island.", "diloco.")) for key in loaded) == (after.islands > 1)
+        assert result["end"] != loaded
+        assert [line for line in result["lines"] if BEGIN in line] == ([] if note is None else [note])
 
 
-@pytest.mark.parametrize("stage", [3, slow(1)])
-def test_without_islands_the_outer_weights_go_on_with_the_first_island_s_moments(saved: Any, stage: int):
-    folder, first = saved(with_stage(TWO, stage))
-    for result in run(with_stage(NONE, stage), steps=5, load=folder):
-        assert under("model.", result["loaded"]) == under("model.", first[0]["end"])
-        assert moments(result["loaded"], 0) == moments(first[0]["end"], 0)
-        assert not any(key.startswith(("island.", "diloco.")) for key in result["loaded"])
-        assert under("model.", result["end"]) != under("model.", result["loaded"])
-
-
-@pytest.mark.parametrize("stage", [3, slow(1)])
-def test_islands_begin_at_the_weights_and_with_the_moments_of_a_run_without(saved: Any, stage: int):
-    folder, first = saved(with_stage(NONE, stage))
-    for result in run(with_stage(TWO, stage), steps=5, load=folder):
-        loaded, island = result["loaded"], result["island"]
-        for prefix in ("model.", "diloco.common.", f"island.{island}.inner."):
-            assert under(prefix, loaded) == under("model.", first[0]["end"])
-        assert moments(loaded, island) == moments(first[0]["end"], 0)
-        assert f"{BEGIN}the checkpoint has other islands' own, or none" in result["lines"]
-
-
-def test_other_fragments_begin_at_the_outer_weights(saved: Any):
-    folder, first = saved(TWO)
-    for result in run(FRAGMENTS, steps=5, load=folder):
-        loaded = result["loaded"]
-        assert under("model.", loaded) == under("model.", first[0]["end"])
-        assert under(f"island.{result['island']}.inner.", loaded) == under("model.", loaded)
-        assert f"{BEGIN}the checkpoint is of another --diloco-fragments" in result["lines"]
-
-
-@pytest.mark.parametrize(("before", "after"), [({}, WIDE), slow(WIDE, {})])
-def test_as_many_islands_of_other_shapes_go_on_with_all_they_had(
-    saved: Any, before: dict[str, int], after: dict[str, int]
-):
-    folder, first = saved(dataclasses.replace(TWO, **before))
-    second = run(dataclasses.replace(TWO, **after), steps=4, load=folder)
+def test_islands_have_moved_apart_when_they_are_saved(saved: Any):
+    """So the comparisons above mean something."""
+    _, first = saved(TWO)
     of_island = {result["island"]: result["end"] for result in first}
-    for result in second:
-        loaded, island = result["loaded"], result["island"]
-        for prefix in ("model.", "diloco.", f"island.{island}.inner.", f"island.{island}.counts"):
-            assert under(prefix, loaded) == under(prefix, of_island[island]) != {}
-        assert moments(loaded, island) == moments(of_island[island], island)
-    notes = [line for line in second[0]["lines"] if "note:" in line]
-    assert len(notes) == 2  # error feedback and random generators are of a layout
+    assert under("diloco.common.", of_island[0]) != under("model.", of_island[0])
+    assert moments(of_island[0], 0) != moments(of_island[1], 1)
 
 
 def accept_without(case: Case, absent: list[str]) -> dict[str, str]:

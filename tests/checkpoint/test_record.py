@@ -80,10 +80,7 @@ def test_a_model_of_another_shape_is_refused_by_its_flags_whatever_they_come_fro
     check_same_model(flags, dataclasses.replace(GPT2_STYLE, hidden_dropout=0.3), WHERE)
     other = dataclasses.asdict(LLAMA_STYLE)
     rows = [
-        (
-            flags | {"hidden_size": 24, "kv_channels": 5},
-            "--hidden-size is 20, was 24 in iter_0000007; --use-checkpoint",
-        ),
+        (flags | {"hidden_size": 24, "kv_channels": 5}, "--hidden-size is 20, was 24 in iter_0000007; --use-check"),
         (other, "-heads is 4, was 8"),
         (other, "--normalization is LayerNorm, was RMSNorm"),
     ]
@@ -92,12 +89,8 @@ def test_a_model_of_another_shape_is_refused_by_its_flags_whatever_they_come_fro
 
 def test_a_checkpoint_of_one_variant_is_not_loaded_as_the_other():
     plain = dataclasses.asdict(LLAMA_STYLE)
-    for name, value in (
-        ("qk_layernorm", True),
-        ("use_rope_scaling", True),
-        ("window_size", "15,0"),
-        ("add_qkv_bias", True),
-    ):
+    flags = {"qk_layernorm": True, "use_rope_scaling": True, "window_size": "15,0", "add_qkv_bias": True}
+    for name, value in flags.items():
         variant = dataclasses.replace(LLAMA_STYLE, **{name: value})
         check_same_model(dataclasses.asdict(variant), variant, WHERE)
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is"):

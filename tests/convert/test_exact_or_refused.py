@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from helpers.hf_models import LLAMA3, SEQ, TOKENS, VOCAB, file_tensors, our_logits, randomized
+from helpers.hf_models import LLAMA3, SEQ, SIZES, TOKENS, file_tensors, our_logits, randomized
 from helpers.tiers import pairwise
 from safetensors.torch import save_file
 
@@ -20,14 +20,9 @@ from megazpp.convert.huggingface import open_model
 CLOSE = 1e-4  # absolute, on logits of about 1
 ABSENT = object()
 Values = dict[str, Any]
-
-# fmt: off
-SIZES: dict[str, Values] = {
-    "gpt2": {"n_positions": SEQ, "n_embd": 24, "n_layer": 2, "n_head": 4},
-    **{kind: {
-        "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": SEQ, "sliding_window": None,
-    } for kind in ("llama", "mistral", "qwen2", "qwen3")},
+BASE: dict[str, Values] = {  # sizes of each model_type; 12 heads, which GPT-2 has without a word, divide 24
+    kind: {"model_type": kind} | sizes | ({"n_embd": 24} if kind == "gpt2" else {"sliding_window": None})
+    for kind, sizes in SIZES.items()
 }
 
 
@@ -42,6 +37,7 @@ def rope(**keys: Any) -> Values:
     return {"rope_scaling": keys}
 
 
+# fmt: off
 ROTARY = [
     Value({}),
     Value({"rope_theta": 50.0}),
@@ -122,8 +118,7 @@ def write_folder(folder: Path, kind: str, values: Values) -> Any:
 
 
 def write_config(folder: Path, kind: str, values: Values) -> None:
-    config = {"model_type": kind, "vocab_size": VOCAB} | SIZES[kind] | values
-    given = {key: value for key, value in config.items() if value is not ABSENT}
+    given = {key: value for key, value in (BASE[kind] | values).items() if value is not ABSENT}
     (folder / "config.json").write_text(json.dumps(given))
 
 
@@ -211,8 +206,8 @@ REFUSED: list[tuple[str, Values, str]] = [
     ("llama", {"layer_types": 3}, "layer_types 3 is not supported"),
     ("llama", {"rms_norm_eps": "tiny"}, "rms_norm_eps 'tiny' is not a number"),
     ("llama", {"num_key_value_heads": 3}, "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
-    ("llama", {"hidden_size": 40}, "has shape [107, 24], the model's is [107, 40]"),
-    ("llama", {"vocab_size": 108}, "model.embed_tokens.weight has shape [107, 24]"),
+    ("llama", {"hidden_size": 40}, "has shape [107, 32], the model's is [107, 40]"),
+    ("llama", {"vocab_size": 108}, "model.embed_tokens.weight has shape [107, 32]"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
     ("llama", {"num_hidden_layers": 1}, "have no place in this model"),
     # and absurd ones at once: a model that is built for its shapes would take minutes and all the memory

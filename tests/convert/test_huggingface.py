@@ -42,44 +42,28 @@ from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 
 SAME = 1e-5  # absolute, on logits of about 1: fp32 sums in another order
-BF16, FP16 = torch.bfloat16, torch.float16
-MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
-    "gpt2": ("gpt2", {}, torch.float32),
-    "gpt2 untied, exact gelu": (
-        "gpt2",
-        {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 40},
-        BF16,
-    ),
-    "gpt2 fp16": ("gpt2", {}, FP16),
-    "llama grouped": ("llama", {}, torch.float32),
-    "llama tied, biases, wide heads": (
-        "llama",
-        {
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "head_dim": 12,
-            "num_key_value_heads": 4,
-        },
-        torch.float32,
-    ),
-    "llama one key head": ("llama", {"num_key_value_heads": 1}, BF16),
-    "llama 3.2": (
-        "llama",
-        {"rope_scaling": dict(LLAMA3), "head_dim": 16, "tie_word_embeddings": True},
-        torch.float32,
-    ),
-    "mistral with a window": ("mistral", {"sliding_window": SEQ}, torch.float32),
-    "mistral without": ("mistral", {"sliding_window": None}, torch.float32),
-    "qwen2": ("qwen2", {}, torch.float32),
-    "qwen2 tied, wide heads, scaled frequencies": (
-        "qwen2",
-        {"tie_word_embeddings": True, "head_dim": 12, "rope_scaling": dict(LLAMA3)},
-        torch.float32,
-    ),
-    "qwen3": ("qwen3", {}, torch.float32),
-    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, BF16),
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+SCALED = {"rope_scaling": dict(LLAMA3)}
+TIED = {"tie_word_embeddings": True}
+EXACT_GELU = {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 40}
+BIASES = {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "num_key_value_heads": 4}
+DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.3, "initializer_range": 0.03}
+MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "gpt2": ("gpt2", FP32, DROPOUT),
+    "gpt2 untied, exact gelu": ("gpt2", BF16, EXACT_GELU),
+    "gpt2 fp16": ("gpt2", FP16, {}),
+    "llama grouped": ("llama", FP32, {"attention_dropout": 0.4, "rms_norm_eps": 1e-3}),
+    "llama tied, biases, wide heads": ("llama", FP32, TIED | BIASES),
+    "llama one key head": ("llama", BF16, {"num_key_value_heads": 1}),
+    "llama 3.2": ("llama", FP32, TIED | SCALED | {"head_dim": 16}),
+    "mistral with a window": ("mistral", FP32, {"sliding_window": SEQ}),
+    "mistral without": ("mistral", FP32, {"sliding_window": None}),
+    "qwen2": ("qwen2", FP32, {}),
+    "qwen2 tied, wide heads, scaled frequencies": ("qwen2", FP32, TIED | SCALED | {"head_dim": 12}),
+    "qwen3": ("qwen3", FP32, {}),
+    "qwen3 tied": ("qwen3", BF16, TIED),
 }
+KEPT = ("vocab_size", "initializer_range", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")
 
 
 def turn(source: Path, output: Path) -> Path:
@@ -97,7 +81,7 @@ def assert_same_tensors(folder: Path, expected: dict[str, torch.Tensor]) -> None
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name: str, tmp_path: Path):
-    kind, settings, dtype = MODELS[name]
+    kind, dtype, settings = MODELS[name]
     theirs = save(make_model(kind, **settings).to(dtype), tmp_path / "theirs")
     ours = turn(theirs, tmp_path / "ours")
     back = turn(ours, tmp_path / "back")
@@ -105,8 +89,9 @@ def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name: str,
     expected = logits(theirs)
     torch.testing.assert_close(logits(back), expected, atol=SAME if name == "mistral without" else 0, rtol=0)
     torch.testing.assert_close(our_logits(open_checkpoint(ours, None)[0]), expected, atol=SAME, rtol=0)
-    model_type = json.loads((back / "config.json").read_text())["model_type"]
-    assert model_type == ("llama" if name == "mistral without" else kind)
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (theirs, back))
+    assert after["model_type"] == ("llama" if name == "mistral without" else kind)
+    assert {key: after[key] for key in KEPT if key in before} == {key: before[key] for key in KEPT if key in before}
 
 
 def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
@@ -122,7 +107,7 @@ def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama tied, biases, wide heads", slow("qwen2"), slow("qwen3")])
 def test_ranks_read_their_parts_of_a_conversion(name: str, tmp_path: Path):
-    kind, settings, _ = MODELS[name]
+    kind, _, settings = MODELS[name]
     theirs = save(make_model(kind, **settings), tmp_path / "theirs")
     for found in ranks(2).run(logits_on_ranks, str(turn(theirs, tmp_path / "ours")), 2):
         torch.testing.assert_close(found, logits(theirs), atol=SAME, rtol=0)

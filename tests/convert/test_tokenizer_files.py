@@ -48,13 +48,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerConfig
     }
 
 
+def load(config: TokenizerConfig) -> Tokenizer:
+    found = load_tokenizer(config)
+    assert found is not None
+    return found
+
+
 KINDS = ["bpe", "unigram", "gpt2", "huggingface", "bytes"]
 
 
 def test_transformers_gives_the_ids_that_training_saw(files: dict[str, TokenizerConfig], tmp_path: Path):
     for kind in KINDS:
-        ours, folder = load_tokenizer(files[kind]), tmp_path / kind
-        assert ours is not None
+        ours, folder = load(files[kind]), tmp_path / kind
         folder.mkdir()
         assert write_tokenizer_files(folder, ours) == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}, kind
         assert find_differences(ours) == [], kind
@@ -92,13 +97,11 @@ def test_a_byte_tokenizer_of_more_ids_keeps_its_last_one(tmp_path: Path):
 
 def test_written_files_are_the_same_tokenizer_and_are_found_again(files: dict[str, TokenizerConfig], tmp_path: Path):
     for kind in KINDS[:-1]:
-        before, folder = load_tokenizer(files[kind]), tmp_path / kind
-        assert before is not None
+        before, folder = load(files[kind]), tmp_path / kind
         folder.mkdir()
         for name, content in before.files.items():
             (folder / name).write_bytes(content)
-        after = load_tokenizer(find_tokenizer(folder))
-        assert after is not None
+        after = load(find_tokenizer(folder))
         assert (after.identity, after.eod, after.files) == (before.identity, before.eod, before.files)
 
 
@@ -115,15 +118,11 @@ def test_what_a_folder_says_about_text_goes_both_ways(files: dict[str, Tokenizer
     for name, values in said.items():
         (source / name).write_text(json.dumps(values))
     (source / "model.safetensors").write_text("weights")
-    tokenizer = load_tokenizer(find_tokenizer(source))
-    assert tokenizer is not None
+    tokenizer = load(find_tokenizer(source))
     assert tokenizer.eod_name == "Ċ"
     assert write_tokenizer_files(output, tokenizer) == {"bos_token_id": 7, "eos_token_id": [8, 9]}
-    assert sorted(file.name for file in output.iterdir()) == [
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    names = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in output.iterdir()} == names
     assert json.loads((output / "tokenizer_config.json").read_text()) == said["tokenizer_config.json"]
 
 
@@ -135,9 +134,7 @@ def test_files_of_somebody_else_beside_a_tokenizer_stay_where_they_are(
     shutil.copy(str(files["bpe"].tokenizer_model), tmp_path / "my.model")
     shutil.copy(str(files["huggingface"].tokenizer_model), tmp_path / "my.json")
     for name, kept in (("my.model", "tokenizer.model"), ("my.json", "tokenizer.json")):
-        tokenizer = load_tokenizer(TokenizerConfig(tokenizer_model=str(tmp_path / name)))
-        assert tokenizer is not None
-        assert list(tokenizer.files) == [kept]
+        assert list(load(TokenizerConfig(tokenizer_model=str(tmp_path / name))).files) == [kept]
 
 
 def test_where_transformers_does_something_else_it_is_said(tmp_path: Path):
