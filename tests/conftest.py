@@ -1,5 +1,7 @@
 """Settings shared by all tests."""
 
+import atexit
+import gc
 import os
 import signal
 
@@ -8,8 +10,10 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 import torch
+from helpers.ranks import start_server
 from hypothesis import settings
 
+gc.disable()  # until all is collected: what imports make stays, and to look through it takes a sixth of the start
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would programs
 settings.register_profile("no deadline", deadline=None)  # other jobs may have the cores
 settings.load_profile("no deadline")
@@ -30,3 +34,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two processes for the whole suite; one for what someone names, and on a GPU, where tests measure memory."""
     whole = config.args == config.getini("testpaths") and not config.option.keyword
     return 2 if whole and len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_available() else 0
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)
+    if not session.config.option.collectonly and any(
+        hasattr(getattr(item, "module", None), "ranks") for item in session.items
+    ):
+        start_server()

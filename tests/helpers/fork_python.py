@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import runpy
@@ -82,8 +83,11 @@ def serve(address: str) -> None:
     """Import, then fork for every connection."""
     threading.Thread(target=end_with_tests, daemon=True).start()
     sys.path.remove(str(Path(__file__).parent))
+    gc.disable()
     for name in IMPORTED:
         __import__(name)
+    gc.freeze()  # a fork's own collections leave these objects alone, and so the pages that all share
+    gc.enable()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address + ".new")
         listener.listen()

@@ -16,17 +16,19 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
+
 SECONDS_PER_CALL = 300  # of wall time, on cores that other jobs may fill
-IMPORTED = ("pretrain_gpt", "torch._dynamo", "pytest", "hypothesis")  # once, before the workers are forked
 
 
 class Ranks:
     def __init__(self, world_size: int) -> None:
+        start_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*IMPORTED])
         self.directory = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []
         self.processes = []
@@ -79,6 +81,14 @@ class Ranks:
 def ranks(world_size: int) -> Ranks:
     """The workers for a world size, started at first use."""
     return Ranks(world_size)
+
+
+def start_server() -> None:
+    """Start the process that all workers are forked from; it imports while this one goes on."""
+    forkserver.set_forkserver_preload(["helpers.ranks_imports"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # a fork server is told of no other path
+        forkserver.ensure_running()
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
