@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 
 import pytest
+from helpers.fork_python import forked_python
 from helpers.program import ROOT
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
@@ -16,7 +16,8 @@ NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_l
 
 def losses(mode: str, path: str) -> list[float]:
     """What the example prints as losses, sorted: ranks print in any order."""
-    runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    python = str(forked_python())
+    runner = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python", python]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGAZPP_RANKS_PER_NODE": "2"}
     command = [*runner, str(ROOT / "tests/helpers/on_cpu.py"), mode, path]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The batch script on a Slurm of one machine (helpers/slurm.py): saved before the limit, requeued, continued."""
+"""The batch script on a Slurm of one machine: saved before the limit, requeued, continued."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.fork_python import forked_python
 from helpers.program import LAUNCHER_VARIABLES, ROOT
-from helpers.slurm import batch_variables, install_slurm
 
 pytestmark = pytest.mark.slow
 
@@ -26,22 +26,61 @@ TOY = [
     "--lr", "1e-3", "--micro-batch-size", "2", "--log-interval", "1", "--eval-iters", "0",
 ]
 # fmt: on
+# Slurm's commands as far as the script uses them: srun starts two tasks with the variables that Slurm gives them, notes
+# their process ids beside itself and returns the highest exit code; scontrol notes what is requeued.
+SRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+from pathlib import Path
+
+command = sys.argv[1:]
+while command[0].startswith("--"):
+    del command[0]
+tasks = []
+for rank in "01":
+    place = {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2"}}
+    tasks.append(subprocess.Popen(command, env={{**os.environ, **place}}))
+file = Path(__file__).with_name("tasks.new")
+file.write_text(" ".join(str(task.pid) for task in tasks))
+file.rename(file.with_suffix(".txt"))
+sys.exit(max(task.wait() & 0xFF for task in tasks))
+"""
+SCONTROL = """#!/bin/sh
+case "$1 $2" in
+"show hostnames") echo 127.0.0.1 ;;
+requeue*) echo "$2" >> "$(dirname "$0")/requeued.txt" ;;
+*) exit 1 ;;
+esac
+"""
+BATCH = {  # what Slurm sets for a batch script on one node, which is a task, too
+    "SLURM_JOB_NAME": "toy",
+    "SLURM_JOB_NODELIST": "localhost",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_CPUS_PER_TASK": "1",
+    "SLURM_PROCID": "0",
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
 
 
 class Job:
     """A submission of the script; its output goes to a file, as Slurm's does."""
 
-    def __init__(self, home: Path, *flags: str, job_id: int, restarts: int = 3) -> None:
+    def __init__(self, home: Path, *flags: str, job_id: int, restarts: int = 3, python: str = sys.executable) -> None:
         self.bin, self.out = home / "bin", home / f"slurm-{job_id}.out"
         (self.bin / "tasks.txt").unlink(missing_ok=True)
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        env |= batch_variables(job_id, tasks=2, name="toy")
-        env |= {
-            "PATH": f"{self.bin}:{Path(sys.executable).parent}:/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
-        env |= {"RUN_DIR": str(home / "run"), "MAX_RESTARTS": str(restarts), "XDG_CACHE_HOME": str(home / "cache")}
+        env |= BATCH | {"SLURM_JOB_ID": str(job_id), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env |= {"PATH": f"{self.bin}:{Path(python).parent}:/usr/bin:/bin", "XDG_CACHE_HOME": str(home / "cache")}
+        env |= {"RUN_DIR": str(home / "run"), "MAX_RESTARTS": str(restarts)}
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
                 ["bash", str(SCRIPT), *flags], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT
@@ -61,12 +100,6 @@ class Job:
         return code, self.out.read_text()
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    install_slurm(tmp_path / "bin")
-    return tmp_path
-
-
 def test_at_the_time_limit_the_run_is_saved_and_requeued_and_the_next_submission_finishes_it(home: Path):
     first = Job(home, *TOY, "--train-iters", "100000", job_id=7)
     first.signal_tasks_after(" iteration        3/")
@@ -79,7 +112,8 @@ def test_at_the_time_limit_the_run_is_saved_and_requeued_and_the_next_submission
     assert done >= 3
     assert json.loads((home / "run/summary.json").read_text())["stop_reason"] == "SIGUSR1"
 
-    code, output = Job(home, *TOY, "--train-iters", "100000", "--exit-interval", str(done + 2), job_id=8).finish()
+    flags = [*TOY, "--train-iters", "100000", "--exit-interval", str(done + 2)]
+    code, output = Job(home, *flags, job_id=8, python=str(forked_python())).finish()
     assert code == 0, output
     iterations = [int(n) for n in re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)]
     assert iterations == [done + 1, done + 2]
@@ -88,7 +122,8 @@ def test_at_the_time_limit_the_run_is_saved_and_requeued_and_the_next_submission
 
 
 def test_what_the_user_has_to_mend_is_not_tried_again(home: Path):
-    code, output = Job(home, *TOY, "--train-iters", "4", "--hidden-size", "17", job_id=9).finish()
+    flags = [*TOY, "--train-iters", "4", "--hidden-size", "17"]
+    code, output = Job(home, *flags, job_id=9, python=str(forked_python())).finish()
     assert code == 2
     assert output.count("pretrain_gpt.py: error: ") == 1
     assert output.endswith("a wrong flag or file, see above; not tried again\n")
