@@ -18,21 +18,11 @@ x = R everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class OuterRule:
-    """How islands exchange their weights; lr 1 and momentum 0 average them."""
-
-    steps: int = 10  # H, a multiple of the fragments
-    delay: int = 0  # less than `steps`
-    merge_alpha: float = 0.0
-    outer_lr: float = 1.0
-    outer_momentum: float = 0.0
+from megazpp.islands.config import IslandsPlan
 
 
 class Islands:
@@ -46,8 +36,8 @@ class Islands:
         momentum: the outer optimizer's, by the parameter's name.
     """
 
-    def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], settings: OuterRule) -> None:
-        self.settings, self.fragments = settings, fragments
+    def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], plan: IslandsPlan) -> None:
+        self.plan, self.fragments = plan, fragments
         self._weights = [{name: p.detach() for name, p in model.named_parameters()} for model in models]
         assert sorted(name for fragment in fragments for name in fragment) == sorted(self._weights[0])
         self.common = {name: weight.clone() for name, weight in self._weights[0].items()}
@@ -57,17 +47,17 @@ class Islands:
 
     def after_step(self, iteration: int, tokens: Sequence[float], *, last: bool = False) -> None:
         """Do what is due after an optimizer step, in which each island has trained on its `tokens`."""
-        settings, count = self.settings, len(self.fragments)
+        plan, count = self.plan, len(self.fragments)
         for index, counted in enumerate(self._tokens):
             self._tokens[index] = [before + new for before, new in zip(counted, tokens, strict=True)]
             due = self._merge_at[index]
             if due is not None and (last or due == iteration):
-                self._merge(index, settings.merge_alpha)
-            if last or iteration % settings.steps == (index + 1) * settings.steps // count % settings.steps:
+                self._merge(index, plan.merge_alpha)
+            if last or iteration % plan.steps == (index + 1) * plan.steps // count % plan.steps:
                 self._send(index)
-                self._merge_at[index] = iteration + settings.delay
-                if last or settings.delay == 0:
-                    self._merge(index, 0.0 if last else settings.merge_alpha)
+                self._merge_at[index] = iteration + plan.delay
+                if last or plan.delay == 0:
+                    self._merge(index, 0.0 if last else plan.merge_alpha)
 
     def _merge(self, fragment: int, alpha: float) -> None:
         for name in self.fragments[fragment]:
@@ -76,7 +66,7 @@ class Islands:
         self._merge_at[fragment] = None
 
     def _send(self, fragment: int) -> None:
-        eta, mu, tokens = self.settings.outer_lr, self.settings.outer_momentum, self._tokens[fragment]
+        eta, mu, tokens = self.plan.outer_lr, self.plan.outer_momentum, self._tokens[fragment]
         for name in self.fragments[fragment]:
             difference = torch.zeros_like(self.common[name])
             for weights, seen in zip(self._weights, tokens, strict=True):

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from helpers.diloco_reference import Islands, OuterRule
+from helpers.diloco_reference import Islands
 from helpers.ranks import ranks
-from helpers.stream_races import simulated_streams
-from helpers.tiers import slow
-from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step
+from helpers.refusals import not_refused
+from helpers.tiers import chosen, slow
+from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan
 
 from kernels.formats import BlockFormat
-from megazpp.islands.config import IslandsConfig, plan_islands
+from megazpp.islands.config import IslandsConfig, IslandsPlan, plan_islands
 from megazpp.islands.outer import send_fragment
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
@@ -98,10 +98,9 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[dict[str, tor
     count = case.islands
     models = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]
-    plan = plan_islands(case.diloco, ZeroConfig(), iterations=case.steps, num_layers=9, tokens_per_step=1.0)
-    assert plan is not None
-    same = ("steps", "delay", "merge_alpha", "outer_lr", "outer_momentum")
-    islands = Islands(models, fragments, OuterRule(**{name: getattr(plan, name) for name in same}))
+    rule = diloco_plan(case)
+    assert rule is not None
+    islands = Islands(models, fragments, rule)
     size, common, losses = case.global_batch // count, [], [list[float]() for _ in models]
     for index in range(case.steps):
         tokens = []
@@ -145,50 +144,11 @@ def data_parallel(case: Case) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def reference_of_two(settings: OuterRule) -> tuple[Islands, list[torch.nn.Linear]]:
-    models = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
-    for model in models:
-        torch.nn.init.constant_(model.weight, 10.0)
-        torch.nn.init.constant_(model.bias, 1.0)
-    return Islands(models, [["weight", "bias"]], settings), models
-
-
-def test_nesterov_by_hand():
-    islands, models = reference_of_two(OuterRule(steps=2, outer_lr=0.5, outer_momentum=0.8))
-    islands.after_step(1, [3.0, 1.0])
-    models[0].weight.data -= 4.0  # the islands count 3 / 4 and 1 / 4 by their tokens
-    models[1].weight.data += 4.0
-    islands.after_step(2, [0.0, 0.0])
-    # D = 0.75 * 4 - 0.25 * 4 = 2; m = 2; outer = 10 - 0.5 * (2 + 0.8 * 2) = 8.2
-    assert islands.common["weight"].tolist() == [[pytest.approx(8.2)] * 3] * 2
-    assert all(torch.equal(model.weight, islands.common["weight"]) for model in models)
-    models[0].weight.data -= 1.0
-    islands.after_step(3, [1.0, 1.0])
-    islands.after_step(4, [0.0, 0.0])
-    # D = 0.5; m = 0.8 * 2 + 0.5 = 2.1; outer = 8.2 - 0.5 * (0.5 + 0.8 * 2.1) = 7.11
-    assert islands.common["weight"].tolist() == [[pytest.approx(7.11)] * 3] * 2
-
-
-def test_a_merge_comes_after_its_delay_and_keeps_a_share_of_the_steps_in_between():
-    islands, models = reference_of_two(OuterRule(steps=4, delay=2, merge_alpha=0.25))
-    models[0].weight.data -= 4.0
-    weights = []
-    for iteration in range(1, 7):
-        islands.after_step(iteration, [1.0, 1.0])
-        weights.append([model.weight[0, 0].item() for model in models])
-    assert weights[:5] == [[6.0, 10.0]] * 5  # sent after the fourth: R = 8
-    assert weights[5] == [0.25 * 6.0 + 0.75 * 8.0, 0.25 * 10.0 + 0.75 * 8.0]
-
-
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [(4, Case(nodes=2)), slow(4, Case(nodes=4)), slow(4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112))],
-)
-def test_averaging_every_step_of_sgd_is_data_parallel_sgd(world: int, case: Case):
+def test_averaging_every_step_of_sgd_is_data_parallel_sgd():
     flags = local_steps(1, outer_lr=1.0, outer_momentum=0.0)
-    case = dataclasses.replace(case, diloco=flags, learning_rate=0.3, steps=4)
+    case = Case(nodes=2, diloco=flags, learning_rate=0.3, steps=4)
     expected = data_parallel(case)
-    for result in ranks(world).run(train_islands, case, plain=True):
+    for result in ranks(4).run(train_islands, case, plain=True):
         assert_close(result.common[-1], expected, 1e-6)
         assert_close(result.inner, result.common[-1], 0.0)
         assert_close(result.outer[-1], result.common[-1], 0.0)
@@ -199,7 +159,6 @@ FRAGMENTS = local_steps(4, fragments=2, delay=3, outer_lr=0.8, outer_momentum=0.
 PAIRS = local_steps(2, islands=2, outer_momentum=0.5, outer_lr=0.9)
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 SIMULATED = {
-    "averages": (4, Case(nodes=2, diloco=local_steps(3))),
     "momentum, documents": (4, Case(nodes=2, documents=True, diloco=MOMENTUM)),
     # of 112 rows of the vocabulary tp 2 pads none
     "fragments, delay, tp 2": (4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=FRAGMENTS)),
@@ -211,12 +170,9 @@ SIMULATED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("fragments, delay, tp 2", "momentum, documents") else slow(name) for name in SIMULATED],
-)
-def test_it_is_the_simulator_of_islands(name: str):
-    world, case = SIMULATED[name]
+@pytest.mark.parametrize("given", chosen(SIMULATED, "fragments, delay, tp 2", "momentum, documents"))
+def test_it_is_the_simulator_of_islands(given: tuple[int, Case]):
+    world, case = given
     case = dataclasses.replace(case, steps=7, learning_rate=3e-3)
     results = ranks(world).run(train_islands, case)
     common, losses = simulate(case, results[0].fragments)
@@ -234,12 +190,11 @@ def test_it_is_the_simulator_of_islands(name: str):
     ("world", "case"),
     [
         (4, Case(nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
-        slow(4, Case(nodes=4, model=LLAMA_STYLE, precision=BF16, diloco=IslandsConfig(diloco_steps=2, diloco_delay=1))),
         slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
     ],
 )
 def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights(world: int, case: Case):
-    case = dataclasses.replace(case, steps=6, learning_rate=3e-3)
+    case = dataclasses.replace(case, steps=4, learning_rate=3e-3)
     exact = dataclasses.replace(case.diloco, diloco_weight_bits=16, diloco_gradient_bits=16)
     results = ranks(world).run(train_islands, case)
     reference = ranks(world).run(train_islands, dataclasses.replace(case, diloco=exact))
@@ -268,16 +223,17 @@ def test_islands_with_no_tokens_send_finite_numbers():
     assert sent == [0.0, 8.0]
 
 
-@pytest.mark.parametrize(("bits", "size"), [(16, 3), slow(8, 3), (4, 2)])
-def test_each_synchronization_sends_two_messages_of_each_unit_and_the_tokens(bits: int, size: int):
-    config = IslandsConfig(diloco_steps=3, diloco_weight_bits=bits, diloco_gradient_bits=bits)  # type: ignore[arg-type]
-    case = Case(model=WIDE, nodes=size + 1, global_batch=12, steps=6, diloco=config)
-    fmt = None if bits == 16 else BlockFormat(bits, 128)  # type: ignore[arg-type]
-    for result in ranks(size + 1).run(train_islands, case):
-        messages = [plan_message(segments, fmt, exact_itemsize=4).message_bytes for segments in result.segments]
-        assert result.sent == 2 * (2 * size * sum(messages) + 2 * 8 * size // (size + 1))
-        elements = sum(segments[-1].stop for segments in result.segments)
-        assert sum(messages) == pytest.approx(elements * (bits / 8 if bits < 16 else 4), rel=0.2)
+def test_each_synchronization_sends_two_messages_of_each_unit_and_the_tokens():
+    bits: Any
+    for bits, size in ((16, 3), (8, 2), (4, 2)):  # `size` islands beside one's own
+        config = IslandsConfig(diloco_steps=1, diloco_weight_bits=bits, diloco_gradient_bits=bits)
+        case = Case(model=WIDE, nodes=size + 1, global_batch=12, steps=2, diloco=config)
+        fmt = None if bits == 16 else BlockFormat(bits, 128)
+        for result in ranks(size + 1).run(train_islands, case):
+            messages = [plan_message(segments, fmt, exact_itemsize=4).message_bytes for segments in result.segments]
+            assert result.sent == 2 * (2 * size * sum(messages) + 2 * 8 * size // (size + 1)), bits
+            elements = sum(segments[-1].stop for segments in result.segments)
+            assert sum(messages) == pytest.approx(elements * (bits / 8 if bits < 16 else 4), rel=0.2), bits
 
 
 def look_at_outer_weights(case: Case) -> tuple[bool, bool, float]:
@@ -306,69 +262,45 @@ def look_at_outer_weights(case: Case) -> tuple[bool, bool, float]:
     return computed_with_common, all(map(torch.equal, shards, own)), loss
 
 
-@pytest.mark.parametrize("case", [Case(nodes=2), slow(Case(nodes=2, tp=2, precision=BF16))])
-def test_an_evaluation_sees_the_islands_common_weights_and_leaves_their_own(case: Case):
+def test_an_evaluation_sees_the_islands_common_weights_and_leaves_their_own():
     flags = IslandsConfig(diloco_steps=2, diloco_delay=1)
-    results = ranks(4).run(look_at_outer_weights, dataclasses.replace(case, diloco=flags))
+    results = ranks(4).run(look_at_outer_weights, Case(nodes=2, tp=2, precision=BF16, diloco=flags))
     assert all(common and own for common, own, _ in results)
     assert len({loss for _, _, loss in results}) == 1
 
 
-def train_on_streams(case: Case) -> list[str]:
-    with simulated_streams() as streams:
-        train_islands(case)
-    return streams.found
+# ---- flags and plan -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        slow(Case(nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_delay=1, diloco_outer_momentum=0.9))),
-        slow(Case(nodes=4, zero=ZeroConfig(zeropp=True), diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
-    ],
-)
-def test_no_two_streams_race(case: Case):
-    assert ranks(4).run(train_on_streams, dataclasses.replace(case, steps=6)) == [[]] * 4
+def plan(*, iterations: int = 60, num_layers: int = 3, **flags: Any) -> IslandsPlan:
+    given = {"iterations": iterations, "num_layers": num_layers, "tokens_per_step": 1.0}
+    found = plan_islands(IslandsConfig(**flags), ZeroConfig(), **given)
+    assert found is not None
+    return found
 
 
 def test_fragments_take_turns_and_nobody_waits_for_one_that_has_not_come():
-    config = IslandsConfig(diloco_steps=6, diloco_fragments=3)
-    plan = plan_islands(config, ZeroConfig(), iterations=60, num_layers=3, tokens_per_step=1.0)
-    assert plan is not None
-    assert [plan.sends_at(t) for t in range(1, 13)] == [None, 0, None, 1, None, 2, None, 0, None, 1, None, 2]
+    found = plan(diloco_steps=6, diloco_fragments=3)
+    assert [found.sends_at(t) for t in range(1, 13)] == [None, 0, None, 1, None, 2, None, 0, None, 1, None, 2]
 
 
-@pytest.mark.parametrize(
-    ("steps", "iterations", "lr", "momentum"), [(10, 1990, 1.0, 0.0), (10, 2000, 0.4, 0.9), (9, 99_999, 1.0, 0.0)]
-)
-def test_outer_momentum_is_for_many_synchronizations_far_apart(steps: int, iterations: int, lr: float, momentum: float):
-    def planned(**flags: Any) -> Any:
-        config = IslandsConfig(diloco_steps=steps, **flags)
-        return plan_islands(config, ZeroConfig(), iterations=iterations, num_layers=2, tokens_per_step=1.0)
-
-    chosen = planned()
-    assert (chosen.outer_lr, chosen.outer_momentum, bool(chosen.notices)) == (lr, momentum, momentum == 0.0)
-    given = planned(diloco_outer_lr=0.5, diloco_outer_momentum=0.3)
-    assert (given.outer_lr, given.outer_momentum, given.notices) == (0.5, 0.3, ())
+def test_outer_momentum_is_for_many_synchronizations_far_apart():
+    for steps, iterations, lr, momentum in ((10, 1990, 1.0, 0.0), (10, 2000, 0.4, 0.9), (9, 99_999, 1.0, 0.0)):
+        found = plan(iterations=iterations, diloco_steps=steps)
+        assert (found.outer_lr, found.outer_momentum, bool(found.notices)) == (lr, momentum, momentum == 0.0), steps
+        given = {"diloco_outer_lr": 0.5, "diloco_outer_momentum": 0.3}
+        found = plan(iterations=iterations, diloco_steps=steps, **given)
+        assert (found.outer_lr, found.outer_momentum, found.notices) == (0.5, 0.3, ()), steps
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_what_means_nothing_is_refused():
+    wrong: list[Any] = [
         ({"diloco_steps": 4, "diloco_delay": 4}, "--diloco-delay 4 is not less than --diloco-steps 4"),
         ({"diloco_steps": 10, "diloco_fragments": 3}, "--diloco-steps 10 is not divisible by --diloco-fragments 3"),
+        ({"diloco_steps": 8, "diloco_fragments": 4}, "--diloco-fragments 4 is more than --num-layers 3"),
         ({"diloco_steps": 0}, "--diloco-steps 0 is not positive"),
         ({"diloco_islands": 1}, "--diloco-islands 1: it takes two"),
         ({"diloco_outer_momentum": 1.0}, "--diloco-outer-momentum 1.0 is not in"),
         ({"diloco_merge_alpha": -0.5}, "--diloco-merge-alpha -0.5 is not in"),
-    ],
-)
-def test_what_means_nothing_is_refused(flags: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        IslandsConfig(**flags)
-
-
-def test_there_are_no_more_fragments_than_layers():
-    config = IslandsConfig(diloco_steps=6, diloco_fragments=3)
-    with pytest.raises(ValueError, match="--diloco-fragments 3 is more than --num-layers 2"):
-        plan_islands(config, ZeroConfig(), iterations=60, num_layers=2, tokens_per_step=1.0)
+    ]
+    assert not_refused(wrong, lambda flags: plan(**flags)) == []

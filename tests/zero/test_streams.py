@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from helpers.ranks import ranks
 from helpers.stream_races import Stream, simulated_streams
 from helpers.tiers import chosen, slow
 from helpers.training import LLAMA_STYLE, Case, build_step, train_on_ranks
+from zero.test_diloco import train_islands
 from zero.test_schedule import ON, make
 
+from megazpp.islands.config import IslandsConfig
 from megazpp.model.config import GPTConfig
 from megazpp.parallel import comm_queue
 from megazpp.zero import schedule
@@ -19,9 +22,8 @@ from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ALL = ZeroConfig(zeropp=True)
 BF16 = PrecisionConfig(bf16=True)
-
-
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
+NO_OVERLAP = {"zero_weight_delta": "lossless", "overlap_param_gather": False}
 BREAKAGES: dict[str, tuple[Any, str, Any]] = {
     "waiting for a work does not wait": (comm_queue._StreamWork, "join", lambda work: work._result),
     "a queue does not wait for its caller": (Stream, "wait_stream", lambda stream, other: None),
@@ -30,59 +32,49 @@ BREAKAGES: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def train(case: Case, breakage: str = "") -> tuple[list[str], dict[str, Any]]:
+def train(case: Case, breakage: str = "") -> list[str]:
     with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
         if breakage:
             patch.setattr(*BREAKAGES[breakage])
-        result = train_on_ranks(case)
-    return streams.found, result
+        train_on_ranks(case) if case.diloco.diloco_steps is None else train_islands(case)
+    return streams.found
 
 
-SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "llama": (4, {"zero": ALL, "model": LLAMA_STYLE}),
-    "bf16": (4, {"zero": ALL, "precision": BF16, "micro_batches": 1}),
-    "ZeRO-3": (4, {"zero": ZeroConfig()}),
-    "qwZ": (4, {"zero": ZeroConfig(zero_quantized_weights=True)}),
-    "hpZ": (4, {"zero": ZeroConfig(zero_hpz_partition_size="auto")}),
-    "qgZ": (4, {"zero": ZeroConfig(zero_quantized_gradients=True), "precision": BF16}),
-    "classic": (4, {"zero": ZeroConfig(zeropp=True, zero_cross_every_microbatch=True)}),
-    "not-averaged": (4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback_beta=0.0)}),
-    "bf16-sums": (4, {"zero": ZeroConfig(zeropp=True, zero_error_feedback=False, zero_accumulate_in_bf16=True)}),
-    "one-node": (4, {"zero": ALL, "nodes": 1}),
-    "tp": (4, {"zero": ALL, "tp": 2, "sequence_parallel": True}),
-    "tp-llama": (8, {"zero": ALL, "tp": 2, "model": LLAMA_STYLE, "precision": BF16}),
-    "copies": (8, {"zero": ALL, "replicas": 2}),
-    "lossless": (4, {"zero": LOSSLESS, "precision": BF16, "steps": 3}),
-    "lossless, no overlap": (
-        4,
-        {
-            "zero": ZeroConfig(zeropp=True, zero_weight_delta="lossless", overlap_param_gather=False),
-            "precision": BF16,
-            "steps": 3,
-        },
-    ),
-    "lossless, tp": (4, {"zero": LOSSLESS, "precision": BF16, "tp": 2, "steps": 3}),
+def zeropp(**flags: Any) -> ZeroConfig:
+    return ZeroConfig(zeropp=True, **flags)
+
+
+SETTINGS: dict[str, tuple[int, Case]] = {
+    "ZeRO-3": (4, Case(zero=ZeroConfig(), nodes=2)),
+    "qwZ": (4, Case(zero=ZeroConfig(zero_quantized_weights=True), nodes=2)),
+    "hpZ": (4, Case(zero=ZeroConfig(zero_hpz_partition_size="auto"), nodes=2)),
+    "qgZ": (4, Case(zero=ZeroConfig(zero_quantized_gradients=True), nodes=2, precision=BF16)),
+    "classic": (4, Case(zero=zeropp(zero_cross_every_microbatch=True), nodes=2)),
+    "not averaged, llama": (4, Case(zero=zeropp(zero_error_feedback_beta=0.0), nodes=2, model=LLAMA_STYLE)),
+    "bf16 sums": (4, Case(zero=zeropp(zero_error_feedback=False, zero_accumulate_in_bf16=True), nodes=2)),
+    "one node": (4, Case(zero=ALL)),
+    "tp": (8, Case(zero=ALL, nodes=2, tp=2, sequence_parallel=True, model=LLAMA_STYLE, precision=BF16)),
+    "copies": (8, Case(zero=ALL, nodes=2, replicas=2)),
+    "lossless": (4, Case(zero=LOSSLESS, nodes=2, precision=BF16)),
+    "lossless, no overlap": (4, Case(zero=zeropp(**NO_OVERLAP), nodes=2, precision=BF16)),
+    "lossless, tp": (4, Case(zero=LOSSLESS, nodes=2, tp=2, precision=BF16)),
+    "islands": (4, Case(nodes=2, steps=6, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9))),
+    "islands of nodes": (4, Case(zero=ALL, nodes=4, steps=6, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
 }
 
 
 @pytest.mark.parametrize("setting", chosen(SETTINGS, "lossless"))
-def test_nothing_races_and_no_memory_is_reused_early(setting: tuple[int, dict[str, Any]]):
+def test_nothing_races_and_no_memory_is_reused_early(setting: tuple[int, Case]):
     world, case = setting
-    for found, _ in ranks(world).run(train, Case(**{"nodes": 2, "micro_batches": 2, "steps": 2, **case})):
-        assert found == []
+    if case.diloco.diloco_steps is None:
+        case = dataclasses.replace(case, micro_batches=2, steps=3 if case.precision.bf16 else 2)
+    assert ranks(world).run(train, case) == [[]] * world
 
 
 @pytest.mark.parametrize("breakage", ["waiting for a work does not wait", *map(slow, [*BREAKAGES][1:])])
 def test_what_is_broken_is_found(breakage: str):
     case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
-    found, _ = ranks(4).run(train, case, breakage)[0]
-    assert found
-
-
-@pytest.mark.slow
-def test_with_streams_the_results_are_those_without():
-    case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
-    assert ranks(4).run(train, case)[0][1] == ranks(4).run(train_on_ranks, case)[0]
+    assert ranks(4).run(train, case, breakage)[0]
 
 
 def test_a_task_that_is_given_a_moment_waits_for_what_came_before_it_and_for_nothing_else():
@@ -121,9 +113,9 @@ def order_of_hops(case: Case) -> list[str]:
 @pytest.mark.parametrize("zero", [ALL, slow(LOSSLESS)])
 def test_a_use_launches_its_own_hops_and_then_a_few_others_and_the_cross_queue_is_never_empty(zero: ZeroConfig):
     """The host launches: after the step's sync the GPU must not wait until it has launched every unit's cross hop."""
-    model = GPTConfig(**{**LLAMA_STYLE.__dict__, "num_layers": 6})
+    model = GPTConfig(**{**LLAMA_STYLE.__dict__, "num_layers": 4})
     for forward in ranks(4).run(order_of_hops, Case(nodes=2, zero=zero, model=model, precision=BF16)):
-        units, uses, crossing = 8, 0, 0
+        units, uses, crossing = 6, 0, 0
         assert forward.count("cross") == units  # embedding, layers, output: each once
         uses_of = "".join(name[0] for name in forward).split("ll")  # a use: its local hop, its unpacking
         assert uses_of[0] == "c", "its own cross hop, which it waits for, goes first"
