@@ -155,7 +155,7 @@ def test_averaging_every_step_of_sgd_is_data_parallel_sgd():
 
 
 MOMENTUM = local_steps(2, outer_lr=0.7, outer_momentum=0.9)
-FRAGMENTS = local_steps(4, fragments=2, delay=3, outer_lr=0.8, outer_momentum=0.5)
+FRAGMENTS = local_steps(4, fragments=2, delay=3, merge_alpha=0.25, outer_lr=0.8, outer_momentum=0.5)
 PAIRS = local_steps(2, islands=2, outer_momentum=0.5, outer_lr=0.9)
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 SIMULATED = {
@@ -163,7 +163,7 @@ SIMULATED = {
     # of 112 rows of the vocabulary tp 2 pads none
     "fragments, delay, tp 2": (4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=FRAGMENTS)),
     "3 islands": (3, Case(nodes=3, global_batch=12, diloco=dataclasses.replace(MOMENTUM, diloco_delay=1))),
-    "4 islands, alpha": (4, Case(nodes=4, documents=True, diloco=local_steps(2, delay=1, merge_alpha=0.25))),
+    "4 islands": (4, Case(nodes=4, documents=True, diloco=local_steps(2, delay=1))),
     "islands of two nodes": (4, Case(nodes=4, zero=EXACT, diloco=PAIRS)),
     "of two nodes, stage 1": (4, Case(nodes=4, stage=1, diloco=local_steps(2, islands=2, fragments=2, delay=1))),
     "tp 2 x 2 x 2": (8, Case(nodes=4, tp=2, vocab_size=100, diloco=PAIRS)),

@@ -23,6 +23,7 @@ from megazpp.zero.config import PrecisionConfig, ZeroConfig
 ALL = ZeroConfig(zeropp=True)
 BF16 = PrecisionConfig(bf16=True)
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
+LOCAL_STEPS = IslandsConfig(diloco_steps=2, diloco_delay=1, diloco_outer_momentum=0.9)
 NO_OVERLAP = {"zero_weight_delta": "lossless", "overlap_param_gather": False}
 BREAKAGES: dict[str, tuple[Any, str, Any]] = {
     "waiting for a work does not wait": (comm_queue._StreamWork, "join", lambda work: work._result),
@@ -58,8 +59,8 @@ SETTINGS: dict[str, tuple[int, Case]] = {
     "lossless": (4, Case(zero=LOSSLESS, nodes=2, precision=BF16)),
     "lossless, no overlap": (4, Case(zero=zeropp(**NO_OVERLAP), nodes=2, precision=BF16)),
     "lossless, tp": (4, Case(zero=LOSSLESS, nodes=2, tp=2, precision=BF16)),
-    "islands": (4, Case(nodes=2, steps=6, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9))),
-    "islands of nodes": (4, Case(zero=ALL, nodes=4, steps=6, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
+    "islands": (4, Case(nodes=2, steps=4, diloco=LOCAL_STEPS)),
+    "islands of nodes": (4, Case(zero=ALL, nodes=4, steps=4, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
 }
 
 

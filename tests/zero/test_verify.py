@@ -96,11 +96,10 @@ def test_copies_of_the_model_are_compared_too():
 
 
 def test_most_ranks_are_right_and_the_owner_where_it_is_even():
-    key = ("layers.3", 0)
-    minority = [(0, rank, {key: 5 + (rank == 2)}) for rank in range(4)]
+    minority = [(0, rank, {("layers.3", 0): 5 + (rank == 2)}) for rank in range(4)]
     assert describe(minority).splitlines()[1] == "layers.3, shard of rank 0: other weights on rank 2"
-    even = [(0, rank, {key: 5 + (rank in (0, 1))}) for rank in range(4)]
-    assert describe(even).splitlines()[1] == "layers.3, shard of rank 0: other weights on rank 2, 3"
+    even = [(0, rank, {("layers.3", 2): 5 + (rank in (0, 1))}) for rank in range(4)]
+    assert describe(even).splitlines()[1] == "layers.3, shard of rank 2: other weights on rank 0, 1"
 
 
 def test_an_interval_that_is_not_positive_is_refused():
