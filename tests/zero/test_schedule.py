@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -97,29 +96,16 @@ def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor
 
 
 def order_of_cross_hops(case: Case) -> tuple[list[int], int, int]:
-    """Sizes of the cross gathers of the second step; how many had started when the first unit's forward began."""
+    """Sizes of the cross gathers of the second step; how many had started when the first layer's forward began."""
     step, dims = build_step(case)
-    sizes: list[int] = []
-    original = dims.cross.all_gather
-    submitted = []
-    submit = dims.cross.queue.submit
-
-    def gather(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        sizes.append(x.numel())
-        return original(x, **kwargs)
-
-    def count(task: Any, **kwargs: Any) -> Any:
-        submitted.append(threading.current_thread() is threading.main_thread())
-        return submit(task, **kwargs)
-
-    batch = [case.batch(0, dims.data_rank * 4, 4)]
-    step(batch, learning_rate=1e-3, weight_decay=0.0)
-    dims.cross.all_gather, dims.cross.queue.submit = gather, count
-    started: list[int] = []
+    cross, gather, submit = dims.cross, dims.cross.all_gather, dims.cross.queue.submit
+    sizes, submitted, started = [], [], []
+    step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
+    cross.all_gather = lambda x, **how: (sizes.append(x.numel()), gather(x, **how))[1]
+    cross.queue.submit = lambda task, **how: (submitted.append(task), submit(task, **how))[1]
     step.model.layers[0].register_forward_pre_hook(lambda *_: started.append(len(submitted)))
-    step(batch, learning_rate=1e-3, weight_decay=0.0)
-    units = len(step.sharding._gathers)
-    return sizes, started[0], units
+    step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
+    return sizes, started[0], len(step.sharding._gathers)
 
 
 def test_after_a_step_all_cross_gathers_start_with_the_first_use_in_forward_order():

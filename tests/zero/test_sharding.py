@@ -194,17 +194,23 @@ def test_where_torch_cannot_reduce_them_a_parameter_without_a_gradient_is_refuse
     ranks(4).run(train_without_switch)
 
 
-def freed_after_evaluation() -> list[tuple[bool, float]]:
-    """By stage: whether weights stay gathered after an evaluation; the output after all shards have been doubled."""
+def freed_after_evaluation() -> list[tuple[bool, bool, float]]:
+    """By stage: whether a forward's weights stay gathered, inside `kept_gathered` and after it.
+
+    And the output after all shards have been doubled.
+    """
     found = []
     for stage in (1, 2, 3):
         model, sharding, _ = build(ZeroConfig(zero_stage=stage), nodes=1)
         with torch.no_grad():
+            with sharding.kept_gathered():
+                model(samples(0), True)
+                kept = not isinstance(model.last.main.weight, DTensor)
             model(samples(0), True)
             gathered = not isinstance(model.last.main.weight, DTensor)
             sharding.free_gathered()
             torch._foreach_mul_([parameter.to_local() for parameter in model.parameters()], 2.0)
-            found.append((gathered, model(samples(0), True).item()))
+            found.append((kept, gathered, model(samples(0), True).item()))
     return found
 
 
@@ -214,7 +220,7 @@ def test_after_an_evaluation_the_next_forward_reads_the_shards():
         torch._foreach_mul_(list(doubled.parameters()), 2.0)
         expected = pytest.approx(doubled(samples(0), True).item(), rel=1e-5)
     for found in ranks(2).run(freed_after_evaluation):
-        assert found == [(True, expected), (True, expected), (False, expected)]  # stage 3 frees after each use itself
+        assert found == [(True, stage < 3, expected) for stage in (1, 2, 3)]  # stage 3 frees after each use by itself
 
 
 class Counted(TorchDispatchMode):
