@@ -51,6 +51,17 @@ def test_what_is_fed_back_is_clipped_with_its_gradients_once_per_step(zero: Zero
                 assert torch.equal(after[name], expected)
 
 
+def test_of_what_the_first_step_lost_all_but_beta_is_kept():
+    """To the rounding of two bf16 scales."""
+    cases = [Case(nodes=2, zero=zero, steps=1) for zero in (FEEDBACK, AVERAGED)]
+    for all_of_it, share in zip(*(ranks(4).run(watched_steps, case, 0.25) for case in cases), strict=True):
+        for name, kept in share["noted"][0][1].items():
+            if name.endswith("scales"):
+                torch.testing.assert_close(
+                    kept.float(), 0.2 * all_of_it["noted"][0][1][name].float(), rtol=2**-6, atol=0
+                )
+
+
 def skipped_and_reset(case: Case) -> dict[str, bool]:
     """Say whether the errors are zero after each of six steps, the second of which is skipped."""
     step, dims = build_step(case)

@@ -10,6 +10,7 @@ import itertools
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels.formats import ALIGNMENT, BlockFormat, MessageLayout
 from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
@@ -73,9 +74,7 @@ RANKS, PEERS = 3, 4
 CPU = torch.device("cpu")
 
 
-def there_and_back(
-    fmt: BlockFormat | None, dtype: torch.dtype
-) -> tuple[Codec, torch.Tensor, torch.Tensor, torch.Tensor]:
+def there_and_back(fmt: BlockFormat | None, dtype: torch.dtype) -> tuple[Codec, Tensor, Tensor, Tensor]:
     """The codec, what was sent by all peers, their messages, and what was received."""
     wire = Codec(plan_message(plan_segments(SHAPES, RANKS), fmt, exact_itemsize=dtype.itemsize), dtype)
     sent = torch.randn(2, PEERS, wire.layout.size, generator=torch.Generator().manual_seed(1)).to(dtype)
