@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -62,21 +63,35 @@ def test_of_what_the_first_step_lost_all_but_beta_is_kept():
                 )
 
 
-def skipped_and_reset(case: Case) -> dict[str, bool]:
-    """Say whether the errors are zero after each of six steps, the second of which is skipped."""
+class Seen(NamedTuple):
+    skipped: bool
+    moved: bool  # the weights
+    nothing_to_feed_back: bool
+
+
+def skipped_and_reset(case: Case) -> dict[str, Seen]:
+    """What six steps have done; in the second, rank 3 alone computes a NaN."""
     step, dims = build_step(case)
-    zeros, factor = {}, 1.0
+    seen, factor = {}, 1.0
     step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * factor)
     for index, name in enumerate(("taken", "skipped", "reset", "taken 4", "taken 5", "reset again"), start=1):
-        factor = float("nan") if name == "skipped" else 1.0
-        step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0, iteration=index)
-        zeros[name] = not any(x.any() for key, x in step.sharding.rank_state().items() if key.endswith("scales"))
-    return zeros
+        factor = float("nan") if name == "skipped" and dims.world.rank == 3 else 1.0
+        before = [p.detach().to_local().clone() for p in step.model.parameters()]
+        record = step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0, iteration=index)
+        moved = not all(map(torch.equal, before, (p.detach().to_local() for p in step.model.parameters())))
+        scales = [x for key, x in step.sharding.rank_state().items() if key.endswith("scales")]
+        seen[name] = Seen(
+            record.skipped and not math.isfinite(record.grad_norm), moved, not any(map(torch.any, scales))
+        )
+    return seen
 
 
-def test_a_skipped_step_and_the_reset_interval_leave_nothing_to_feed_back():
-    zero = dataclasses.replace(FEEDBACK, zero_error_feedback_reset=3)
-    expected = {"taken": False, "skipped": True, "reset": True, "taken 4": False, "taken 5": False, "reset again": True}
+@pytest.mark.parametrize("weights", [{}, slow({"zero_quantized_weights": True, "zero_hpz_partition_size": "auto"})])
+def test_a_step_skipped_because_of_one_rank_and_the_reset_interval_leave_nothing_to_feed_back(weights: dict[str, Any]):
+    zero = dataclasses.replace(FEEDBACK, zero_error_feedback_reset=3, **weights)
+    taken, reset = Seen(False, True, False), Seen(False, True, True)
+    expected = {"taken": taken, "skipped": Seen(True, False, True), "reset": reset}
+    expected |= {"taken 4": taken, "taken 5": taken, "reset again": reset}
     assert ranks(4).run(skipped_and_reset, Case(nodes=2, zero=zero)) == [expected] * 4
 
 

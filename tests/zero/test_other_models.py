@@ -165,18 +165,20 @@ def test_bf16_weights_of_eight_bits_and_fewer_bytes():
 
 
 def resume(folder: str, config: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """The losses of 4 steps, and those of the last two after a checkpoint of torch's own calls was read anew."""
-    torch.manual_seed(0)
+    """The losses of two steps that went on, and of the same after a checkpoint of torch's own calls was read anew."""
+    policy, zero = MixedPrecisionPolicy(torch.bfloat16, torch.float32), megazpp.ZeroConfig(zeropp=True, **config)
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Words()
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        megazpp.zeropp(model, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, **config), mp_policy=policy)
+        megazpp.zeropp(model, ranks_per_node=2, config=zero, mp_policy=policy)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    def state_of(*parts: Any) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(*parts), strict=True))
+
+    def two_steps(first: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
-        for step in range(first, last):
+        for step in (first, first + 1):
             loss = loss_of(model, step * RANKS + dist.get_rank())
             loss.backward()
             optimizer.step()
@@ -184,15 +186,13 @@ def resume(folder: str, config: dict[str, Any]) -> tuple[list[float], list[float
             losses.append(loss.item())
         return losses
 
-    model, optimizer = build()
-    steps(model, optimizer, 0, 2)
-    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
-    went_on = steps(model, optimizer, 2, 4)
-    model, optimizer = build()
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    before, again = build(), build()
+    two_steps(0, *before)
+    dcp.save(state_of(*before), checkpoint_id=folder)
+    went_on, state = two_steps(2, *before), state_of(*again)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return went_on, steps(model, optimizer, 2, 4)
+    set_state_dict(*again, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return went_on, two_steps(2, *again)
 
 
 @pytest.mark.parametrize("delta", ["none", "lossless"])
@@ -212,17 +212,21 @@ def kept_on_two_ranks(model: nn.Module) -> None:
     fully_shard(model)
 
 
+def on_mesh(mesh: Callable[[], DeviceMesh]) -> Callable[[nn.Module], Any]:
+    return lambda model: fully_shard(model, mesh=mesh())
+
+
 def two_dims() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
 
 
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "DistributedDataParallel": nn.parallel.DistributedDataParallel,
-    "copies (HSDP)": lambda model: fully_shard(model, mesh=two_dims()),
-    "the mesh has 2 of 4 ranks": lambda model: fully_shard(model, mesh=two_dims()["b"]),
+    "copies (HSDP)": on_mesh(two_dims),
+    "the mesh has 2 of 4 ranks": on_mesh(lambda: two_dims()["b"]),
+    "in the order": on_mesh(lambda: DeviceMesh("cpu", [0, 2, 1, 3])),
     "reshards to fewer ranks": kept_on_two_ranks,
     "ranks_per_node 3": lambda model: None,
-    "in the order": lambda model: fully_shard(model, mesh=DeviceMesh("cpu", [0, 2, 1, 3])),
     "the same dtypes": half_in_bf16,
     "CPUOffloadPolicy": lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "before": lambda model: megazpp.zeropp(model, ranks_per_node=2) and None,
