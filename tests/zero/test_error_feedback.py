@@ -79,10 +79,8 @@ def skipped_and_reset(case: Case) -> dict[str, Seen]:
         before = [p.detach().to_local().clone() for p in step.model.parameters()]
         record = step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0, iteration=index)
         moved = not all(map(torch.equal, before, (p.detach().to_local() for p in step.model.parameters())))
-        scales = [x for key, x in step.sharding.rank_state().items() if key.endswith("scales")]
-        seen[name] = Seen(
-            record.skipped and not math.isfinite(record.grad_norm), moved, not any(map(torch.any, scales))
-        )
+        nothing = not any(x.any() for key, x in step.sharding.rank_state().items() if key.endswith("scales"))
+        seen[name] = Seen(record.skipped and not math.isfinite(record.grad_norm), moved, nothing)
     return seen
 
 

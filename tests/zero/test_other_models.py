@@ -212,19 +212,15 @@ def kept_on_two_ranks(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def on_mesh(mesh: Callable[[], DeviceMesh]) -> Callable[[nn.Module], Any]:
-    return lambda model: fully_shard(model, mesh=mesh())
-
-
 def two_dims() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
 
 
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "DistributedDataParallel": nn.parallel.DistributedDataParallel,
-    "copies (HSDP)": on_mesh(two_dims),
-    "the mesh has 2 of 4 ranks": on_mesh(lambda: two_dims()["b"]),
-    "in the order": on_mesh(lambda: DeviceMesh("cpu", [0, 2, 1, 3])),
+    "copies (HSDP)": lambda model: fully_shard(model, mesh=two_dims()),
+    "the mesh has 2 of 4 ranks": lambda model: fully_shard(model, mesh=two_dims()["b"]),
+    "in the order": lambda model: fully_shard(model, mesh=DeviceMesh("cpu", [0, 2, 1, 3])),
     "reshards to fewer ranks": kept_on_two_ranks,
     "ranks_per_node 3": lambda model: None,
     "the same dtypes": half_in_bf16,
