@@ -97,7 +97,7 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, trai
     "3 nodes, evaluations": (3, {"nodes": 3, "global_batch": 12}, (1, 3)),
     "tp 2, llama": (8, {"tp": 2, "model": LLAMA_STYLE, "sequence_parallel": True}, ()),
     "copies": (8, {"nodes": 4, "replicas": 2}, ()),
-    "200 steps": (2, {"steps": 200, "learning_rate": 1e-3, "global_batch": 4}, ()),
+    "200 steps": (4, {"steps": 200, "learning_rate": 1e-3}, ()),
 }
 
 
