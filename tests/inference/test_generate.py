@@ -124,9 +124,7 @@ def generate_sharded(case: Case) -> tuple[list[list[int]], list[list[int]], list
     return tokens, expected, [after - before for before, after in itertools.pairwise(counts)]
 
 
-@pytest.mark.parametrize(
-    ("style", "tp", "zero"), [("gpt2", 2, ZEROPP), ("llama", 1, ZEROPP), ("llama", 2, None)], ids=str
-)
+@pytest.mark.parametrize(("style", "tp", "zero"), [("gpt2", 2, ZEROPP), slow("llama", 1, ZEROPP), ("llama", 2, None)])
 def test_weights_are_gathered_once_per_generation_whose_tokens_are_those_of_plain_forwards_and_freed_after_it(
     style: str, tp: int, zero: ZeroConfig | None
 ):

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
 import sentencepiece
 from helpers.ranks import ranks
+from helpers.tiers import slow
 from helpers.training import Case, build_on_ranks
 
-from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Continuation, Stream, continue_texts
 
 BYTES = ByteTokenizer()
 
 
-def grow(text: str, *stop: str, tokenizer: Tokenizer = BYTES) -> list[str]:
+def grow(text: str, *stop: str) -> list[str]:
     """What is certain after each token."""
-    row, shown = Continuation(tokenizer, [], stop), []
-    for token in tokenizer.encode(text):
+    row, shown = Continuation(BYTES, [], stop), []
+    for token in BYTES.encode(text):
         over = row.add(token)
         shown.append(row.text)
         assert row.over == over
@@ -34,25 +36,19 @@ def test_a_text_ends_before_the_stop_string_that_comes_first():
     assert grow("no end", "!")[-1] == "no end"
 
 
-def test_what_may_begin_a_stop_string_is_held_back():
-    assert grow("ab-\nc", "-\n\n") == ["a", "ab", "ab", "ab", "ab-\nc"]
-    row = Continuation(BYTES, [], ["-\n\n"])
-    for token in BYTES.encode("ab-\n"):
-        row.add(token)
-    assert row.text == "ab"
-    row.finish()
-    assert row.text == "ab-\n"
-
-
-def test_half_a_character_is_held_back():
+def test_half_a_character_and_what_may_begin_a_stop_string_are_held_back_until_there_is_no_more():
     assert grow("aé€") == ["a", "a", "aé", "aé", "aé", "aé€"]
-
-
-def test_the_end_of_document_token_ends_a_text_and_is_not_shown():
-    row = Continuation(BYTES, BYTES.encode("x"), ())
-    assert not row.add(ord("a"))
-    assert row.add(256)
-    assert (row.text, row.over) == ("a", True)
+    assert grow("ab-\nc", "-\n\n") == ["a", "ab", "ab", "ab", "ab-\nc"]
+    for end in (BYTES.eod, None):
+        row = Continuation(BYTES, BYTES.encode("x"), ["-\n\n"])
+        for token in BYTES.encode("ab-\n"):
+            assert not row.add(token)
+        assert row.text == "ab"
+        if end is None:
+            row.finish()
+        else:
+            assert row.add(end)  # which is not shown
+        assert (row.text, row.over) == ("ab-\n", True)
 
 
 def test_the_space_between_prompt_and_text_is_part_of_the_text():
@@ -88,15 +84,13 @@ def texts_on_ranks(case: Case, config: SampleConfig) -> tuple[list[str], str]:
     return texts, out.getvalue()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [slow(1), 2])
 def test_what_is_shown_is_what_is_returned_and_stop_strings_end_a_row_on_all_ranks(tp: int):
-    config = SampleConfig(sample_tokens=12, sample_temperature=1.0, sample_top_k=0)
-    results = ranks(2).run(texts_on_ranks, Case(vocab_size=257, tp=tp), config)
-    (texts, shown), (others, _) = results
+    config, case = SampleConfig(sample_tokens=8, sample_temperature=1.0, sample_top_k=0), Case(vocab_size=257, tp=tp)
+    (texts, shown), (others, _) = ranks(2).run(texts_on_ranks, case, config)
     assert texts == others
     assert shown == "".join(f"{prompt}{text}\n" for prompt, text in zip(["ab", "", "long"], texts, strict=True))
     stop = texts[0][3:5]
-    config = SampleConfig(sample_tokens=12, sample_temperature=1.0, sample_top_k=0, sample_stop=(stop,))
-    for cut, _ in ranks(2).run(texts_on_ranks, Case(vocab_size=257, tp=tp), config):
+    for cut, _ in ranks(2).run(texts_on_ranks, case, dataclasses.replace(config, sample_stop=(stop,))):
         assert cut == [text.split(stop)[0] for text in texts]
         assert cut[0] == texts[0][:3]

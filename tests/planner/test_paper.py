@@ -1,4 +1,4 @@
-"""On paper: order and time of queues and links; shapes, bytes and costs of axes, units and codecs."""
+"""On paper: order and time of queues and links, passes of codecs, and the ledger. Bytes: test_step.py."""
 
 from __future__ import annotations
 
@@ -7,73 +7,13 @@ from collections import Counter
 import torch
 
 from kernels.formats import BlockFormat
-from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.cost import Costs
-from megazpp.planner.paper import (
-    Ledger,
-    Memory,
-    PaperAxis,
-    PaperCodec,
-    PaperUnit,
-    SimulatedQueue,
-    Simulation,
-    own_shapes,
-)
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import plan_layout
+from megazpp.planner.paper import Ledger, Memory, PaperCodec, PaperUnit, SimulatedQueue, Simulation
 from megazpp.zero.wire import plan_message
-
-Told = list[tuple[str, int]]
-LAYOUT = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=1, replicas=1)
-
-
-def axis(name: str, *, rank: int = 0) -> tuple[PaperAxis, TrafficCounter, Told]:
-    counter, told = TrafficCounter(), Told()
-    made = PaperAxis(LAYOUT, name, rank=rank, counter=counter, cost=lambda what, size: told.append((what, size)))
-    return made, counter, told
 
 
 def meta(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
-
-
-def test_collectives_have_a_ring_s_bytes_and_the_shapes_of_real_ones():
-    local, counter, told = axis("local")
-    assert local.all_gather(meta(3, 5)).shape == (12, 5)
-    assert local.reduce_scatter(meta(12, 5)).shape == (3, 5)
-    assert local.all_to_all(meta(4, 15)).shape == (4, 15)
-    local.all_reduce_(meta(60))
-    part = 60 * 2 * 3 // 4
-    expected = [("all_gather", part), ("reduce_scatter", part), ("all_to_all", part), ("all_reduce", 2 * part)]
-    assert told == expected
-    assert counter.table() == {("local", "local", what): Traffic(1, size) for what, size in expected}
-
-
-def test_an_axis_of_one_rank_sends_nothing():
-    tp, counter, told = axis("tp")
-    x = meta(4)
-    assert tp.all_gather(x) is tp.reduce_scatter(x) is tp.all_to_all(x) is x
-    tp.all_reduce_(x)
-    assert not told
-    assert not counter.table()
-
-
-def test_a_rank_s_place_on_an_axis_is_the_layout_s():
-    for rank in range(8):
-        for name in ("tp", "local", "cross", "shard"):
-            made, _, _ = axis(name, rank=rank)
-            assert made.ranks == LAYOUT.axis_ranks(name, rank)
-            assert made.ranks[made.rank] == rank
-
-
-def test_a_unit_s_shard_is_padded_to_the_same_rows_on_every_rank():
-    unit = PaperUnit([("norm", (6,)), ("weight", (6, 100))], 4)
-    assert unit.size == 2 + 2 * 100
-    reader = unit.shard_reader(torch.bfloat16)
-    assert reader is not None
-    assert (reader().shape, reader().device.type) == ((202,), "meta")
-    unit.is_sharded = False
-    assert unit.shard_reader(torch.bfloat16) is None
 
 
 def test_a_codec_tells_what_its_passes_read_and_write():
@@ -94,12 +34,6 @@ def test_a_codec_tells_what_its_passes_read_and_write():
     fed_back = errors.messages.nbytes
     assert fed_back > 0
     assert told[-1] == whole + sent + 2 * fed_back  # read and written
-
-
-def test_own_shapes_leave_the_padding_out():
-    shapes = [("a", (5, 3)), ("b", (2,))]  # chunks of 2 rows and of 1
-    assert [list(own_shapes(shapes, 3, rank)) for rank in range(3)] == [[(2, 3), (1,)], [(2, 3), (1,)], [(1, 3), (0,)]]
-    assert list(own_shapes(shapes, 1, 0)) == [(5, 3), (2,)]
 
 
 def test_the_ledger_remembers_its_peak_by_kind():

@@ -47,22 +47,21 @@ LINEARS = (3, 1, 4, 4)  # of a layer, in the order of use, in units of the hidde
 
 
 class Row(NamedTuple):
-    """Measured TFLOP/s per GPU without and with the scheme.
-
-    Attributes:
-        gigabits: of a node's adapters together.
-        tokens: of a micro-batch.
-        calibrates: whether shares may be fitted to it.
-    """
+    """Measured TFLOP/s per GPU without and with the scheme."""
 
     study: Study
     model: str
     tp: int
-    gigabits: int
-    tokens: int
+    gigabits: int  # of a node's adapters together
+    tokens: int  # of a micro-batch
     before: float
     after: float
-    calibrates: bool = False
+    calibrates: bool = False  # shares may be fitted to it
+
+    @property
+    def sample(self) -> int:
+        """Tokens of a sample."""
+        return 1024 if self.study == "ZeRO++" else self.tokens
 
 
 ROWS = (
@@ -117,7 +116,7 @@ def _seconds(row: Row, shares: Shares, *, quantized: bool) -> float:
         zero = ZeroConfig(zeropp=True, zero_gradient_bits=(4, 4), overlap_param_gather=True, overlap_grad_reduce=True)
     layers, hidden, heads = SHAPES[row.model]
     model = _model(
-        _sample(row),
+        row.sample,
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -127,8 +126,8 @@ def _seconds(row: Row, shares: Shares, *, quantized: bool) -> float:
     step = PaperStep(
         ModelSpec(config=model, vocab_size=VOCABULARY, zero=zero, wire=wire, precision=precision, seed=0),
         layout,
-        seq_length=_sample(row),
-        micro_batch_size=row.tokens // _sample(row),
+        seq_length=row.sample,
+        micro_batch_size=row.tokens // row.sample,
         costs=_GatheringCosts(layout, shares, gathers=gathers_to_fsdp2(row)),
         on_cpu=megatron,  # nothing runs beside the compute
     )
@@ -147,16 +146,11 @@ class _GatheringCosts(ClusterCosts):
         return super().collective(axis, collective, round(times * sent_bytes))
 
 
-def _sample(row: Row) -> int:
-    """Tokens of a sample."""
-    return 1024 if row.study == "ZeRO++" else row.tokens
-
-
 def _flops(row: Row) -> float:
     """Narayanan et al. (arXiv 2104.04473), equation 3; three quarters of the layers' part without recomputation."""
     layers, hidden, _ = SHAPES[row.model]
     passes = 96 if row.study == "ZeRO++" else 72
-    inner = passes * layers * hidden**2 * (1 + _sample(row) / (6 * hidden)) + 6 * VOCABULARY * hidden
+    inner = passes * layers * hidden**2 * (1 + row.sample / (6 * hidden)) + 6 * VOCABULARY * hidden
     return row.tokens * inner / row.tp
 
 
@@ -181,24 +175,15 @@ def test_only_a_layer_beyond_deepspeed_s_reuse_distance_is_gathered_a_third_time
 
 
 class SpeedRow(NamedTuple):
-    """Measured tokens per second and GPU.
-
-    Attributes:
-        shape: layers, hidden size, heads, groups of keys and values, FFN's size, vocabulary.
-        nodes: of 8 GPUs.
-        seq, samples: tokens of a sample, samples of a micro-batch.
-        recomputed: part of the layers.
-        measured: tokens per second and GPU.
-        calibrates: whether a share is fitted to it.
-    """
+    """Measured tokens per second and GPU."""
 
     name: str
     device: Device
-    shape: tuple[int, ...]
-    nodes: int
-    seq: int
-    samples: int
-    recomputed: float
+    shape: tuple[int, ...]  # layers, hidden size, heads, groups of keys and values, FFN's size, vocabulary
+    nodes: int  # of 8 GPUs
+    seq: int  # tokens of a sample
+    samples: int  # of a micro-batch
+    recomputed: float  # part of the layers
     measured: float
     calibrates: bool = False
 

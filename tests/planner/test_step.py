@@ -206,6 +206,15 @@ def test_local_steps_take_what_their_formulas_say():
     assert messages == pytest.approx((0.5 + 2 / GRADIENT_BLOCK) * parameters / 2, rel=0.05)
 
 
+def test_the_buffers_of_a_reduction_s_hops_hold_what_is_sent_and_what_is_received():
+    step = plan(Case(nodes=2, zero=ALL, model=LLAMA_STYLE, precision=BF16), 4)
+    traffic = measure(step, 1).traffic
+    sent = {axis: counted.sent_bytes for (_, axis, what), counted in traffic.items() if what == "all_to_all"}
+    # to one of two ranks, where the buffers also hold what stays
+    assert sum(unit.reduce_buffer for unit in step.units) == 2 * 2 * sent["local"]
+    assert sum(unit.cross_buffer for unit in step.units) == 2 * 2 * sent["cross"]
+
+
 def live_bytes(case: Case) -> int:
     """The most within the third step."""
     gc.collect()

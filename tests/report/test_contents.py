@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pytest
 from helpers.run_folders import make_run, row
 
 from megazpp.report.contents import (
@@ -21,33 +21,27 @@ from megazpp.report.contents import (
     traffic_line,
     traffic_table,
 )
-from megazpp.report.runs import read_runs
+from megazpp.report.runs import Run, read_runs
 
 # ---- curves -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("steps", "seconds"),
-    [
-        ((10, 10, 5), [10, 20, 35]),
-        ((None, None, None), [10, 20, 23]),
-    ],  # those since the line before; one if they go back
-)
-def test_training_time_counts_every_step_also_those_that_a_restart_does_again(
-    tmp_path: Path, steps: tuple[int | None, ...], seconds: list[int]
-):
-    rows = [row(i, steps=n, step_seconds=x) for i, n, x in zip((10, 20, 15), steps, (1.0, 1.0, 3.0), strict=True)]
-    at = times(read_runs([make_run(tmp_path / "run", rows=rows)])[0])
-    assert at.tolist() == [[10, 20, 15], [1000, 2000, 1500], seconds]
+def read(folder: Path, *rows: dict[str, Any], **files: Any) -> Run:
+    return read_runs([make_run(folder, rows, **files)])[0]
 
 
-def test_a_curve_breaks_where_iterations_go_back_and_validations_stand_on_steps_that_were_not_done_again(
-    tmp_path: Path,
-):
+def test_training_time_counts_every_step_also_those_that_a_restart_does_again(tmp_path: Path):
+    for name, steps, seconds in (
+        ("said", (10, 10, 5), [10, 20, 35]),
+        ("not said", (None, None, None), [10, 20, 23]),  # those since the line before; one if they go back
+    ):
+        rows = [row(i, steps=n, step_seconds=x) for i, n, x in zip((10, 20, 15), steps, (1.0, 1.0, 3.0), strict=True)]
+        assert times(read(tmp_path / name, *rows)).tolist() == [[10, 20, 15], [1000, 2000, 1500], seconds], name
+
+
+def test_a_curve_breaks_where_iterations_go_back_and_validations_stand_on_steps_not_done_again(tmp_path: Path):
     rows = [row(i, lm_loss=float(i)) for i in (2, 4, 6, 4, 6, 8)]
-    found = curves(
-        read_runs([make_run(tmp_path / "run", rows=rows, validation=[{"iteration": 5, "lm_loss": 7.0}])])[0], 100
-    )
+    found = curves(read(tmp_path / "run", *rows, validation=[{"iteration": 5, "lm_loss": 7.0}]), 100)
     assert found["lm_loss"] == [
         [[2, 4, 6], [200, 400, 600], [2, 4, 6], [2, 4, 6]],
         [[4, 6, 8], [400, 600, 800], [8, 10, 12], [4, 6, 8]],
@@ -57,7 +51,7 @@ def test_a_curve_breaks_where_iterations_go_back_and_validations_stand_on_steps_
 
 def test_values_that_are_not_finite_are_kept_as_gaps_and_missing_ones_are_left_out(tmp_path: Path):
     rows = [row(1, grad_norm=None), row(2, lm_loss=math.nan), row(3, grad_norm=math.inf)]
-    found = curves(read_runs([make_run(tmp_path / "run", rows=rows)])[0], 100)
+    found = curves(read(tmp_path / "run", *rows), 100)
     assert [segment[3] for segment in found["lm_loss"]] == [[5, None, 5]]
     assert [(segment[0], segment[3]) for segment in found["grad_norm"]] == [([2, 3], [1, None])]
     # in the unit of their axis; wires that are not used have no curve
@@ -65,18 +59,17 @@ def test_values_that_are_not_finite_are_kept_as_gaps_and_missing_ones_are_left_o
     assert not {"tp_bytes", "local_bytes", "validation"} & set(found)
 
 
-@pytest.mark.parametrize("length", [1, 63, 1000, 100_003])
-def test_thinning_keeps_ends_spikes_and_what_is_not_finite(length: int):
-    values = np.random.default_rng(0).normal(size=length)
-    low, high, bad = length // 7, length // 3, length // 2
-    values[low], values[high] = -100.0, 100.0
-    values[bad] = math.nan
-    kept = thin(values, 200)
-    assert len(kept) <= 200 + 4
-    assert {0, length - 1, bad, *([low, high] if length >= 63 else [])} <= set(kept.tolist())
-    assert np.all(np.diff(kept) > 0)
-    if length <= 200:
-        assert len(kept) == length
+def test_thinning_keeps_ends_spikes_and_what_is_not_finite():
+    for length in (1, 63, 200, 1000, 100_003):
+        values = np.random.default_rng(0).normal(size=length)
+        low, high, bad = length // 7, length // 3, length // 2
+        values[low], values[high] = -100.0, 100.0
+        values[bad] = math.nan
+        kept = thin(values, 200)
+        assert len(kept) <= 200 + 4
+        assert {0, length - 1, bad, *([low, high] if length >= 63 else [])} <= set(kept.tolist())
+        assert np.all(np.diff(kept) > 0)
+        assert len(kept) == length or length > 200
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------
@@ -111,45 +104,38 @@ def test_the_summary_says_what_came_out_of_each_run(tmp_path: Path):
     }
 
 
-def test_only_flags_that_differ_are_shown(tmp_path: Path):
+def test_only_flags_that_differ_are_shown_and_a_legend_names_the_first_of_them(tmp_path: Path):
     flags = {"lr": 0.1, "seed": 1, "zeropp": True, "run_dir": "a", "save": None}
-    one = make_run(tmp_path / "one", [row(2)], args=flags)
-    other = make_run(tmp_path / "other", [row(2)], args=flags | {"lr": 0.2, "run_dir": "b", "save": "x"})
-    older = make_run(tmp_path / "older", [row(2)], args={"lr": 0.1})
-    runs = read_runs([one, other, older])
-    assert flag_differences(runs) == [
+    one = read(tmp_path / "one", row(2), args=flags)
+    other = read(tmp_path / "other", row(2), args=flags | {"lr": 0.2, "run_dir": "b", "save": "x"})
+    older = read(tmp_path / "older", row(2), args={"lr": 0.1})
+    assert flag_differences([one, other, older]) == [
         ["flag", "one", "other", "older"],
         ["--lr", "0.1", "0.2", "0.1"],
         ["--save", "none", "x", "-"],
     ]
-
-
-def test_a_legend_names_the_first_flags_that_differ(tmp_path: Path):
-    flags = [{"lr": 0.1, "save": "a"}, {"lr": 0.2, "save": "b"}]
-    runs = read_runs([make_run(tmp_path / str(i), [row(2)], args=each) for i, each in enumerate(flags)])
-    assert differences_in_words(runs) == ["--lr 0.1", "--lr 0.2"]
-    assert differences_in_words(runs[:1]) == [""]
+    assert differences_in_words([one, other]) == ["--lr 0.1", "--lr 0.2"]  # places say little of a run
+    assert differences_in_words([one]) == [""]
 
 
 def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(tmp_path: Path):
     traffic = [{"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 12_000_000}]
     summary = {"iterations": 4, "traffic": traffic, "zero3": {"cross_bytes": 90_000_000, "formula": "3 k M"}}
-    (run,) = read_runs([make_run(tmp_path / "run", rows=[row(2), row(4)], summary=summary)])
+    run = read(tmp_path / "run", row(2), row(4), summary=summary)
     assert traffic_table(run)[1:] == [["shard", "cross", "all_gather", "8", "12.000", "3.000"]]
     assert traffic_line(run).startswith("Counted over the 4 steps of the last start. ZeRO-3 would have sent 90.000 MB")
-    (known,) = read_runs([make_run(tmp_path / "known", [row(2, mfu=0.25), row(4, mfu=0.5)])])
-    assert ("MFU, median", "50.0 %") in tiles(known)
     assert tiles(run) == [
         ("training loss", "5.0000"),
         ("training time", "4.0 s"),
         ("tokens per second, median", "100"),
         ("bytes between nodes than ZeRO-3", "7.5 x fewer"),
     ]
-    (without,) = read_runs([make_run(tmp_path / "without", [row(2)])])
-    assert len(traffic_table(without)) == len(completions_table(without)) == 1
+    assert ("MFU, median", "50.0 %") in tiles(read(tmp_path / "known", row(2, mfu=0.25), row(4, mfu=0.5)))
 
 
 def test_the_latest_completions_are_shown_with_their_rewards(tmp_path: Path):
     drawn = {"iteration": 3, "prompt": "p", "completion": ["a"], "rewards": {"right": 0.5, "long": None}}
-    (run,) = read_runs([make_run(tmp_path / "run", rows=[row(2)], completions=[{"iteration": 2}, *[drawn] * 16])])
+    run = read(tmp_path / "run", row(2), completions=[{"iteration": 2}, *[drawn] * 16])
     assert completions_table(run)[1:] == [["3", "p", '["a"]', "right 0.5, long nan"]] * 16
+    without = read(tmp_path / "without", row(2))
+    assert len(traffic_table(without)) == len(completions_table(without)) == 1

@@ -111,36 +111,24 @@ def test_the_docstring_example():
             assert sorted(found) == sorted(groups.split()), (order, axis)
 
 
-def test_tp_stays_inside_a_pair_and_the_local_axis_takes_the_rest_of_the_node():
-    pairs = Cluster(num_nodes=2, ranks_per_node=8, domain_size=2)
-    layout = plan_layout(pairs, tp=2, replicas=1)
-    assert (layout.tp, layout.local, layout.cross, layout.notices) == (2, 4, 2, ())
-    assert (layout.links("tp"), layout.links("local"), layout.links("cross")) == (
-        {"domain": 16},
-        {"node": 16},
-        {"network": 16},
-    )
-    [notice] = plan_layout(pairs, tp=4, replicas=1).notices
+def test_the_local_axis_takes_what_tp_leaves_of_a_node_or_rack_and_replicas_are_groups_or_even_parts_of_nodes():
+    for nodes, per_node, domain, tp, replicas, expected in (
+        (2, 8, 2, 2, 1, {"replicate": 1, "cross": 2, "local": 4}),  # inside pairs
+        (36, 4, 72, 8, 1, {"replicate": 1, "cross": 2, "local": 9}),  # racks
+        (3, 4, None, 4, 1, {"replicate": 1, "cross": 3, "local": 1}),
+        (1, 4, None, 1, 2, {"replicate": 2, "cross": 1, "local": 2}),
+        (4, 2, None, 1, 2, {"replicate": 2, "cross": 2, "local": 2}),
+    ):
+        cluster = Cluster(num_nodes=nodes, ranks_per_node=per_node, domain_size=domain)
+        layout = plan_layout(cluster, tp=tp, replicas=replicas)
+        assert {axis: layout.axis_size(axis) for axis in expected} == expected
+        assert layout.notices == ()
+
+
+def test_tp_beyond_the_fastest_wire_is_laid_out_with_a_notice_that_gives_the_price():
+    [notice] = plan_layout(Cluster(num_nodes=2, ranks_per_node=8, domain_size=2), tp=4, replicas=1).notices
     assert notice.startswith("--tensor-model-parallel-size 4 does not fit into the 2 ranks that share the fastest wire")
     assert "each rank sends 12 x --hidden-size bytes per token and layer" in notice
-
-
-def test_a_rack_is_one_local_domain_so_tp_and_the_local_axis_reach_over_its_nodes():
-    racks = Cluster(num_nodes=36, ranks_per_node=4, domain_size=72)
-    layout = plan_layout(racks, tp=8, replicas=1)
-    assert (layout.local, layout.cross, layout.notices) == (9, 2, ())
-    assert layout.links("tp") == layout.links("local") == {"domain": 144}
-    assert layout.wire("local", 0) == "local"
-    assert layout.wire("cross", 0) == "cross"
-
-
-def test_tp_of_a_whole_node_leaves_a_local_axis_of_one():
-    layout = plan_layout(Cluster(num_nodes=3, ranks_per_node=4), tp=4, replicas=1)
-    assert (layout.local, layout.cross, layout.shard, layout.notices) == (1, 3, 3, ())
-    assert layout.links("local") == {}
-
-
-def test_tp_over_nodes_is_laid_out_with_a_warning_that_gives_the_price():
     layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=4), tp=8, replicas=1)
     assert (layout.local, layout.cross, layout.links("tp")) == (1, 2, {"domain": 12, "network": 4})
     [notice] = layout.notices
@@ -157,13 +145,6 @@ def test_samples_are_split_inside_a_node_unless_that_is_asked_for():
     assert across.links("cp") == {"domain": 4, "network": 4}
     sent = 2 * 4 * 2 * 3 / 4 / 2  # queries, keys, values, outputs; there and back; two bytes; to 3 of 4 ranks; tp 2
     assert f"each rank sends {sent:g} x --hidden-size bytes per token of its own" in across.notices[0]
-
-
-def test_replicas_are_groups_of_nodes_or_even_parts_of_one():
-    layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=4), tp=1, replicas=2)
-    assert (layout.cross, layout.local, layout.shard) == (1, 2, 2)
-    layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=2), tp=1, replicas=2)
-    assert (layout.cross, layout.local, layout.replicate) == (2, 2, 2)
 
 
 def test_degrees_that_do_not_fit_name_the_flag_and_what_would():
