@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
+from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.context import Console, RunContext
 from megazpp.training.loop import Evaluations, StopConditions, StopConfig, train
@@ -38,34 +40,62 @@ class FakeDims:
 
 @dataclass
 class FakeStep:
-    """Sends 100 bytes a step and reports the losses it was given; a NaN is a skipped step."""
+    """Sends 100 bytes a step and reports the losses it was given; a NaN is a skipped step.
+
+    As with `TrainStep`, numbers are read before the next step at the latest; those of step `bad` are not finite.
+    """
 
     dims: Any
     losses: list[float]
     norms: list[float] | None = None
+    bad: int | None = None
     calls: list[dict[str, float]] = field(default_factory=list)
-    late: Callable[[StepRecord], Any] | None = None
+    events: list[str] = field(default_factory=list)
     scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
 
     def launch(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> Any:
         loss, norm = self.losses[len(self.calls)], 1.0 if self.norms is None else self.norms[len(self.calls)]
         self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
         self.dims.counter.add("cross", "shard", "all_gather", 100)
+        self.events.append(f"launch {iteration}")
+        if len(self.calls) > 1:
+            self._read(iteration - 1)
         skipped = loss != loss
         record = StepRecord(
             iteration=iteration, loss=loss, grad_norm=norm, learning_rate=learning_rate, skipped=skipped
         )
-        if self.late is not None:
-            return self.late(record)
-        return SimpleNamespace(skipped=skipped, record=record, check=lambda: not skipped, wait=lambda: record)
+        check = functools.partial(self._read, iteration)
+        return SimpleNamespace(skipped=skipped, record=record, check=check, wait=lambda: check() or record)
+
+    def _read(self, iteration: int) -> None:
+        if f"read {iteration}" not in self.events:
+            self.events.append(f"read {iteration}")
+            if iteration == self.bad:
+                raise NotFiniteError(f"iteration {iteration}")
+
+
+@dataclass
+class FakeCheckpoints:
+    """Writes down when a checkpoint is saved: every third step and at the end."""
+
+    events: list[str]
+
+    def due(self, iteration: int, *, last: bool) -> bool:
+        return last or iteration % 3 == 0
+
+    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
+        if self.due(progress.iteration, last=last):
+            self.events.append(f"save {progress.iteration}")
 
 
 class FakeLoader:
+    """Has the first of two data ranks' half of each batch."""
+
     wait_seconds = 0.0
 
     def step(self, consumed_samples: int, global_batch_size: int) -> Any:
         self.wait_seconds += 1e-6
-        return [SimpleNamespace(tokens=torch.zeros(global_batch_size, 4), first=consumed_samples)]
+        return [SimpleNamespace(tokens=torch.zeros(global_batch_size // 2, 4), first=consumed_samples)]
 
 
 class Run:
@@ -77,15 +107,16 @@ class Run:
         log_interval: int = 2,
         eval_interval: int = 3,
         start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
-        late: Callable[[StepRecord], Any] | None = None,
-        checkpoints: Any = None,
+        bad: int | None = None,
+        events: list[str] | None = None,
         **loop: Any,
     ) -> None:
         self.dims = FakeDims()
-        self.fake = FakeStep(self.dims, losses, norms, late=late)
+        events = [] if events is None else events
+        self.fake = FakeStep(self.dims, losses, norms, bad, events=events)
         self.observed: list[tuple[int, int]] = []
-        batches = BatchConfig(micro_batch_size=2, global_batch_size=2, train_iters=len(losses))
-        self.plan = plan_batches(batches, data_parallel_size=1)
+        batches = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=len(losses))
+        self.plan = plan_batches(batches, data_parallel_size=2)
         schedule = build_schedule(
             ScheduleConfig(lr=1.0, lr_decay_style="constant", lr_warmup_iters=4, lr_decay_iters=100),
             weight_decay=0.0,
@@ -126,7 +157,7 @@ class Run:
             stops,
             [self.step],  # observes
             start=start,
-            after=[evaluations] if checkpoints is None else [checkpoints, evaluations],
+            after=[FakeCheckpoints(events), evaluations],
         )
 
     @contextlib.contextmanager

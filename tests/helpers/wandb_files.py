@@ -31,13 +31,7 @@ def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 
 class OfflineRun:
-    """What one folder offline-run-... holds.
-
-    Attributes:
-        run: id, name, project, tags.
-        config, summary: names to values; a summary is what stands at the end.
-        history: a row per logged step.
-    """
+    """What one folder offline-run-... holds: the run, its config and summary, and a row per logged step."""
 
     def __init__(self, folder: Path) -> None:
         (file,) = folder.glob("*.wandb")

@@ -105,11 +105,12 @@ def test_with_found_inf_weights_moments_and_the_step_count_stay_as_they_are():
     ranks(4).run(skip_a_step)
 
 
+def linear_optimizer(kind: str) -> torch.optim.Optimizer:
+    return build_optimizer(nn.Linear(3, 2).named_parameters(), OptimizerConfig(optimizer=kind), CPU)
+
+
 def test_only_the_fused_adam_skips_without_the_host():
-    adam, sgd = (
-        build_optimizer(nn.Linear(2, 2).named_parameters(), OptimizerConfig(optimizer=kind), CPU)
-        for kind in ("adam", "sgd")
-    )
+    adam, sgd = map(linear_optimizer, ("adam", "sgd"))
     assert [skips_on_device(each) for each in (adam, sgd)] == [True, False]
     with pytest.raises(AssertionError, match="cannot skip a step by itself"):
         update_(sgd, torch.tensor(1.0), torch.tensor(0.0))
@@ -118,23 +119,18 @@ def test_only_the_fused_adam_skips_without_the_host():
 def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_decay():
     model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3), "embedding": nn.Embedding(4, 3)})
     odd = nn.Parameter(torch.zeros(2, 2))
-    named = [*model.named_parameters(), ("odd.bias", odd)]
-    decayed, exempt = parameter_groups(named, weight_decay=0.3)
+    decayed, exempt = parameter_groups([*model.named_parameters(), ("odd.bias", odd)], weight_decay=0.3)
     assert {id(p) for p in decayed["params"]} == {id(model["linear"].weight), id(model["embedding"].weight)}
     rest = (model["linear"].bias, model["norm"].weight, model["norm"].bias, odd)
     assert {id(p) for p in exempt["params"]} == set(map(id, rest))
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
-
-
-def test_frozen_parameters_and_empty_groups_are_left_out():
-    model = nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    (only,) = parameter_groups(model.named_parameters(), weight_decay=0.1)
-    assert (only["params"], only["wd_mult"]) == ([model.weight], 1.0)
+    model["linear"].bias.requires_grad_(False)  # frozen parameters and empty groups are left out
+    (only,) = parameter_groups(model["linear"].named_parameters(), weight_decay=0.1)
+    assert (only["params"], only["wd_mult"]) == ([model["linear"].weight], 1.0)
 
 
 def test_rates_are_scaled_by_the_groups_multiples():
-    optimizer = build_optimizer(nn.Linear(3, 2).named_parameters(), OptimizerConfig(), CPU)
+    optimizer = linear_optimizer("adam")
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
     optimizer.param_groups[1]["lr_mult"] = 3.0
     set_rates_(optimizer, learning_rate=0.25, weight_decay=0.5)

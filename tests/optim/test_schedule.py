@@ -19,51 +19,43 @@ def schedule(train_iters: int | None = 100, train_samples: int | None = None, **
     )
 
 
-RATES = [
+WARM = {"lr_warmup_iters": 20}
+COSINE = {"lr_decay_style": "cosine", "lr_warmup_iters": 10}
+CONSTANT = {"lr_decay_style": "constant", "lr_warmup_iters": 10}
+ROOT = {"lr_decay_style": "inverse-square-root"}
+WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40}
+RATES = [  # flags, and rates by consumed samples
     # linear: from 1.0 at the end of warm-up (200 samples) to 0.1 at 1000
-    ({"lr_warmup_iters": 20}, 0, 0.0),
-    ({"lr_warmup_iters": 20}, 50, 0.25),
-    ({"lr_warmup_iters": 20}, 200, 1.0),
-    ({"lr_warmup_iters": 20}, 400, 0.1 + 0.75 * 0.9),
-    ({"lr_warmup_iters": 20}, 1000, 0.1),
-    ({"lr_warmup_iters": 20}, 5000, 0.1),
-    ({"lr_warmup_iters": 20, "lr_warmup_init": 0.2}, 0, 0.2),
-    ({"lr_warmup_iters": 20, "lr_warmup_init": 0.2}, 100, 0.6),
-    ({}, 0, 1.0),
-    ({}, 500, 0.55),
-    ({"lr_decay_iters": 50}, 250, 0.55),
-    ({"lr_decay_iters": 50}, 510, 0.1),
+    (WARM, {0: 0.0, 50: 0.25, 200: 1.0, 400: 0.1 + 0.75 * 0.9, 1000: 0.1, 5000: 0.1}),
+    ({**WARM, "lr_warmup_init": 0.2}, {0: 0.2, 100: 0.6}),
+    ({}, {0: 1.0, 500: 0.55}),
+    ({"lr_decay_iters": 50}, {250: 0.55, 510: 0.1}),
     # the fraction is of the decay length, and may be no whole number of samples
-    ({"lr_warmup_fraction": 0.25}, 125, 0.5),
-    ({"lr_warmup_fraction": 0.0125}, 12, 12 / 12.5),
+    ({"lr_warmup_fraction": 0.25}, {125: 0.5}),
+    ({"lr_warmup_fraction": 0.25, "lr_decay_iters": 40}, {50: 0.5}),
+    ({"lr_warmup_fraction": 0.0125}, {12: 12 / 12.5}),
     # cosine: 0.5 * (cos(pi * ratio) + 1) is 3/4 at a third of the way, 1/2 at half
-    ({"lr_decay_style": "cosine", "lr_warmup_iters": 10}, 400, 0.1 + 0.75 * 0.9),
-    ({"lr_decay_style": "cosine", "lr_warmup_iters": 10}, 550, 0.55),
-    ({"lr_decay_style": "cosine", "lr_warmup_iters": 10}, 1001, 0.1),
+    (COSINE, {400: 0.1 + 0.75 * 0.9, 550: 0.55, 1001: 0.1}),
     # constant never falls
-    ({"lr_decay_style": "constant", "lr_warmup_iters": 10}, 50, 0.5),
-    ({"lr_decay_style": "constant", "lr_warmup_iters": 10}, 9999, 1.0),
+    (CONSTANT, {50: 0.5, 9999: 1.0}),
     # inverse square root: sqrt(warm-up / consumed), bounded below, and the floor after the decay length
-    ({"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 10}, 400, 0.5),
-    ({"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 10}, 1000, math.sqrt(0.1)),
-    ({"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 10}, 1001, 0.1),
-    ({"lr_decay_style": "inverse-square-root", "min_lr": 0.25, "lr_warmup_iters": 1}, 640, 0.25),
-    ({"lr_decay_style": "inverse-square-root"}, 0, 1.0),
-    ({"lr_decay_style": "inverse-square-root"}, 25, 0.2),
+    ({**ROOT, "lr_warmup_iters": 10}, {400: 0.5, 1000: math.sqrt(0.1), 1001: 0.1}),
+    ({**ROOT, "min_lr": 0.25, "lr_warmup_iters": 1}, {640: 0.25}),
+    (ROOT, {0: 1.0, 25: 0.2}),
     # WSD: the peak until 400 samples before the end, then the anneal
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40, "lr_warmup_iters": 10}, 600, 1.0),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40}, 800, 0.1 + 0.9 * (2.0 * math.sqrt(0.5) - 1.0)),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40}, 1000, 0.1),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40, "lr_wsd_decay_style": "linear"}, 700, 0.775),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40, "lr_wsd_decay_style": "cosine"}, 800, 0.55),
-    ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 40, "lr_wsd_decay_style": "minus_sqrt"}, 700, 0.55),
+    ({**WSD, "lr_warmup_iters": 10}, {600: 1.0}),
+    (WSD, {800: 0.1 + 0.9 * (2.0 * math.sqrt(0.5) - 1.0), 1000: 0.1}),
+    ({**WSD, "lr_wsd_decay_style": "linear"}, {700: 0.775}),
+    ({**WSD, "lr_wsd_decay_style": "cosine"}, {800: 0.55}),
+    ({**WSD, "lr_wsd_decay_style": "minus_sqrt"}, {700: 0.55}),
 ]
 
 
 def test_the_learning_rate_is_megatrons():
-    for flags, consumed, expected in RATES:
-        rate = schedule(**flags).learning_rate(consumed)
-        assert rate == pytest.approx(expected, rel=1e-12, abs=1e-15), (flags, consumed)
+    for flags, rates in RATES:
+        for consumed, expected in rates.items():
+            rate = schedule(**flags).learning_rate(consumed)
+            assert rate == pytest.approx(expected, rel=1e-12, abs=1e-15), (flags, consumed)
 
 
 def test_lengths_in_samples_give_the_same_curve_as_in_iterations():
@@ -75,19 +67,14 @@ def test_lengths_in_samples_give_the_same_curve_as_in_iterations():
 
 def test_the_weight_decay_ramp_is_megatrons():
     assert schedule().weight_decay(300) == 0.01
-    for style, consumed, expected in (
-        ("linear", 0, 0.1),
-        ("linear", 250, 0.15),
-        ("linear", 1000, 0.3),
-        ("linear", 2000, 0.3),
-        ("cosine", 0, 0.1),
-        ("cosine", 500, 0.2),
-        ("cosine", 1000 / 3, 0.1 + 0.25 * 0.2),
-        ("cosine", 1001, 0.3),
+    for style, curve in (
+        ("linear", {0: 0.1, 250: 0.15, 1000: 0.3, 2000: 0.3}),
+        ("cosine", {0: 0.1, 500: 0.2, 1000 / 3: 0.1 + 0.25 * 0.2, 1001: 0.3}),
     ):
-        ramp = {"start_weight_decay": 0.1, "end_weight_decay": 0.3}
-        curve = schedule(weight_decay_incr_style=style, lr_decay_iters=20, **ramp)  # over all of the run
-        assert curve.weight_decay(consumed) == pytest.approx(expected, rel=1e-12), (style, consumed)
+        ramp = {"weight_decay_incr_style": style, "start_weight_decay": 0.1, "end_weight_decay": 0.3}
+        found = schedule(lr_decay_iters=20, **ramp)  # over all of the run
+        for consumed, expected in curve.items():
+            assert found.weight_decay(consumed) == pytest.approx(expected, rel=1e-12), (style, consumed)
 
 
 def test_the_rate_depends_on_nothing_but_the_samples():
@@ -100,22 +87,16 @@ def test_the_rate_depends_on_nothing_but_the_samples():
 
 
 ITERS, SAMPLES = (10, None), (None, 99)  # of the run
+WARMUP_AND_FRACTION = {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}
+DECAYS = {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1}
 REFUSED = [
     (ITERS, {"lr_decay_samples": 7}, "--lr-decay-samples 7 cannot be mixed with --train-iters 10"),
     (ITERS, {"lr_wsd_decay_samples": 7}, "--lr-wsd-decay-samples 7 cannot be mixed"),
     (SAMPLES, {"lr_decay_iters": 7}, "--lr-decay-iters 7 cannot be mixed with --train-samples 99"),
     (SAMPLES, {"lr_warmup_iters": 7}, "--lr-warmup-iters 7 cannot be mixed with --train-samples 99"),
-    (
-        ITERS,
-        {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1},
-        "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give",
-    ),
+    (ITERS, WARMUP_AND_FRACTION, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give"),
     (SAMPLES, {"lr_warmup_samples": 2, "lr_warmup_fraction": 0.1}, "--lr-warmup-samples 2: give only one"),
-    (
-        ITERS,
-        {"lr_warmup_iters": 10},
-        "must be shorter than the decay, --train-iters 10",
-    ),
+    (ITERS, {"lr_warmup_iters": 10}, "must be shorter than the decay, --train-iters 10"),
     (ITERS, {"lr_warmup_iters": 5, "lr_decay_iters": 5}, "must be shorter than the decay, --lr-decay-iters 5"),
     (SAMPLES, {"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0: the warm-up must be shorter"),
     (ITERS, {"lr_warmup_iters": -1}, "--lr-warmup-iters -1 is negative"),
@@ -124,18 +105,10 @@ REFUSED = [
     (ITERS, {"min_lr": 2.0}, "--min-lr 2.0 is above --lr 1.0"),
     (ITERS, {"lr_warmup_init": 2.0}, "--lr-warmup-init 2.0 is not between 0 and --lr 1.0"),
     (ITERS, {"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
-    (
-        ITERS,
-        {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2},
-        "decay-iters 9 does not fit",
-    ),
+    (ITERS, {**WSD, "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2}, "decay-iters 9 does not fit"),
     (ITERS, {"start_weight_decay": 0.1}, "--start-weight-decay 0.1 needs --weight-decay-incr-style"),
     (ITERS, {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}, "(given: None, 0.1)"),
-    (
-        ITERS,
-        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
-        "--start-weight-decay 0.2 and --end-weight-decay 0.1: 0 <= start <= end",
-    ),
+    (ITERS, DECAYS, "--start-weight-decay 0.2 and --end-weight-decay 0.1: 0 <= start <= end"),
 ]
 
 

@@ -71,13 +71,10 @@ def test_a_terminal_shows_the_log_lines_whole_above_a_bar_with_the_time_left():
     assert shown.index(bar) == len(shown) - 2  # only the final state stays, above what is said after it
 
 
-def test_a_file_receives_the_lines_alone():
+def test_a_file_receives_the_lines_alone_and_a_rank_that_does_not_print_is_silent():
     out = io.StringIO()
     run_three_steps(Console(enabled=True, out=out))
     assert out.getvalue().splitlines() == LINES
-
-
-def test_a_rank_that_does_not_print_is_silent():
     assert on_a_terminal(run_three_steps, enabled=False) == ""
 
 
@@ -99,20 +96,16 @@ def test_a_log_file_that_cannot_be_written_to_is_named_once_and_ends_nothing():
     assert out.getvalue().startswith("warning: /dev/full: [Errno 28] No space left on device; it gets no more lines")
 
 
-def test_metrics_of_a_restart_follow_those_before_it_also_behind_a_line_cut_short_by_a_crash(tmp_path: Path):
+def test_metrics_of_a_restart_follow_those_before_it_also_behind_a_line_cut_short_and_may_be_nan(tmp_path: Path):
+    file = tmp_path / "metrics.jsonl"
     for iteration in (1, 2):
-        RunFolder(tmp_path).append("metrics.jsonl", {"iteration": iteration})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"iterat')
-    RunFolder(tmp_path).append("metrics.jsonl", {"iteration": 3})
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert lines == ['{"iteration": 1}', '{"iteration": 2}', '{"iterat', '{"iteration": 3}']
-
-
-def test_a_loss_that_is_not_finite_survives_the_file(tmp_path: Path):
-    folder = RunFolder(tmp_path)
-    folder.append("metrics.jsonl", {"lm_loss": math.nan, "grad_norm": math.inf})
-    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+        RunFolder(tmp_path).append(file.name, {"iteration": iteration})
+    with file.open("a") as out:
+        out.write('{"iterat')
+    RunFolder(tmp_path).append(file.name, {"lm_loss": math.nan, "grad_norm": math.inf})
+    *lines, last = file.read_text().splitlines()
+    assert lines == ['{"iteration": 1}', '{"iteration": 2}', '{"iterat']
+    record = json.loads(last)
     assert math.isnan(record["lm_loss"])
     assert record["grad_norm"] == math.inf
 
@@ -123,13 +116,12 @@ def test_replaced_files_keep_a_numbered_name(tmp_path: Path):
         folder.write_json("args.json", {"lr": lr, "path": Path("x")}, indent=2)
         folder.write("args.txt", f"--lr {lr}\n")
         folder.write_json("summary.json", {"final_loss": lr})
-    assert json.loads((tmp_path / "args.json").read_text()) == {"lr": 3, "path": "x"}
-    assert json.loads((tmp_path / "args.1.json").read_text())["lr"] == 1
-    assert json.loads((tmp_path / "args.2.json").read_text())["lr"] == 2
-    assert (tmp_path / "args.txt").read_text() == "--lr 3\n"
-    assert (tmp_path / "args.1.txt").read_text() == "--lr 1\n"
-    assert json.loads((tmp_path / "summary.2.json").read_text()) == {"final_loss": 2}
-    assert len(list(tmp_path.iterdir())) == 9
+    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert json.loads(found["args.json"]) == {"lr": 3, "path": "x"}
+    assert [json.loads(found[f"args.{number}.json"])["lr"] for number in (1, 2)] == [1, 2]
+    assert (found["args.txt"], found["args.1.txt"]) == ("--lr 3\n", "--lr 1\n")
+    assert json.loads(found["summary.2.json"]) == {"final_loss": 2}
+    assert len(found) == 9
 
 
 def test_the_wandb_run_id_is_drawn_once_and_wandb_s_own_variable_names_the_run_that_is_continued(
@@ -168,15 +160,12 @@ def test_the_default_folder_is_named_by_time_and_config_and_never_taken(
         assert list(RunFolder(path).path.iterdir()) == []
 
 
-def test_a_full_disk_is_found_before_anything_is_written_to_it(tmp_path: Path):
-    with small_disk(tmp_path / "disk", "64k") as disk:
+def test_a_full_or_read_only_disk_is_found_at_the_start_before_anything_is_written_to_it(tmp_path: Path):
+    with small_disk(tmp_path / "full", "64k") as disk:
         with pytest.raises(ValueError, match=f"--run-dir {disk} is not .*No space left on device"):
             RunFolder(disk)
         assert list(disk.iterdir()) == []
-
-
-def test_a_read_only_disk_is_found_at_the_start(tmp_path: Path):
-    with small_disk(tmp_path / "disk", "4m") as disk:
+    with small_disk(tmp_path / "read_only", "4m") as disk:
         make_read_only(disk)
         with pytest.raises(ValueError, match=r"--run-dir .* is not .*Read-only file system"):
             RunFolder(disk / "run")

@@ -29,7 +29,9 @@ from helpers.training import (
 from megazpp.islands.config import IslandsConfig
 from megazpp.model.attention import heads_for_tokens, tokens_for_heads
 from megazpp.model.config import GPTConfig
+from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import OptimizerConfig
+from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import Evaluator
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
@@ -150,7 +152,7 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(HALF, "bf16, tp and shards"))
+@pytest.mark.parametrize("case", chosen(HALF, "bf16, tp and shards", "fp16, dynamic loss scale"))
 def test_half_precision_stays_within_its_rounding_of_fp32(case: Case):
     """bf16 keeps 8 bits: losses within 0.2 %, norms within 5 % of the fp32 run; fp16 keeps 11.
 
@@ -163,6 +165,19 @@ def test_half_precision_stays_within_its_rounding_of_fp32(case: Case):
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-3 * times)
         assert result["loss"] != pytest.approx(expected["loss"], rel=1e-6 * times)  # it was in use
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-2 * times)
+
+
+def train_by_sgd(loss_scale: float) -> list[StepRecord]:
+    """AdamW and Muon would not see a factor of the gradients."""
+    case = Case(optimizer=OptimizerConfig(optimizer="sgd"))
+    step, dims = build_step(case)
+    step.scaler = LossScaler(loss_scale)
+    records = [step(case.batches(index, dims), learning_rate=0.1, weight_decay=0.01) for index in range(STEPS)]
+    return [dataclasses.replace(record, loss_scale=1.0) for record in records]
+
+
+def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit():
+    assert ranks(1).run(train_by_sgd, 4096.0) == ranks(1).run(train_by_sgd, 1.0)
 
 
 @pytest.mark.slow

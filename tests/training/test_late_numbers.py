@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,13 +15,11 @@ from helpers.tiers import chosen, slow
 from helpers.training import Case, build_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import clip_divisor, divide_grads_, global_grad_norm
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training import step as step_module
 from megazpp.training.anomalies import NotFiniteError
-from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import LanguageModelLoss
 from megazpp.training.step import HostCopy
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -173,46 +169,9 @@ def test_on_cuda_norm_clipping_skip_and_update_wait_for_nothing_and_the_numbers_
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
 
-class LateSteps:
-    """Steps as `TrainStep.launch` gives them, and a folder of checkpoints, that write down what is asked of them.
-
-    Args:
-        bad: a step that is not finite.
-        save_interval: of the checkpoints.
-    """
-
-    def __init__(self, *, bad: int | None = None, save_interval: int = 3) -> None:
-        self.events: list[str] = []
-        self._bad, self._save_interval = bad, save_interval
-        self._known: set[int] = set()
-
-    def launch(self, record: StepRecord) -> Any:
-        self.events.append(f"launch {record.iteration}")
-        if record.iteration > 1:
-            self._check(record.iteration - 1)
-        check = functools.partial(self._check, record.iteration)
-        return SimpleNamespace(skipped=False, check=check, record=record, wait=lambda: check() and record)
-
-    def _check(self, iteration: int) -> bool:
-        if iteration not in self._known:
-            self._known.add(iteration)
-            self.events.append(f"read {iteration}")
-            if iteration == self._bad:
-                raise NotFiniteError(f"iteration {iteration}")
-        return True
-
-    def due(self, iteration: int, *, last: bool) -> bool:
-        return last or iteration % self._save_interval == 0
-
-    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        if self.due(progress.iteration, last=last):
-            self.events.append(f"save {progress.iteration}")
-
-
 def test_the_loop_reads_late_but_before_a_log_line_a_checkpoint_an_evaluation_and_the_end():
-    late = LateSteps()
-    run = Run([1.0] * 8, late=late.launch, checkpoints=late, log_interval=5, eval_interval=4)
-    assert late.events == [
+    run = Run([1.0] * 8, log_interval=5, eval_interval=4)
+    assert run.fake.events == [
         *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3", "save 3"),
         *("launch 4", "read 4", "launch 5", "read 5", "launch 6", "read 6", "save 6"),
         *("launch 7", "launch 8", "read 7", "read 8", "save 8"),
@@ -222,9 +181,8 @@ def test_the_loop_reads_late_but_before_a_log_line_a_checkpoint_an_evaluation_an
 
 def test_a_step_that_is_not_finite_is_never_saved():
     for bad in (2, 3, 6, 8):
-        late = LateSteps(bad=bad)
+        events: list[str] = []
         with pytest.raises(NotFiniteError, match=f"iteration {bad}"):
-            Run([1.0] * 8, late=late.launch, checkpoints=late, log_interval=100, eval_interval=100)
-        saves = [event for event in late.events if event.startswith("save")]
-        assert saves == [f"save {n}" for n in (3, 6, 8) if n < bad]
-        assert late.events[-1] == f"read {bad}"
+            Run([1.0] * 8, bad=bad, events=events, log_interval=100, eval_interval=100)
+        assert [event for event in events if event.startswith("save")] == [f"save {n}" for n in (3, 6, 8) if n < bad]
+        assert events[-1] == f"read {bad}"

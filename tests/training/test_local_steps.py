@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ import pytest
 from helpers.faults import guarded, poison_gradient
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import CPU, Case, build_diloco, build_step, spec_of
+from helpers.training import CPU, Case, build_diloco, build_step, diloco_plan, dims_on_ranks, spec_of
 
 from megazpp.islands import loop
 from megazpp.islands.config import IslandsConfig
@@ -60,7 +62,7 @@ def train(case: Case, folder: Path, poisoned: int | None = None, signalled: int 
                 poison_gradient(step.model.final_norm)
             if (iteration, dims.world.rank) == (2, signalled):
                 stops._caught = 15
-            with Counted(dims.island, dims.world) as asked:
+            with count_calls(dims.island, dims.world) as asked:
                 batches = case.batches(index, dims)
                 launched = step.launch(batches, learning_rate=1e-2, weight_decay=0.0, iteration=iteration)
                 met = islands.after_step(launched, iteration, last=iteration == case.steps)
@@ -72,30 +74,21 @@ def train(case: Case, folder: Path, poisoned: int | None = None, signalled: int 
                 found.met.append(iteration)
                 found.inner_losses.append(launched.wait().metrics["inner_loss"])
             elif diloco.plan.sends_at(iteration) is None and not any(diloco.merge_at):
-                found.asked.append(asked.calls)
+                found.asked.append(len(asked))
             found.weights.append(float(sum(shard.double().norm() for u in diloco.units for shard in u.unit.shards())))
     except NotFiniteError as error:
         return found._replace(error=str(error))
     return found
 
 
-class Counted:
-    """Counts what is sent along axes, whether it is counted as traffic or not."""
-
-    def __init__(self, *axes: MeshAxis) -> None:
-        self._axes, self.calls = axes, 0
-        self._patch = pytest.MonkeyPatch()
-
-    def __enter__(self) -> Counted:
-        for axis in self._axes:
-            self._patch.setattr(axis, "count", self._count)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.undo()
-
-    def _count(self, collective: str, sent_bytes: int) -> None:
-        self.calls += 1
+@contextlib.contextmanager
+def count_calls(*axes: MeshAxis) -> Iterator[list[str]]:
+    """The collectives along axes, whether they are counted as traffic or not."""
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for axis in axes:
+            patch.setattr(axis, "count", lambda collective, sent_bytes: calls.append(collective))
+        yield calls
 
 
 PLAIN = Case(nodes=2, steps=8, diloco=IslandsConfig(diloco_steps=3))
@@ -150,13 +143,12 @@ def test_what_every_rank_knows_stops_at_once():
 
 def check_against(available: int) -> str:
     case = Case(nodes=2, tp=2, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9))
-    step, dims = build_step(case)
-    diloco = build_diloco(case, step, dims)
-    assert diloco is not None
+    plan, dims = diloco_plan(case), dims_on_ranks(case)
+    assert plan is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "device_bytes", lambda device: available)
         try:
-            check_island_holds(spec_of(case), dims, CPU, diloco.plan)
+            check_island_holds(spec_of(case), dims, CPU, plan)
         except ValueError as error:
             return str(error)
     return ""

@@ -25,7 +25,13 @@ from megazpp.training.loop import StopConditions, StopConfig
 def test_each_step_gets_the_next_samples_and_a_line_is_logged_every_interval_and_at_the_end():
     run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
     batches = [batch for call in run.fake.calls for batch in call["batch"]]
-    assert [(batch.first, len(batch.tokens)) for batch in batches] == [(0, 2), (2, 2), (4, 2), (6, 2), (8, 2)]
+    assert [(batch.first, len(batch.tokens)) for batch in batches] == [
+        (0, 1),
+        (2, 1),
+        (4, 1),
+        (6, 1),
+        (8, 1),
+    ]  # of one data rank
     assert run.progress == TrainingProgress(iteration=5, consumed_samples=10, scheduled_samples=10, micro_batches=5)
     assert [(r["iteration"], r["lm_loss"]) for r in run.tracker.records] == [(2, 4.5), (4, 2.5), (5, 1.0)]
     assert run.out.getvalue().count(" consumed samples: ") == 3

@@ -27,21 +27,16 @@ def batch_of(loss_mask: list[float]) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("masks", "loss"),
-    [
-        (([1.0, 1.0, 0.0], [0.0, 0.0, 1.0]), (2.0 + 3.0 + 5.0) / 3),
-        (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # no token of the global batch counts
-    ],
-)
-def test_the_shares_of_micro_batches_add_up_to_the_mean_over_the_tokens_that_count(
-    masks: tuple[list[float], ...], loss: float
-):
+def test_the_shares_of_micro_batches_add_up_to_the_mean_over_the_tokens_that_count():
     one_rank: Any = SimpleNamespace(sum_over_data_=lambda x: x)
     model: Any = lambda tokens, labels, **_: torch.tensor([[2.0, 3.0, 5.0]])  # noqa: E731
-    objective, batches = LanguageModelLoss(one_rank), [batch_of(mask) for mask in masks]
-    objective.begin_step(batches)
-    assert sum(objective.loss(model, batch).item() for batch in batches) == pytest.approx(loss)
+    for masks, loss in (
+        (([1.0, 1.0, 0.0], [0.0, 0.0, 1.0]), (2.0 + 3.0 + 5.0) / 3),
+        (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # no token of the global batch counts
+    ):
+        objective, batches = LanguageModelLoss(one_rank), [batch_of(mask) for mask in masks]
+        objective.begin_step(batches)
+        assert sum(objective.loss(model, batch).item() for batch in batches) == pytest.approx(loss), masks
 
 
 BYTES = ByteTokenizer()
@@ -107,9 +102,9 @@ def count_on_ranks() -> tuple[int, int]:
     return count_samples(Samples(), 2, BYTES, dims)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_bytes_of_samples_are_those_of_the_labels(world_size: int):
-    assert set(ranks(world_size).run(count_on_ranks)) == {(6, 5)}  # 3 bytes of the dash; y and z
+def test_bytes_of_samples_are_those_of_the_labels():
+    for world_size in (1, 4):
+        assert set(ranks(world_size).run(count_on_ranks)) == {(6, 5)}  # 3 bytes of the dash; y and z
 
 
 def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
@@ -117,9 +112,6 @@ def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
     assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert more == " bits per byte: 0.865617 | 300 tokens, 1,000 bytes of text"
     assert rule == last == "-" * (len(line) + 1)
-
-
-def test_a_text_without_bytes_has_no_bits_per_byte():
     assert math.isnan(Score(2.0, 3, 0).bits_per_byte)
 
 

@@ -54,6 +54,7 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     assert summary["final_loss"] == 1.0
     assert summary["test_loss"] == 8.0
     assert summary["cross_bytes_per_step"] == 50
+    assert summary["tokens"] == 3 * 2 * 4
     row = {"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 3, "sent_bytes": 150}
     assert (summary["traffic"], summary["zero3"]) == ([row], None)
     assert summary["cpu_seconds_per_token"] >= 0.0
