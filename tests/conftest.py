@@ -40,7 +40,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)
-    if not session.config.option.collectonly and any(
-        hasattr(getattr(item, "module", None), "ranks") for item in session.items
-    ):
+    uses_ranks = any(hasattr(getattr(item, "module", None), "ranks") for item in session.items)
+    if uses_ranks and not session.config.option.collectonly:
         start_server()

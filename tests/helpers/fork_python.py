@@ -130,6 +130,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     if LAUNCHER_PID in env:
         os.environ[LAUNCHER_PID] = str(os.getppid())  # a worker ends with its parent, which is the server here
     tempfile.tempdir = None  # what it was in the server

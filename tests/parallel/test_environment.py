@@ -39,17 +39,12 @@ def built_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
-def test_a_single_connection_is_unset_with_a_line_and_other_numbers_stay():
-    env = {CONNECTIONS: "1"}
-    (line,) = prepare_environment(env)
+def test_a_single_connection_is_unset_with_a_line_or_refused_once_cuda_has_started(monkeypatch: pytest.MonkeyPatch):
+    (line,) = prepare_environment(env := {CONNECTIONS: "1"})
     assert CONNECTIONS not in env
     assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is unset: ")
-    env = {CONNECTIONS: "32"}
-    assert prepare_environment(env) == ()
+    assert prepare_environment(env := {CONNECTIONS: "32"}) == ()
     assert env[CONNECTIONS] == "32"
-
-
-def test_a_single_connection_is_refused_once_cuda_has_started(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for check in (prepare_environment, check_connections):
         with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1, and CUDA has started"):

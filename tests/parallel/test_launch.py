@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from helpers.refusals import not_refused
 
 from megazpp.base.program import LAUNCHER_PID
+from megazpp.parallel import launch
 from megazpp.parallel.launch import LaunchConfig, Place, find_place
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -68,3 +71,14 @@ def test_nccl_without_a_gpu_is_refused():
 def test_after_the_first_step_half_the_timeout_is_enough_unless_said_otherwise():
     assert LaunchConfig().hang_seconds == (600, 300)
     assert LaunchConfig(distributed_timeout_seconds_after_init=7.5).hang_seconds == (600, 7.5)
+
+
+def test_the_first_ctrl_c_is_passed_on_to_the_workers_and_the_second_ends_all_at_once():
+    sent: list[int] = []
+    worker: Any = SimpleNamespace(send_signal=sent.append)
+    with launch._passing_signals_to([worker]) as passed:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert sent == passed == [signal.SIGTERM, signal.SIGINT]

@@ -56,7 +56,7 @@ def test_a_cluster_that_the_flags_describe_is_not_surveyed():
 
 
 def test_the_survey_overrules_what_the_launcher_announced():
-    found = settle_cluster(worker(dist.HashStore()), ClusterConfig(), Cluster(num_nodes=1, ranks_per_node=1), tp=1)
+    found = settle_cluster(worker(dist.HashStore()), ClusterConfig(), Cluster(num_nodes=4, ranks_per_node=1), tp=1)
     assert found == Cluster(num_nodes=1, ranks_per_node=1)
     assert found.notices[0].startswith("hosts: ")
 

@@ -29,14 +29,13 @@ def test_the_report_has_its_sections_as_text_and_as_json(
         assert f"\n{title}\n" in f"\n{out}"
 
 
-@pytest.mark.parametrize("launcher", [{"RANK": "1"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}])
-def test_of_several_ranks_only_the_first_prints(
-    launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_of_several_ranks_only_the_first_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.delenv("RANK", raising=False)
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    assert main([]) == 0
+    for launcher in ({"RANK": "1"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
+        with monkeypatch.context() as patch:
+            for name, value in launcher.items():
+                patch.setenv(name, value)
+            assert main([]) == 0
     assert capsys.readouterr().out == ""
 
 

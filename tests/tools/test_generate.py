@@ -49,6 +49,8 @@ def test_greedy_texts_are_the_same_for_1_and_2_tp_ranks_and_drawn_ones_for_any_b
     drawn = [texts(run(converted, *in_twos, "--prompts-at-once", size, "--seed", 5)) for size in (1, 2, 3)]
     assert drawn[0] == drawn[1] == drawn[2] != texts(alone)
     assert texts(run(converted, *in_twos, "--seed", 6)) != drawn[0]
+    empty = run(converted, "--prompt", "", *GREEDY, "--sample-tokens", 5)  # is continued from nothing
+    assert "with the cache: 5 tokens in" in empty
 
 
 MEASURED = (
@@ -104,11 +106,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_as
 
 
 @pytest.mark.slow
-def test_an_empty_prompt_is_continued_from_nothing(converted: Path):
-    assert "with the cache: 5 tokens in" in run(converted, "--prompt", "", *GREEDY, "--sample-tokens", 5)
-
-
-@pytest.mark.slow
 def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory(converted: Path, tmp_path: Path):
     for tp in (1, 2):
         flags, store = ["--prompt", *PROMPTS, *GREEDY, "--sample-tokens", 12, "--weight-bits", 8], tmp_path / str(tp)
@@ -132,14 +129,20 @@ def test_a_store_that_cannot_be_written_is_named_by_its_flag(converted: Path):
         assert "error: rank 0: --weight-store /proc/x: /proc/x: No such file or directory\n" in output
 
 
-def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches_and_from_a_terminal_as_they_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "prompts").write_text("a\r\n\nb\nc")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("x\ny\n"))
     assert list(read_prompts(["p", "q\nq"], None, 2)) == [["p", "q\nq"]]
     assert list(read_prompts([""], None, 2)) == [[""]]
     assert list(read_prompts(["p", "", "q"], None, 2)) == [["p", ""], ["q"]]
     assert list(read_prompts([], str(tmp_path / "prompts"), 2)) == [["a", "b"], ["c"]]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\ny\n"))
     assert list(read_prompts([], None, 2)) == [["x", "y"]]
+    monkeypatch.setattr(sys, "stdin", terminal := io.StringIO("x\ny\n"))
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    assert next(read_prompts([], None, 2)) == ["x"]
+    assert terminal.tell() == 2
 
 
 @pytest.mark.slow
@@ -149,15 +152,6 @@ def test_as_many_prompts_as_fit_are_one_batch(converted: Path, tmp_path: Path):
     output = run(converted, *flags, "--weights-on", "host", "--weight-bits", 4)
     assert " 256 prompts at once" in output
     assert output.count("with the cache: 24 tokens") == 1
-
-
-def test_on_a_terminal_each_line_is_answered_by_itself(monkeypatch: pytest.MonkeyPatch):
-    terminal = io.StringIO("x\ny\n")
-    monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdin", terminal)
-    batches = read_prompts([], None, 2)
-    assert next(batches) == ["x"]
-    assert terminal.tell() == 2
 
 
 def test_what_cannot_be_is_refused_in_one_line(

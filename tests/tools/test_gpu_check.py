@@ -114,10 +114,8 @@ def test_a_run_that_is_killed_keeps_what_its_part_had_found(tmp_path: Path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     found = json.loads((out / "results.json").read_text())["parts"]
-    assert [(part["status"], part["rows"]) for part in found] == [
-        ("passed", [{"figure": 1}]),
-        ("running", [{"figure": 4}]),
-    ]
+    assert [part["status"] for part in found] == ["passed", "running"]
+    assert [part["rows"] for part in found] == [[{"figure": 1}], [{"figure": 4}]]
     assert "| 4 |" in (out / "table.md").read_text()
     time.sleep(0.5)
     assert not running(b"hang.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import gpu_check_sides
 import pytest
 import torch
 from gpu_check_parts import Check
+from helpers.fork_python import forked_python
 
 from megazpp.base.arguments import parse_run_config
 from megazpp.base.program import EXIT_USER_ERROR
@@ -33,7 +35,14 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Check(tmp_path / "part", "", "cpu", 600.0, False, lambda: None)
+
+
+@pytest.fixture
+def by_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs start in milliseconds."""
+    monkeypatch.setattr(sys, "executable", str(forked_python()))
 
 
 def ending(monkeypatch: pytest.MonkeyPatch, code: int | None, text: str) -> None:
@@ -74,6 +83,7 @@ def test_the_baseline_is_of_the_same_size():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("by_forks")
 @pytest.mark.parametrize("side", ["ours", "baseline", "pretended --zeropp"])
 def test_a_side_trains_and_logs(check: Check, side: str):
     kind, _, flags = side.partition(" ")
@@ -85,6 +95,7 @@ def test_a_side_trains_and_logs(check: Check, side: str):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("by_forks")
 def test_kernels_are_timed_beside_a_copy(check: Check):
     parts.kernels(check)
     assert check.found["failures"] == []
@@ -95,6 +106,7 @@ def test_kernels_are_timed_beside_a_copy(check: Check):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("by_forks")
 def test_saves_and_generation_from_the_host_are_measured(check: Check):
     parts.checkpoint(check)
     assert check.found["failures"] == []
@@ -105,6 +117,7 @@ def test_saves_and_generation_from_the_host_are_measured(check: Check):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("by_forks")
 @pytest.mark.parametrize(("program", "same"), [("gpu_check_sides streams", True), ("helpers.impatient", False)])
 def test_disturbances_change_no_bit_unless_something_does_not_wait(check: Check, program: str, same: bool):
     ways = [f"{way} --num-layers 2" for way in (parts.OVERLAP_OFF, "--zeropp --disturbed")]
