@@ -132,21 +132,23 @@ def test_a_blend_builds_exactly_the_samples_it_takes_of_each_source(tmp_path: Pa
 def test_the_same_split_is_built_once_and_another_anew(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=5)
     sources = sources_of(a, b, a)
-    split_of(tmp_path, sources)
-    built = cached(tmp_path)
-    assert len(built) == 3  # one blend; a's two shares are equal, so they have the same indices
-    split_of(tmp_path, sources)
-    assert cached(tmp_path) == built
-    for more, (bounds, how) in enumerate(
-        (((0.0, 1.0), {"seed": 2}), ((0.0, 1.0), {"seq_length": 7}), ((0.0, 0.5), {})), start=1
+    for bounds, how, built in (
+        ((0.0, 1.0), {}, 3),  # one blend; a's two shares are equal, so they have the same indices
+        ((0.0, 1.0), {}, 0),
+        ((0.0, 1.0), {"seed": 2}, 2),
+        ((0.0, 0.5), {}, 4),
+        ((0.0, 1.0), {"seq_length": 7}, 4),
+        ((0.0, 1.0), {"num_samples": 30}, 3),
     ):
-        split_of(tmp_path, sources[:2], bounds, 1.0, 1.0, **how)
-        assert len(cached(tmp_path)) == 4 + 2 * more, how  # the blend with weights, and each source's
+        before = cached(tmp_path)
+        split_of(tmp_path, sources, bounds, **how)
+        assert before.items() <= cached(tmp_path).items()
+        assert len(cached(tmp_path)) - len(before) == built, (bounds, how)
     (by_tokens,) = fit_for_split(sources_of(write(tmp_path / "c", documents=1, length=90)), SPLIT)
-    before = len(cached(tmp_path))
+    before = cached(tmp_path)
     for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
         split_of(tmp_path, [by_tokens], bounds, num_samples=3)
-    assert len(cached(tmp_path)) == before + 2
+    assert len(cached(tmp_path)) == len(before) + 2
 
 
 def test_edges_of_a_split_are_rounded_to_the_nearest_document(tmp_path: Path) -> None:

@@ -38,27 +38,20 @@ assert sorted(file.name for file in result.iterdir()) == ["first", "second"], li
 """
 
 
-def start(log: Path, target: Path, mode: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", RACER, str(log), str(target), mode])
-
-
-def test_racing_processes_build_once(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    racers = [start(log, tmp_path / "cache" / "thing", "lives") for _ in range(5)]
-    assert [racer.wait(timeout=60) for racer in racers] == [0] * 5
-    assert len(log.read_text().splitlines()) == 1
+def start(number: int, log: Path, target: Path, mode: str = "lives") -> list[subprocess.Popen]:
+    return [subprocess.Popen([sys.executable, "-c", RACER, str(log), str(target), mode]) for _ in range(number)]
 
 
 def test_when_the_builder_is_killed_half_way_another_one_takes_over(tmp_path: Path) -> None:
     log, target = tmp_path / "log", tmp_path / "cache" / "thing"
-    victim = start(log, target, "dies")
+    (victim,) = start(1, log, target, "dies")
     while not log.exists():  # it holds the lock from here on
         assert victim.poll() is None
         time.sleep(0.01)
-    racers = [start(log, target, "lives") for _ in range(4)]
+    racers = start(4, log, target)
     assert victim.wait(timeout=60) == -signal.SIGKILL
     assert [racer.wait(timeout=60) for racer in racers] == [0] * 4
-    assert len(log.read_text().splitlines()) == 2
+    assert len(log.read_text().splitlines()) == 2  # racing processes build once
     assert [path.name for path in target.parent.iterdir() if path.name != "thing"] == [".thing.lock"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import sys
@@ -57,16 +58,16 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize(("block_bytes", "num_blocks"), [(1, 6), (100, None), (1 << 20, 1)])
-def test_json_lines_come_from_any_container(tmp_path: Path, block_bytes: int, num_blocks: int | None):
-    for name, content in CONTAINERS.items():
-        path = write(tmp_path / name, content)
-        check_readable(path, ["text"])
-        assert documents(path, block_bytes=block_bytes) == [(text,) for text in TEXTS]
-        assert documents(path, "title", "text") == [(str(i), text) for i, text in enumerate(TEXTS)]
-        blocks = list(read_blocks(path, ["text"], block_bytes=block_bytes))
-        assert sum(block.disk_bytes for block in blocks) == len(content)
-        assert num_blocks in (None, len(blocks))
+def test_json_lines_come_from_any_container(tmp_path: Path) -> None:
+    for block_bytes, num_blocks in ((1, 6), (100, None), (1 << 20, 1)):
+        for name, content in CONTAINERS.items():
+            path = write(tmp_path / name, content)
+            check_readable(path, ["text"])
+            assert documents(path, block_bytes=block_bytes) == [(text,) for text in TEXTS], name
+            assert documents(path, "title", "text") == [(str(i), text) for i, text in enumerate(TEXTS)], name
+            blocks = list(read_blocks(path, ["text"], block_bytes=block_bytes))
+            assert sum(block.disk_bytes for block in blocks) == len(content)
+            assert num_blocks in (None, len(blocks)), name
 
 
 def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
@@ -88,15 +89,15 @@ def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path: Path) -> Non
         assert documents(path, block_bytes=1) == [('{"text": 1}\nb\nc\n\n',)]
 
 
-@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
-def test_blank_lines_foreign_line_ends_and_marks_do_no_harm(tmp_path: Path, block_bytes: int) -> None:
+def test_blank_lines_foreign_line_ends_and_marks_do_no_harm(tmp_path: Path) -> None:
     for content in (
         b'\n{"text": "a"}\n  \n{"text": "b"}',  # blank lines, no newline at the end
         b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n',
         b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf\n{"text": "b"}\n\xef\xbb\xbf',  # files with a BOM joined
         b' {"text":"a"} \n\t{"more": {"text": 1}, "text":"b"}\n',
     ):
-        assert documents(write(tmp_path / "a.jsonl", content), block_bytes=block_bytes) == [("a",), ("b",)]
+        for block_bytes in (1, 1 << 20):
+            assert documents(write(tmp_path / "a.jsonl", content), block_bytes=block_bytes) == [("a",), ("b",)]
     for name in ("empty.jsonl", "empty.txt", "empty"):
         path = write(tmp_path / name, b"")
         check_readable(path, ["text"])
@@ -120,13 +121,12 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
-def test_a_line_that_is_no_document_is_named_and_the_others_are_read(tmp_path: Path, block_bytes: int) -> None:
-    for line, reason in BAD_LINES:
+def test_a_line_that_is_no_document_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    for (line, reason), block_bytes in itertools.product(BAD_LINES, (1, 1 << 20)):
         path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line.replace(b"\n", b"") + b'\n{"text": "b"}\n')
         first, bad, last = documents(path, block_bytes=block_bytes)
         assert (first, last) == (("a",), ("b",))
-        assert isinstance(bad, BadLine)
+        assert isinstance(bad, BadLine), reason
         assert (bad.path, bad.number) == (path, 3)
         assert reason in str(bad)
         assert str(bad).startswith(f"{path}, line 3: ")
@@ -230,20 +230,15 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check_readable(tmp_path / name, ["text"])
 
 
-def test_texts_come_one_by_one_and_bad_lines_go_to_the_caller(tmp_path: Path) -> None:
+def test_texts_and_records_come_one_by_one_with_columns_and_numbers_and_bad_lines_go_to_the_caller(tmp_path: Path):
     path, bad = write(tmp_path / "a.jsonl", b'{"text": "a"}\n1\n{"text": ""}\n'), []
     assert list(read_texts(path, "text", bad.append)) == ["a", ""]
     assert [line.number for line in bad] == [2]
-
-
-def test_records_come_with_all_their_columns_and_numbers(tmp_path: Path) -> None:
-    lines = write(tmp_path / "a.jsonl", b'{"prompt": "p", "answer": 3}\n\n{"messages": [{"role": "user"}]}\n')
-    assert [*read_records(lines, dict)] == [
-        (1, {"prompt": "p", "answer": 3}),
-        (3, {"messages": [{"role": "user"}]}),
-    ]
-    rows = write_parquet(tmp_path / "a.parquet", prompt=["p", "q"], answer=[3, None])
-    assert [*read_records(rows, dict)] == [(1, {"prompt": "p", "answer": 3}), (2, {"prompt": "q", "answer": None})]
+    first, second = {"prompt": "p", "answer": 3}, {"messages": [{"role": "user"}]}
+    lines = write(tmp_path / "b.jsonl", f"{json.dumps(first)}\n\n{json.dumps(second)}\n".encode())
+    assert [*read_records(lines, dict)] == [(1, first), (3, second)]
+    rows = write_parquet(tmp_path / "b.parquet", prompt=["p", "q"], answer=[3, None])
+    assert [*read_records(rows, dict)] == [(1, first), (2, {"prompt": "q", "answer": None})]
 
 
 def test_a_line_that_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
