@@ -109,15 +109,11 @@ def tp_mesh() -> DeviceMesh:
 def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[str, torch.Tensor]:
     """This rank's part of every gradient, as the optimizer sees it: summed over `tp`, or the model's, if partial."""
     partial = partial_parameters(model)
-    copies = {
-        name: SimpleNamespace(
-            grad=None if p.grad is None else local(p.grad).clone() if name in partial else local(p.grad)
-        )
-        for name, p in model.named_parameters()
-    }
+    grads = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}
     if partial:
-        sum_partial_gradients_([copies[name] for name in copies if name in partial], tp or model.tp)
-    return {name: copy.grad for name, copy in copies.items()}
+        parts = [SimpleNamespace(grad=grad) for name, grad in grads.items() if name in partial]
+        sum_partial_gradients_(parts, tp or model.tp)  # in place
+    return grads
 
 
 def compare_slices(

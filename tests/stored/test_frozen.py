@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from helpers.ranks import ranks
@@ -182,24 +185,22 @@ def test_one_rank_holds_the_weights_as_they_are_and_packs_them_where_bits_are_fe
     assert_freed(frozen)
 
 
+def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
+    """Of two forwards before their backwards, and one that has none: as of chosen and rejected texts, evaluated too."""
+    inputs = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(2)]
+    a, b = model(inputs[0]).sum(), model(inputs[1]).square().sum()
+    with torch.no_grad():
+        model(inputs[0])
+    for loss in [a + b] if together else [a, b]:
+        loss.backward()
+    return [x.grad for x in inputs]
+
+
 def test_two_forwards_before_their_backwards_and_one_that_has_none():
-    """As of chosen and rejected texts, and of an evaluation in between."""
     model, frozen = frozen_stack(MeshAxis("frozen"), bits=8)
     plain = plain_stack(rounded_to(stack_weights(), 8))
-    first, second, *twins = (torch.randn(3, WIDTH).requires_grad_() for _ in range(4))
-    with torch.no_grad():
-        for twin, x in zip(twins, (first, second), strict=True):
-            twin.copy_(x)
     for together in (False, True):
-        for use, (one, other) in ((model, (first, second)), (plain, twins)):
-            one.grad = other.grad = None
-            a, b = use(one).sum(), use(other).square().sum()
-            with torch.no_grad():
-                use(one)
-            for loss in [a + b] if together else [a, b]:
-                loss.backward()
-        assert torch.equal(first.grad, twins[0].grad)
-        assert torch.equal(second.grad, twins[1].grad)
+        assert all(map(torch.equal, gradients_of_two(model, together), gradients_of_two(plain, together)))
         assert_freed(frozen)
 
 
@@ -282,21 +283,19 @@ def race_alone(bits: int | None, breakage: str = "") -> list[str]:
     return streams.found
 
 
-def race_beside_training(zero: ZeroConfig) -> list[str]:
+def race_beside_training() -> list[str]:
     with simulated_streams() as streams:
-        train_adapted(zero, True)
+        train_adapted(ZeroConfig(zeropp=True), True)
     return streams.found
 
 
-def test_nothing_races_in_a_frozen_model():
-    assert ranks(4).run(race_alone, 8) == [[]] * 4
+@pytest.mark.parametrize(
+    "race", [functools.partial(race_alone, 8), slow(race_beside_training)], ids=["alone", "beside training"]
+)
+def test_nothing_races_in_a_frozen_model(race: Callable[[], list[str]]):
+    assert ranks(4).run(race) == [[]] * 4
 
 
 @pytest.mark.parametrize("breakage", ["waiting for a work does not wait", slow("a queue does not wait for its caller")])
 def test_what_is_broken_is_found(breakage: str):
     assert all(ranks(4).run(race_alone, None, breakage))
-
-
-@pytest.mark.slow
-def test_nothing_races_beside_the_training():
-    assert ranks(4).run(race_beside_training, ZeroConfig(zeropp=True)) == [[]] * 4

@@ -50,19 +50,21 @@ PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13))
 GREEDY = SampleConfig(sample_tokens=4, sample_temperature=0.0)
 
 
+def trained(factory: pytest.TempPathFactory, world: int, case: Case, steps: int) -> str:
+    """The folder of the checkpoints of each of `steps` iterations."""
+    folder = str(factory.mktemp("checkpoints") / "save")
+    ranks(world).run(run, Job(case=case, steps=steps, flags={"save": folder, "save_interval": 1}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Checkpoints of iterations 1 and 2."""
-    folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
-    ranks(4).run(run, Job(case=SAVED, steps=2, flags={"save": folder, "save_interval": 1}))
-    return folder
+    return trained(tmp_path_factory, 4, SAVED, 2)
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
-    ranks(1).run(run, Job(case=TIED, steps=1, flags={"save": folder}))
-    return folder
+    return trained(tmp_path_factory, 1, TIED, 1)
 
 
 def found(load: str, step: int | None = None) -> tuple[LoadSource, RunRecord]:
