@@ -90,7 +90,7 @@ def synthetic_batch(case: PostCase, step: int, rows: list[int]) -> PairBatch | R
     tokens = torch.randint(0, 257, (count, SEQ + 1), generator=generator)
     starts, lengths = (torch.randint(1, 9, (count, 1), generator=generator) for _ in range(2))
     places = torch.arange(SEQ)
-    mask = ((places >= starts) & (places < starts + lengths)).float()
+    mask, values_at = (((places >= starts) & (places < starts + n)).float() for n in (lengths, lengths + 1))
     numbers = [torch.randn(count, SEQ, generator=generator) for _ in range(5)]
     if not case.post.draws:
         rows = [*rows, *(row + case.global_batch for row in rows)]
@@ -102,7 +102,7 @@ def synthetic_batch(case: PostCase, step: int, rows: list[int]) -> PairBatch | R
     if case.post.objective == "grpo":
         return RolloutBatch(*inputs, None, numbers[2][rows, 0], old, reference)
     return RolloutBatch(
-        *inputs, None, numbers[2][rows], old, reference, None, numbers[3][rows], numbers[4][rows], mask[rows]
+        *inputs, None, numbers[2][rows], old, reference, None, numbers[3][rows], numbers[4][rows], values_at[rows]
     )
 
 

@@ -53,14 +53,12 @@ def configs(objective: Any, *, lora_r: int | None = None, bits: Any = None, **po
 
 
 def test_a_small_model_sends_its_adapters_between_nodes_and_its_base_inside():
-    config = parse(f"{SMALL} --num-layers 2 --zeropp")
-    dry, all_weights = (dry_run_models(config, configs("sft", lora_r=r), TWO_BY_TWO, rank=1) for r in (2, None))
-    assert 0 < sent_on(dry.sent, "cross") < 0.02 * sent_on(all_weights.sent, "cross")
+    dry = dry_run_models(parse(f"{SMALL} --num-layers 2 --zeropp"), configs("sft", lora_r=2), TWO_BY_TWO, rank=1)
+    assert dry.trained == 2 * 2 * (256 + 3 * 256)
+    assert 0 < sent_on(dry.sent, "cross") < 4 * dry.trained  # bytes: far fewer than those of the base
     # two micro-batches: forward every unit, backward the layers and the model's own
     assert dry.sent["local", "frozen", "all_gather"] == (2 * (3 + 3), 2 * 2 * dry.base_bytes)
     assert dry.base_bytes == pytest.approx(2 * (2 * 12 * 256**2 + 32 * 256 + 128 * 256) / 2, rel=0.02)
-    assert dry.trained == 2 * 2 * (256 + 3 * 256)
-    assert dry.live_bytes < all_weights.live_bytes
     assert f"{dry.trained:,} trained parameters" in dry.describe()
 
 
@@ -71,10 +69,8 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "sft, adapters, 8 bits": (configs("sft", lora_r=4, bits=8), "", 0.11),
     "dpo, adapters, 4 bits, tp": (configs("dpo", lora_r=4, bits=4), "--tensor-model-parallel-size 2", 0.0),
     "sft, many adapters, untied, zeropp": (configs("sft", lora_r=16), f"{UNTIED} --zeropp", 0.0),
-    "sft, adapters, tp": (configs("sft", lora_r=4), "--tensor-model-parallel-size 2", 0.0),
     "reward": (configs("reward"), "", 0.34),
     "dpo": (configs("dpo"), "", 0.0),
-    "dpo, synced": (configs("dpo", sync_ref_model=True), "", 0.0),
     "dpo, synced, zeropp, untied": (configs("dpo", sync_ref_model=True), f"--zeropp {UNTIED}", -0.79),
     "dpo, zeropp, untied": (configs("dpo"), f"--zeropp {UNTIED}", -0.79),
     "dpo, precomputed": (configs("dpo", precompute_ref_log_probs=True), "", 0.0),

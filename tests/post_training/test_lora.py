@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from helpers.checkpoints import Job, frozen_place, run
 from helpers.ranks import ranks
+from helpers.refusals import not_refused
 from helpers.tiers import slow
 from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, dims_on_ranks, spec_of
 from helpers.training import train_on_ranks as train_all
@@ -37,17 +39,17 @@ from megazpp.training.step import TrainStep
 STEPS = 4
 ALL = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("all-linear",))
 WIDE = dataclasses.replace(LLAMA_STYLE, hidden_size=128, kv_channels=16, ffn_hidden_size=256)
-MODELS = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
+MODELS = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE, "wide": WIDE}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.fixture(scope="module")
 def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Checkpoints of both kinds of model."""
-    found = {}
-    for kind, model in MODELS.items():
-        found[kind] = str(tmp_path_factory.mktemp(kind) / "save")
-        case = Case(model=model, tp=2)
-        ranks(4).run(run, Job(case=case, steps=1, flags={"save": found[kind], "save_interval": 1}))
+    """Checkpoints of models: wide ones have rows of several blocks, on each of two tensor-parallel ranks too."""
+    found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in MODELS}
+    for kind, folder in found.items():
+        case = Case(model=MODELS[kind], tp=2)
+        ranks(2).run(run, Job(case=case, steps=1, flags={"save": folder, "save_interval": 1}))
     return found
 
 
@@ -84,6 +86,12 @@ def train_on_ranks(case: Case, lora: LoraConfig, load: str) -> dict[str, Any]:
         "checksum": policy.settings.checksum,
         "cross": dims.counter.sent_bytes("cross") - sent,
     }
+
+
+@functools.cache
+def in_one_process(kind: str, load: str, bits: Any = None) -> list[tuple[float, float]]:
+    lora = dataclasses.replace(ALL, base_weight_bits=bits)
+    return ranks(1).run(train_plain, Case(model=MODELS[kind]), lora, load)[0]
 
 
 def train_plain(case: Case, lora: LoraConfig, load: str) -> list[tuple[float, float]]:
@@ -123,30 +131,24 @@ def train_plain(case: Case, lora: LoraConfig, load: str) -> list[tuple[float, fl
 
 
 @pytest.mark.parametrize(
-    ("world", "kind", "layout"),
+    ("world", "kind", "layout", "recompute"),
     [
-        (4, "llama", {"nodes": 2, "micro_batches": 2}),
-        (4, "gpt2", {"tp": 2, "sequence_parallel": True}),
-        (2, "llama", {"tp": 2}),
-        slow(4, "llama", {"tp": 4, "sequence_parallel": True}),
-        slow(4, "gpt2", {"tp": 2, "nodes": 2}),
-        slow(8, "llama", {"tp": 2, "nodes": 2, "sequence_parallel": True}),
-        slow(1, "gpt2", {}),
-        slow(2, "gpt2", {"stage": 0}),
-        slow(2, "llama", {"stage": 2, "micro_batches": 2}),
+        (4, "llama", {"nodes": 2, "micro_batches": 2}, {}),
+        (2, "gpt2", {"tp": 2, "sequence_parallel": True}, {}),
+        (2, "llama", {"tp": 2}, {}),
+        slow(4, "llama", {"tp": 4, "sequence_parallel": True}, RECOMPUTED),
+        slow(4, "gpt2", {"tp": 2, "nodes": 2}, RECOMPUTED),
+        slow(8, "llama", {"tp": 2, "nodes": 2, "sequence_parallel": True}, {}),
+        slow(1, "gpt2", {}, RECOMPUTED),
+        slow(2, "gpt2", {"stage": 0}, {}),
+        slow(2, "llama", {"stage": 2, "micro_batches": 2}, RECOMPUTED),
     ],
 )
-@pytest.mark.parametrize("recompute", [False, slow(True)], ids=["", "recomputed"])
 def test_adapters_train_as_in_one_process(
-    loads: dict[str, str], world: int, kind: str, layout: dict[str, Any], recompute: bool
+    loads: dict[str, str], world: int, kind: str, layout: dict[str, Any], recompute: dict[str, Any]
 ):
-    """fp32 sums in another order over 4 steps: 1e-5."""
-    model = MODELS[kind]
-    (expected,) = ranks(1).run(train_plain, Case(model=model), ALL, loads[kind])
-    if recompute:
-        model = dataclasses.replace(
-            model, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
+    """fp32 sums in another order over the steps: 1e-5."""
+    model, expected = dataclasses.replace(MODELS[kind], **recompute), in_one_process(kind, loads[kind])
     results = ranks(world).run(train_on_ranks, Case(model=model, **layout), ALL, loads[kind])
     for found in results:
         torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
@@ -156,22 +158,24 @@ def test_adapters_train_as_in_one_process(
     assert len({found["checksum"] for found in results}) == 1
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of a model whose rows have several blocks, on each of two tensor-parallel ranks too."""
-    folder = str(tmp_path_factory.mktemp("wide") / "save")
-    ranks(4).run(run, Job(case=Case(model=WIDE, tp=2), steps=1, flags={"save": folder, "save_interval": 1}))
-    return folder
-
-
-@pytest.mark.parametrize("bits", [8, 4, slow(16)])
-def test_on_a_rounded_base_adapters_train_as_on_the_same_weights_unpacked_on_every_layout(wide: str, bits: Any):
+@pytest.mark.parametrize(
+    ("bits", "world", "layout"),
+    [
+        (8, 2, {"tp": 2, "sequence_parallel": True}),
+        (4, 2, {"nodes": 2}),
+        slow(4, 2, {"tp": 2, "sequence_parallel": True}),
+        slow(8, 4, {"nodes": 2}),
+        slow(16, 4, {"tp": 2, "nodes": 2}),
+    ],
+)
+def test_on_a_rounded_base_adapters_train_as_on_the_same_weights_unpacked_on_every_layout(
+    loads: dict[str, str], bits: Any, world: int, layout: dict[str, Any]
+):
     lora = dataclasses.replace(ALL, base_weight_bits=bits)
-    (expected,), (exact,) = (ranks(1).run(train_plain, Case(model=WIDE), each, wide) for each in (lora, ALL))
-    for world, layout in ((4, {"nodes": 2}), (2, {"tp": 2, "sequence_parallel": True})):
-        for found in ranks(world).run(train_on_ranks, Case(model=WIDE, **layout), lora, wide):
-            torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-            assert found["unpacked"] == []
+    expected, exact = (in_one_process("wide", loads["wide"], each) for each in (bits, None))
+    for found in ranks(world).run(train_on_ranks, Case(model=WIDE, **layout), lora, loads["wide"]):
+        torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert found["unpacked"] == []
     assert abs(expected[0][0] - exact[0][0]) > 3e-5  # so that an exact base would not pass
 
 
@@ -184,7 +188,9 @@ def compare_reference(case: Case, load: str, folder: str) -> tuple[bool, ...]:
 
     def losses(of: AdaptedPolicy) -> torch.Tensor:
         with torch.no_grad():
-            return of.built.model.eval()(batch.tokens, batch.labels)
+            found = of.built.model.eval()(batch.tokens, batch.labels)
+        of.built.sharding.free_gathered()
+        return found
 
     with adapters_off(model):
         base = losses(policy)
@@ -211,8 +217,9 @@ def compare_reference(case: Case, load: str, folder: str) -> tuple[bool, ...]:
     )
 
 
-@pytest.mark.parametrize(("world", "layout"), [(4, {"tp": 2}), slow(2, {"nodes": 2})])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("world", "layout", "kind"), [(2, {"tp": 2}, "llama"), (2, {"nodes": 2}, "gpt2"), slow(4, {"tp": 2}, "gpt2")]
+)
 def test_with_adapters_off_it_is_the_base_and_adapters_come_back_from_their_files(
     loads: dict[str, str], tmp_path: Path, world: int, layout: dict[str, Any], kind: str
 ):
@@ -220,23 +227,15 @@ def test_with_adapters_off_it_is_the_base_and_adapters_come_back_from_their_file
     assert ranks(world).run(compare_reference, case, loads[kind], str(tmp_path)) == [(True,) * 6] * world
 
 
-def dropped_out(case: Case, load: str) -> list[tuple[float, float]]:
-    lora = dataclasses.replace(ALL, lora_dropout=0.3)
-    policy, dims = adapt(case, lora, load)
-    return train(policy, dims, case)
-
-
 @pytest.mark.parametrize("layout", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": True})])
 def test_masks_of_dropout_agree_over_tp_and_in_recomputation(loads: dict[str, str], layout: dict[str, Any]):
     """Were they drawn anew, the gradients of a recomputed layer would be other ones."""
-    case = Case(model=LLAMA_STYLE, **layout)
-    full = dataclasses.replace(
-        LLAMA_STYLE, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    )
-    plain = ranks(2).run(dropped_out, case, loads["llama"])
-    again = ranks(2).run(dropped_out, dataclasses.replace(case, model=full), loads["llama"])
-    assert plain[0] == plain[1] == again[0] == again[1]
-    assert plain[0] != ranks(2).run(train_on_ranks, case, ALL, loads["llama"])[0]["steps"]
+    lora, case = dataclasses.replace(ALL, lora_dropout=0.3), Case(model=LLAMA_STYLE, **layout)
+    again = dataclasses.replace(case, model=dataclasses.replace(LLAMA_STYLE, **RECOMPUTED))
+    one, other = (ranks(2).run(train_on_ranks, each, lora, loads["llama"]) for each in (case, again))
+    assert one[0]["steps"] == one[1]["steps"] == other[0]["steps"] == other[1]["steps"]
+    assert abs(one[0]["steps"][0][0] - in_one_process("llama", loads["llama"])[0][0]) < 1e-5  # B is zero yet
+    assert abs(one[0]["steps"][-1][0] - in_one_process("llama", loads["llama"])[-1][0]) > 1e-4
 
 
 def sent_by_full_training(case: Case) -> int:
@@ -244,37 +243,45 @@ def sent_by_full_training(case: Case) -> int:
 
 
 def test_between_nodes_only_adapters_travel(loads: dict[str, str]):
-    """4 steps; a model of width 24 with rank 3 everywhere has a sixth of the weights in adapters."""
     case = Case(model=LLAMA_STYLE, nodes=2)
-    small = sum(found["cross"] for found in ranks(4).run(train_on_ranks, case, LoraConfig(lora_r=1), loads["llama"]))
-    large = sum(ranks(4).run(sent_by_full_training, case))
+    small = sum(found["cross"] for found in ranks(2).run(train_on_ranks, case, LoraConfig(lora_r=1), loads["llama"]))
+    large = sum(ranks(2).run(sent_by_full_training, case))
     assert 0 < small < large / 20
 
 
+def test_an_adapter_adds_alpha_over_rank_of_its_product():
+    layer = GPTModel(LLAMA_STYLE, vocab_size=101, tp=MeshAxis("tp"))
+    add_adapters(layer, dataclasses.replace(ALL, lora_alpha=12.0).settings(LLAMA_STYLE), None)
+    adapter = layer.get_submodule("layers.0.mlp.fc2.adapter").to_empty(device=CPU)
+    with torch.no_grad():
+        x = torch.rand(3, 2, adapter.a.shape[0])
+        adapter.a.copy_(torch.rand_like(adapter.a))
+        adapter.b.copy_(torch.rand_like(adapter.b))
+        torch.testing.assert_close(adapter(x), 4.0 * (x @ adapter.a @ adapter.b.t()))
+
+
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="--lora-r 0 is not positive"):
-        LoraConfig(lora_r=0)
-    with pytest.raises(ValueError, match=r"--lora-dropout 1.0 is not in \[0, 1\)"):
-        LoraConfig(lora_dropout=1.0)
-    with pytest.raises(ValueError, match=r"--lora-r 17 is more than .* model.layers.0.self_attn.k_proj, 16"):
-        LoraConfig(lora_r=17, lora_target_modules=("k_proj",)).settings(LLAMA_STYLE)
-    with pytest.raises(ValueError, match=r"--lora-target-modules lm_head is no linear .* q_proj, up_proj, v_proj"):
-        LoraConfig(lora_r=1, lora_target_modules=("q_proj", "lm_head")).settings(LLAMA_STYLE)
+    rows = [
+        (17, ("k_proj",), "--lora-r 17 is more than the smaller side of model.layers.0.self_attn.k_proj, 16"),
+        (1, ("q_proj", "lm_head"), "--lora-target-modules lm_head is no linear"),
+    ]
+    assert (
+        not_refused(rows, lambda r, names: LoraConfig(lora_r=r, lora_target_modules=names).settings(LLAMA_STYLE)) == []
+    )
 
 
-def load_another(case: Case, load: str, folder: str) -> None:
-    adapt(case, dataclasses.replace(ALL, lora_load=folder), load)
-
-
-def save_one(case: Case, load: str, folder: str) -> None:
+def load_another(case: Case, load: str, folder: str, other: str) -> str:
+    """The error of adapters that are saved and go on with other weights."""
     policy, dims = adapt(case, ALL, load)
     save_adapter(policy, Path(folder), dims)
+    with pytest.raises(ValueError, match="--lora-load") as caught:
+        adapt(case, dataclasses.replace(ALL, lora_load=folder), other)
+    return str(caught.value)
 
 
 def test_adapters_of_another_base_are_refused(loads: dict[str, str], tmp_path: Path):
-    case = Case(model=LLAMA_STYLE)
-    ranks(1).run(save_one, case, loads["llama"], str(tmp_path))
-    other = str(tmp_path / "other")
+    case, other = Case(model=LLAMA_STYLE), str(tmp_path / "other")
     ranks(1).run(run, Job(case=dataclasses.replace(case, seed=8), steps=1, flags={"save": other, "save_interval": 1}))
-    with pytest.raises(AssertionError, match=rf"was trained on weights .*: its base was {loads['llama']}"):
-        ranks(1).run(load_another, case, other, str(tmp_path))
+    (message,) = ranks(1).run(load_another, case, loads["llama"], str(tmp_path), other)
+    assert "was trained on weights with checksum" in message
+    assert message.endswith(f": its base was {loads['llama']}")

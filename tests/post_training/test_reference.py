@@ -39,10 +39,15 @@ def asked(case: Case, load: str, configs: list[WeightsConfig]) -> list[tuple[tor
     return found
 
 
-@pytest.mark.parametrize("bits", [8, slow(16), slow(4)])
 @pytest.mark.parametrize(
-    ("world", "layout"),
-    [(2, {"tp": 2, "sequence_parallel": True}), (2, {}), slow(1, {}), slow(4, {"nodes": 2, "tp": 2})],
+    ("world", "layout", "bits"),
+    [
+        (2, {"tp": 2, "sequence_parallel": True}, 8),
+        slow(2, {}, 4),
+        slow(1, {}, 8),
+        slow(4, {"nodes": 2, "tp": 2}, 16),
+        slow(4, {"nodes": 2, "tp": 2}, 4),
+    ],
 )
 def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(
     load: str, tmp_path: Path, world: int, layout: dict[str, Any], bits: Any

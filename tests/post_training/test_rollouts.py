@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -12,16 +13,18 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from post_training.policies import SEQ, Layout, PostCase, build, make_loader, prompts, train_on_rollouts
 
+from megazpp.base.program import UserError
 from megazpp.inference.generate import draw_completions, evaluating, generate
 from megazpp.inference.sample import SampleConfig, pick_rows
 from megazpp.post_training import rollouts
 from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.rewards import RewardFunction
 
 GRPO = PostTrainingConfig(objective="grpo", num_generations=4, max_completion_length=8)
 LATER = dataclasses.replace(GRPO, steps_per_generation=2, num_iterations=2)
 PPO = PostTrainingConfig(objective="ppo", max_completion_length=8, num_ppo_epochs=2, whiten_rewards=True)
 CASES = {
-    "grpo": PostCase(post=GRPO, steps=3),
+    "grpo": PostCase(post=GRPO, steps=2),
     "grpo, two steps twice": PostCase(post=dataclasses.replace(LATER, beta=0.1), steps=5, temperature=0.8),
     "ppo": PostCase(post=PPO, steps=3),
 }
@@ -32,49 +35,44 @@ LAYOUTS = {
     "cp 2 x data 2": Layout(world=4, cp=2, micro_batch_size=2),
     "tp 2 x 2 nodes": Layout(world=4, tp=2, nodes=2, micro_batch_size=2),
 }
-DEFAULT = {("grpo", "tp 2"), ("grpo, two steps twice", "data 2"), ("ppo", "cp 2")}
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [(n, x) if (n, x) in DEFAULT else slow(n, x) for n in CASES for x in LAYOUTS]
-)
-def test_every_layout_draws_the_same_completions_and_trains_on_them_alike(name: str, layout: str):
-    case, spread = CASES[name], LAYOUTS[layout]
-    (expected,) = ranks(1).run(train_on_rollouts, dataclasses.replace(case, layout=Layout(micro_batch_size=8)))
-    for found in ranks(spread.world).run(train_on_rollouts, dataclasses.replace(case, layout=spread)):
-        assert found["tables"] == expected["tables"]
-        for one, other in zip(found["steps"], expected["steps"], strict=True):
-            assert one == pytest.approx(other, rel=2e-3, abs=2e-4)
-    assert len({length for row in expected["tables"][0] for length in [row[1]]}) >= 1
+def train_all(names: Iterable[str], layout: Layout, *, whole_rows: bool = False) -> list[dict[str, Any]]:
+    """`train_on_rollouts` of some cases; `whole_rows` leaves all rows as long as --max-length."""
+    shorten, lengths = rollouts.shortened, set[int]()
 
-
-def train_with_rows(case: PostCase, multiple: int | None) -> dict[str, Any]:
-    """`train_on_rollouts`, and the lengths of its rows; they are a multiple of `multiple`, None for the product's."""
-    lengths, shorten = set(), rollouts.shortened
-
-    def seen(batch: Any, size: int) -> Any:
-        found = shorten(batch, multiple or size)
+    def seen(batch: Any, multiple: int) -> Any:
+        found = shorten(batch, SEQ if whole_rows else multiple)
         lengths.add(found.tokens.shape[1])
         return found
 
     with mock.patch.object(rollouts, "shortened", seen):
-        return train_on_rollouts(case) | {"lengths": lengths}
+        found = [train_on_rollouts(dataclasses.replace(CASES[name], layout=layout)) for name in names]
+    assert lengths == {SEQ} if whole_rows else lengths < {8, 16, SEQ}
+    return found
 
 
-@pytest.mark.parametrize("name", ["grpo, two steps twice", "ppo"])
-@pytest.mark.parametrize("layout", [Layout(world=2, micro_batch_size=2), Layout(world=2, tp=2, sequence_parallel=True)])
-def test_rows_as_long_as_their_batch_needs_change_no_loss(name: str, layout: Layout):
-    case = dataclasses.replace(CASES[name], layout=layout)
-    whole, short = (ranks(2).run(train_with_rows, case, multiple) for multiple in (SEQ, None))
-    for one, other in zip(whole, short, strict=True):
-        assert one["lengths"] == {SEQ}
-        assert other["lengths"] < {8, 16, SEQ}
-        assert one["tables"] == other["tables"]
-        for before, after in zip(one["steps"], other["steps"], strict=True):
-            assert after == pytest.approx(before, rel=2e-6, abs=2e-6)
-
-
-RATIO = [Layout(), Layout(world=2, tp=2), Layout(world=2, nodes=2, zeropp=True)]
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("tp 2", ["grpo"]),
+        ("data 2", ["grpo, two steps twice"]),
+        ("cp 2", ["ppo"]),
+        slow("cp 2 x data 2", [*CASES]),
+        slow("tp 2 x 2 nodes", [*CASES]),
+    ],
+)
+def test_every_layout_draws_the_same_completions_and_trains_on_them_alike_in_rows_as_long_as_needed(
+    layout: str, names: list[str]
+):
+    (expected,) = ranks(1).run(train_all, names, Layout(micro_batch_size=8), whole_rows=True)
+    for wanted in expected:  # the reference is what the policy begins as
+        assert wanted["steps"][0].get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)
+    for found in ranks(LAYOUTS[layout].world).run(train_all, names, LAYOUTS[layout]):
+        for own, wanted in zip(found, expected, strict=True):
+            assert own["tables"] == wanted["tables"]
+            for one, other in zip(own["steps"], wanted["steps"], strict=True):
+                assert one == pytest.approx(other, rel=2e-3, abs=2e-4)
 
 
 def first_ratios(case: PostCase) -> list[float]:
@@ -88,14 +86,18 @@ def first_ratios(case: PostCase) -> list[float]:
             batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=0.7, with_entropy=True
         ).losses
         losses.sum().backward()  # with a graph, as in training
-        found.append(float(((batch.old_logps + losses) * batch.loss_mask).abs().max()))
-        found.append(float(((batch.sampling_logps + losses) * batch.loss_mask).abs().max()))
+        found += [float(((x + losses) * batch.loss_mask).abs().max()) for x in (batch.old_logps, batch.sampling_logps)]
     return found
 
 
 @pytest.mark.parametrize(
     "layout",
-    [*RATIO, slow(Layout(world=4, tp=2, nodes=2, zeropp=True)), slow(Layout(world=4, tp=2, sequence_parallel=True))],
+    [
+        Layout(world=2, tp=2),
+        Layout(world=2, nodes=2, zeropp=True),
+        slow(Layout()),
+        slow(Layout(world=4, tp=2, nodes=2, zeropp=True, sequence_parallel=True)),
+    ],
 )
 def test_the_first_ratio_of_a_buffer_is_exactly_1_and_drawing_knew_the_same_log_probabilities(layout: Layout):
     case = PostCase(post=LATER, layout=layout, temperature=0.7)
@@ -104,23 +106,21 @@ def test_the_first_ratio_of_a_buffer_is_exactly_1_and_drawing_knew_the_same_log_
         assert max(found[1::2]) < 1e-4
 
 
-def cross_bytes(case: PostCase) -> list[int]:
-    """Bytes between nodes of a rollout, and of the step after it."""
-    built, dims = build(case)
-    loader = make_loader(case, built, dims)
-    loader.step(0, case.global_batch)
-    return [dims.counter.sent_bytes("cross")]
+def cross_bytes(lengths: list[int], layout: Layout) -> list[int]:
+    """The bytes between nodes of a rollout of completions of each of these lengths at most."""
+    found = []
+    for length in lengths:
+        case = PostCase(post=dataclasses.replace(GRPO, max_completion_length=length), layout=layout)
+        built, dims = build(case)
+        make_loader(case, built, dims).step(0, case.global_batch)
+        found.append(dims.counter.sent_bytes("cross"))
+    return found
 
 
-@pytest.mark.parametrize("zeropp", [False, True])
-def test_what_a_rollout_sends_between_nodes_does_not_depend_on_its_length(zeropp: bool):
-    layout = Layout(world=2, nodes=2, zeropp=zeropp)
-    lengths = [
-        ranks(2).run(cross_bytes, PostCase(post=dataclasses.replace(GRPO, max_completion_length=n), layout=layout))
-        for n in (1, 16)
-    ]
-    assert lengths[0] == lengths[1]
-    assert lengths[0][0][0] > 0
+def test_what_a_rollout_sends_between_nodes_does_not_depend_on_its_length():
+    for zeropp in (False, True):
+        for short, long in ranks(2).run(cross_bytes, [1, 16], Layout(world=2, nodes=2, zeropp=zeropp)):
+            assert 0 < short == long
 
 
 def uneven(case: PostCase) -> list[int]:
@@ -141,32 +141,49 @@ def test_ranks_whose_texts_end_early_do_not_hang_the_others():
     assert max(first) <= 2 < max(second)
 
 
-def resumed(case: PostCase, stop: int) -> tuple[list[Any], list[Any]]:
-    """Batches of a run, and of one that begins with what the first had after `stop` steps."""
+def resumed(case: PostCase, stops: list[int]) -> list[tuple[list[Any], list[Any]]]:
+    """The batches of the step after each of `stops`, of a run and of one that begins with what the first had there."""
     built, dims = build(case)
-    loader, again = make_loader(case, built, dims), make_loader(case, built, dims)
-    size = case.global_batch
-    straight = [loader.step(i * size, size) for i in range(stop)]
-    metrics, kept = loader.metrics(), loader.tensors()
-    gathered: dict[str, torch.Tensor] = {}
-    for each in dims.world.share_object(dims.world.gather_objects(kept)):
-        gathered |= each
-    again.accept(gathered, 0)
-    straight = [loader.step(stop * size, size)]
-    continued = [again.step(stop * size, size)]
-    same = {k: v for k, v in again.metrics().items() if not k.startswith("rollout/")}
-    assert not gathered or same == {k: v for k, v in metrics.items() if not k.startswith("rollout/")}
-    return straight, continued
+    loader, size, found = make_loader(case, built, dims), case.global_batch, []
+    for index in range(max(stops) + 1):
+        if index not in stops:
+            loader.step(index * size, size)
+            continue
+        again, metrics, gathered = make_loader(case, built, dims), loader.metrics(), dict[str, torch.Tensor]()
+        for each in dims.world.share_object(dims.world.gather_objects(loader.tensors())):
+            gathered |= each
+        again.accept(gathered, 0)
+        found.append((loader.step(index * size, size), again.step(index * size, size)))
+        same = {k: v for k, v in again.metrics().items() if not k.startswith("rollout/")}
+        assert not gathered or same == {k: v for k, v in metrics.items() if not k.startswith("rollout/")}
+    return found
 
 
-@pytest.mark.parametrize("stop", [1, 3, 4])
 @pytest.mark.parametrize("post", [LATER, dataclasses.replace(PPO, num_mini_batches=2)])
-def test_a_buffer_goes_on_where_a_checkpoint_has_left_it(post: PostTrainingConfig, stop: int):
+def test_a_buffer_goes_on_where_a_checkpoint_has_left_it(post: PostTrainingConfig):
     case = PostCase(post=post, layout=Layout(world=2, micro_batch_size=2))
-    for straight, continued in ranks(2).run(resumed, case, stop):
-        for one, other in zip(straight[0], continued[0], strict=True):
-            for a, b in zip(one, other, strict=True):
-                assert a is b is None or torch.equal(a, b)
+    for of_rank in ranks(2).run(resumed, case, [1, 3, 4]):
+        for straight, continued in of_rank:
+            for one, other in zip(straight, continued, strict=True):
+                for a, b in zip(one, other, strict=True):
+                    assert a is b is None or torch.equal(a, b)
+
+
+def places_of(case: PostCase) -> list[list[int]]:
+    """Which of the buffer's completions each step takes, by their tokens."""
+    built, dims = build(case)
+    loader, size, found = make_loader(case, built, dims), case.global_batch, list[list[int]]()
+    for index in range(6):
+        (batch,) = loader.step(index * size, size)
+        known = loader._buffer.batch.tokens[:, : batch.tokens.shape[1]].tolist()
+        found.append([known.index(row) for row in batch.tokens.tolist()])
+    return found
+
+
+def test_each_pass_goes_through_the_slices_in_turn():
+    post = dataclasses.replace(PPO, num_ppo_epochs=3, num_mini_batches=2)
+    (found,) = ranks(1).run(places_of, PostCase(post=post, layout=Layout(micro_batch_size=8)))
+    assert found == [[*range(8)], [*range(8, 16)]] * 3
 
 
 def kept_by(case: PostCase) -> dict[str, torch.Tensor]:
@@ -231,21 +248,20 @@ def test_a_buffer_of_two_ranks_goes_on_on_one():
     assert torch.equal(torch.cat(one), torch.cat(same))
 
 
-def test_a_failing_reward_function_ends_all_ranks_with_the_sample_s_line():
-    with pytest.raises(AssertionError, match=r"reward function evens failed at p.jsonl, line \d"):
-        ranks(2).run(failing, PostCase(post=GRPO, layout=Layout(world=2)))
-
-
-def failing(case: PostCase) -> None:
+def failing(case: PostCase) -> str:
+    """The error of a rollout whose reward function divides by zero."""
     built, dims = build(case)
     loader = make_loader(case, built, dims)
-    functions = [loader.sampler.functions[0]._replace(function=raises)]
+    functions = [RewardFunction("broken", lambda completions, number: [1 / (n - n) for n in number])]
     loader.sampler = dataclasses.replace(loader.sampler, functions=functions)
-    loader.step(0, case.global_batch)
+    with pytest.raises(UserError) as caught:
+        loader.step(0, case.global_batch)
+    return str(caught.value)
 
 
-def raises(completions: list[str], number: list[int]) -> list[float]:
-    return [1 / (n - n) for n in number]
+def test_a_failing_reward_function_ends_all_ranks_with_the_sample_s_line():
+    for message in ranks(2).run(failing, PostCase(post=GRPO, layout=Layout(world=2))):
+        assert "reward function broken failed at p.jsonl, line " in message
 
 
 def test_rows_are_picked_by_their_own_numbers_among_the_top_k_and_top_p():
@@ -326,10 +342,8 @@ def penalized(case: PostCase) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_penalty_keeps_both_ways_to_draw_from_repeating_the_prompt_and_the_text(world: int):
-    case = PostCase(post=GRPO, layout=Layout(world=world, tp=world))
-    for without_repeats, free in ranks(world).run(penalized, case):
+def test_a_penalty_keeps_both_ways_to_draw_from_repeating_the_prompt_and_the_text():
+    for without_repeats, free in ranks(2).run(penalized, PostCase(post=GRPO, layout=Layout(world=2, tp=2))):
         for prompt, own in zip(prompts(), without_repeats, strict=True):
             assert len({*own, *prompt.tokens}) == len(own) + len({*prompt.tokens})
         assert any(len(set(own)) < len(own) for own in free)

@@ -100,13 +100,13 @@ OFF = """
 # there is no such flag here, and the reason why its default need not be ours
 UNMATCHED = {
     "of what is off (OFF)": """
-        f_alpha_divergence_coef discopop_tau sapo_temperature_neg sapo_temperature_pos vespo_k_pos
-        vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_min entropy_coef_max entropy_coef_delta
-        entropy_target vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex
-        vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port
-        vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
-        vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max
-        vllm_importance_sampling_clip_min vllm_importance_sampling_cap liger_kernel_config
+        f_alpha_divergence_coef discopop_tau sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos
+        vespo_k_neg vespo_lambda_neg entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target vllm_mode
+        vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host
+        vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+        vllm_tensor_parallel_size vllm_importance_sampling_correction vllm_importance_sampling_mode
+        vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap
+        liger_kernel_config
     """,
     "GPT-2's dropout is always off here, whatever the objective": "disable_dropout",
     "epochs are shuffled for every objective; SFT's sampler shuffles in TRL": "shuffle_dataset",
@@ -115,28 +115,26 @@ UNMATCHED = {
     "how it is computed": """
         activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing_kwargs torch_compile
         torch_compile_backend torch_compile_mode use_cache torch_empty_cache_steps pad_to_multiple_of
-        precompute_ref_batch_size ds3_gather_for_generation cache_implementation
-        use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged
-        local_rollout_forward_batch_size dataset_num_proc
+        precompute_ref_batch_size ds3_gather_for_generation cache_implementation use_transformers_continuous_batching
+        transformers_continuous_batching_config use_transformers_paged local_rollout_forward_batch_size
+        dataset_num_proc
     """,
     "how ranks are started and spread": """
-        full_determinism use_cpu accelerator_config parallelism_config ddp_find_unused_parameters
-        ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config
-        deepspeed world_size
+        full_determinism use_cpu accelerator_config parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb
+        ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed world_size
     """,
     "how data is loaded": """
         dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-        dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
-        length_column_name
+        dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names length_column_name
     """,
     "files, the Hub, the log": """
         output_dir logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter
         include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project
-        trackio_space_id trackio_bucket_id trackio_static_space_id save_only_model save_strategy
-        save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
-        hub_model_id hub_strategy hub_always_push hub_revision metric_for_best_model greater_is_better
-        restore_callback_states_from_checkpoint debug skip_memory_metrics resume_from_checkpoint log_multimodal
-        num_completions_to_print log_unique_prompts log_completions_hub_repo num_sample_generations
+        trackio_space_id trackio_bucket_id trackio_static_space_id save_only_model save_strategy save_on_each_node
+        save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy
+        hub_always_push hub_revision metric_for_best_model greater_is_better restore_callback_states_from_checkpoint
+        debug skip_memory_metrics resume_from_checkpoint log_multimodal num_completions_to_print log_unique_prompts
+        log_completions_hub_repo num_sample_generations
     """,
     "when and how held-out data is asked": """
         eval_strategy eval_delay per_device_eval_batch_size prediction_loss_only eval_do_concat_batches
@@ -180,21 +178,24 @@ def reason(config: str, name: str, theirs: Any, own: dict[str, Any]) -> str | No
     return next((why for why, names in UNMATCHED.items() if name in names.split()), None)
 
 
-@pytest.mark.parametrize("config", OBJECTIVES)
-def test_every_default_is_trl_s_or_has_a_reason(config: str):
-    own = ours(config)
-    reasons = {name: reason(config, name, theirs, own) for name, theirs in TRL[config].items()}
-    for name, why in reasons.items():
-        print(f"{name}: ours {own.get(RENAMED.get(name, name), '-')!r}, TRL's {TRL[config][name]!r}: {why}")
-    assert {name: TRL[config][name] for name, why in reasons.items() if why is None} == {}
-    of_objective = {"SFTConfig": "max_length packing", "DPOConfig": "beta loss_type ref_model_sync_steps"}
-    of_objective |= {
-        "GRPOConfig": "use_bias_correction_kl max_completion_length delta min_p",
-        "PPOConfig": "lam kl_coef",
-    }
-    of_objective |= {"RewardConfig": "center_rewards_coefficient", "RLOOConfig": "top_k"}
-    same = {name for name, why in reasons.items() if why == "the same"}
-    assert {"learning_rate", "weight_decay", "adam_beta2", *of_objective[config].split()} <= same
+SAME = {  # some that have to be the same, of each config
+    "SFTConfig": "max_length packing",
+    "RewardConfig": "center_rewards_coefficient",
+    "DPOConfig": "beta loss_type ref_model_sync_steps",
+    "GRPOConfig": "use_bias_correction_kl max_completion_length delta min_p",
+    "RLOOConfig": "top_k",
+    "PPOConfig": "lam kl_coef",
+}
+
+
+def test_every_default_is_trl_s_or_has_a_reason():
+    for config, same in SAME.items():
+        own = ours(config)
+        reasons = {name: reason(config, name, theirs, own) for name, theirs in TRL[config].items()}
+        assert {name: TRL[config][name] for name, why in reasons.items() if why is None} == {}, config
+        found = {name for name, why in reasons.items() if why == "the same"}
+        assert {"learning_rate", "weight_decay", "adam_beta2", *same.split()} <= found, config
+    assert {*SAME} == {*OBJECTIVES} == {*TRL}
 
 
 def test_no_reason_is_of_a_default_that_is_not_there():
