@@ -146,9 +146,7 @@ def make_loader(case: PostCase, built: Built, dims: ParallelDims, **options: Any
         dims,
         ByteTokenizer(),
         config=SampleConfig(
-            sample_tokens=case.post.max_completion_length,
-            sample_temperature=case.temperature,
-            sample_top_k=0,
+            sample_tokens=case.post.max_completion_length, sample_temperature=case.temperature, sample_top_k=0
         ),
         functions=[RewardFunction("evens", evens)],
         seed=3,

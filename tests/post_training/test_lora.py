@@ -24,13 +24,7 @@ from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.post_training.lora import (
-    AdaptedPolicy,
-    LoraConfig,
-    add_adapters,
-    load_adapted,
-    save_adapter,
-)
+from megazpp.post_training.lora import AdaptedPolicy, LoraConfig, add_adapters, load_adapted, save_adapter
 from megazpp.stored.format import plan_rows
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import initialize_parameters_

@@ -14,25 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.post_training.losses import (
-    AdvantageEstimator,
-    PairLoss,
-    RewardScale,
-    TokenLoss,
-    cispo_losses,
-    clipped_value_losses,
-    dpo_losses,
-    gae,
-    group_advantages,
-    importance_ratio,
-    kl_to_reference,
-    policy_losses,
-    ppo_rewards,
-    reward_losses,
-    token_weights,
-    value_mask,
-    whiten,
-)
+from megazpp.post_training import losses as formulas
+from megazpp.post_training.losses import AdvantageEstimator, PairLoss, RewardScale, TokenLoss
 
 LENGTHS = [3, 1, 5, 0, 2, 4, 5, 1]
 ROWS, PLACES = len(LENGTHS), 7
@@ -66,39 +49,43 @@ def test_a_steps_loss_does_not_depend_on_its_micro_batches() -> None:
         for parts in (1, 3, 8):
             total = torch.zeros((), dtype=torch.float64)
             for rows in torch.arange(ROWS).chunk(parts):
-                own, drawn = importance_ratio(logps[rows], old[rows], mask[rows]), mask[rows]
+                own, drawn = formulas.importance_ratio(logps[rows], old[rows], mask[rows]), mask[rows]
                 if loss_type == "cispo":
-                    losses = cispo_losses(logps[rows], own, advantages[rows], drawn, highest=1.2).losses
+                    losses = formulas.cispo_losses(logps[rows], own, advantages[rows], drawn, highest=1.2).losses
                 else:
-                    losses = policy_losses(own, advantages[rows], drawn, epsilon=0.2).losses
-                losses = losses + 0.1 * kl_to_reference(logps[rows], ref[rows], drawn)
-                total += (losses * token_weights(drawn, loss_type, **sizes)).sum()
+                    losses = formulas.policy_losses(own, advantages[rows], drawn, epsilon=0.2).losses
+                losses = losses + 0.1 * formulas.kl_to_reference(logps[rows], ref[rows], drawn)
+                total += (losses * formulas.token_weights(drawn, loss_type, **sizes)).sum()
             torch.testing.assert_close(total, expected[loss_type], rtol=1e-12, atol=0)
 
 
 def test_a_step_without_a_token_has_no_loss_rather_than_nan() -> None:
     for loss_type in get_args(TokenLoss):
-        weights = token_weights(torch.zeros(2, 3), loss_type, num_completions=2, num_tokens=0, max_completion_length=5)
+        weights = formulas.token_weights(
+            torch.zeros(2, 3), loss_type, num_completions=2, num_tokens=0, max_completion_length=5
+        )
         assert weights.tolist() == [[0] * 3] * 2
 
 
 def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient() -> None:
     logps, old, ref, values, advantages, mask = completions()
-    places = value_mask(mask, max_completion_length=5)
+    places = formulas.value_mask(mask, max_completion_length=5)
     found = []
     for rubbish in (0.0, 1e4, -math.inf):
         policy, head, before, reference = (torch.where(mask > 0, each, rubbish) for each in (logps, values, old, ref))
         head = torch.where(places > 0, values, 3.0 if math.isinf(rubbish) else rubbish)
         policy.requires_grad_()
         head.requires_grad_()
-        loss = policy_losses(importance_ratio(policy, before, mask), advantages, mask, epsilon=0.2).losses.sum()
-        whole = importance_ratio(policy, before, mask, level="sequence")
-        loss = loss + cispo_losses(policy, whole, advantages[:, 0], mask, highest=2.0).losses.sum()
-        loss = loss + kl_to_reference(policy, reference, mask, whole).sum()
-        loss = loss + clipped_value_losses(head, values, advantages, places, cliprange_value=0.2).losses.sum()
+        loss = formulas.policy_losses(
+            formulas.importance_ratio(policy, before, mask), advantages, mask, epsilon=0.2
+        ).losses.sum()
+        whole = formulas.importance_ratio(policy, before, mask, level="sequence")
+        loss = loss + formulas.cispo_losses(policy, whole, advantages[:, 0], mask, highest=2.0).losses.sum()
+        loss = loss + formulas.kl_to_reference(policy, reference, mask, whole).sum()
+        loss = loss + formulas.clipped_value_losses(head, values, advantages, places, cliprange_value=0.2).losses.sum()
         loss.backward()
-        rewards = ppo_rewards(policy.detach(), reference, advantages[:, 0], mask, places, kl_coef=0.1)
-        estimates = gae(rewards, head.detach(), places, gamma=0.9, lam=0.8)
+        rewards = formulas.ppo_rewards(policy.detach(), reference, advantages[:, 0], mask, places, kl_coef=0.1)
+        estimates = formulas.gae(rewards, head.detach(), places, gamma=0.9, lam=0.8)
         assert policy.grad is not None
         assert head.grad is not None
         assert (policy.grad[mask == 0] == 0).all()
@@ -112,29 +99,29 @@ def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others() -> None
     rewards = torch.tensor([1.0, 0, 0, 1, 5, 5, 5, 5, 0, 2, 4, 6], dtype=torch.float64)
     for scale in get_args(RewardScale):
         for estimator in get_args(AdvantageEstimator):
-            found = group_advantages(rewards, 4, scale=scale, estimator=estimator)
+            found = formulas.group_advantages(rewards, 4, scale=scale, estimator=estimator)
             assert found.view(3, 4).sum(1).abs().max() < 1e-12
             assert (found[4:8] == 0).all()
             if scale != "batch":
-                alone = group_advantages(rewards[8:], 4, scale=scale, estimator=estimator)
+                alone = formulas.group_advantages(rewards[8:], 4, scale=scale, estimator=estimator)
                 assert torch.equal(found[8:], alone), (scale, estimator)
-    rloo = group_advantages(rewards, 4, scale="none", estimator="rloo")
+    rloo = formulas.group_advantages(rewards, 4, scale="none", estimator="rloo")
     assert rloo[0].item() == pytest.approx(1 - 1 / 3)
-    assert group_advantages(torch.tensor([1.0, 2.0]), 1).tolist() == [0, 0]
+    assert formulas.group_advantages(torch.tensor([1.0, 2.0]), 1).tolist() == [0, 0]
 
 
 def test_values_end_one_place_after_a_completion_unless_it_is_as_long_as_it_can_be() -> None:
     mask = torch.tensor([[0.0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
     expected = [[0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 1, 1]]
-    assert value_mask(mask, max_completion_length=3).tolist() == expected
+    assert formulas.value_mask(mask, max_completion_length=3).tolist() == expected
 
 
 @settings(max_examples=50, deadline=None)
 @given(gamma=st.floats(0, 1), lam=st.floats(0, 1), seed=st.integers(0, 9))
 def test_advantages_are_the_sums_of_temporal_differences(gamma: float, lam: float, seed: int) -> None:
     rewards, values, *_, mask = completions(seed)
-    places = value_mask(mask, max_completion_length=5)
-    advantages, returns = gae(rewards, values, places, gamma=gamma, lam=lam)
+    places = formulas.value_mask(mask, max_completion_length=5)
+    advantages, returns = formulas.gae(rewards, values, places, gamma=gamma, lam=lam)
     for row in range(ROWS):
         own = places[row].nonzero().flatten().tolist()
         deltas = [
@@ -159,17 +146,17 @@ def test_whitening_spans_all_ranks() -> None:
         return own
 
     for half in halves:
-        whiten(x[half], mask[half], sum_over_ranks=record)
+        formulas.whiten(x[half], mask[half], sum_over_ranks=record)
     total, chosen = sums[0] + sums[1], x[mask > 0]
     for shift_mean, mean in ((True, 0.0), (False, chosen.mean())):
-        parts = [whiten(x[h], mask[h], sum_over_ranks=lambda _: total, shift_mean=shift_mean) for h in halves]
+        parts = [formulas.whiten(x[h], mask[h], sum_over_ranks=lambda _: total, shift_mean=shift_mean) for h in halves]
         expected = (chosen - chosen.mean()) / (chosen.var() + 1e-8).sqrt() + mean
         torch.testing.assert_close(torch.cat(parts)[mask > 0], expected, rtol=1e-9, atol=1e-9)
         assert (torch.cat(parts)[mask == 0] == 0).all()
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
-    assert reward_losses(torch.tensor([500.0, -500.0]), torch.zeros(2)).tolist() == [0, 500]
+    assert formulas.reward_losses(torch.tensor([500.0, -500.0]), torch.zeros(2)).tolist() == [0, 500]
 
 
 def softplus(x: float) -> float:
@@ -198,7 +185,7 @@ def test_losses_of_pairs_by_hand_and_the_pair_that_is_preferred_has_the_smaller(
     chosen, rejected, ref = torch.tensor([-3.0, -5.0]), torch.tensor([-5.0, -3.0]), torch.full((2,), -4.0)
     options: dict[str, Any] = {"label_smoothing": 0.1, "mean_chosen_length": 2.0}
     lengths = {"chosen_lengths": torch.tensor([2.0, 2.0]), "rejected_lengths": torch.tensor([4.0, 4.0])}
-    losses = functools.partial(dpo_losses, chosen, rejected, ref, ref, beta=0.25, **options, **lengths)
+    losses = functools.partial(formulas.dpo_losses, chosen, rejected, ref, ref, beta=0.25, **options, **lengths)
     for loss_type in get_args(PairLoss):
         found = losses(loss_types=(loss_type,))
         assert found.losses[0].item() == pytest.approx(PAIRS[loss_type]), loss_type
@@ -213,38 +200,40 @@ def test_losses_of_completions_by_hand() -> None:
     logps, mask = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
     old = logps - torch.tensor([[2.0, 0.125]]).log()
     good, bad = torch.tensor([3.0]), torch.tensor([-3.0])
-    tokens, whole = (importance_ratio(logps, old, mask, level=each) for each in ("token", "sequence"))
+    tokens, whole = (formulas.importance_ratio(logps, old, mask, level=each) for each in ("token", "sequence"))
     divergence = 0.5 + math.log(2) - 1  # of a reference that is half as likely
-    half = logps - math.log(2)
+    half, zeros = logps - math.log(2), torch.zeros(1, 2)
     for found, expected in (
         (tokens, [2, 0.125]),
         (whole, [0.5]),  # sqrt(2 / 8): GSPO, equation 7
-        (policy_losses(tokens, good, mask, epsilon=0.2), ([-3 * 1.2, -3 * 0.125], [1, 0])),
-        (policy_losses(tokens, good, mask, epsilon=0.2, epsilon_high=0.5), ([-3 * 1.5, -3 * 0.125], [1, 0])),
-        (policy_losses(tokens, bad, mask, epsilon=0.2), ([3 * 2, 3 * 0.8], [0, 1])),
-        (policy_losses(tokens, bad, mask, epsilon=0.2, delta=1.5), ([3 * 1.5, 3 * 0.8], [0, 1])),
-        (policy_losses(whole, bad, mask, epsilon=0.2), ([3 * 0.8] * 2, [1, 1])),
-        (cispo_losses(logps, tokens, good, mask, highest=1.5), ([1.5 * 3 * 1, 0.125 * 3 * 3], [1, 0])),
-        (kl_to_reference(logps, half, mask), [divergence] * 2),
-        (kl_to_reference(logps, half, mask, tokens), [2 * divergence, 0.125 * divergence]),
-        (clipped_value_losses(logps, torch.zeros(1, 2), logps + 2, mask, cliprange_value=0.5), ([2, 2], [0, 0])),
-        (clipped_value_losses(logps, torch.zeros(1, 2), logps - 1, mask, cliprange_value=0.5),
+        (formulas.policy_losses(tokens, good, mask, epsilon=0.2), ([-3 * 1.2, -3 * 0.125], [1, 0])),
+        (formulas.policy_losses(tokens, good, mask, epsilon=0.2, epsilon_high=0.5), ([-3 * 1.5, -3 * 0.125], [1, 0])),
+        (formulas.policy_losses(tokens, bad, mask, epsilon=0.2), ([3 * 2, 3 * 0.8], [0, 1])),
+        (formulas.policy_losses(tokens, bad, mask, epsilon=0.2, delta=1.5), ([3 * 1.5, 3 * 0.8], [0, 1])),
+        (formulas.policy_losses(whole, bad, mask, epsilon=0.2), ([3 * 0.8] * 2, [1, 1])),
+        (formulas.cispo_losses(logps, tokens, good, mask, highest=1.5), ([1.5 * 3 * 1, 0.125 * 3 * 3], [1, 0])),
+        (formulas.kl_to_reference(logps, half, mask), [divergence] * 2),
+        (formulas.kl_to_reference(logps, half, mask, tokens), [2 * divergence, 0.125 * divergence]),
+        (formulas.clipped_value_losses(logps, zeros, logps + 2, mask, cliprange_value=0.5), ([2, 2], [0, 0])),
+        (formulas.clipped_value_losses(logps, zeros, logps - 1, mask, cliprange_value=0.5),
          ([0.5 * 1.5**2, 0.5 * 3.5**2], [1, 1])),
-        (ppo_rewards(logps, half, good, mask, mask, kl_coef=0.1), [-0.1 * math.log(2), 3 - 0.1 * math.log(2)]),
+        (formulas.ppo_rewards(logps, half, good, mask, mask, kl_coef=0.1), [-0.1 * math.log(2), 3 - 0.1 * math.log(2)]),
     ):  # fmt: skip
         for part, row in zip(*((found, expected) if isinstance(found, tuple) else ([found], [expected])), strict=True):
             torch.testing.assert_close(part, torch.tensor([row], dtype=torch.float32))
-    assert group_advantages(torch.tensor([1.0, 0, 0, 1]), 4).tolist() == pytest.approx(
+    assert formulas.group_advantages(torch.tensor([1.0, 0, 0, 1]), 4).tolist() == pytest.approx(
         [s / 2 / (math.sqrt(1 / 3) + 1e-4) for s in (1, -1, -1, 1)]
     )
-    scores = reward_losses(torch.tensor([2.0]), torch.tensor([1.0]), center=0.5)
+    scores = formulas.reward_losses(torch.tensor([2.0]), torch.tensor([1.0]), center=0.5)
     assert scores.item() == pytest.approx(softplus(-1) + 0.5 * 9)
 
 
 def test_where_the_ratio_is_clipped_there_is_no_gradient_and_without_old_log_probabilities_it_is_one() -> None:
     logps, old, _, _, advantages, mask = completions()
     logps.requires_grad_()
-    losses, clipped = policy_losses(importance_ratio(logps, old, mask), advantages, mask, epsilon=0.1, epsilon_high=0.3)
+    losses, clipped = formulas.policy_losses(
+        formulas.importance_ratio(logps, old, mask), advantages, mask, epsilon=0.1, epsilon_high=0.3
+    )
     (grad,) = torch.autograd.grad(losses.sum(), logps)
     ratio = (logps - old).exp()
     expected = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
@@ -252,7 +241,9 @@ def test_where_the_ratio_is_clipped_there_is_no_gradient_and_without_old_log_pro
     assert 0 < clipped.sum() < mask.sum()
     assert torch.equal(grad == 0, (clipped > 0) | (mask == 0))
 
-    losses, clipped = policy_losses(importance_ratio(logps, None, mask), advantages, mask, epsilon=0.1)
+    losses, clipped = formulas.policy_losses(
+        formulas.importance_ratio(logps, None, mask), advantages, mask, epsilon=0.1
+    )
     (grad,) = torch.autograd.grad(losses.sum(), logps)
     assert clipped.sum() == 0
     assert torch.equal(losses, -advantages * mask)

@@ -62,8 +62,7 @@ def in_one_process(objective: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "objectives"),
-    [(x, IN_DEFAULT[x]) if x in IN_DEFAULT else slow(x, tuple(OBJECTIVES)) for x in LAYOUTS],
+    ("layout", "objectives"), [(x, IN_DEFAULT[x]) if x in IN_DEFAULT else slow(x, tuple(OBJECTIVES)) for x in LAYOUTS]
 )
 def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(layout: str, objectives: tuple[str, ...]):
     spread = LAYOUTS[layout]

@@ -10,21 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazpp.post_training.losses import (
-    cispo_losses,
-    clipped_value_losses,
-    dpo_losses,
-    gae,
-    group_advantages,
-    importance_ratio,
-    kl_to_reference,
-    policy_losses,
-    ppo_rewards,
-    reward_losses,
-    token_weights,
-    value_mask,
-    whiten,
-)
+from megazpp.post_training import losses as formulas
 from megazpp.post_training.reference import mix_
 from megazpp.post_training.rewards import total_rewards
 
@@ -63,7 +49,7 @@ def sft(case: dict[str, Any]) -> Compared:
 
 def reward(case: dict[str, Any]) -> Compared:
     scores = leaf(case["scores"])
-    loss = reward_losses(*scores.chunk(2), **case["settings"]).mean()
+    loss = formulas.reward_losses(*scores.chunk(2), **case["settings"]).mean()
     loss.backward()
     return {"loss": (loss, case["loss"]), "gradient": (scores.grad, case["grad"])}
 
@@ -72,7 +58,7 @@ def dpo(case: dict[str, Any]) -> Compared:
     logits, mask, metrics = leaf(case["logits"]), labels_mask(case), case["metrics"]
     policy, ref = ((logps(case, each) * mask).sum(1).chunk(2) for each in (logits, tensor(case["ref_logits"])))
     chosen_lengths, rejected_lengths = mask.sum(1).chunk(2)
-    found = dpo_losses(
+    found = formulas.dpo_losses(
         *policy,
         *ref,
         **case["settings"],
@@ -103,7 +89,7 @@ def sync(case: dict[str, Any]) -> Compared:
 def advantages_of(case: dict[str, Any]) -> torch.Tensor:
     rewards = tensor([[float("nan") if each is None else each for each in row] for row in case["rewards"]])
     totals, settings = total_rewards(rewards, case["weights"]), case["settings"]
-    return group_advantages(totals, 2, scale=settings["scale"], estimator=settings["estimator"])
+    return formulas.group_advantages(totals, 2, scale=settings["scale"], estimator=settings["estimator"])
 
 
 def rloo(case: dict[str, Any]) -> Compared:
@@ -118,7 +104,7 @@ def grpo(case: dict[str, Any], micro_batches: int = 1) -> Compared:
         old = logps(case, tensor(case["old_logits"]), temperature)
     loss, clipped, kl = (torch.zeros((), dtype=torch.float64) for _ in range(3))
     for rows in torch.arange(len(mask)).chunk(micro_batches):
-        weights = token_weights(
+        weights = formulas.token_weights(
             mask[rows],
             settings["loss_type"],
             num_completions=len(mask),
@@ -126,13 +112,17 @@ def grpo(case: dict[str, Any], micro_batches: int = 1) -> Compared:
             max_completion_length=settings["max_completion_length"],
         )
         before = None if old is None else old[rows]
-        ratio = importance_ratio(own[rows], before, mask[rows], level=settings["level"])
+        ratio = formulas.importance_ratio(own[rows], before, mask[rows], level=settings["level"])
         if settings["loss_type"] == "cispo":
-            policy = cispo_losses(own[rows], ratio, advantages[rows], mask[rows], highest=settings["epsilon_high"])
+            policy = formulas.cispo_losses(
+                own[rows], ratio, advantages[rows], mask[rows], highest=settings["epsilon_high"]
+            )
         else:
             bounds = {name: settings[name] for name in ("epsilon", "epsilon_high", "delta")}
-            policy = policy_losses(ratio, advantages[rows], mask[rows], **bounds)
-        divergence = kl_to_reference(own[rows], ref[rows], mask[rows], ratio if settings["bias_correction"] else None)
+            policy = formulas.policy_losses(ratio, advantages[rows], mask[rows], **bounds)
+        divergence = formulas.kl_to_reference(
+            own[rows], ref[rows], mask[rows], ratio if settings["bias_correction"] else None
+        )
         loss = loss + ((policy.losses + settings["beta"] * divergence) * weights).sum()
         counts = mask[rows] if settings["level"] == "token" else mask[rows] / mask[rows].sum(1, keepdim=True)
         clipped, kl = clipped + (policy.clipped * counts).sum(), kl + (divergence * mask[rows]).sum()
@@ -155,18 +145,22 @@ def ppo(case: dict[str, Any]) -> Compared:
     """TRL gives a completion that ended early a value after its end, and the score there."""
     settings, longest = case["settings"], case["settings"]["max_completion_length"]
     logits, all_values, mask = leaf(case["logits"]), leaf(case["values"]), labels_mask(case)
-    places = value_mask(mask, max_completion_length=longest)
+    places = formulas.value_mask(mask, max_completion_length=longest)
     values, old_values = all_values[:, :-1], tensor(case["old_values"])[:, :-1]
     own, old, ref = (logps(case, each) for each in (logits, tensor(case["old_logits"]), tensor(case["ref_logits"])))
 
-    rewards = ppo_rewards(old, ref, tensor(case["scores"]), mask, places, kl_coef=settings["kl_coef"])
+    rewards = formulas.ppo_rewards(old, ref, tensor(case["scores"]), mask, places, kl_coef=settings["kl_coef"])
     if settings["whiten_rewards"]:
-        rewards = whiten(rewards, places, shift_mean=False)
-    estimates, returns = gae(rewards, old_values, places, gamma=settings["gamma"], lam=settings["lam"])
-    advantages, drawn = whiten(estimates, mask), mask[:, -longest:]
+        rewards = formulas.whiten(rewards, places, shift_mean=False)
+    estimates, returns = formulas.gae(rewards, old_values, places, gamma=settings["gamma"], lam=settings["lam"])
+    advantages, drawn = formulas.whiten(estimates, mask), mask[:, -longest:]
 
-    policy = policy_losses(importance_ratio(own, old, mask), advantages, mask, epsilon=settings["cliprange"])
-    value = clipped_value_losses(values, old_values, returns, places, cliprange_value=settings["cliprange_value"])
+    policy = formulas.policy_losses(
+        formulas.importance_ratio(own, old, mask), advantages, mask, epsilon=settings["cliprange"]
+    )
+    value = formulas.clipped_value_losses(
+        values, old_values, returns, places, cliprange_value=settings["cliprange_value"]
+    )
     policy_loss, value_loss = policy.losses.sum() / mask.sum(), value.losses.sum() / places.sum()
     loss = policy_loss + settings["vf_coef"] * value_loss
     loss.backward()
