@@ -145,10 +145,11 @@ def test_the_same_split_is_built_once_and_another_anew(tmp_path: Path) -> None:
         assert before.items() <= cached(tmp_path).items()
         assert len(cached(tmp_path)) - len(before) == built, (bounds, how)
     (by_tokens,) = fit_for_split(sources_of(write(tmp_path / "c", documents=1, length=90)), SPLIT)
-    before = cached(tmp_path)
-    for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
-        split_of(tmp_path, [by_tokens], bounds, num_samples=3)
-    assert len(cached(tmp_path)) == len(before) + 2
+    for source in (by_tokens, sources[0]):  # as many samples of other parts
+        before = cached(tmp_path)
+        for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
+            split_of(tmp_path, [source], bounds, num_samples=3)
+        assert len(cached(tmp_path)) == len(before) + 2, source.name
 
 
 def test_edges_of_a_split_are_rounded_to_the_nearest_document(tmp_path: Path) -> None:
