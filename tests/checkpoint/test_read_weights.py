@@ -19,7 +19,7 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.record import shape_of
 from megazpp.checkpoint.safe_reader import SafeReader
-from megazpp.checkpoint.weights import AdaptedReader
+from megazpp.checkpoint.weights import AdaptedReader, sum_of_bits, wrapped
 from megazpp.model.config import GPTConfig
 
 CASE = Case(tp=2, sequence_parallel=True)
@@ -89,16 +89,23 @@ def test_a_record_of_another_model_than_the_tensors_is_refused(load: str, tmp_pa
 
 
 def test_merged_weights_are_rounded_to_their_own_type_whatever_reads_them(tmp_path: Path):
-    linear = "model.layers.0.mlp.fc1."
+    linear, (a, b) = "model.layers.0.mlp.fc1.", (torch.randn(4, 2), torch.randn(6, 2))
     base = {f"{linear}weight": torch.randn(6, 4).bfloat16()}
     SummingWriter(tmp_path / "base").save(base, None)
-    SummingWriter(tmp_path / "own").save(
-        {f"{linear}adapter.{x}": torch.randn(n, 2) for x, n in (("a", 4), ("b", 6))}, None
-    )
-    reader = AdaptedReader(SafeReader(tmp_path / "own"), SafeReader(tmp_path / "base"), CASE.model, 2.0)
+    SummingWriter(tmp_path / "own").save({f"{linear}adapter.a": a, f"{linear}adapter.b": b}, None)
+    reader = AdaptedReader(SafeReader(tmp_path / "own"), SafeReader(tmp_path / "base"), CASE.model, 3.0)
     target = {f"{linear}weight": torch.zeros(6, 4)}
     reader.fill(target, ())
     merged = reader.read_whole(f"{linear}weight")
-    assert merged.dtype == torch.bfloat16
+    torch.testing.assert_close(merged, (base[f"{linear}weight"] + 3.0 * b @ a.t()).bfloat16())
     assert torch.equal(target[f"{linear}weight"], merged.float())
-    assert not torch.equal(merged, base[f"{linear}weight"])
+
+
+def test_the_checksum_of_a_tensor_is_the_sum_of_its_boxes_and_knows_every_place():
+    whole = torch.randn(3, 4)
+    total = sum_of_bits("x", whole, (0, 0), whole.shape)
+    boxes = [(0, 0, whole[:1]), (1, 0, whole[1:, :3]), (1, 3, whole[1:, 3:])]
+    assert wrapped(sum(sum_of_bits("x", box, place, whole.shape) for *place, box in boxes)) == total
+    swapped = whole.clone()
+    swapped[0, 1], swapped[1, 0] = whole[1, 0], whole[0, 1]
+    assert sum_of_bits("x", swapped, (0, 0), whole.shape) != total != sum_of_bits("y", whole, (0, 0), whole.shape)

@@ -63,7 +63,10 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen3": ("qwen3", FP32, {}),
     "qwen3 tied": ("qwen3", BF16, TIED),
 }
-KEPT = ("vocab_size", "initializer_range", "resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")
+KEPT = (  # keys of a config.json
+    *("vocab_size", "initializer_range", "tie_word_embeddings"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"),
+)
 
 
 def turn(source: Path, output: Path) -> Path:
