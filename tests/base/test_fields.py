@@ -74,6 +74,7 @@ use_cpu_initialization | a CPU draws on the CPU anyway; it changes something on 
 memory_snapshot_path | the name of a file of --record-memory-history, which needs CUDA
 diloco_merge_alpha | test_diloco.py's function `local_steps` has it as merge_alpha
 zero_verify_interval | a healthy run is the same with it; test_verify.py and test_anomalies.py test what it asks for
+exit_on_missing_checkpoint | all that it does is to refuse, which test_load_source.py and test_pretrain.py test
 ref_checksum | the program writes it; test_post_train.py changes the base that it stands for
 """)
 )
