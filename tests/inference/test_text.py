@@ -32,7 +32,7 @@ def grow(text: str, *stop: str) -> list[str]:
 
 def test_a_text_ends_before_the_stop_string_that_comes_first():
     assert grow("one. two! three", "!", ".")[-1] == "one"
-    assert grow("aab", "ab")[-1] == "a"
+    assert grow("aab", "ab", "b")[-1] == "a"
     assert grow("no end", "!")[-1] == "no end"
 
 
