@@ -227,7 +227,8 @@ def _device(value: Any, source: str) -> Device:
 
 def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collection[str] = ()) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} {value!r} is not a list of key: value")
+        given = "(empty)" if value is None else repr(value)
+        raise ValueError(f"{where} {given} is not a list of key: value")
     for key in value:
         if key not in keys:
             raise ValueError(f"{where}: unknown key {key} (value {value[key]!r}); known are {', '.join(keys)}")

@@ -133,7 +133,7 @@ WHOLE_FILES = [  # text, words of the message
     ("nodes: 2\nranks_per_node: two", "ranks_per_node 'two' is not"),
     ("nodes: 2\nnodes: 3\nranks_per_node: 2", "is not YAML: key nodes twice"),
     ("- nodes\n- 2", "the file ['nodes', 2] is not"),
-    ("", "the file None is not"),
+    ("", "the file (empty) is not"),
     ("nodes: [", "is not YAML"),
 ]
 LINES = """
