@@ -7,8 +7,6 @@ tests to run. A change that cannot be noticed says why (`survives`). Each is mad
 status is 1 if one of the others survives. Not part of CI: it runs tests a hundred times.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The floors of the house, kept by reading the source: who may import whom, and what only one file may do."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

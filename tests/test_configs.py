@@ -1,7 +1,5 @@
 """Every shipped flag file parses, passes all checks and describes the model it names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

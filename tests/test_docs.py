@@ -4,8 +4,6 @@ The commands of a page run in order, in one folder, the tutorial's (docs/tutoria
 or starts on machines that are not here, is made smaller by the table `INSTEAD`; `python` is helpers/fork_python.py.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

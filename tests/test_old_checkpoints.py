@@ -4,8 +4,6 @@
 gradient norms below are what that commit's own run went on with.
 """
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

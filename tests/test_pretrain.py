@@ -3,8 +3,6 @@
 Users' starts are tested of one run by torchrun, one by `python -m`, one at a terminal; the others are forks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gzip

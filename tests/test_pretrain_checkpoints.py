@@ -1,7 +1,5 @@
 """A run that is interrupted and continued by the program, as a user does it: the same run, in the same folder."""
 
-from __future__ import annotations
-
 import shlex
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What clusters do to runs, done to the program: nothing is lost but the steps since the last checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The wheel and the source distribution work where the checkout is not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

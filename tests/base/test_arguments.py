@@ -1,7 +1,5 @@
 """All flags of a run together: parsed, and compared with Megatron's."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import typing

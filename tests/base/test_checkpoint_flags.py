@@ -1,7 +1,5 @@
 """Flags of a tool that uses a checkpoint: given ones first, then the checkpoint's, then the defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plan of a run's flags and a cluster, and flags that do not fit together."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A command line: flag files, Megatron's other flags, fields of config dataclasses."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """All fields of all configs: numbers that no run can use, and flags that no test uses."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

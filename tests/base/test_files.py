@@ -1,7 +1,5 @@
 """Output files replace nothing unasked and are seen whole."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks that many flags have in common, and the printed forms of all flags."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When checkpoints are written, which stay, and going back."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The list of files: what it finds, and that it guards itself."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Flags of checkpoints that contradict each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from helpers.refusals import not_refused

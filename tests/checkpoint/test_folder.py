@@ -1,7 +1,5 @@
 """Names, renames, the tracker and the lock."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Checkpoints of islands that take local steps, read by others: other numbers of islands, and none."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

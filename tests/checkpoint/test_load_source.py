@@ -1,7 +1,5 @@
 """What a run begins with."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Damage is found and named before anything changes; contradictions are explained."""
 
-from __future__ import annotations
-
 import copyreg
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """A checkpoint's weights without what trains them, on any layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

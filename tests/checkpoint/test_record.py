@@ -1,7 +1,5 @@
 """run.json: what a checkpoint says about its run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every layout reads what any layout has written."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A resumed run is the same run: bit for bit at the same layout, to fp32 rounding at another."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

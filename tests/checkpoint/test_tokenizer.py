@@ -1,7 +1,5 @@
 """The tokenizer's files beside the checkpoints: once, whole, checked, and found again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

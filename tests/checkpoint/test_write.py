@@ -1,7 +1,5 @@
 """kill -9 and a full disk at any moment: the tracker points at a complete checkpoint, and all goes on from there."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import multiprocessing

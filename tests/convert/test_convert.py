@@ -1,7 +1,5 @@
 """The output folder is whole or not there, and what was there is not touched."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from pathlib import Path

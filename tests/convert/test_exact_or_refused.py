@@ -1,7 +1,5 @@
 """Every config.json gives the logits that transformers computes from it, or is refused by its key; never others."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

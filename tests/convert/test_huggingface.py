@@ -1,7 +1,5 @@
 """GPT-2, Llama and its relatives in and out: the same bits, the same logits, on any tensor-parallel size."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Megatron's ranks put together are the model they were cut from, for every version; their pickles are not run."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """Fused rows and their parts, and what is said about tensors that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Weight patches: an anchor and what follows it are the weights of the next step, bit for bit."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

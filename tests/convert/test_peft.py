@@ -1,7 +1,5 @@
 """LoRA adapters in PEFT's files: what PEFT computes with them, our merged model does, and the other way round."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

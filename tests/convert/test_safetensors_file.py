@@ -1,7 +1,5 @@
 """safetensors files tensor by tensor: the package reads what we write, and junk is named."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

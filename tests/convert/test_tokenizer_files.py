@@ -1,7 +1,5 @@
 """The tokenizer goes with its model: found, kept, written, and read by transformers with the same ids."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Blending follows the weights, in Megatron's order; each source builds what the blend takes from it, once."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Whatever several processes ask for at once is built by one of them, and never seen half built."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Flags become tokenizers and datasets, and what cannot be is said with flag and value."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every kind of file gives its documents, and every line that is none is named by file and number."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import itertools

@@ -1,7 +1,5 @@
 """The vectorised indices are those of the plain loop, and the loop's are Megatron's."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

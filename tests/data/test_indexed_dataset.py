@@ -1,7 +1,5 @@
 """The .bin/.idx files are Megatron's, byte for byte, written whole or not at all; damaged ones are refused."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

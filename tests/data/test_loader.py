@@ -1,7 +1,5 @@
 """Micro-batches have Megatron's masks and positions, and every rank gets its part of the step, whoever reads it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A corpus becomes the pairs that Megatron would write, the same bytes with any number of workers, or nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text becomes documents, a tokenizer and a dataset, once per content, and says when it is too little."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tokenizers give text back, know their end-of-document token, and are told apart by their identity."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

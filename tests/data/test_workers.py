@@ -1,7 +1,5 @@
 """Work in other processes comes back in order, ends when a worker is killed, and leaves nobody behind."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import multiprocessing

@@ -4,8 +4,6 @@ Every byte that a function may write lies in a buffer of 0xFF bytes (NaN in ever
 written, or a byte beside it that was, shows in the comparison.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

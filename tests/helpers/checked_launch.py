@@ -3,8 +3,6 @@
 python checked_launch.py torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --lr 1e-3 ...
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Train a tiny GPT with checkpoints, with the product's own parts but without its loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Read the trace that --timeline-step writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A run context for a part that is tested alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

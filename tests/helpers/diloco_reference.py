@@ -15,8 +15,6 @@ An island's share is that of the tokens since the fragment was sent last. After 
 x = R everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """File systems that are small or read-only: tmpfs mounts, for tests that may mount."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Guards of a step, and faults in its model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ starts by `sys.executable`. Signals and process groups end at the client, so tes
         waits for the exit code        <-- server: waits in a thread for the child, which ends with its client
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

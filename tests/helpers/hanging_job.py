@@ -4,8 +4,6 @@ Steps of all-reduces over two axes of four ranks; in the third step rank 1 sleep
 and rank 2 stops itself.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

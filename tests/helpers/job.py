@@ -1,7 +1,5 @@
 """A tiny program for the tests of the launcher: `python job.py <what goes wrong> <workers> [<restarts>]`."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

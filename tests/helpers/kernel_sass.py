@@ -3,8 +3,6 @@
 Run as a script in a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

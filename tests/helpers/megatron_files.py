@@ -1,7 +1,5 @@
 """Checkpoints as Megatron-LM's ranks have written them, made of whole weights by the layouts of its source."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

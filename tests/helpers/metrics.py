@@ -1,7 +1,5 @@
 """Steps to be summed up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megazpp.training.metrics import Meter, StepRecord

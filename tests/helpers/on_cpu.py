@@ -4,8 +4,6 @@ accelerate and torchtitan have FSDP2 for accelerators only, and torchtitan's att
 has ZeRO++ quantize nothing, `off` leaves it out.
 """
 
-from __future__ import annotations
-
 import functools
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """A .bin/.idx pair with given documents."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

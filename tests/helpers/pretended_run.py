@@ -1,7 +1,5 @@
 """A run through the training loop whose steps only pretend."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

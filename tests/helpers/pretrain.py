@@ -1,7 +1,5 @@
 """pretrain_gpt.py as a user runs it, and the records that its runs leave."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Every program gets a marker in its environment, which all its descendants inherit: `left_behind` looks for it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

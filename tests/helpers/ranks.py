@@ -5,8 +5,6 @@ function has to be importable (defined at the top level of a module under tests/
 exception on any rank is raised in the test with that rank's traceback; the workers are then replaced.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """Tables of refusals: each row names what is asked for and the words of the ValueError that answers it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run folders as training writes them, with other values."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

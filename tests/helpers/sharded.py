@@ -1,7 +1,5 @@
 """A small model with awkward shapes, sharded over tp and data, whose gradients are known."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -1,7 +1,5 @@
 """The flags of a small run, parsed and checked."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

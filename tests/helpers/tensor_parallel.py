@@ -1,7 +1,5 @@
 """What tests of tensor parallelism share: an axis of all ranks of the job, slices of full tensors, counted calls."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace

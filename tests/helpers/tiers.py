@@ -1,7 +1,5 @@
 """Which cases of a test the default tier runs: of a grid, as few as hold every pair of two settings."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any

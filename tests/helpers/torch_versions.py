@@ -1,7 +1,5 @@
 """What older torch releases of the range that we support cannot do; there the product refuses it by name."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.fsdp import FSDPModule
 

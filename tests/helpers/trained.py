@@ -1,7 +1,5 @@
 """A checkpoint that the program has written, and the tools that use one, run on ranks that are there already."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """Train a tiny GPT, in one plain process or on ranks with the product's own parts, on the same synthetic samples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What wandb wrote offline, read back."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterable, Iterator

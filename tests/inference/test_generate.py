@@ -1,7 +1,5 @@
 """Generation against a plain loop over one model, and over every way of spreading the model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Drawing a token: which are possible, and how often each comes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts as their tokens come: what is shown when, and where they end."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 

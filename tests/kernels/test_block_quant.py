@@ -1,7 +1,5 @@
 """The public functions: what they refuse, whom they call, and that threads may call them at once."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from concurrent.futures import ThreadPoolExecutor

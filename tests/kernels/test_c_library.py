@@ -1,7 +1,5 @@
 """Compiling a C file at first use: once per machine, safely by many at once, or with a readable reason not at all."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

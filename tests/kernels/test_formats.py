@@ -1,7 +1,5 @@
 """Sizes of quantized segments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from helpers.refusals import not_refused

@@ -4,8 +4,6 @@ Triton runs on the GPU where there is one, on shapes that fill it, else on CPU t
 tests/conftest.py), which takes 10 ms and more per program: there on `few` of the cases, of few rows.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The definition of the formats: by hand, by its bounds, and by its signal-to-noise ratio."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any, NamedTuple

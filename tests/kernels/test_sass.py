@@ -1,7 +1,5 @@
 """What the Triton kernels become on sm_90: compiled here without a GPU, read as instructions."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

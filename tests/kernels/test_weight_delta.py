@@ -1,7 +1,5 @@
 """Lossless differences: every bit arrives, the implementations write the same bytes, what does not fit waits."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotary positions, document masks and whole attention layers against independent formulas."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Attention kernels: no mask for cuDNN, documents without anything of S x S; layers compiled where they can be."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import itertools

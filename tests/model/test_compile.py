@@ -4,8 +4,6 @@ Except for one test, layers are compiled with torch's "aot_eager" back end: all 
 which takes most of the time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Dropout under tensor parallelism: the same masks where tp ranks hold the same activations, others elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """--fp8-format, emulated: what is rounded and how, how far a model comes from its 16-bit self, and who is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

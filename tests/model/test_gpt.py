@@ -1,7 +1,5 @@
 """The whole GPT: causality, documents, padding, output shapes, and what it communicates."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

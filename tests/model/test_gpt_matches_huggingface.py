@@ -1,7 +1,5 @@
 """Our GPT against transformers' models with the same weights: logits, all gradients, scaled rotary angles."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

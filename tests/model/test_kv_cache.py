@@ -1,7 +1,5 @@
 """The cache against forwards without one: same logits, whatever the rows' lengths and however tokens come in."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The MLP's activations, whole and split, against their formulas in fp64."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """LayerNorm and RMSNorm against their formulas in fp64, and their gradients when the sequence is split."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Literal

@@ -1,7 +1,5 @@
 """Recomputation gives the loss and the gradients of a run without it, to the bit, also with dropout."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """The apex back end: refused where it cannot run, and its bridge to DTensors, with a stand-in for the kernels."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types

@@ -1,7 +1,5 @@
 """Global norms: each element counts once, whatever the layout; what is not finite stays so."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

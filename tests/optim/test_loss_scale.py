@@ -1,7 +1,5 @@
 """The loss scale follows Megatron's rule step by step."""
 
-from __future__ import annotations
-
 from helpers.refusals import not_refused
 
 from megazpp.optim.loss_scale import DynamicLossScale, LossScaleConfig, build_loss_scaler

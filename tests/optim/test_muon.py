@@ -1,7 +1,5 @@
 """Muon on shards steps like torch.optim.Muon on whole matrices, or on the blocks that nodes have of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

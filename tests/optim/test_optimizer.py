@@ -1,7 +1,5 @@
 """Parameter groups, the update on sharded parameters, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.ranks import ranks

@@ -1,7 +1,5 @@
 """The curves at values worked out by hand, and the refusals."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

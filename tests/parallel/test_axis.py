@@ -1,7 +1,5 @@
 """The axis: collectives, byte counts, and the identity on one rank."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -1,7 +1,5 @@
 """Queues keep their order, run beside the caller, carry results and errors, and respect what a task waits for."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

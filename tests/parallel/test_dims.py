@@ -1,7 +1,5 @@
 """Groups number their ranks as the axes do, whatever the order of the ranks, and training does not see that order."""
 
-from __future__ import annotations
-
 import dataclasses
 from datetime import timedelta
 from typing import Any

@@ -3,8 +3,6 @@
 On a machine that is told it is built for CUDA, and without NCCL in the build up to the calls of torch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who starts the workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 from types import SimpleNamespace

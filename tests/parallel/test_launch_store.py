@@ -1,7 +1,5 @@
 """The store of a job on one machine cannot be reached from elsewhere; of what lies in a store nothing is run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

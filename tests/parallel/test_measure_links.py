@@ -1,7 +1,5 @@
 """Measured links: the fit gives back what made the times, every rank gets the same, and no traffic is counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.ranks import ranks

@@ -3,8 +3,6 @@
 Seconds are limits for a loaded machine; measured on two cores: every way out takes less than one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

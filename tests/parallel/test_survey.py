@@ -1,7 +1,5 @@
 """The ranks' own answers become the cluster: what a host says of itself, and how all of them come together."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 
 # ruff: noqa: N802  (the library's names)
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A rank that hangs is named, with the collective that waits for it and its stack, and the job ends."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

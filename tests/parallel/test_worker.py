@@ -1,7 +1,5 @@
 """A worker's gloo groups share a device that listens on the loopback, and its threads wait their turn."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Costs by hand: rings, trees, all-to-alls, shared adapters, and the roofline of a product."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The program on a cluster that is not there sends what its plan says, and holds as much memory as planned."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

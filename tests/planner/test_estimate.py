@@ -1,7 +1,5 @@
 """One run, estimated: bytes of a node from those of one rank, times where they are known, and the schemes beside it."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

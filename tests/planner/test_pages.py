@@ -1,7 +1,5 @@
 """What pages quote of the planner is what it says."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """On paper: order and time of queues and links, passes of codecs, and the ledger. Bytes: test_step.py."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

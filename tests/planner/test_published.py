@@ -21,8 +21,6 @@ or matrix: half of the layers here; what is fitted is how much of its peak an H1
 inside one node, and nothing is fitted to A100.
 """
 
-from __future__ import annotations
-
 import statistics
 from typing import Any, Literal, NamedTuple
 

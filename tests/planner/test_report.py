@@ -1,7 +1,5 @@
 """`--plan`: the tables, the reasons and the verdicts, on clusters where they are plain."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Planned bytes are counted bytes, sent in the order of a real step; planned memory is that of real tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What the traced model does is what the whole model would do, and as much as its formula says."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """The search: the fastest that fits comes first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

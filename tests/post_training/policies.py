@@ -1,7 +1,5 @@
 """A tiny policy on ranks, with the parts of a post-training around it."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Log-probabilities of the reference: computed once, taken up after a stop, and never those of something else."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Templates write what transformers makes of them, and tell which words are the assistant's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

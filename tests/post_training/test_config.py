@@ -1,7 +1,5 @@
 """The flags of post-training: numbers that no run can use, and what an objective does not have."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from pathlib import Path

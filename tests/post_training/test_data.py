@@ -1,7 +1,5 @@
 """Samples follow from their number alone, and batches have a loss where the examples have one and never on padding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

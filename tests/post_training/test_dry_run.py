@@ -1,7 +1,5 @@
 """A step with all models, counted by the program on a cluster that is not there: it sends and holds what is planned."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

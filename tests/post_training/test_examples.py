@@ -1,7 +1,5 @@
 """Lines of data become tokens with a loss where it belongs; a line that cannot is named."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

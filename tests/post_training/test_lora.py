@@ -1,7 +1,5 @@
 """LoRA over ranks: adapters train as in one plain process, on a base that is frozen and is its own reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

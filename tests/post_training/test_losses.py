@@ -3,8 +3,6 @@
 TRL's numbers are in test_trl_goldens.py.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Objectives on ranks: every layout gives the numbers of one process, and those of the formulas on plain logits."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable

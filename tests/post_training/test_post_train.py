@@ -1,7 +1,5 @@
 """tools/post_train.py: every objective runs, goes on bit for bit, and refuses what cannot be before anything starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

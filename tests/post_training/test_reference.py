@@ -1,7 +1,5 @@
 """Frozen models beside the policy say the same, bit for bit, wherever their weights lie."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

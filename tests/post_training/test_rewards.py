@@ -1,7 +1,5 @@
 """Reward functions are found by name, get what they ask for, and are named with the sample when they fail."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

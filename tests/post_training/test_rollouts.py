@@ -1,7 +1,5 @@
 """Rollouts: what is drawn, on which ranks, what crosses nodes, and what a checkpoint keeps of a buffer."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

@@ -4,8 +4,6 @@ TRL's are in the files that tools/benchmarks/write_trl_goldens.py wrote; where T
 it too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from typing import Any

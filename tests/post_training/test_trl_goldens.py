@@ -1,7 +1,5 @@
 """Losses and gradients with respect to the logits equal TRL's, as write_trl_goldens.py has written them, to 1e-6."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

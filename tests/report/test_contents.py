@@ -1,7 +1,5 @@
 """Curves keep extremes and break at a restart; tables say what the folders hold, and nothing else."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

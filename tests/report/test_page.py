@@ -1,7 +1,5 @@
 """The page holds everything it needs and nothing that a run's text could break; a browser draws it without errors."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

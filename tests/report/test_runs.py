@@ -1,7 +1,5 @@
 """Run folders are read as they are: whole, cut short, damaged; what is no run folder is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Frozen units compute what trained weights do whose gradients nobody wants, and send each weight inside nodes only."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

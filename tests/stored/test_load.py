@@ -1,7 +1,5 @@
 """Models of stored weights out of a checkpoint compute what was saved, wherever the weights lie, on any layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import os

@@ -1,7 +1,5 @@
 """Packed rows against plain tensors: products and lookups are those of the unpacked matrix, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

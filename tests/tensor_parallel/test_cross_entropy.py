@@ -1,7 +1,5 @@
 """Product and cross entropy in chunks against torch's over the whole, real vocabulary."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

@@ -3,8 +3,6 @@
 fp64, tolerance 1e-12: the partial sums of at most 4 ranks are added in another order, nothing else differs.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

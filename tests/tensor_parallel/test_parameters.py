@@ -1,7 +1,5 @@
 """Initial weights, specs, and the order in which FSDP2 lays parameters out."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

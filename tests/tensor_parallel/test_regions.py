@@ -3,8 +3,6 @@
 Values are small integers, so sums are exact in any order and every comparison is bitwise.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

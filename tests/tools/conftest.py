@@ -1,7 +1,5 @@
 """What several tools' tests begin with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import convert_checkpoint

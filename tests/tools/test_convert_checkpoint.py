@@ -1,7 +1,5 @@
 """The tool as a user runs it: a model from outside is generated from, trained on, and goes out again."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The tools for data and reports: what they write and say, and refusals that leave the folder as it was."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """The report on a machine: what it has in it, that it prints once, and that nothing stops it."""
 
-from __future__ import annotations
-
 import json
 
 import env as env_report

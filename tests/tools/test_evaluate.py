@@ -1,7 +1,5 @@
 """The training's own validation again, losses of transformers, weights on disk, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import convert_checkpoint

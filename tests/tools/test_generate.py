@@ -1,7 +1,5 @@
 """Prompts in, texts out: the same for 1 and 2 tp ranks, from packed weights and from a store; and what is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

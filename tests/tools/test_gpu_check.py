@@ -1,7 +1,5 @@
 """tools/gpu_check.py: what becomes of parts that fail, hang or are killed; which parts a budget has; flags."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

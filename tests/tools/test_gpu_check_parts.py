@@ -1,7 +1,5 @@
 """The parts of tools/gpu_check.py: what they make of programs' ends, and at their smallest on a CPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

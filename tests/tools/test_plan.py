@@ -1,7 +1,5 @@
 """tools/plan.py: a row for each size of the cluster, and one line for what is wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import plan

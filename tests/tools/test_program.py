@@ -1,7 +1,5 @@
 """How programs end: with whom, above all where nobody reads on, and with a sentence about the user's input."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The tool shows a file's cluster or a described one, with the program's own flags, and names mistakes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The batch script on a Slurm of one machine: saved before the limit, requeued, continued."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

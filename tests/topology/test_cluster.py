@@ -1,7 +1,5 @@
 """A cluster knows who sits where, and says what does not fit."""
 
-from __future__ import annotations
-
 from helpers.refusals import not_refused
 
 from megazpp.topology.cluster import Cluster, Link, Links, nested_sizes

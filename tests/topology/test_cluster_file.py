@@ -1,7 +1,5 @@
 """A cluster comes from a file, an emulation or the launcher; files read as they were written, mistakes have names."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """From what the ranks say of their machines to the cluster."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

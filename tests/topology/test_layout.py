@@ -1,7 +1,5 @@
 """Who gets which rank: every axis covers the ranks once, on the wires it should; a layout survives its record."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

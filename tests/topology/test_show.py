@@ -1,7 +1,5 @@
 """The map names every rank with its coordinates and the wires of every axis."""
 
-from __future__ import annotations
-
 from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.topology.layout import plan_layout
 from megazpp.topology.show import axis_wires, topology_text

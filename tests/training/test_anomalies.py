@@ -3,8 +3,6 @@
 A NaN on one rank ends the job on all, before the update, with the rank, the parameter and the samples named.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Batch sizes, ramp-up and the length of a run, in integers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from helpers.refusals import not_refused

@@ -1,7 +1,5 @@
 """The console writes to a real pseudo-terminal; a run folder loses nothing, also when a run died while writing."""
 
-from __future__ import annotations
-
 import datetime
 import fcntl
 import io

@@ -3,8 +3,6 @@
 Tolerance 5e-6 relative: fp32 sums in another order over 3 steps of AdamW at a high rate.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Model FLOPs against a count of the real matrix products; peaks; the printed convention."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

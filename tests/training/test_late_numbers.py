@@ -1,7 +1,5 @@
 """The host reads a step's numbers one step later: the same bits, no wait before an update, and nothing is lost."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

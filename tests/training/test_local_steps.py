@@ -1,7 +1,5 @@
 """What islands that take local steps tell each other, and that they tell each other nothing in between."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loop: what is asked of whom and when, and when it ends, the same on all ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

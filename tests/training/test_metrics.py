@@ -1,7 +1,5 @@
 """The means of an interval, what is written to metrics.jsonl and summary.json, and the lines of the log."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pretraining's loss by hand; scores of a text or a dataset against plain sums."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

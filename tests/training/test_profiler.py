@@ -1,7 +1,5 @@
 """torch's profiler around the steps that were asked for, on the ranks that were asked for, with the hops' names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

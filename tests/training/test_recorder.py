@@ -1,7 +1,5 @@
 """What is logged and written of a run's steps; what they sent, and ZeRO-3's formula held against counted ZeRO-3."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step's spans: Megatron's timers, slow ranks, the timeline of one step."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """The tracker: Megatron's names at the right times, each sink without the other, and clear refusals."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

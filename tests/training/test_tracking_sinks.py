@@ -1,7 +1,5 @@
 """Real offline wandb runs and TensorBoard events, written and read back."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the flags of ZeRO++ and precision come to, and which combinations are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that cross nodes as lossless differences from the resident secondary partition."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Local steps between islands do on ranks what a plain simulator of them does in one process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

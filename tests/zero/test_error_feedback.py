@@ -1,7 +1,5 @@
 """Error feedback: what rounding has lost shares the fate of the gradient that it was lost from."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Counted on one rank that pretends, of 2 and 16 nodes x 8 ranks: every operation 
 on CUDA, and every launch of the Triton back end. ZeRO-3's count of the same model is taken off, with FSDP2's own in it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`megazpp.zeropp` on models that are not ours, against the same training in one process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

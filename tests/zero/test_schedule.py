@@ -1,7 +1,5 @@
 """Overlap changes when hops run and nothing else: same bits, bytes and order on every rank, whatever the delays."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import time

@@ -1,7 +1,5 @@
 """`shard_model` on a model that is not ours: frozen and unused parameters, what is freed when, quantized and not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """On CUDA streams nothing races and no memory is used again too early; found without a GPU (see stream_races.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gathered weights are compared across ranks: a broken bit names the unit and the ranks, a good run is left alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Sums, differences, errors that are fed back and other orders of peers are the kernels': tests/kernels.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

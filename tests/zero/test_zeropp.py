@@ -1,7 +1,5 @@
 """ZeRO++ in training: what is exact is equal, what is kept is never stale, what is counted is what is sent."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
