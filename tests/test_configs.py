@@ -50,7 +50,7 @@ def read(name: str, *more: str) -> ParsedRun:
     return parse_run_config([f"@configs/{name}.args", *more, *data], ROOT)
 
 
-def test_each_file_of_the_folder_passes_every_check_on_a_cluster_it_is_meant_for_also_with_local_steps() -> None:
+def test_each_file_of_the_folder_passes_every_check_on_a_cluster_it_is_meant_for_also_with_local_steps():
     assert sorted(EXPECTED) == sorted(path.stem for path in (ROOT / "configs").glob("*.args"))
     for name, expected in EXPECTED.items():
         assert (ROOT / f"configs/{name}.args").read_text().startswith("# "), f"{name}: where is its shape from?"
@@ -77,7 +77,7 @@ def dry_build(name: str, tp: MeshAxis) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_a_config_gives_a_model_of_the_published_size_and_a_tensor_parallel_rank_holds_its_share() -> None:
+def test_a_config_gives_a_model_of_the_published_size_and_a_tensor_parallel_rank_holds_its_share():
     for name, expected in EXPECTED.items():
         whole, size = dry_build(name, MeshAxis("tp")), expected.tp
         assert whole == pytest.approx(expected.params, rel=0.02), name
@@ -89,7 +89,7 @@ def test_a_config_gives_a_model_of_the_published_size_and_a_tensor_parallel_rank
 MEMORY = re.compile(r"^# Memory: ([\d.]+) GB per GPU .*\n# python pretrain_gpt.py (.*)$", re.MULTILINE)
 
 
-def test_the_memory_that_a_config_names_is_what_its_command_plans() -> None:
+def test_the_memory_that_a_config_names_is_what_its_command_plans():
     for name in EXPECTED:
         ((gigabytes, flags),) = MEMORY.findall((ROOT / f"configs/{name}.args").read_text())
         assert flags.startswith(f"@configs/{name}.args --plan --cluster-file configs/clusters/")

@@ -146,7 +146,7 @@ def instead(command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("programs")
     (folder / "python").symlink_to(forked_python())
     launch = ROOT / "tests" / "helpers" / "checked_launch.py"
@@ -167,7 +167,7 @@ class Followed(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def tutorial(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Followed:
+def tutorial(tmp_path_factory, programs) -> Followed:
     scratch = Scratch(tmp_path_factory.mktemp("tutorial"), programs)
     for name in ("pretrain_gpt.py", "configs", "kernels", "megazpp", "tools"):
         (scratch.path / name).symlink_to(ROOT / name)
@@ -175,7 +175,7 @@ def tutorial(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Follow
 
 
 @pytest.fixture(scope="module")
-def scratch(tutorial: Followed) -> Scratch:
+def scratch(tutorial) -> Scratch:
     """The tutorial's folder, with what the other pages take for granted."""
     path = tutorial.scratch.path
     text = (path / "corpus/moby_dick.jsonl").read_bytes()
@@ -198,7 +198,7 @@ def scratch(tutorial: Followed) -> Scratch:
 
 
 @pytest.mark.slow
-def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_continues_alike(tutorial: Followed):
+def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_continues_alike(tutorial):
     path, printed = tutorial.scratch.path, "".join(tutorial.outputs)
     made = "book.model book_text_document.bin checkpoints runs/book/report.html answers short book_gpt more"
     assert [name for name in made.split() if not (path / name).exists()] == []
@@ -215,7 +215,7 @@ def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_conti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL and (blocks(page, "sh") or wanted(page))])
-def test_a_page_s_commands_run(page: str, scratch: Scratch):
+def test_a_page_s_commands_run(page, scratch):
     scratch.run_page(page)
 
 
@@ -258,7 +258,7 @@ def test_pip_installs_what_there_is_and_the_page_of_tools_says_what_each_extra_i
 
 
 @pytest.mark.slow
-def test_a_command_in_the_text_has_flags_that_its_program_knows(tutorial: Followed):
+def test_a_command_in_the_text_has_flags_that_its_program_knows(tutorial):
     help_of = functools.cache(lambda program: tutorial.scratch.run(f"python {program} --help"))
     for command in re.findall(r"`(python tools/[^`]+)`", "".join(map(prose, PAGES))):
         _, program, *words = command.split()
@@ -314,7 +314,7 @@ def test_the_files_for_clouds_start_a_run_that_parses():
 
 
 @pytest.mark.slow
-def test_the_site_has_every_page_and_no_dead_link(tmp_path: Path):
+def test_the_site_has_every_page_and_no_dead_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs/mkdocs.yml", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=SECONDS)
     navigation = (ROOT / ".mkdocs/mkdocs.yml").read_text()
@@ -324,7 +324,7 @@ def test_the_site_has_every_page_and_no_dead_link(tmp_path: Path):
     assert all(flag in flags for flag in ("--zero-gradient-bits", "--num-generations", "--top-p"))
 
 
-def test_charts_are_those_of_the_tables_beside_them(tmp_path: Path):
+def test_charts_are_those_of_the_tables_beside_them(tmp_path):
     for name in (".mkdocs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "README.md", tmp_path)

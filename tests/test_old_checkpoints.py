@@ -6,7 +6,6 @@ gradient norms below are what that commit's own run went on with.
 
 import json
 import tarfile
-from pathlib import Path
 
 import pytest
 from helpers.program import ROOT, run_forked
@@ -35,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_of_4e7c419_continues_as_it_did_then(tmp_path: Path, name: str):
+def test_a_checkpoint_of_4e7c419_continues_as_it_did_then(tmp_path, name):
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     command, expected = CASES[name]

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 from html import escape
-from pathlib import Path
 
 import pytest
 from helpers.chrome_trace import read_chrome_trace
@@ -49,22 +48,22 @@ REDUCTION_ORDER = 1e-5  # relative: fp32 sums in another order over 6 steps
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+def main(monkeypatch, capsys) -> Main:
     return Main(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+def home(tmp_path_factory) -> Home:
     return Home(tmp_path_factory.mktemp("pretrain"))
 
 
 @pytest.fixture(scope="module")
-def main_job(home: Home) -> Run:
+def main_job(home) -> Run:
     looks = ["--timeline-step", "3", "--profile", "--profile-step-start", "4", "--profile-step-end", "5"]
     return home.pretrain(*MAIN_JOB, *looks, "--timing-log-level", "1", run="main")
 
 
-def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home):
+def test_the_main_job_says_what_runs_and_what_came_out(main_job, home):
     output = main_job.output
     for text in (
         "using world size: 2, data-parallel size: 2, tensor-model-parallel size: 1",
@@ -93,7 +92,7 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job: Run, home: Home
     assert "\r" not in output  # no progress bar without a terminal
 
 
-def test_the_log_lines_split_into_megatron_s_fields(main_job: Run):
+def test_the_log_lines_split_into_megatron_s_fields(main_job):
     lines = [line for line in main_job.output.splitlines() if line.startswith(" iteration ")]
     assert len(lines) == 3
     for line, row in zip(lines, main_job.metrics, strict=True):
@@ -109,7 +108,7 @@ def test_the_log_lines_split_into_megatron_s_fields(main_job: Run):
         assert "MFU" not in values
 
 
-def test_metrics_summary_and_args_have_the_promised_fields_with_sane_values(main_job: Run):
+def test_metrics_summary_and_args_have_the_promised_fields_with_sane_values(main_job):
     rows, summary = main_job.metrics, main_job.summary
     assert [row["iteration"] for row in rows] == [2, 4, 6]
     for row in rows:
@@ -139,7 +138,7 @@ def test_metrics_summary_and_args_have_the_promised_fields_with_sane_values(main
     assert len(args) > 100
 
 
-def test_what_the_run_has_recorded_makes_a_report(main_job: Run):
+def test_what_the_run_has_recorded_makes_a_report(main_job):
     (run,) = read_runs([main_job.folder])
     assert run.state == "finished"
     assert [row["iteration"] for row in run.validations] == [4, 6]
@@ -153,7 +152,7 @@ def test_what_the_run_has_recorded_makes_a_report(main_job: Run):
     assert escape(run.layout.describe()) in page
 
 
-def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(main_job: Run):
+def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(main_job):
     by_rank = read_chrome_trace(main_job.folder / "timeline.json")
     assert list(by_rank) == ["rank 0, node 0", "rank 1, node 1"]
     for spans in by_rank.values():
@@ -166,7 +165,7 @@ def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(mai
         assert hops == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
-def test_the_profile_has_operators_and_the_hops_and_the_timers_follow_each_log_line(main_job: Run):
+def test_the_profile_has_operators_and_the_hops_and_the_timers_follow_each_log_line(main_job):
     with gzip.open(main_job.folder / "profile-rank0-iterations5-5.json.gz", "rt") as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}
     assert names >= {"compute forward", "shard all_gather layers.0", "shard reduce_scatter the rest", "aten::mm"}
@@ -175,7 +174,7 @@ def test_the_profile_has_operators_and_the_hops_and_the_timers_follow_each_log_l
 
 
 @pytest.fixture(scope="module")
-def repeated(main_job: Run, home: Home) -> tuple[Run, bytes]:
+def repeated(main_job, home) -> tuple[Run, bytes]:
     """The main job again, from the flag file it left, in the same folder, with wandb; and the old metrics."""
     before = (main_job.folder / "metrics.jsonl").read_bytes()
     flags = (f"@{main_job.folder / 'args.txt'}", "--wandb-project", "a-project")
@@ -183,7 +182,7 @@ def repeated(main_job: Run, home: Home) -> tuple[Run, bytes]:
 
 
 @pytest.mark.slow
-def test_a_run_folder_used_again_loses_nothing_and_args_txt_gives_the_same_losses(repeated: tuple[Run, bytes]):
+def test_a_run_folder_used_again_loses_nothing_and_args_txt_gives_the_same_losses(repeated):
     """Bit for bit, with the cached tokenizer."""
     run, before = repeated
     assert (run.folder / "metrics.jsonl").read_bytes().startswith(before)
@@ -198,7 +197,7 @@ def test_a_run_folder_used_again_loses_nothing_and_args_txt_gives_the_same_losse
 
 
 @pytest.mark.slow
-def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s_names(repeated: tuple[Run, bytes]):
+def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s_names(repeated):
     run, _ = repeated
     (kept,) = offline_runs(run.folder)
     assert [row["_step"] for row in kept.history] == [1, 2, 3, 4, 5, 6]
@@ -212,7 +211,7 @@ def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s
 
 
 @pytest.mark.slow
-def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):
+def test_one_worker_gives_the_losses_of_two(main_job, home):
     run = home.pretrain(*MAIN_JOB, "--log-params-norm", "--log-num-zeros-in-grad", run="one", nproc=1)
     assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
     assert "note: --emulate-nodes auto: 1 rank(s) on one machine stay one node" in run.output
@@ -221,9 +220,7 @@ def test_one_worker_gives_the_losses_of_two(main_job: Run, home: Home):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losses(
-    main_job: Run, home: Home, tmp_path: Path
-):
+def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losses(main_job, home, tmp_path):
     flags = [*MAIN_JOB, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     run = home.pretrain(*flags, run="tp", launcher=("-m", "pretrain_gpt"), cwd=tmp_path, start=run_program)
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
@@ -234,7 +231,7 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
 
 
 @pytest.mark.slow
-def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job: Run, home: Home):
+def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job, home):
     """Its losses follow ZeRO-3's (the main job) to 0.5 %, with a tenth of the traffic."""
     run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "1", run="zeropp", nproc=4)
     assert run.values() == pytest.approx(main_job.values()[:3], rel=5e-3)
@@ -270,20 +267,20 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.fixture(scope="module")
-def torchrun_job(home: Home) -> Run:
+def torchrun_job(home) -> Run:
     flags = ("--exit-interval", "4", "--emulate-nodes", "none", "--measure-links")
     return home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None, start=run_program)
 
 
 @pytest.mark.slow
-def test_exit_interval_under_torchrun_stops_early_with_the_same_losses(main_job: Run, torchrun_job: Run):
+def test_exit_interval_under_torchrun_stops_early_with_the_same_losses(main_job, torchrun_job):
     assert torchrun_job.output.count("stopped by --exit-interval 4\n") == 1
     assert torchrun_job.summary["stop_reason"] == "--exit-interval 4"
     assert torchrun_job.values() == main_job.values()[:2]
 
 
 @pytest.mark.slow
-def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_job: Run):
+def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_job):
     output = torchrun_job.output
     assert f"note: hosts: {socket.gethostname()} (rank 0 1); " in output
     assert output.count("1 node(s) x 2 rank(s): ") == 1
@@ -296,7 +293,7 @@ def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_j
 
 
 @pytest.mark.slow
-def test_skip_train_only_evaluates(home: Home):
+def test_skip_train_only_evaluates(home):
     flags = ["--train-iters", "4", "--skip-train", "--eval-iters", "1", "--split", "90,5,5"]
     run = home.pretrain(*TOY, *flags, run="skip", nproc=1)
     assert not (run.folder / "metrics.jsonl").exists()
@@ -306,9 +303,7 @@ def test_skip_train_only_evaluates(home: Home):
     assert not re.search(r"\bnan\b", run.output.lower().replace("number of nan", ""))
 
 
-def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(
-    main: Main, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(main, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, out, _ = main("--print-config")
     assert code == 0
@@ -353,7 +348,7 @@ REFUSED = """
 """
 
 
-def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(main: Main, tmp_path: Path):
+def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(main, tmp_path):
     """A flag's name and value, what a config sees, what lies between configs, the machine, files: each in one line."""
     (tmp_path / "BAD").write_bytes(b"\xff\xfe")
     (tmp_path / "EMPTY").touch()
@@ -367,9 +362,7 @@ def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(
 
 
 @pytest.mark.slow
-def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(
-    main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(main, monkeypatch, tmp_path):
     """A dry run ends with 0 as planned, and with 1 where the plan is wrong."""
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     flags = (*PLANNED.split(), str(tmp_path / "cluster.yaml"))
@@ -385,7 +378,7 @@ def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(
     assert os.listdir(tmp_path) == ["cluster.yaml"]
 
 
-def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch: pytest.MonkeyPatch):
+def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
     monkeypatch.setattr("megazpp.base.run.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--nproc", "2"])
@@ -393,14 +386,14 @@ def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch:
 
 
 @pytest.mark.slow
-def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path: Path):
+def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path):
     code, output = run_forked(*TORCHRUN, "--hidden-size", "130", folder=tmp_path)
     assert code != 0
     assert output.count("pretrain_gpt.py: error: ") == 1
 
 
 @pytest.mark.slow
-def test_ctrl_c_finishes_the_step_and_once_more_ends_all_not_leaving_even_wandb_s_process(home: Home):
+def test_ctrl_c_finishes_the_step_and_once_more_ends_all_not_leaving_even_wandb_s_process(home):
     flags = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
     saving = ["--save", str(home.path / "kept")]
     long_steps = ["--global-batch-size", "256"]  # the second signal comes before the step's end
@@ -429,13 +422,13 @@ def test_ctrl_c_finishes_the_step_and_once_more_ends_all_not_leaving_even_wandb_
         assert f" iteration {following:8d}/" in goes_on.output
 
 
-def test_a_run_that_is_stopped_without_save_says_that_nothing_was_saved(tmp_path: Path):
+def test_a_run_that_is_stopped_without_save_says_that_nothing_was_saved(tmp_path):
     said = what_next(parse(shlex.join([*TOY, "--train-iters", "4"])), tmp_path, stopped=True, generates=True)
     assert said == "nothing was saved: a run with --save FOLDER goes on from where it was stopped"
 
 
 @pytest.mark.slow
-def test_at_a_terminal_a_first_line_comes_at_once_and_lines_are_short(tmp_path: Path):
+def test_at_a_terminal_a_first_line_comes_at_once_and_lines_are_short(tmp_path):
     flags = ["--train-iters", "4", "--eval-iters", "1", "--nproc", "2", "--run-dir", str(tmp_path / "run")]
     reads, writes = pty.openpty()
     command = [sys.executable, "pretrain_gpt.py", *TOY, *flags]
@@ -457,7 +450,7 @@ def test_at_a_terminal_a_first_line_comes_at_once_and_lines_are_short(tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_commands_that_a_run_ends_with_work(main_job: Run):
+def test_the_commands_that_a_run_ends_with_work(main_job):
     for label in ("see its curves", "let it write"):
         (command,) = re.findall(f"^{label}: python (.*)$", main_job.output, re.MULTILINE)
         small = ["--sample-tokens", "4"] if label == "let it write" else []

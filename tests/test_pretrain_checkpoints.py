@@ -28,24 +28,22 @@ def pretrain(home: Path, *flags: str) -> Run:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")
-def interrupted(home: Path) -> Run:
+def interrupted(home) -> Run:
     return pretrain(home, *SAVE, "--load", "saved", *WANDB, "--exit-interval", "3")
 
 
 @pytest.fixture(scope="module")
-def continued(home: Path, interrupted: Run) -> Run:
+def continued(home, interrupted) -> Run:
     flags = ["--load", "saved", "--async-save", "--save-interval", "2", "--keep-last", "2"]
     return pretrain(home, *SAVE, *WANDB, *flags)
 
 
-def test_the_losses_of_an_interrupted_run_are_those_of_one_that_was_not_in_one_folder(
-    home: Path, interrupted: Run, continued: Run
-):
+def test_the_losses_of_an_interrupted_run_are_those_of_one_that_was_not_in_one_folder(home, interrupted, continued):
     straight = pretrain(home)
     assert continued.folder == interrupted.folder != straight.folder
     for key in ("iteration", "lm_loss", "grad_norm", "learning_rate"):
@@ -56,7 +54,7 @@ def test_the_losses_of_an_interrupted_run_are_those_of_one_that_was_not_in_one_f
     assert all(line in continued.output for line in validation)
 
 
-def test_the_log_has_megatrons_lines(home: Path, interrupted: Run, continued: Run):
+def test_the_log_has_megatrons_lines(home, interrupted, continued):
     for run, lines in (
         (interrupted, ("saving checkpoint at iteration       3 to saved", "  successfully saved checkpoint at")),
         (continued, (" loading checkpoint from saved at iteration 3",)),
@@ -69,7 +67,7 @@ def test_the_log_has_megatrons_lines(home: Path, interrupted: Run, continued: Ru
     assert sorted(path.name for path in (home / "saved").glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
-def test_a_run_whose_load_has_no_checkpoint_says_so_at_its_beginning_and_at_its_end(interrupted: Run, continued: Run):
+def test_a_run_whose_load_has_no_checkpoint_says_so_at_its_beginning_and_at_its_end(interrupted, continued):
     lines = interrupted.output.splitlines()
     anew = "note: --load saved has no checkpoint: training begins anew, with random weights"
     assert lines.index(anew) < lines.index("------------------------ arguments ------------------------")
@@ -78,7 +76,7 @@ def test_a_run_whose_load_has_no_checkpoint_says_so_at_its_beginning_and_at_its_
     assert "no checkpoint" not in continued.output
 
 
-def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(home: Path, continued: Run):
+def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(home, continued):
     flags = ["--load", "saved", "--use-checkpoint-args", "--hidden-size", "24", "--run-dir", "again", "--no-fp16"]
     run = pretrain(home, *flags, *WANDB)
     assert "note: --hidden-size 24 gives way to the checkpoint's 16\n" in run.output
@@ -89,16 +87,14 @@ def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(
     }
 
 
-def test_a_continued_run_goes_on_as_the_same_wandb_run(continued: Run):
+def test_a_continued_run_goes_on_as_the_same_wandb_run(continued):
     before, after = offline_runs(continued.folder)
     assert before.run.run_id == after.run.run_id
     assert [[row["_step"] for row in kept.history] for kept in (before, after)] == [[1, 2, 3], [4, 5, 6]]
     assert [kept.summary["iteration"] for kept in (before, after)] == [3, 6]
 
 
-def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(
-    home: Path, continued: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(home, continued, monkeypatch, capsys):
     monkeypatch.chdir(home)
     refusal = partial(Main(monkeypatch, capsys).refusal, *FLAGS)
     for flags, said in (

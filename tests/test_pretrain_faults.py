@@ -48,9 +48,7 @@ class Runs:
 
 
 @pytest.mark.parametrize(("kills", "islands"), [(2, ""), (1, "--diloco-steps 4 --diloco-delay 2")])  # 30 were done once
-def test_ranks_killed_at_random_moments_cost_nothing_but_the_steps_since_the_last_checkpoint(
-    tmp_path: Path, kills: int, islands: str
-):
+def test_ranks_killed_at_random_moments_cost_nothing_but_the_steps_since_the_last_checkpoint(tmp_path, kills, islands):
     """While starting and loading, in steps and in saves; every loss ever logged is that of a run without faults."""
     calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path / "runs"), 20 * kills
     flags = (*OURS, *islands.split(), "--train-iters", str(length))
@@ -98,7 +96,7 @@ def workers(program: Program) -> list[int]:
     return found
 
 
-def test_a_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path: Path):
+def test_a_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
     """During a step, a save, an evaluation: each run goes on where the one before has stopped.
 
     torchrun passes SIGTERM on too; it ends with an error itself, because its workers had to be stopped.

@@ -25,7 +25,7 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -38,7 +38,7 @@ def test_every_package_is_in_the_wheel():
 
 
 @pytest.mark.slow
-def test_both_hold_every_file_that_programs_need(built: Path):
+def test_both_hold_every_file_that_programs_need(built):
     tracked = run("git", "ls-files", cwd=ROOT).split()
     wanted = {
         path.replace(folder, FOLDERS[folder], 1)
@@ -54,7 +54,7 @@ def test_both_hold_every_file_that_programs_need(built: Path):
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_in_an_empty_folder(built: Path, tmp_path: Path):
+def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
     """What it needs is this environment's, but not the checkout."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     packages = next((tmp_path / "venv/lib").glob("python*/site-packages"))

@@ -3,7 +3,6 @@
 import dataclasses
 import shlex
 import typing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def megatron_defaults() -> dict[str, str]:
 # ---- names and defaults -----------------------------------------------------------------------------------------
 
 
-def test_every_field_has_a_sentence_of_help_and_every_config_a_title_and_words_are_checked_in_python_too() -> None:
+def test_every_field_has_a_sentence_of_help_and_every_config_a_title_and_words_are_checked_in_python_too():
     tried = 0
     for config in (*CLASSES, *EXTRA, PreprocessConfig, TrainTokenizerConfig, ConvertConfig):
         assert config.__doc__
@@ -67,14 +66,14 @@ def test_every_field_has_a_sentence_of_help_and_every_config_a_title_and_words_a
     assert tried > 30
 
 
-def test_megatrons_most_used_flags_are_known_and_none_is_both_ours_and_in_the_table() -> None:
+def test_megatrons_most_used_flags_are_known_and_none_is_both_ours_and_in_the_table():
     ours, others, most_used = FlagParser(CLASSES, program="x").spellings, read_megatron_flags(), megatron_defaults()
     assert not ours & others.keys()
     assert len(most_used) == 195
     assert not most_used.keys() - ours - others.keys()
 
 
-def test_our_defaults_are_megatrons() -> None:
+def test_our_defaults_are_megatrons():
     ours, compared = defaults_by_flag(), 0
     for name, megatron in megatron_defaults().items():
         on = name.replace("--no-", "--", 1)
@@ -99,7 +98,7 @@ def same_default(ours: Any, megatron: str) -> bool:
 # ---- parsing ----------------------------------------------------------------------------------------------------
 
 
-def test_values_and_origins_come_from_the_last_place_that_gives_them() -> None:
+def test_values_and_origins_come_from_the_last_place_that_gives_them():
     """Without flag file and model from the tiny config."""
     parsed = parse("@configs/gpt_125m.args --lr 1e-4")
     config, origins = parsed.config, parsed.origins
@@ -128,7 +127,7 @@ def test_the_args_txt_of_4e7c419_still_repeats_its_run():
         parse("--zero-check-secondary")
 
 
-def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path: Path) -> None:
+def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path):
     parsed = parse("@configs/llama_8b.args --print-config --data-path 0.3 a 0.7 'b c' --no-bf16")
     assert parsed.show.print_config
     (tmp_path / "flags.args").write_text(parsed.report())
@@ -139,7 +138,7 @@ def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path: Pat
     assert line.split() == shlex.split("--data-path 0.3 a 0.7 \"'b\" \"c'\" '#' command line")
 
 
-def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path: Path) -> None:
+def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path):
     (tmp_path / "pasted.args").write_text(
         """
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --sequence-parallel \\
@@ -186,7 +185,7 @@ EXCLUDED = [  # a file's flags, and those by hand that take their place
 ]
 
 
-def test_by_hand_a_flag_takes_the_place_of_flags_from_a_file_that_exclude_it(tmp_path: Path):
+def test_by_hand_a_flag_takes_the_place_of_flags_from_a_file_that_exclude_it(tmp_path):
     base = SMALL.replace("--mock-data", "").replace("--train-iters 10", "")
     for file, hand in EXCLUDED:
         (tmp_path / "a.args").write_text(f"{base}\n{file}\n")
@@ -199,7 +198,7 @@ def test_by_hand_a_flag_takes_the_place_of_flags_from_a_file_that_exclude_it(tmp
             assert f"a.args:2: {file.split(' --')[0]} gives way to {hand.split(' --')[0]}" in found.notices[0]
 
 
-def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path: Path):
+def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path):
     (tmp_path / "a.args").write_text(f"{SMALL} --bf16 --swiglu --lr-warmup-fraction 0.1")
     found = parse(f"@{tmp_path}/a.args --no-fp16 --no-squared-relu --data-path --lr-warmup-fraction none")
     assert (found.config.precision.bf16, found.config.model.swiglu, found.notices) == (True, True, ())
@@ -208,7 +207,7 @@ def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path: Path):
 # ---- checks -----------------------------------------------------------------------------------------------------
 
 
-def test_a_config_that_contradicts_itself_is_refused_when_it_is_read() -> None:
+def test_a_config_that_contradicts_itself_is_refused_when_it_is_read():
     rows = [
         ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only"),

@@ -68,7 +68,7 @@ def test_a_saved_value_of_another_type_is_refused_by_name():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> CheckpointFolder:
+def folder(tmp_path) -> CheckpointFolder:
     """Of checkpoints that have a tokenizer beside them."""
     definition = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1}, "[UNK]")).to_str()
     write_tokenizer(tmp_path, HFTokenizer(definition).files)
@@ -80,7 +80,7 @@ def beside(folder: CheckpointFolder) -> Path:
     return path
 
 
-def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_trained_with(folder: CheckpointFolder):
+def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_trained_with(folder):
     saved = record(beside(folder).name, tokenizer_type="SentencePieceTokenizer", tokenizer_model="/gone.model")
     parsed = with_checkpoint_flags(parse(), saved, folder)
     path = str(beside(folder))
@@ -92,7 +92,7 @@ def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_traine
         assert lines == (f"the tokenizer is that of --load {folder.path}: {beside(folder).name}",)
 
 
-def test_a_tokenizer_that_flags_name_is_taken_whole(folder: CheckpointFolder):
+def test_a_tokenizer_that_flags_name_is_taken_whole(folder):
     saved = record(beside(folder).name, vocab_file="v", merge_file="m", tokenizer_type="GPT2BPETokenizer")
     other = folder.path / "other.json"
     other.write_text(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).to_str())
@@ -103,7 +103,7 @@ def test_a_tokenizer_that_flags_name_is_taken_whole(folder: CheckpointFolder):
             assert parsed.notices == ()
 
 
-def test_special_tokens_and_rows_are_the_checkpoint_s_unless_flags_say_otherwise(tmp_path: Path):
+def test_special_tokens_and_rows_are_the_checkpoint_s_unless_flags_say_otherwise(tmp_path):
     """A record that says nothing was made without, and that is said; so with a tokenizer that flags name once more."""
     definition = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
     definition.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
@@ -125,7 +125,7 @@ def test_special_tokens_and_rows_are_the_checkpoint_s_unless_flags_say_otherwise
         assert other.config.tokenizer.model_vocab_size == 300
 
 
-def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(folder: CheckpointFolder):
+def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(folder):
     parsed = with_checkpoint_tokenizer(parse("--vocab-size", "8000"), record(beside(folder).name), folder)
     assert parsed.config.tokenizer.tokenizer_model == str(beside(folder))
     assert parsed.notices[1:] == ("--vocab-size 8000 gives way to the checkpoint's 300",)

@@ -69,11 +69,11 @@ REFUSED = """
 """
 
 
-def test_flags_that_do_not_fit_are_refused_by_name_and_value() -> None:
+def test_flags_that_do_not_fit_are_refused_by_name_and_value():
     assert not not_refused(table(REFUSED), lambda ranks, flags: check(flags, ranks_per_node=int(ranks)))
 
 
-def test_all_missing_flags_are_named_at_once() -> None:
+def test_all_missing_flags_are_named_at_once():
     with pytest.raises(ValueError, match="required flags are missing") as caught:
         check_run_config(parse("--num-layers 2").config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu")
     named = set(re.findall(r"--([\w-]+)", str(caught.value))) - {"train-samples", "text-path", "mock-data"}
@@ -81,7 +81,7 @@ def test_all_missing_flags_are_named_at_once() -> None:
     assert named == {*sizes, "lr", "train-iters", "data-path"}
 
 
-def test_a_run_that_fits_gives_its_layout_batches_schedule_wire_formats_and_notices() -> None:
+def test_a_run_that_fits_gives_its_layout_batches_schedule_wire_formats_and_notices():
     flags = "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 32 --lr-warmup-iters 3 --hsdp"
     plan = check(flags, nodes=2, ranks_per_node=4)
     assert (plan.layout.tp, plan.layout.shard, plan.layout.replicate, plan.layout.data) == (2, 2, 2, 4)
@@ -100,7 +100,7 @@ def test_a_run_that_fits_gives_its_layout_batches_schedule_wire_formats_and_noti
     assert known._replace(layout=plan.layout) == plan
 
 
-def test_observers_that_record_something_are_fine() -> None:
+def test_observers_that_record_something_are_fine():
     profile = "--profile --profile-step-start 1"
     check(f"{profile} --timeline-step 4 --timing-log-level 2 --profile-ranks 0")
     check("--profile-step-start 99 --skip-train")

@@ -104,14 +104,14 @@ REFUSED = f"""
 """
 
 
-def test_a_flag_is_read_by_the_type_of_its_field_and_the_last_one_wins() -> None:
+def test_a_flag_is_read_by_the_type_of_its_field_and_the_last_one_wins():
     for argv, field, value in READ:
         pump, pipe = parse(*shlex.split(argv))
         read = getattr(pump if hasattr(pump, field) else pipe, field)
         assert (read, type(read)) == (value, type(value)), argv
 
 
-def test_a_value_that_does_not_fit_is_refused_with_its_origin() -> None:
+def test_a_value_that_does_not_fit_is_refused_with_its_origin():
     rows = [(argv, f"command line: {message}") for argv, message in table(REFUSED)]
     assert not not_refused(rows, lambda argv: parse(*argv.split()))
 
@@ -135,7 +135,7 @@ NEEDED = [  # a file's flags, those by hand, and what is said of them
 ]
 
 
-def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feature_was_turned_off(folder: Path):
+def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feature_was_turned_off(folder):
     parser = FlagParser([PumpConfig, HeaterConfig], program="pump")
     for file, hand, said in NEEDED:
         (folder / "a.args").write_text(file)
@@ -143,7 +143,7 @@ def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feat
             parser.read(["@a.args", *hand.split()], folder, {})
 
 
-def test_help_is_grouped_by_dataclass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_grouped_by_dataclass(capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--help")
     assert stop.value.code == 0
@@ -163,7 +163,7 @@ def test_help_is_grouped_by_dataclass(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -176,7 +176,7 @@ def expand(folder: Path, files: dict[str, str], *argv: str) -> list[tuple[str, s
     return expand_flag_files(argv, folder / "script")
 
 
-def test_a_file_stands_for_its_words(folder: Path) -> None:
+def test_a_file_stands_for_its_words(folder):
     """Comments and continued lines are no words, and what is quoted stays as it is over several lines."""
     content = (
         "# comment\n\n--name 'two words' --empty ''   # trailing comment\n"
@@ -192,7 +192,7 @@ def test_a_file_stands_for_its_words(folder: Path) -> None:
     assert words[1:-1] == [(text, f"a.args:{line}") for text, line in zip(texts, lines, strict=True)]
 
 
-def test_paths_are_relative_to_the_including_file_or_lie_here_or_beside_the_script(folder: Path) -> None:
+def test_paths_are_relative_to_the_including_file_or_lie_here_or_beside_the_script(folder):
     files = {"configs/model.args": "@common/base.args\n--b 2\n", "configs/more.args": "--c 3\n"}
     files |= {"configs/common/base.args": "@../more.args\n--a 1\n", "script/d.args": "--d", "script/e.args": "--no"}
     words = expand(folder, {**files, "e.args": "--e"}, "@configs/model.args", "@d.args", "@e.args")
@@ -201,7 +201,7 @@ def test_paths_are_relative_to_the_including_file_or_lie_here_or_beside_the_scri
     assert words[4:] == [("--b", f"{model}:2"), ("2", f"{model}:2"), ("--d", "script/d.args:1"), ("--e", "e.args:1")]
 
 
-def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_line(folder: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_line(folder):
     circle = {"x": "@y.args\n", "y.args": "\n@z.args\n", "z.args": "@y.args\n"}
     rows = [
         ({}, "command line: there is no flag file x (looked in . and script)"),
@@ -256,7 +256,7 @@ MEGATRON_REFUSED = """
 """
 
 
-def test_our_own_flags_pass_and_one_without_effect_is_dropped_with_its_values_and_a_notice() -> None:
+def test_our_own_flags_pass_and_one_without_effect_is_dropped_with_its_values_and_a_notice():
     assert sift("--lr 3e-4") == ([Given("--lr", ("3e-4",), "a.sh:3")], [])
     for flag_ in IGNORED.strip().splitlines():
         flags, (notice,) = sift(flag_)
@@ -264,11 +264,11 @@ def test_our_own_flags_pass_and_one_without_effect_is_dropped_with_its_values_an
         assert notice.startswith(f"a.sh:3: {flag_.split()[0]} is ignored: ")
 
 
-def test_a_flag_that_asks_for_something_is_refused_in_one_line_with_the_reason() -> None:
+def test_a_flag_that_asks_for_something_is_refused_in_one_line_with_the_reason():
     assert not not_refused(table(MEGATRON_REFUSED), sift)
 
 
-def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_table() -> None:
+def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_table():
     """Names, values and what a config refuses; each with its place."""
     parser = FlagParser([GPTConfig, CheckpointConfig], program="p", description="")
     words = "--lr 1 --num-layers x --num-experts 8 --keep-last 3 --DDP-impl local --checkpoint-activations"
@@ -286,7 +286,7 @@ def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_tabl
     ]
 
 
-def test_the_table_is_sorted_and_well_formed() -> None:
+def test_the_table_is_sorted_and_well_formed():
     assert list(KNOWN) == sorted(KNOWN, key=str.lower)
     for known in KNOWN.values():
         assert known.name.startswith("--")

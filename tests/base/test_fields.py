@@ -104,14 +104,14 @@ def plan(flags: str) -> RunPlan:
     return check_run_config(config, cluster, device_type="cpu")
 
 
-def test_all_flags_that_take_a_number_are_tried_on_a_run_that_is_fine() -> None:
+def test_all_flags_that_take_a_number_are_tried_on_a_run_that_is_fine():
     assert plan("").layout.data >= 2
     assert {("--lr", 1), ("--loss-spike-sigma", 1), ("--sample-top-p", 1)} <= set(FLOATS)
     assert {("--seed", 1), ("--rampup-batch-size", 3), ("--emulate-nodes", 1), ("--zero-gradient-bits", 2)} <= set(INTS)
     assert {*BESIDE, *ZERO_MEANS_SOMETHING, *IGNORED} <= {name for name, _ in (*FLOATS, *INTS)}
 
 
-def test_numbers_that_no_computer_has_are_refused_all_at_once_where_they_were_written() -> None:
+def test_numbers_that_no_computer_has_are_refused_all_at_once_where_they_were_written():
     for flags, values, reason in (
         (FLOATS, ("nan", "-inf", "1e400"), "is not a finite number"),
         (INTS, ("99999999999999999999", "-99999999999999999999"), "does not fit 64 bits"),
@@ -124,7 +124,7 @@ def test_numbers_that_no_computer_has_are_refused_all_at_once_where_they_were_wr
                 assert line.endswith(f": {value!r} {reason}")
 
 
-def test_numbers_below_1_are_refused_by_the_flag_s_name_unless_0_means_something() -> None:
+def test_numbers_below_1_are_refused_by_the_flag_s_name_unless_0_means_something():
     rows = []
     for value, (name, count) in itertools.product(("-1", "0"), USED):
         flags = f"{BESIDE.get(name, '')} {name} {' '.join([value] * count)}"
@@ -136,7 +136,7 @@ def test_numbers_below_1_are_refused_by_the_flag_s_name_unless_0_means_something
     assert not not_refused(rows, plan)
 
 
-def test_other_values_that_make_no_sense_are_refused_too() -> None:
+def test_other_values_that_make_no_sense_are_refused_too():
     assert not not_refused(table(OTHERS_REFUSED), plan)
 
 
@@ -170,7 +170,7 @@ def used_words() -> set[str]:
     return words
 
 
-def test_a_test_uses_every_flag_or_there_is_a_reason() -> None:
+def test_a_test_uses_every_flag_or_there_is_a_reason():
     words, unused = used_words(), set()
     for config in configs():
         for field in dataclasses.fields(config):

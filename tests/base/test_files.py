@@ -10,7 +10,7 @@ from helpers.refusals import not_refused
 from megazpp.base.files import cache_folder, check_writable, first_free, write_whole
 
 
-def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_output_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     check, path = partial(check_writable, flag="--output-prefix"), tmp_path / "a"
     check(path, overwrite=False)
     path.touch()
@@ -25,13 +25,13 @@ def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: p
     assert not not_refused([(path, f"{tmp_path} cannot be written to")], partial(check, overwrite=True))
 
 
-def test_the_first_free_name_has_the_lowest_number_that_nothing_has(tmp_path: Path) -> None:
+def test_the_first_free_name_has_the_lowest_number_that_nothing_has(tmp_path):
     for number in (1, 2, 4):
         (tmp_path / f"a.{number}").mkdir()
     assert first_free(lambda number: tmp_path / f"a.{number}") == tmp_path / "a.3"
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     path = tmp_path / "a"
     write_whole(path, b"old")
 
@@ -48,7 +48,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_default_directory_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_directory_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "megazpp"
     monkeypatch.delenv("XDG_CACHE_HOME")

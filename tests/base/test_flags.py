@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from helpers.refusals import not_refused
 
@@ -26,7 +25,7 @@ class PipeConfig:
     data_path: tuple[str, ...] = flag((), "many texts", nargs="*")
 
 
-def test_the_report_shows_names_values_and_origins_and_reads_back_as_a_flag_file(tmp_path: Path) -> None:
+def test_the_report_shows_names_values_and_origins_and_reads_back_as_a_flag_file(tmp_path):
     configs = (PumpConfig(learning_rate=3e-4), PipeConfig(data_path=("a b", "c")))
     origins = {"learning_rate": "configs/a.args:3", "data_path": "command line"}
     assert render_flags(configs, origins) == (
@@ -45,7 +44,7 @@ def test_the_report_shows_names_values_and_origins_and_reads_back_as_a_flag_file
         assert parser.read([f"@{tmp_path}/flags.args"], tmp_path, {}).configs == wanted
 
 
-def test_the_log_shows_the_flags_that_differ_from_their_defaults_and_where_they_come_from() -> None:
+def test_the_log_shows_the_flags_that_differ_from_their_defaults_and_where_they_come_from():
     configs = (PumpConfig(learning_rate=3e-4, name=""), PipeConfig(data_path=("a" * 70,)))
     origins = {"learning_rate": "configs/a.args:3", "data_path": "command line", "name": "command line"}
     assert render_arguments_block(configs, origins).splitlines() == [

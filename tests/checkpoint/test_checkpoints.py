@@ -51,7 +51,7 @@ def save_seven_steps(home: Path) -> list[list[str]]:
     return found
 
 
-def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(tmp_path: Path):
+def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(tmp_path):
     of_settings = ranks(2).run(save_seven_steps, tmp_path)[0]
     for number, ((flags, expected), lines) in enumerate(zip(SETTINGS, of_settings, strict=True)):
         folder = tmp_path / str(number)
@@ -64,7 +64,7 @@ def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(tmp_pa
         assert all(re.search(r" \| training waited \d+\.\d{3} s$", line) for line in waited)
 
 
-def test_a_run_that_is_complete_already_saves_nothing(tmp_path: Path):
+def test_a_run_that_is_complete_already_saves_nothing(tmp_path):
     job = Job(case=Case(), steps=2, flags={"save": str(tmp_path), "load": str(tmp_path)})
     first, second = ranks(2).run(run_each, [job, job])[0]
     assert (len(first["steps"]), len(second["steps"])) == (2, 0)
@@ -100,7 +100,7 @@ def go_on_and_back(job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("asynchronous", "delta"), [(True, "none"), slow(False, "lossless")])
-def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path: Path, asynchronous: bool, delta: Any):
+def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path, asynchronous, delta):
     zero, precision = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=True)
     case = Case(nodes=2, zero=zero, precision=precision, micro_batches=2)
     flags = {"save": str(tmp_path), "async_save": asynchronous}
@@ -120,7 +120,7 @@ def refusal(job: Job) -> str:
     return "not refused"
 
 
-def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path: Path):
+def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path):
     other = CheckpointFolder(tmp_path, "--save")
     other.lock()
     for said in ranks(2).run(refusal, Job(case=Case(), steps=1, flags={"save": str(tmp_path)})):
@@ -128,7 +128,7 @@ def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path: Path):
     other.unlock()
 
 
-def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path: Path):
+def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         (disk / "ballast").write_bytes(bytes((1 << 20) - 50_000))
         said = ranks(2).run(refusal, Job(case=Case(), steps=1, flags={"save": str(disk / "save")}))
@@ -136,7 +136,7 @@ def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path: P
         assert re.match(f"--save {disk / 'save'} has 4.*e-05 GB free, a checkpoint takes about 0.0001", said[0])
 
 
-def test_copies_are_staged_in_the_same_memory_each_time_and_pinned_for_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_copies_are_staged_in_the_same_memory_each_time_and_pinned_for_a_gpu(monkeypatch):
     asked: list[StagingOptions] = []
     state: Any = SimpleNamespace(device=torch.device("cpu"))
     opened: list[Any] = [CheckpointConfig(save="x", async_save=True), state, None, None, print]

@@ -18,7 +18,7 @@ from megazpp.checkpoint.checksums import (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     (tmp_path / "empty").touch()
     (tmp_path / ".hidden with spaces").write_bytes(b"abc" * 1000)
     (tmp_path / "__1_0.large").write_bytes(bytes(range(256)) * (5 << 12))  # more than one chunk, not a whole number
@@ -32,7 +32,7 @@ def damage(folder: Path, **share: int) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_a_file_is_summed_in_chunks_as_a_whole_and_what_was_not_touched_is_sound(folder: Path):
+def test_a_file_is_summed_in_chunks_as_a_whole_and_what_was_not_touched_is_sound(folder):
     content = (folder / "__1_0.large").read_bytes()
     assert sum_file(folder / "__1_0.large") == FileSum(len(content), zlib.crc32(content))
     assert write_durably(folder / "text", "é") == sum_file(folder / "text")
@@ -40,7 +40,7 @@ def test_a_file_is_summed_in_chunks_as_a_whole_and_what_was_not_touched_is_sound
     assert verify_files(folder) == 3000 + 256 * (5 << 12)
 
 
-def test_each_damaged_file_is_named_with_what_is_wrong(folder: Path):
+def test_each_damaged_file_is_named_with_what_is_wrong(folder):
     content = bytearray((folder / "__1_0.large").read_bytes())
     content[-1] ^= 1
     (folder / "__1_0.large").write_bytes(content)
@@ -55,7 +55,7 @@ def test_each_damaged_file_is_named_with_what_is_wrong(folder: Path):
     assert "2997 bytes, 3000 were written" in problems[0]
 
 
-def test_a_rank_reads_what_it_has_written_and_rank_0_the_rest(folder: Path):
+def test_a_rank_reads_what_it_has_written_and_rank_0_the_rest(folder):
     for path in folder.iterdir():
         if path.name != NAME:
             path.unlink()
@@ -65,7 +65,7 @@ def test_a_rank_reads_what_it_has_written_and_rank_0_the_rest(folder: Path):
     assert damage(folder, rank=0, num_ranks=1) == all_files
 
 
-def test_the_list_finds_every_bit_flipped_in_itself_and_every_cut(folder: Path):
+def test_the_list_finds_every_bit_flipped_in_itself_and_every_cut(folder):
     whole = (folder / NAME).read_bytes()
     for position in range(len(whole)):
         flipped = bytearray(whole)

@@ -24,11 +24,11 @@ def save(folder: CheckpointFolder, iteration: int, text: str = "") -> Path | Non
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> CheckpointFolder:
+def folder(tmp_path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path, "--save")
 
 
-def test_a_checkpoint_has_megatrons_name_and_the_tracker_says_which_is_the_latest(folder: CheckpointFolder):
+def test_a_checkpoint_has_megatrons_name_and_the_tracker_says_which_is_the_latest(folder):
     assert folder.latest() is None
     assert folder.iterations() == []
     for iteration in (100, 20, 12345678):
@@ -39,7 +39,7 @@ def test_a_checkpoint_has_megatrons_name_and_the_tracker_says_which_is_the_lates
     assert folder.iterations() == [20, 100, 12345678]
 
 
-def test_what_is_being_written_does_not_count_and_is_removed_by_the_next_run(folder: CheckpointFolder):
+def test_what_is_being_written_does_not_count_and_is_removed_by_the_next_run(folder):
     save(folder, 1)
     folder.begin(2)
     (folder.path / "iter_0000003").write_text("a file")
@@ -49,7 +49,7 @@ def test_what_is_being_written_does_not_count_and_is_removed_by_the_next_run(fol
     assert folder.recover() == []
 
 
-def test_nothing_complete_is_overwritten(folder: CheckpointFolder):
+def test_nothing_complete_is_overwritten(folder):
     assert save(folder, 5, "first") is None
     assert save(folder, 5, "second") == folder.path / "iter_0000005.replaced-1"
     assert save(folder, 5, "third") == folder.path / "iter_0000005.replaced-2"
@@ -113,7 +113,7 @@ def content(folder: CheckpointFolder) -> dict[str, str]:
     return {str(path.relative_to(folder.path)): path.read_text() for path in folder.path.rglob("*") if path.is_file()}
 
 
-def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_nothing_behind(tmp_path: Path):
+def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_nothing_behind(tmp_path):
     latest = []
     for folder in killed_at_each_moment(tmp_path, [(3, "third")], (5, "fifth")):
         folder.recover()
@@ -128,7 +128,7 @@ def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_n
     assert latest == [3, 3, 3, 3, 3, 5, 5, 5, 5]
 
 
-def test_a_save_over_a_complete_one_killed_at_any_moment_keeps_both_or_the_older_one(tmp_path: Path):
+def test_a_save_over_a_complete_one_killed_at_any_moment_keeps_both_or_the_older_one(tmp_path):
     """A recovery that is killed at any moment, too, comes to what it would have come to, done again."""
     saved, moment = [(3, "third"), (5, "fifth"), (7, "seventh")], 0
     for moment, folder in enumerate(killed_at_each_moment(tmp_path, saved, (5, "again"))):
@@ -151,7 +151,7 @@ def test_a_save_over_a_complete_one_killed_at_any_moment_keeps_both_or_the_older
     assert moment > 8
 
 
-def test_half_a_tracker_to_be_is_no_tracker_and_without_one_the_newest_counts(folder: CheckpointFolder):
+def test_half_a_tracker_to_be_is_no_tracker_and_without_one_the_newest_counts(folder):
     save(folder, 3)
     save(folder, 15)
     for text in ("", "x", "1"):
@@ -162,7 +162,7 @@ def test_half_a_tracker_to_be_is_no_tracker_and_without_one_the_newest_counts(fo
     assert folder.latest() == 15
 
 
-def test_a_tracker_that_names_no_iteration_or_one_that_is_missing_is_an_error(folder: CheckpointFolder):
+def test_a_tracker_that_names_no_iteration_or_one_that_is_missing_is_an_error(folder):
     save(folder, 7)
     for content in ("", "x", "-3", "1e3", "7\n8", "release"):
         (folder.path / TRACKER).write_text(content)
@@ -176,7 +176,7 @@ def test_a_tracker_that_names_no_iteration_or_one_that_is_missing_is_an_error(fo
         folder.latest()
 
 
-def test_a_folder_that_cannot_be_written_to_names_the_flag_and_why(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_to_names_the_flag_and_why(tmp_path):
     link, file = tmp_path / "link", tmp_path / "file"
     link.symlink_to(tmp_path / "gone")
     file.touch()
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_written_to_names_the_flag_and_why(tmp_path: Pat
     CheckpointFolder(link, "--save").lock()
 
 
-def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s(tmp_path: Path):
+def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s(tmp_path):
     folder = CheckpointFolder(tmp_path / "runs/save", "--save")
     folder.lock()
     save(folder, 1)
@@ -201,7 +201,7 @@ def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s(t
     folder.unlock()
 
 
-def test_a_job_that_is_killed_gives_its_folder_back(folder: CheckpointFolder):
+def test_a_job_that_is_killed_gives_its_folder_back(folder):
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     job = context.Process(target=_hold, args=(folder.path, ready), daemon=True)
@@ -222,9 +222,7 @@ def _hold(path: Path, ready: multiprocessing.Event) -> None:
     time.sleep(1000)
 
 
-def test_a_deleted_checkpoint_is_gone_under_its_name_before_its_files_go(
-    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_deleted_checkpoint_is_gone_under_its_name_before_its_files_go(folder, monkeypatch):
     for iteration in (1, 2, 3):
         save(folder, iteration)
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed at that moment

@@ -34,7 +34,7 @@ def with_stage(case: Case, stage: int) -> Case:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[str, Results]]:
+def saved(tmp_path_factory) -> Callable[[Case], tuple[str, Results]]:
     """Saves 4 steps of a case once, with a message under way; the folder and the results."""
 
     @functools.cache
@@ -73,7 +73,7 @@ DEFAULT = ("four from two", "none from two", "two from none", "fragments", "wide
 
 
 @pytest.mark.parametrize("case", chosen(CASES, *DEFAULT))
-def test_a_checkpoint_goes_on_with_what_islands_of_other_numbers_and_shapes_can_use(saved: Any, case: Any):
+def test_a_checkpoint_goes_on_with_what_islands_of_other_numbers_and_shapes_can_use(saved, case):
     before, after, same, note = case
     folder, first = saved(before)
     of_island = {result["island"]: result["end"] for result in first}
@@ -89,7 +89,7 @@ def test_a_checkpoint_goes_on_with_what_islands_of_other_numbers_and_shapes_can_
         assert [line for line in result["lines"] if BEGIN in line] == ([] if note is None else [note])
 
 
-def test_islands_have_moved_apart_when_they_are_saved(saved: Any):
+def test_islands_have_moved_apart_when_they_are_saved(saved):
     """So the comparisons above mean something."""
     _, first = saved(TWO)
     of_island = {result["island"]: result["end"] for result in first}

@@ -19,7 +19,7 @@ from megazpp.checkpoint.record import TrainingProgress
 
 
 @pytest.fixture
-def used(tmp_path: Path) -> Path:
+def used(tmp_path) -> Path:
     """A folder with checkpoints of iterations 10, 20 and 30; the tracker says 20."""
     folder = CheckpointFolder(tmp_path / "used", "--save")
     folder.path.mkdir()
@@ -39,14 +39,14 @@ def candidates(**flags: Any) -> list[int]:
     return source.candidates()
 
 
-def test_without_flags_training_begins_anew(tmp_path: Path):
+def test_without_flags_training_begins_anew(tmp_path):
     assert choose() is None
     assert choose(save=str(tmp_path / "new")) is None
     assert list(tmp_path.iterdir()) == []
     assert peek(None) is None
 
 
-def test_load_takes_what_the_tracker_names_or_ckpt_step_and_fallback_the_newest_of_the_others(used: Path):
+def test_load_takes_what_the_tracker_names_or_ckpt_step_and_fallback_the_newest_of_the_others(used):
     for flags, expected in (
         ({}, [20]),
         ({"ckpt_step": 10}, [10]),
@@ -60,7 +60,7 @@ def test_load_takes_what_the_tracker_names_or_ckpt_step_and_fallback_the_newest_
     assert candidates(load=missing) == candidates(load=missing, load_fallback=True) == []
 
 
-def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback_finds_it(used: Path):
+def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback_finds_it(used):
     (used / TRACKER).unlink()
     assert candidates(load=str(used)) == [30]
     for tracker in ("garbage", "99"):
@@ -70,9 +70,7 @@ def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback
         assert candidates(load=str(used), load_fallback=True) == [30, 20, 10]
 
 
-def test_a_folder_to_load_from_or_to_save_to_that_cannot_be_meant_is_refused(
-    used: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_to_load_from_or_to_save_to_that_cannot_be_meant_is_refused(used, tmp_path, monkeypatch):
     load, missing = str(used), str(tmp_path / "missing")
     (used / "iter_0000020" / NAME).touch()
     (used / "iter_0000020.replaced-1").mkdir()
@@ -97,7 +95,7 @@ def test_a_folder_to_load_from_or_to_save_to_that_cannot_be_meant_is_refused(
     assert not_refused(rows, lambda flags: candidates(**flags)) == []
 
 
-def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_told(used: Path, tmp_path: Path):
+def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_told(used, tmp_path):
     source = choose(restarted=True, save=str(used), load=str(tmp_path / "base"), finetune=True, save_rng=False)
     assert source is not None
     assert source.folder.path == used
@@ -108,7 +106,7 @@ def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_to
     assert choose(restarted=True, save=str(tmp_path / "empty")) is None
 
 
-def test_what_is_loaded(used: Path):
+def test_what_is_loaded(used):
     for flags, parts in (
         ({}, (True, True, True)),
         ({"finetune": True}, (False, False, False)),
@@ -120,13 +118,13 @@ def test_what_is_loaded(used: Path):
         assert (source.continues, source.optimizer, source.rng) == parts
 
 
-def test_peeking_at_what_cannot_be_read_is_an_error(used: Path):
+def test_peeking_at_what_cannot_be_read_is_an_error(used):
     for fallback, iteration in ((False, 20), (True, 10)):
         with pytest.raises(DamagedError, match=rf"iter_00000{iteration}/checksums.txt cannot be read"):
             peek(choose(load=str(used), load_fallback=fallback))
 
 
-def test_a_record_that_was_changed_is_damage_before_anything_believes_it(tmp_path: Path):
+def test_a_record_that_was_changed_is_damage_before_anything_believes_it(tmp_path):
     folder = CheckpointFolder(tmp_path, "--load")
     folder.begin(7)
     record = template(Job(case=Case(), steps=0, flags={}))

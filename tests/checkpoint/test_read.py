@@ -27,7 +27,7 @@ FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.txt", "run.json
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory) -> Path:
     """Checkpoints of iterations 1 and 2 of two ranks."""
     folder = tmp_path_factory.mktemp("saved")
     ranks(2).run(run, Job(case=CASE, steps=2, flags={"save": str(folder), "save_interval": 1}))
@@ -73,7 +73,7 @@ def damaged(path: Path, how: str) -> None:
     path.write_bytes(content)
 
 
-def test_every_file_that_is_cut_or_changed_is_named_and_nothing_is_loaded_but_by_fallback(saved: Path, tmp_path: Path):
+def test_every_file_that_is_cut_or_changed_is_named_and_nothing_is_loaded_but_by_fallback(saved, tmp_path):
     cases = [(name, how) for name in FILES for how in ("cut", "emptied", "deleted", "0", "50", "100")]
     copies = [tmp_path / str(index) for index in range(len(cases))]
     for copy, (name, how) in zip(copies, cases, strict=True):
@@ -102,7 +102,7 @@ class Evil:
         return os.mkdir, (str(self.folder / "executed"),)
 
 
-def test_a_checkpoint_with_code_in_its_index_is_refused_and_the_code_not_run(saved: Path, tmp_path: Path):
+def test_a_checkpoint_with_code_in_its_index_is_refused_and_the_code_not_run(saved, tmp_path):
     """With checksums that are right: they guard against accidents, not against people."""
     shutil.copytree(saved, tmp_path / "copy")
     checkpoint = tmp_path / "copy" / "iter_0000002"
@@ -122,9 +122,7 @@ class Attribute:
         return getattr, (self.of, self.name)
 
 
-def test_members_of_enumerations_may_be_named_by_attribute_and_nothing_else(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_members_of_enumerations_may_be_named_by_attribute_and_nothing_else(saved, tmp_path, monkeypatch):
     """As Python 3.11.0 to 3.11.3 write an index."""
     index = pickle.loads((saved / "iter_0000002/.metadata").read_bytes())
     monkeypatch.setitem(copyreg.dispatch_table, _MEM_FORMAT_ENCODING, lambda m: (getattr, (type(m), m.name)))
@@ -137,7 +135,7 @@ def test_members_of_enumerations_may_be_named_by_attribute_and_nothing_else(
         SafeReader(tmp_path).tensors()
 
 
-def test_what_contradicts_the_checkpoint_is_explained(saved: Path):
+def test_what_contradicts_the_checkpoint_is_explained(saved):
     other = dataclasses.asdict(dataclasses.replace(schedule(), max_lr=2e-2, decay_samples=999))
     sgd = {"flags": {"optimizer": "sgd", "optimizer_backend": "torch"}}
     differs = r"max lr is 0.02, in .* 0.01\n.*decay samples is 999, in .*\n--override-opt_param-"
@@ -162,7 +160,7 @@ def test_what_contradicts_the_checkpoint_is_explained(saved: Path):
         assert not changed or "successfully loaded" in said, message
 
 
-def test_a_checkpoint_without_moments_or_generators_says_which_flag_goes_on_without(tmp_path: Path):
+def test_a_checkpoint_without_moments_or_generators_says_which_flag_goes_on_without(tmp_path):
     save = str(tmp_path)
     ranks(2).run(run, Job(case=CASE, steps=1, flags={"save": save, "save_optim": False, "save_rng": False}))
     attempts = [{}, {"load_rng": False}, {"load_rng": False, "load_optim": False}, {"finetune": True}]

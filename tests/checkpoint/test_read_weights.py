@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,14 +34,14 @@ def logits_on_ranks(case: Case, load: str, step: int | None = None, vocab_size: 
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> str:
+def load(tmp_path_factory) -> str:
     """Checkpoints of iterations 1 and 2, written by 2 ranks."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(2).run(run, Job(case=CASE, steps=2, flags={"save": folder, "save_interval": 1}))
     return folder
 
 
-def test_another_layout_computes_what_the_first_one_does(load: str):
+def test_another_layout_computes_what_the_first_one_does(load):
     (first, expected), *_ = ranks(2).run(logits_on_ranks, CASE, load)
     [(second, found)] = ranks(1).run(logits_on_ranks, OTHER, load)
     assert first == second == 2
@@ -58,7 +57,7 @@ def load_as_described(load: str) -> None:
     logits_on_ranks(dataclasses.replace(OTHER, model=GPTConfig(**shape_of(record.flags))), load)
 
 
-def test_another_tokenizer_or_model_or_none_is_refused(load: str, tmp_path: Path):
+def test_another_tokenizer_or_model_or_none_is_refused(load, tmp_path):
     wider = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, hidden_size=24))
     rows = [
         (OTHER, load, None, 100, f"the tokenizer has 100 tokens, that of {load}/iter_0000002 had 101"),
@@ -68,7 +67,7 @@ def test_another_tokenizer_or_model_or_none_is_refused(load: str, tmp_path: Path
     assert ranks(1).run(not_refused, rows, logits_on_ranks) == [[]]
 
 
-def test_a_record_of_another_model_than_the_tensors_is_refused(load: str, tmp_path: Path):
+def test_a_record_of_another_model_than_the_tensors_is_refused(load, tmp_path):
     """With checksums that are right: someone has written it, or a folder was put together from two."""
     rows = []
     for changes, problem in (
@@ -86,7 +85,7 @@ def test_a_record_of_another_model_than_the_tensors_is_refused(load: str, tmp_pa
     assert ranks(1).run(not_refused, rows, load_as_described) == [[]]
 
 
-def test_merged_weights_are_rounded_to_their_own_type_whatever_reads_them(tmp_path: Path):
+def test_merged_weights_are_rounded_to_their_own_type_whatever_reads_them(tmp_path):
     linear, (a, b) = "model.layers.0.mlp.fc1.", (torch.randn(4, 2), torch.randn(6, 2))
     base = {f"{linear}weight": torch.randn(6, 4).bfloat16()}
     SummingWriter(tmp_path / "base").save(base, None)

@@ -31,14 +31,14 @@ def write(folder: Path, **values: Any) -> None:
     (folder / NAME).write_text(json.dumps(json.loads(RECORD.as_json()) | values))
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path):
+def test_a_record_is_read_as_it_was_written(tmp_path):
     progress = TrainingProgress(iteration=3, consumed_samples=5)
     record = dataclasses.replace(RECORD, progress=progress, scaler={"scale": 2.0**16})
     (tmp_path / NAME).write_text(record.as_json())
     assert read_record(tmp_path) == record
 
 
-def test_a_record_of_format_1_has_no_tokenizer_and_a_later_one_is_refused(tmp_path: Path):
+def test_a_record_of_format_1_has_no_tokenizer_and_a_later_one_is_refused(tmp_path):
     write(tmp_path, format=1)
     values = json.loads((tmp_path / NAME).read_text())
     (tmp_path / NAME).write_text(json.dumps({k: v for k, v in values.items() if not k.startswith("tokenizer")}))
@@ -51,7 +51,7 @@ def test_a_record_of_format_1_has_no_tokenizer_and_a_later_one_is_refused(tmp_pa
     assert not isinstance(caught.value, DamagedError)
 
 
-def test_a_record_that_cannot_be_read_or_is_of_another_iteration_than_its_folder_is_damage(tmp_path: Path):
+def test_a_record_that_cannot_be_read_or_is_of_another_iteration_than_its_folder_is_damage(tmp_path):
     for content in ("", "{", "[]", '{"format": 1}', '{"format": 1, "progress": {"x": 1}}', "\xff"):
         (tmp_path / NAME).write_text(content, encoding="latin-1")
         with pytest.raises(DamagedError, match=f"{tmp_path}/{NAME} cannot be read"):
@@ -105,9 +105,7 @@ def test_other_data_gives_a_note_and_the_same_data_none():
     assert note.startswith("--seed is 2, was 1, --train-iters is 20, was 10 in iter_0000007: ")
 
 
-def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(tmp_path, monkeypatch):
     for name in ("my.model", "my_text_document.idx"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -149,7 +147,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_value_of_another_type_is_damage_and_named(tmp_path: Path):
+def test_a_value_of_another_type_is_damage_and_named(tmp_path):
     for changes, message in WRONG:
         write(tmp_path, **changes)
         with pytest.raises(DamagedError, match=f"{NAME}.*{message}"):

@@ -50,9 +50,7 @@ def uninterrupted() -> list[float]:
         slow(3, {"nodes": 3}),
     ],
 )
-def test_every_layout_reads_each_bit_trains_on_as_if_uninterrupted_and_says_what_begins_anew(
-    tmp_path: Path, world: int, layout: dict[str, int]
-):
+def test_every_layout_reads_each_bit_trains_on_as_if_uninterrupted_and_says_what_begins_anew(tmp_path, world, layout):
     """To and from one layout, bit for bit, so every other pair follows."""
     one, two, three = there_and_back(tmp_path, FIRST, dataclasses.replace(FIRST, **layout), world=world)
     assert (two["loaded"], three["loaded"]) == (one["end"], two["end"])
@@ -62,9 +60,7 @@ def test_every_layout_reads_each_bit_trains_on_as_if_uninterrupted_and_says_what
 
 
 @pytest.mark.parametrize(("world", "tp", "nodes"), [(4, 2, 2), slow(3, 1, 3), slow(4, 1, 1)])
-def test_the_weights_that_nodes_keep_go_to_other_layouts_bit_for_bit_and_back(
-    tmp_path: Path, world: int, tp: int, nodes: int
-):
+def test_the_weights_that_nodes_keep_go_to_other_layouts_bit_for_bit_and_back(tmp_path, world, tp, nodes):
     """On one node nobody keeps any."""
     zero, bf16 = ZeroConfig(zeropp=True, zero_weight_delta="lossless"), PrecisionConfig(bf16=True)
     first = dataclasses.replace(FIRST, zero=zero, precision=bf16)
@@ -78,7 +74,7 @@ def test_the_weights_that_nodes_keep_go_to_other_layouts_bit_for_bit_and_back(
 
 
 @pytest.mark.slow
-def test_muon_s_momentum_goes_to_another_layout_bit_for_bit_and_back(tmp_path: Path):
+def test_muon_s_momentum_goes_to_another_layout_bit_for_bit_and_back(tmp_path):
     first = dataclasses.replace(FIRST, optimizer=OptimizerConfig(optimizer="muon"))
     one, two, three = there_and_back(tmp_path, first, dataclasses.replace(first, tp=2))
     assert sum(key.endswith("momentum_buffer") for key in one["end"]) == 4
@@ -86,7 +82,7 @@ def test_muon_s_momentum_goes_to_another_layout_bit_for_bit_and_back(tmp_path: P
 
 
 @pytest.mark.slow
-def test_zeropp_goes_to_other_nodes_with_its_error_feedback_at_zero(tmp_path: Path):
+def test_zeropp_goes_to_other_nodes_with_its_error_feedback_at_zero(tmp_path):
     shape = dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3)
     first = Case(model=shape, tp=2, nodes=2, zero=ZeroConfig(zeropp=True))
     one, two, three = there_and_back(tmp_path, first, dataclasses.replace(first, tp=1))
@@ -114,7 +110,7 @@ def _load_move_and_rewind(job: Job) -> list[dict[str, str]]:
     return [loaded, moved, back]
 
 
-def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path: Path):
+def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path):
     """Error feedback is zero again, not a later step's; random generators are other ones at each iteration."""
     case, save = Case(tp=2, zero=ZeroConfig(zeropp=True)), {"save": str(tmp_path), "save_interval": 1}
     ranks(2).run(run_all, [Job(case=case, steps=2, flags=save)])

@@ -1,7 +1,6 @@
 """A resumed run is the same run: bit for bit at the same layout, to fp32 rounding at another."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ def note_lines(result: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [name if name in DEFAULT else slow(name) for name in CASES])
-def test_a_run_goes_on_from_a_checkpoint_as_the_run_that_wrote_it_bit_for_bit(tmp_path: Path, name: str):
+def test_a_run_goes_on_from_a_checkpoint_as_the_run_that_wrote_it_bit_for_bit(tmp_path, name):
     if CASES[name].float8 is not None:
         pytest.importorskip("torchao")
     save = {"save": str(tmp_path), "save_interval": 2, "async_save": "async" in name}
@@ -92,7 +91,7 @@ def test_a_run_goes_on_from_a_checkpoint_as_the_run_that_wrote_it_bit_for_bit(tm
 @pytest.mark.parametrize(
     "name", ["differences, bf16", slow("differences, fp16, tp 2, async"), slow("islands, messages under way, async")]
 )
-def test_saving_and_using_weights_before_they_are_saved_changes_nothing(tmp_path: Path, name: str):
+def test_saving_and_using_weights_before_they_are_saved_changes_nothing(tmp_path, name):
     """An evaluation has sent the difference already, so the continued run must not; and it must where none has."""
     save = {"save": str(tmp_path), "save_interval": 2, "async_save": True}
     straight = Job(case=CASES[name], steps=STEPS, flags={})
@@ -107,7 +106,7 @@ def test_saving_and_using_weights_before_they_are_saved_changes_nothing(tmp_path
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(tmp_path: Path):
+def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(tmp_path):
     """And kept weights of a checkpoint are left alone where nobody sends differences."""
     with_4 = CASES["differences, bf16"]
     with_8_bits, in_fp16 = dataclasses.replace(with_4, zero=ZEROPP), dataclasses.replace(with_4, precision=FP16)
@@ -123,9 +122,7 @@ def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(t
 
 
 @pytest.mark.parametrize(("first", "then"), [("adam", "muon"), slow("muon", "adam")])
-def test_adamw_goes_on_as_muon_and_back_with_new_moments_of_matrices_and_says_so_once(
-    tmp_path: Path, first: str, then: str
-):
+def test_adamw_goes_on_as_muon_and_back_with_new_moments_of_matrices_and_says_so_once(tmp_path, first, then):
     flags = {"save": str(tmp_path), "load": str(tmp_path)}
     jobs = [
         Job(case=Case(model=LLAMA_STYLE, tp=2, optimizer=OptimizerConfig(optimizer=kind)), steps=steps, flags=flags)
@@ -143,7 +140,7 @@ def test_adamw_goes_on_as_muon_and_back_with_new_moments_of_matrices_and_says_so
 
 
 @pytest.mark.parametrize("to", [1, slow(4)])
-def test_a_checkpoint_goes_on_with_samples_split_among_more_or_fewer_ranks(tmp_path: Path, to: int):
+def test_a_checkpoint_goes_on_with_samples_split_among_more_or_fewer_ranks(tmp_path, to):
     first, second = (Case(model=GPT2_STYLE, cp=cp) for cp in (2, to))
     save, load = {"save": str(tmp_path), "save_interval": 2}, {"load": str(tmp_path), "ckpt_step": 2}
     jobs = [Job(case=first, steps=STEPS, flags=save), Job(case=second, steps=STEPS, flags=load)]
@@ -163,7 +160,7 @@ def with_scales(jobs: list[Job], scales: list[float]) -> list[list[tuple[float, 
     return results
 
 
-def test_a_run_that_goes_on_with_another_loss_scale_feeds_its_errors_back_in_the_new_units(tmp_path: Path):
+def test_a_run_that_goes_on_with_another_loss_scale_feeds_its_errors_back_in_the_new_units(tmp_path):
     """In fp32 powers of two are exact, so an error in the units of the old scale would show in the first loss."""
     case = Case(model=GPT2_STYLE, nodes=2, zero=ZEROPP)
     begins = Job(case=case, steps=2, flags={"save": str(tmp_path)})
@@ -172,7 +169,7 @@ def test_a_run_that_goes_on_with_another_loss_scale_feeds_its_errors_back_in_the
         assert other == same
 
 
-def test_a_run_that_went_back_goes_on_from_there_after_a_restart_and_keeps_what_it_writes_again(tmp_path: Path):
+def test_a_run_that_went_back_goes_on_from_there_after_a_restart_and_keeps_what_it_writes_again(tmp_path):
     """Killed before its first save: the tracker names what --ckpt-step chose, and no checkpoint is gone."""
     everything = {"save": str(tmp_path), "save_interval": 1}
     whole = Job(case=Case(), steps=3, flags=everything)

@@ -47,7 +47,7 @@ def save(path: Path, iteration: int, files: dict[str, bytes]) -> dict[str, objec
     return json.loads((folder.of(iteration) / "run.json").read_text())
 
 
-def test_every_checkpoint_names_the_tokenizer_that_is_there_once(tmp_path: Path, tokenizer: SentencePieceTokenizer):
+def test_every_checkpoint_names_the_tokenizer_that_is_there_once(tmp_path, tokenizer):
     name = save(tmp_path, 1, tokenizer.files)["tokenizer_folder"]
     before = content(tmp_path / str(name))
     assert set(before) == {"tokenizer.model", "checksums.txt"}
@@ -64,7 +64,7 @@ def test_every_checkpoint_names_the_tokenizer_that_is_there_once(tmp_path: Path,
     assert (found.identity, found.files) == (tokenizer.identity, tokenizer.files)
 
 
-def test_damage_is_named_and_the_next_save_keeps_it_aside(tmp_path: Path, tokenizer: SentencePieceTokenizer):
+def test_damage_is_named_and_the_next_save_keeps_it_aside(tmp_path, tokenizer):
     name = write_tokenizer(tmp_path, tokenizer.files)
     assert name is not None
     for number, file in enumerate(("tokenizer.model", "checksums.txt"), 1):
@@ -78,7 +78,7 @@ def test_damage_is_named_and_the_next_save_keeps_it_aside(tmp_path: Path, tokeni
         assert content(tmp_path / f"{name}.replaced-{number}") == kept
 
 
-def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path: Path, tokenizer: SentencePieceTokenizer):
+def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path, tokenizer):
     name = write_tokenizer(tmp_path, tokenizer.files)
     assert name is not None
     shutil.move(tmp_path / name, tmp_path / "outside")
@@ -89,9 +89,7 @@ def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path: Pa
             read_tokenizer(tmp_path, other)
 
 
-def test_what_ends_half_way_leaves_nothing_that_counts(
-    tmp_path: Path, tokenizer: SentencePieceTokenizer, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_ends_half_way_leaves_nothing_that_counts(tmp_path, tokenizer, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

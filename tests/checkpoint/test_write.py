@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from helpers.checkpoints import Attempt, Job, run, template
 from helpers.disks import small_disk
@@ -53,7 +52,7 @@ def save_forever(path: Path, pipe: Any) -> None:
         pipe.send(iteration)
 
 
-def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_complete(tmp_path: Path):
+def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_complete(tmp_path):
     """Moments are spread over what the last load or save took, so that a busy machine does not miss any phase."""
     generator, context = random.Random(7), multiprocessing.get_context("fork")
     complete, killed_in = 0, []
@@ -92,7 +91,7 @@ def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_c
 
 
 def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name_and_before_the_tracker_names_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch, tmp_path
 ):
     done: list[tuple[str, str]] = []  # in order: what was brought to the disk, and new names
     sizes: dict[str, int] = {}  # of what was brought there
@@ -171,7 +170,7 @@ def fill_and_save(job: Job, disk: Path, *, left: int) -> dict[str, Any]:
     return found | {"at last": folder.latest()}
 
 
-def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it_and_says_so_and_no_more(tmp_path: Path):
+def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it_and_says_so_and_no_more(tmp_path):
     """Whatever part of torch's archives it is that has no space."""
     full = re.compile(r"(rank [01]: )?\[Errno 28\] No space left on device")
     for left, asynchronous in ((0, False), (4_096, False), (8_192, True), (20_000, True), (100_000, False)):

@@ -21,7 +21,7 @@ def write_meanwhile(path: Path) -> None:
         (path / "mine").write_text("mine")
 
 
-def test_an_error_leaves_nothing_and_an_empty_folder_empty(tmp_path: Path):
+def test_an_error_leaves_nothing_and_an_empty_folder_empty(tmp_path):
     path = tmp_path / "output"
     path.mkdir()
     for failure in (ValueError, OSError, KeyboardInterrupt):
@@ -31,7 +31,7 @@ def test_an_error_leaves_nothing_and_an_empty_folder_empty(tmp_path: Path):
     assert not list(path.iterdir())
 
 
-def test_what_comes_meanwhile_is_not_touched(tmp_path: Path):
+def test_what_comes_meanwhile_is_not_touched(tmp_path):
     with pytest.raises(ValueError, match="is not empty"):
         write_meanwhile(tmp_path / "later")
     assert (tmp_path / "later" / "mine").read_text() == "mine"
@@ -45,7 +45,7 @@ def hold(path: Path, ready: multiprocessing.Event) -> None:
         time.sleep(1000)
 
 
-def test_a_killed_conversion_is_cleared_away_by_the_next_and_two_at_once_exclude_each_other(tmp_path: Path):
+def test_a_killed_conversion_is_cleared_away_by_the_next_and_two_at_once_exclude_each_other(tmp_path):
     path, context = tmp_path / "output", multiprocessing.get_context("fork")
     ready = context.Event()
     other = context.Process(target=hold, args=(path, ready), daemon=True)

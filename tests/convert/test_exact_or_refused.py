@@ -138,7 +138,7 @@ def check(folder: Path, kind: str, *settings: Value) -> bool:
 
 
 @pytest.mark.parametrize("kind", AXES)
-def test_every_setting_is_exact_or_refused_by_its_key(kind: str, tmp_path: Path):
+def test_every_setting_is_exact_or_refused_by_its_key(kind, tmp_path):
     write_folder(tmp_path, kind, {})
     exact = [check(tmp_path, kind, value) for axis in AXES[kind] for value in axis]
     assert sum(exact) >= 12
@@ -153,7 +153,7 @@ def settings_of_all_pairs(kind: str) -> list[list[Value]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", AXES)
-def test_every_pair_of_settings_is_exact_or_refused_by_its_key(kind: str, tmp_path: Path):
+def test_every_pair_of_settings_is_exact_or_refused_by_its_key(kind, tmp_path):
     write_folder(tmp_path, kind, {})
     for axes in itertools.combinations(AXES[kind], 2):
         for pair in itertools.product(*axes):
@@ -162,7 +162,7 @@ def test_every_pair_of_settings_is_exact_or_refused_by_its_key(kind: str, tmp_pa
         assert check(tmp_path, kind, *values)
 
 
-def test_a_sample_that_fits_into_the_window_is_exact_and_longer_ones_are_refused(tmp_path: Path):
+def test_a_sample_that_fits_into_the_window_is_exact_and_longer_ones_are_refused(tmp_path):
     theirs = write_folder(tmp_path, "mistral", {"sliding_window": 5})
     ours = open_model(tmp_path)
     assert (ours.seq_length, ours.config.window) == (5, 5)
@@ -174,7 +174,7 @@ def test_a_sample_that_fits_into_the_window_is_exact_and_longer_ones_are_refused
         our_logits(ours, TOKENS[:, :6])
 
 
-def test_a_tied_output_matrix_that_is_not_the_embedding_is_refused(tmp_path: Path):
+def test_a_tied_output_matrix_that_is_not_the_embedding_is_refused(tmp_path):
     for kind, words in (("gpt2", "transformer.wte.weight"), ("llama", "model.embed_tokens.weight")):
         folder = tmp_path / kind
         write_folder(folder, kind, {"tie_word_embeddings": True})
@@ -222,7 +222,7 @@ REFUSED: list[tuple[str, Values, str]] = [
 # fmt: on
 
 
-def test_what_we_do_not_have_is_refused_by_the_key_of_the_config_in_one_line(tmp_path: Path):
+def test_what_we_do_not_have_is_refused_by_the_key_of_the_config_in_one_line(tmp_path):
     for kind in ("gpt2", "llama", "qwen3"):
         write_folder(tmp_path / kind, kind, {})
     for kind, values, message in REFUSED:

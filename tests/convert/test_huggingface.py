@@ -81,7 +81,7 @@ def assert_same_tensors(folder: Path, expected: dict[str, torch.Tensor]) -> None
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name: str, tmp_path: Path):
+def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name, tmp_path):
     kind, dtype, settings = MODELS[name]
     theirs = save(make_model(kind, **settings).to(dtype), tmp_path / "theirs")
     ours = turn(theirs, tmp_path / "ours")
@@ -107,14 +107,14 @@ def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama tied, biases, wide heads", slow("qwen2"), slow("qwen3")])
-def test_ranks_read_their_parts_of_a_conversion(name: str, tmp_path: Path):
+def test_ranks_read_their_parts_of_a_conversion(name, tmp_path):
     kind, _, settings = MODELS[name]
     theirs = save(make_model(kind, **settings), tmp_path / "theirs")
     for found in ranks(2).run(logits_on_ranks, str(turn(theirs, tmp_path / "ours")), 2):
         torch.testing.assert_close(found, logits(theirs), atol=SAME, rtol=0)
 
 
-def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_in_several_files_is_the_same_model(tmp_path, monkeypatch):
     whole = save(make_llama(), tmp_path / "whole")
     parts = save(make_llama(), tmp_path / "parts", max_shard_size="30KB")
     assert len(list(parts.glob("*.safetensors"))) > 2
@@ -125,7 +125,7 @@ def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, monkeypatch:
     assert torch.equal(logits(back), logits(whole))  # through the index
 
 
-def test_the_padding_of_a_run_s_vocabulary_stays_behind(tmp_path: Path):
+def test_the_padding_of_a_run_s_vocabulary_stays_behind(tmp_path):
     case = Case(tp=2)
     ranks(2).run(run, Job(case=case, steps=1, flags={"save": str(tmp_path / "ours")}))
     words = open_checkpoint(tmp_path / "ours", None)[0].tensors["embedding.word.weight"]
@@ -135,7 +135,7 @@ def test_the_padding_of_a_run_s_vocabulary_stays_behind(tmp_path: Path):
     assert torch.equal(found, words.read())
 
 
-def test_the_first_gpt2_files_are_read_too(tmp_path: Path):
+def test_the_first_gpt2_files_are_read_too(tmp_path):
     """No prefix, causal masks among the weights, the tied matrix twice."""
     theirs = save(make_gpt2(), tmp_path / "theirs")
     tensors = file_tensors(theirs)
@@ -146,7 +146,7 @@ def test_the_first_gpt2_files_are_read_too(tmp_path: Path):
     assert_same_tensors(turn(turn(theirs, tmp_path / "ours"), tmp_path / "back"), tensors)
 
 
-def test_an_index_that_names_what_is_outside_its_folder_is_refused(tmp_path: Path):
+def test_an_index_that_names_what_is_outside_its_folder_is_refused(tmp_path):
     save(make_gpt2(), tmp_path)
 
     def open_with(file: str) -> None:
@@ -186,7 +186,7 @@ def test_what_they_do_not_have_is_refused_by_its_flags():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", slow("qwen2")])
-def test_a_reward_model_scores_the_same_there_and_here_and_there_again(tmp_path: Path, kind: str):
+def test_a_reward_model_scores_the_same_there_and_here_and_there_again(tmp_path, kind):
     import transformers
 
     auto = transformers.AutoModelForSequenceClassification

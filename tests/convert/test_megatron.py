@@ -45,7 +45,7 @@ def assert_same_model(folder: Path, weights: dict[str, torch.Tensor]) -> None:
     assert (found.progress.iteration, found.progress.consumed_samples, found.seq_length) == (100, 4000, 16)
 
 
-def test_the_ranks_make_the_whole_model(tmp_path: Path):
+def test_the_ranks_make_the_whole_model(tmp_path):
     gpt, llama = ((config, make_weights(config)) for config in (GPT, LLAMA))
     for number, ((config, weights), version, names, tp) in enumerate(
         [
@@ -59,7 +59,7 @@ def test_the_ranks_make_the_whole_model(tmp_path: Path):
         assert_same_model(folder, weights)
 
 
-def test_head_norms_and_scaled_frequencies_of_the_core_are_taken_over(tmp_path: Path):
+def test_head_norms_and_scaled_frequencies_of_the_core_are_taken_over(tmp_path):
     weights = make_weights(SCALED)
     more = {"qk_layernorm": True, "use_rope_scaling": True, "rope_scaling_factor": 32.0}
     folder = write_megatron(tmp_path, weights, SCALED, tp=2, names="core", args=arguments(SCALED, 2, **more))
@@ -68,7 +68,7 @@ def test_head_norms_and_scaled_frequencies_of_the_core_are_taken_over(tmp_path: 
     assert (found.qk_layernorm, found.rope_scaling) == (True, 32.0)
 
 
-def test_files_of_torch_before_1_6_and_other_places_are_read(tmp_path: Path):
+def test_files_of_torch_before_1_6_and_other_places_are_read(tmp_path):
     weights = make_weights(GPT)
     folder = write_megatron(tmp_path, weights, GPT, tp=2, zipped=False)
     assert_same_model(folder, weights)
@@ -79,7 +79,7 @@ def test_files_of_torch_before_1_6_and_other_places_are_read(tmp_path: Path):
     assert_same_model(folder / "release", weights)
 
 
-def test_a_converted_checkpoint_has_the_weights_and_the_tokenizer_s_rows(tmp_path: Path):
+def test_a_converted_checkpoint_has_the_weights_and_the_tokenizer_s_rows(tmp_path):
     null = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
     for config, tokenizer, rows in ((GPT, null, VOCAB), (LLAMA, TokenizerConfig(), PADDED)):
         weights, output = make_weights(config), tmp_path / f"{rows} rows"
@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 # fmt: on
 
 
-def test_what_cannot_be_taken_over_is_named(tmp_path: Path):
+def test_what_cannot_be_taken_over_is_named(tmp_path):
     for number, (changes, message) in enumerate(REFUSED):
         folder = write_megatron(tmp_path / str(number), make_weights(GPT), GPT, tp=2, **changes)
         with pytest.raises(ValueError, match=message) as caught:
@@ -123,7 +123,7 @@ def test_what_cannot_be_taken_over_is_named(tmp_path: Path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_pipeline_a_missing_rank_and_a_distributed_checkpoint_are_told_apart(tmp_path: Path):
+def test_a_pipeline_a_missing_rank_and_a_distributed_checkpoint_are_told_apart(tmp_path):
     write_megatron(tmp_path / "rank", make_weights(GPT), GPT, tp=2)
     shutil.copytree(tmp_path / "rank", tmp_path / "pipeline")
     for folder, name in (("rank", "mp_rank_02"), ("pipeline", "mp_rank_00_000")):
@@ -157,7 +157,7 @@ class ModelType(enum.Enum):
     encoder = 1
 
 
-def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path):
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path):
     file = tmp_path / "model_optim_rng.pt"
     for place, zipped in itertools.product(("args", "model", "optimizer"), (True, False)):
         content = {"args": argparse.Namespace(a=1), "model": {"w": torch.ones(2)}}
@@ -169,7 +169,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path):
         assert not (tmp_path / "ran").exists()
 
 
-def test_megatron_s_own_classes_are_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_megatron_s_own_classes_are_not_needed(tmp_path, monkeypatch):
     names = ("megatron", "megatron.core", "megatron.core.enums")
     modules: list[Any] = [types.ModuleType(name) for name in names]
     modules[-1].ModelType = ModelType
@@ -187,7 +187,7 @@ def test_megatron_s_own_classes_are_not_needed(tmp_path: Path, monkeypatch: pyte
         assert torch.equal(found["model"]["w"], torch.ones(2))
 
 
-def test_junk_is_no_checkpoint(tmp_path: Path):
+def test_junk_is_no_checkpoint(tmp_path):
     file = tmp_path / "model_optim_rng.pt"
     with pytest.raises(ValueError, match="is missing"):
         load_file(file)

@@ -18,7 +18,7 @@ from megazpp.convert.model import (
 @pytest.mark.parametrize(
     ("groups", "queries", "size", "rest"), [(1, 1, 1, (4,)), (3, 1, 2, ()), (2, 3, 5, (4,)), (1, 7, 3, (4,))]
 )
-def test_queries_keys_and_values_are_fused_group_by_group(groups: int, queries: int, size: int, rest: tuple[int, ...]):
+def test_queries_keys_and_values_are_fused_group_by_group(groups, queries, size, rest):
     heads = [groups * queries, groups, groups]
     parts = [torch.randn(count * size, *rest) for count in heads]
     fused = fuse_qkv(parts, groups=groups, head_size=size)

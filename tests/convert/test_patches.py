@@ -76,7 +76,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("world", "case"), CASES)
-def test_patches_on_an_anchor_are_the_next_weights_bit_for_bit(world: int, case: dict[str, Any], tmp_path: Path):
+def test_patches_on_an_anchor_are_the_next_weights_bit_for_bit(world, case, tmp_path):
     """And an anchor comes first, every so many iterations, and first again in a run that goes on."""
     expected = ranks(world).run(train, Case(**case, precision=BF16, steps=6), tmp_path, 5)[0]
     found = follow(tmp_path, 6)
@@ -101,7 +101,7 @@ def test_weights_that_no_patch_can_say_are_refused_by_flag():
 
 
 @pytest.mark.slow
-def test_a_run_writes_patches_as_flags_say(tmp_path: Path):
+def test_a_run_writes_patches_as_flags_say(tmp_path):
     flags = "--bf16 --nproc 1 --save-weight-patches patches --weight-anchor-interval 3 --train-iters 4"
     words = shlex.split(f"{SMALL} {flags} --num-layers 1 --tokenizer-type NullTokenizer --vocab-size 256")
     code, output = run_forked(str(ROOT / "pretrain_gpt.py"), *words, folder=tmp_path, cwd=tmp_path)

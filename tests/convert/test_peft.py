@@ -63,7 +63,7 @@ CASES = [
 
 @needs_peft
 @pytest.mark.parametrize(("kind", "targets"), CASES)
-def test_peft_computes_with_our_files_what_the_merged_model_does(tmp_path: Path, kind: str, targets: tuple[str, ...]):
+def test_peft_computes_with_our_files_what_the_merged_model_does(tmp_path, kind, targets):
     import peft
     import transformers
 
@@ -81,7 +81,7 @@ def test_peft_computes_with_our_files_what_the_merged_model_does(tmp_path: Path,
 
 @needs_peft
 @pytest.mark.parametrize(("kind", "targets"), CASES)
-def test_an_adapter_of_peft_is_read_and_merged(tmp_path: Path, kind: str, targets: tuple[str, ...]):
+def test_an_adapter_of_peft_is_read_and_merged(tmp_path, kind, targets):
     import peft
 
     base, generator = save(make_model(kind), tmp_path / "base"), torch.Generator().manual_seed(8)
@@ -103,7 +103,7 @@ def test_an_adapter_of_peft_is_read_and_merged(tmp_path: Path, kind: str, target
 
 
 @needs_peft
-def test_an_adapter_of_a_reward_model_brings_its_score(tmp_path: Path):
+def test_an_adapter_of_a_reward_model_brings_its_score(tmp_path):
     import peft
     import transformers
 
@@ -124,7 +124,7 @@ def test_an_adapter_of_a_reward_model_brings_its_score(tmp_path: Path):
 
 
 @needs_peft
-def test_the_default_targets_are_pefts(tmp_path: Path):
+def test_the_default_targets_are_pefts(tmp_path):
     import peft
 
     for kind in ("gpt2", "llama"):
@@ -133,7 +133,7 @@ def test_the_default_targets_are_pefts(tmp_path: Path):
         assert set(config.target_modules) == set(default_targets(ours))
 
 
-def test_files_are_as_pefts_are(tmp_path: Path):
+def test_files_are_as_pefts_are(tmp_path):
     base = save(make_llama(), tmp_path / "base")
     drawn_adapter(tmp_path / "adapter", base, ("q_proj", "down_proj"), "0123456789abcdef")
     found = safetensors.torch.load_file(tmp_path / "adapter" / TENSORS)
@@ -148,7 +148,7 @@ def test_files_are_as_pefts_are(tmp_path: Path):
     assert read_adapter(tmp_path / "adapter", open_model(base).config)[0].checksum == "0123456789abcdef"
 
 
-def test_the_checksum_is_that_of_the_weights_in_any_format_and_another_base_is_refused(tmp_path: Path):
+def test_the_checksum_is_that_of_the_weights_in_any_format_and_another_base_is_refused(tmp_path):
     base = save(make_llama(), tmp_path / "base")
     convert_folder(base, tmp_path / "checkpoint")
     with pytest.raises(ValueError, match="--from megazpp --to megazpp: one of the two"):  # but for merging
@@ -176,7 +176,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_an_adapter_that_does_something_else_or_is_not_there_is_refused(tmp_path: Path):
+def test_an_adapter_that_does_something_else_or_is_not_there_is_refused(tmp_path):
     base, path = save(make_llama(), tmp_path / "base"), tmp_path / "adapter" / CONFIG
     drawn_adapter(tmp_path / "adapter", base, ("q_proj",))
     sound = json.loads(path.read_text())

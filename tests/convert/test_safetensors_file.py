@@ -2,7 +2,6 @@
 
 import json
 import struct
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -24,7 +23,7 @@ def deferred(tensors: dict[str, torch.Tensor]) -> dict[str, Deferred]:
     return {name: Deferred(tuple(x.shape), x.dtype, x.clone) for name, x in tensors.items()}
 
 
-def test_the_package_reads_what_is_written(tmp_path: Path):
+def test_the_package_reads_what_is_written(tmp_path):
     file = tmp_path / "model.safetensors"
     size = write_tensors(file, deferred(TENSORS))
     assert size == sum(x.nbytes for x in TENSORS.values())
@@ -39,7 +38,7 @@ def test_the_package_reads_what_is_written(tmp_path: Path):
     assert header % 8 == 0  # the data are aligned
 
 
-def test_what_the_package_writes_is_read_when_it_is_wanted(tmp_path: Path):
+def test_what_the_package_writes_is_read_when_it_is_wanted(tmp_path):
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file(TENSORS, file)
     found = open_tensors(file)
@@ -56,7 +55,7 @@ def test_files_are_cut_between_tensors():
     assert split_into_files({}, 80) == [{}]
 
 
-def test_junk_is_named_in_one_line(tmp_path: Path):
+def test_junk_is_named_in_one_line(tmp_path):
     file = tmp_path / "model.safetensors"
     with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
         open_tensors(file)
@@ -69,7 +68,7 @@ def test_junk_is_named_in_one_line(tmp_path: Path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_quantized_tensor_is_refused(tmp_path: Path):
+def test_a_quantized_tensor_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     header = json.dumps({"w": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header + b"1234")

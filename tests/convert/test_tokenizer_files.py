@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import sentencepiece
@@ -28,7 +27,7 @@ TEXTS = ["Call me  Ishmael\nSome", " two", "naïve—日本語 🐳", "", "a\tta
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenizerConfig]:
+def files(tmp_path_factory) -> dict[str, TokenizerConfig]:
     """A tokenizer of each kind that has files."""
     home = tmp_path_factory.mktemp("tokenizers")
     for kind in ("bpe", "unigram"):
@@ -55,7 +54,7 @@ def load(config: TokenizerConfig) -> Tokenizer:
 KINDS = ["bpe", "unigram", "gpt2", "huggingface", "bytes"]
 
 
-def test_transformers_gives_the_ids_that_training_saw(files: dict[str, TokenizerConfig], tmp_path: Path):
+def test_transformers_gives_the_ids_that_training_saw(files, tmp_path):
     for kind in KINDS:
         ours, folder = load(files[kind]), tmp_path / kind
         folder.mkdir()
@@ -76,7 +75,7 @@ def assert_same(folder: Path, ours: Tokenizer, texts: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_of_a_whole_book_too(kind: Literal["bpe", "unigram"], tmp_path: Path):
+def test_of_a_whole_book_too(kind, tmp_path):
     """The tokenizer of the first run, and what is no piece of it, or looks like one that no text has."""
     book = list(read_documents(*resolve_text_paths(["builtin:moby_dick"])))[:40]
     ours = SentencePieceTokenizer(train_sentencepiece(iter(book), 2048, model_type=kind))
@@ -86,14 +85,14 @@ def test_of_a_whole_book_too(kind: Literal["bpe", "unigram"], tmp_path: Path):
     assert_same(tmp_path, ours, ["Call me", *TEXTS, *marks, *book])
 
 
-def test_a_byte_tokenizer_of_more_ids_keeps_its_last_one(tmp_path: Path):
+def test_a_byte_tokenizer_of_more_ids_keeps_its_last_one(tmp_path):
     write_tokenizer_files(tmp_path, ByteTokenizer(300))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (theirs.eos_token_id, theirs("hé")["input_ids"]) == (300, [104, 195, 169])
     assert theirs.decode([104, 300], skip_special_tokens=True) == "h"
 
 
-def test_written_files_are_the_same_tokenizer_and_are_found_again(files: dict[str, TokenizerConfig], tmp_path: Path):
+def test_written_files_are_the_same_tokenizer_and_are_found_again(files, tmp_path):
     for kind in KINDS[:-1]:
         before, folder = load(files[kind]), tmp_path / kind
         folder.mkdir()
@@ -103,7 +102,7 @@ def test_written_files_are_the_same_tokenizer_and_are_found_again(files: dict[st
         assert (after.identity, after.eod, after.files) == (before.identity, before.eod, before.files)
 
 
-def test_what_a_folder_says_about_text_goes_both_ways(files: dict[str, TokenizerConfig], tmp_path: Path):
+def test_what_a_folder_says_about_text_goes_both_ways(files, tmp_path):
     source, output = tmp_path / "source", tmp_path / "output"
     source.mkdir()
     output.mkdir()
@@ -124,9 +123,7 @@ def test_what_a_folder_says_about_text_goes_both_ways(files: dict[str, Tokenizer
     assert json.loads((output / "tokenizer_config.json").read_text()) == said["tokenizer_config.json"]
 
 
-def test_files_of_somebody_else_beside_a_tokenizer_stay_where_they_are(
-    files: dict[str, TokenizerConfig], tmp_path: Path
-):
+def test_files_of_somebody_else_beside_a_tokenizer_stay_where_they_are(files, tmp_path):
     for name in ("my.model", "my.json", "config.json", "generation_config.json", "special_tokens_map.json"):
         (tmp_path / name).write_text('{"eos_token_id": 3}')
     shutil.copy(str(files["bpe"].tokenizer_model), tmp_path / "my.model")
@@ -135,7 +132,7 @@ def test_files_of_somebody_else_beside_a_tokenizer_stay_where_they_are(
         assert list(load(TokenizerConfig(tokenizer_model=str(tmp_path / name))).files) == [kept]
 
 
-def test_where_transformers_does_something_else_it_is_said(tmp_path: Path):
+def test_where_transformers_does_something_else_it_is_said(tmp_path):
     normalizing = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()), model_writer=normalizing, vocab_size=30, minloglevel=2
@@ -149,7 +146,7 @@ def test_where_transformers_does_something_else_it_is_said(tmp_path: Path):
     assert find_differences(HFTokenizer(definition.to_str())) == []
 
 
-def test_without_files_there_is_nothing_to_find(tmp_path: Path):
+def test_without_files_there_is_nothing_to_find(tmp_path):
     assert find_tokenizer(tmp_path) == TokenizerConfig()
     assert write_tokenizer_files(tmp_path, None) == {"bos_token_id": None, "eos_token_id": None}
     assert not list(tmp_path.iterdir())

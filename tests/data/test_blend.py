@@ -45,18 +45,18 @@ def naive_blend(weights: list[float], n: int) -> list[tuple[int, int]]:
     weights=st.lists(st.floats(0.01, 10) | st.integers(1, 5).map(float), min_size=1, max_size=6),
     n=st.integers(1, 80),
 )
-def test_blend_indices_equal_the_naive_ones(weights: list[float], n: int) -> None:
+def test_blend_indices_equal_the_naive_ones(weights, n):
     datasets, samples = blend_indices(weights, n)
     assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == naive_blend(weights, n)
 
 
-def test_blend_indices_are_those_megatron_core_0_16_1_built_for_the_same_weights() -> None:
+def test_blend_indices_are_those_megatron_core_0_16_1_built_for_the_same_weights():
     datasets, samples = blend_indices([0.2, 0.3, 0.5], 12)
     assert datasets.tolist() == [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 0, 2]
     assert samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5]
 
 
-def test_samples_and_token_counts_come_in_the_proportions(tmp_path: Path) -> None:
+def test_samples_and_token_counts_come_in_the_proportions(tmp_path):
     pairs = [IndexedDataset(write_pair(tmp_path / str(token), [[token] * 400])) for token in (3, 5)]
     datasets = [GPTDataset(each, (0, 1), num_samples=90, seq_length=4, seed=0, name="x") for each in pairs]
     blended = BlendedDataset(datasets, *blend_indices([0.25, 0.75], 100))
@@ -68,7 +68,7 @@ def test_samples_and_token_counts_come_in_the_proportions(tmp_path: Path) -> Non
         blended[100]
 
 
-def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refused() -> None:
+def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refused():
     for values, prefixes, weights in (
         ("A", ("A",), None),
         ("A B C", ("A", "B", "C"), None),
@@ -111,7 +111,7 @@ def cached(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (folder / "cache" / "indices").glob("[!.]*")}
 
 
-def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path: Path) -> None:
+def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path):
     prefix = write(tmp_path / "a", documents=3)
     (first,), (same,) = sources_of(prefix), sources_of(f"{tmp_path}/./a")
     assert first.fingerprint == same.fingerprint
@@ -119,7 +119,7 @@ def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path: Path)
     assert sources_of(prefix)[0].fingerprint != first.fingerprint
 
 
-def test_a_blend_builds_exactly_the_samples_it_takes_of_each_source(tmp_path: Path) -> None:
+def test_a_blend_builds_exactly_the_samples_it_takes_of_each_source(tmp_path):
     sources = sources_of(write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50))
     dataset = split_of(tmp_path, sources, (0.0, 1.0), 3.0, 1.0, num_samples=100)
     # 75 samples of 8 tokens are 10 epochs of a's 64 tokens and give 79; 25 are within b's one epoch of 99
@@ -127,7 +127,7 @@ def test_a_blend_builds_exactly_the_samples_it_takes_of_each_source(tmp_path: Pa
     assert len(dataset) == 100
 
 
-def test_the_same_split_is_built_once_and_another_anew(tmp_path: Path) -> None:
+def test_the_same_split_is_built_once_and_another_anew(tmp_path):
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=5)
     sources = sources_of(a, b, a)
     for bounds, how, built in (
@@ -150,14 +150,14 @@ def test_the_same_split_is_built_once_and_another_anew(tmp_path: Path) -> None:
         assert len(cached(tmp_path)) == len(before) + 2, source.name
 
 
-def test_edges_of_a_split_are_rounded_to_the_nearest_document(tmp_path: Path) -> None:
+def test_edges_of_a_split_are_rounded_to_the_nearest_document(tmp_path):
     sources = sources_of(write(tmp_path / "a", documents=7))
     parts = [split_of(tmp_path, sources, bounds) for bounds in ((0.0, 0.35), (0.35, 0.9), (0.9, 1.0))]  # 2.45, 6.3
     documents = [{int(token) for i in range(len(part)) for token in part[i]} for part in parts]
     assert documents == [{0, 1}, {2, 3, 4, 5}, {6}]
 
 
-def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_documents(tmp_path: Path) -> None:
+def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_documents(tmp_path):
     many, few = write(tmp_path / "many", documents=50), write(tmp_path / "few", documents=7)
     sources = fit_for_split(sources_of(many, few), SPLIT)
     assert [source.by_tokens for source in sources] == [False, True]
@@ -169,7 +169,7 @@ def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_document
 
 @settings(max_examples=200)
 @given(lengths=st.lists(st.integers(0, 9), max_size=8), data=st.data())
-def test_a_range_of_tokens_is_that_part_of_the_line_of_documents(lengths: list[int], data: st.DataObject) -> None:
+def test_a_range_of_tokens_is_that_part_of_the_line_of_documents(lengths, data):
     line = list(range(sum(lengths)))
     ends = list(itertools.accumulate(lengths))
     start = data.draw(st.integers(0, len(line)))
@@ -198,7 +198,7 @@ class Line:
         return np.arange(start, start + size)
 
 
-def test_made_up_documents_count_up_and_their_parts_are_parts_of_the_whole() -> None:
+def test_made_up_documents_count_up_and_their_parts_are_parts_of_the_whole():
     sequences = MockSequences(vocab_size=300, eod=299)
     whole = sequences.get(5).tolist()
     n = len(whole)

@@ -40,7 +40,7 @@ def start(number: int, log: Path, target: Path, mode: str = "lives") -> list[sub
     return [subprocess.Popen([sys.executable, "-c", RACER, str(log), str(target), mode]) for _ in range(number)]
 
 
-def test_when_the_builder_is_killed_half_way_another_one_takes_over(tmp_path: Path) -> None:
+def test_when_the_builder_is_killed_half_way_another_one_takes_over(tmp_path):
     log, target = tmp_path / "log", tmp_path / "cache" / "thing"
     (victim,) = start(1, log, target, "dies")
     while not log.exists():  # it holds the lock from here on
@@ -53,7 +53,7 @@ def test_when_the_builder_is_killed_half_way_another_one_takes_over(tmp_path: Pa
     assert [path.name for path in target.parent.iterdir() if path.name != "thing"] == [".thing.lock"]
 
 
-def test_a_build_that_raises_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
+def test_a_build_that_raises_leaves_nothing_and_can_be_tried_again(tmp_path):
     def fail(path: Path) -> None:
         path.write_text("half")
         raise RuntimeError("disk full")
@@ -64,7 +64,7 @@ def test_a_build_that_raises_leaves_nothing_and_can_be_tried_again(tmp_path: Pat
     assert build_once(tmp_path / "thing", lambda path: path.write_text("whole") and None).read_text() == "whole"
 
 
-def test_arrays_come_back_in_order_and_memory_mapped_unless_they_are_damaged(tmp_path: Path) -> None:
+def test_arrays_come_back_in_order_and_memory_mapped_unless_they_are_damaged(tmp_path):
     arrays = [np.arange(i + 1) for i in range(12)]
     for _ in range(2):
         loaded = load_or_save_arrays(tmp_path / "arrays", lambda: arrays)
@@ -75,19 +75,19 @@ def test_arrays_come_back_in_order_and_memory_mapped_unless_they_are_damaged(tmp
         load_or_save_arrays(tmp_path / "arrays", lambda: arrays)
 
 
-def test_keys_depend_on_every_part_and_on_no_order() -> None:
+def test_keys_depend_on_every_part_and_on_no_order():
     assert cache_key(a=1, b="x") == cache_key(b="x", a=1)
     assert len({cache_key(a=1), cache_key(a=2), cache_key(b=1), cache_key(a="1"), cache_key(a=(1,))}) == 5
 
 
-def test_a_full_disk_is_named_and_nothing_unfinished_is_left_on_it(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_nothing_unfinished_is_left_on_it(tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         with pytest.raises(ValueError, match=r"--data-cache-path: cannot write .*: 131072 requested and \d+ written"):
             load_or_save_arrays(disk / "thing", lambda: [np.zeros(1 << 17, dtype=np.uint8)])
         assert [file.name for file in disk.iterdir()] == [".thing.lock"]
 
 
-def test_a_read_only_disk_is_no_obstacle_to_what_is_built_already(tmp_path: Path) -> None:
+def test_a_read_only_disk_is_no_obstacle_to_what_is_built_already(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         load_or_save_arrays(disk / "thing", lambda: [np.arange(5)])
         make_read_only(disk)

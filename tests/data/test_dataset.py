@@ -36,7 +36,7 @@ def ids(dataset: Any) -> set[int]:
     return {int(token) for i in range(len(dataset)) for token in dataset[i]}
 
 
-def test_split_strings_are_proportions_and_others_are_refused() -> None:
+def test_split_strings_are_proportions_and_others_are_refused():
     for split, bounds in (
         ("969, 30, 1", [0, 0.969, 0.999, 1]),
         ("90,10", [0, 0.9, 1, 1]),
@@ -51,7 +51,7 @@ def test_split_strings_are_proportions_and_others_are_refused() -> None:
     assert not not_refused([(split, f"--split '{split}' is not") for split in wrong], parse_split)
 
 
-def test_a_use_without_share_or_samples_has_no_dataset(tmp_path: Path) -> None:
+def test_a_use_without_share_or_samples_has_no_dataset(tmp_path):
     assert None not in build(tmp_path, mock_data=True, seq_length=512)
     assert not (tmp_path / "cache").exists()  # mock data need no files
     a = write(tmp_path / "a", first_id=0)
@@ -61,7 +61,7 @@ def test_a_use_without_share_or_samples_has_no_dataset(tmp_path: Path) -> None:
     assert built == [True, False, False]
 
 
-def test_a_source_with_too_few_documents_for_its_split_is_split_inside_documents(tmp_path: Path) -> None:
+def test_a_source_with_too_few_documents_for_its_split_is_split_inside_documents(tmp_path):
     said: list[str] = []
     a = str(write_pair(tmp_path / "a", [range(100), range(100, 200)]))
     train, valid, test = build(tmp_path, said, num_samples=(19, 2, 1), data_path=(a,), split="80,12,8")
@@ -73,7 +73,7 @@ def test_a_source_with_too_few_documents_for_its_split_is_split_inside_documents
     assert f"--split: {a} has too few documents (2)" in note
 
 
-def test_where_a_split_is_cut_does_not_depend_on_what_a_run_uses_of_it(tmp_path: Path) -> None:
+def test_where_a_split_is_cut_does_not_depend_on_what_a_run_uses_of_it(tmp_path):
     a = write(tmp_path / "a", first_id=0)
     all_of_it = build(tmp_path, data_path=(a,), split="90,5,5")
     training_alone = build(tmp_path, data_path=(a,), split="90,5,5", num_samples=(20, 0, 0))
@@ -83,7 +83,7 @@ def test_where_a_split_is_cut_does_not_depend_on_what_a_run_uses_of_it(tmp_path:
     assert [row.tolist() for row in training_alone.train] == [row.tolist() for row in all_of_it.train]
 
 
-def test_without_weights_every_dataset_counts_by_its_size(tmp_path: Path) -> None:
+def test_without_weights_every_dataset_counts_by_its_size(tmp_path):
     a = write(tmp_path / "a", first_id=0, documents=4, length=25)  # (100 - 1) // 8 = 12 samples
     b = write(tmp_path / "b", first_id=100, documents=12, length=25)  # 37
     train = build(tmp_path, data_path=(a, b), split="1", num_samples=(49, 0, 0)).train
@@ -93,7 +93,7 @@ def test_without_weights_every_dataset_counts_by_its_size(tmp_path: Path) -> Non
     assert sum(int(train[i][0]) < 100 for i in range(490)) == 120
 
 
-def test_paths_per_split_use_all_of_each(tmp_path: Path) -> None:
+def test_paths_per_split_use_all_of_each(tmp_path):
     a, b = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=100)
     train, valid, test = build(tmp_path, train_data_path=(a,), valid_data_path=("1", b), num_samples=(20, 20, 20))
     assert ids(train) == set(range(10))
@@ -101,7 +101,7 @@ def test_paths_per_split_use_all_of_each(tmp_path: Path) -> None:
     assert test is None
 
 
-def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every_use(tmp_path: Path) -> None:
+def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every_use(tmp_path):
     shipped = next(read_documents(path) for path in resolve_text_paths(["builtin:moby_dick"]))
     text, said = " ".join(shipped)[:100_000], list[str]()
     (tmp_path / "my_text.txt").write_text(text, encoding="utf-8")
@@ -118,7 +118,7 @@ def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every
     assert 4.0 < unigram_entropy(datasets.valid, tokenizer.vocab_size) < np.log(8000)
 
 
-def test_unigram_entropy_is_that_of_the_counts(tmp_path: Path) -> None:
+def test_unigram_entropy_is_that_of_the_counts(tmp_path):
     even = write(tmp_path / "even", first_id=3, documents=8)
     valid = build(tmp_path, data_path=(even,), split="0,1,0").valid
     assert unigram_entropy(valid, 257) == pytest.approx(np.log(8))
@@ -128,7 +128,7 @@ def test_unigram_entropy_is_that_of_the_counts(tmp_path: Path) -> None:
     assert unigram_entropy(blend, 257) == pytest.approx(-(shares * np.log(shares)).sum())
 
 
-def test_contradictory_flags_are_refused_without_opening_a_file() -> None:
+def test_contradictory_flags_are_refused_without_opening_a_file():
     rows = [
         ({"mock_data": True, "text_path": ("x",)}, "--text-path and --mock-data are given"),
         ({"data_path": ("a",), "valid_data_path": ("b",)}, "--data-path and --train-data-path"),
@@ -141,7 +141,7 @@ def test_contradictory_flags_are_refused_without_opening_a_file() -> None:
     assert not not_refused(rows, lambda flags: DataConfig(**{"seq_length": 8, **flags}))
 
 
-def test_too_few_or_foreign_tokens_are_refused_with_the_source(tmp_path: Path) -> None:
+def test_too_few_or_foreign_tokens_are_refused_with_the_source(tmp_path):
     a, b = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=300)
     rows = [
         ({"data_path": (a,), "split": "1", "seq_length": 200}, "too few for one sample of --seq-length 200"),
@@ -151,7 +151,7 @@ def test_too_few_or_foreign_tokens_are_refused_with_the_source(tmp_path: Path) -
     assert not not_refused(rows, lambda flags: build(tmp_path, **flags))
 
 
-def test_unusable_files_are_found_before_anything_is_built(tmp_path: Path) -> None:
+def test_unusable_files_are_found_before_anything_is_built(tmp_path):
     good = write(tmp_path / "good", first_id=1)
     cache = str(tmp_path / "cache")
     (tmp_path / "junk.idx").write_bytes(b"junk")
@@ -170,7 +170,7 @@ def test_unusable_files_are_found_before_anything_is_built(tmp_path: Path) -> No
     assert not Path(cache).exists()
 
 
-def test_data_without_their_tokenizer_or_without_an_end_of_documents_are_refused() -> None:
+def test_data_without_their_tokenizer_or_without_an_end_of_documents_are_refused():
     with pytest.raises(ValueError, match="--tokenizer-model is missing"):
         build_tokenizer(TokenizerConfig(), DataConfig(data_path=("a",), seq_length=8), log=print)
     tokenizer, config = ByteTokenizer(), DataConfig(mock_data=True, seq_length=8, reset_position_ids=True)

@@ -56,7 +56,7 @@ CONTAINERS = {
 }
 
 
-def test_json_lines_come_from_any_container(tmp_path: Path) -> None:
+def test_json_lines_come_from_any_container(tmp_path):
     for block_bytes, num_blocks in ((1, 6), (100, None), (1 << 20, 1)):
         for name, content in CONTAINERS.items():
             path = write(tmp_path / name, content)
@@ -68,7 +68,7 @@ def test_json_lines_come_from_any_container(tmp_path: Path) -> None:
             assert num_blocks in (None, len(blocks)), name
 
 
-def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
+def test_a_parquet_row_is_a_document(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", text=[*TEXTS, None, *["z"] * 3000], other=list(range(3007)))
     check_readable(path, ["text"])
     got = documents(path)
@@ -80,14 +80,14 @@ def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
     assert sum(block.disk_bytes for block in blocks) == path.stat().st_size
 
 
-def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path):
     content = b'\xef\xbb\xbf{"text": 1}\r\nb\rc\n\n'
     for suffix, pack in {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}.items():
         path = write(tmp_path / f"a.txt{suffix}", pack(content))
         assert documents(path, block_bytes=1) == [('{"text": 1}\nb\nc\n\n',)]
 
 
-def test_blank_lines_foreign_line_ends_and_marks_do_no_harm(tmp_path: Path) -> None:
+def test_blank_lines_foreign_line_ends_and_marks_do_no_harm(tmp_path):
     for content in (
         b'\n{"text": "a"}\n  \n{"text": "b"}',  # blank lines, no newline at the end
         b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n',
@@ -119,7 +119,7 @@ BAD_LINES = [
 ]
 
 
-def test_a_line_that_is_no_document_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+def test_a_line_that_is_no_document_is_named_and_the_others_are_read(tmp_path):
     for (line, reason), block_bytes in itertools.product(BAD_LINES, (1, 1 << 20)):
         path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line.replace(b"\n", b"") + b'\n{"text": "b"}\n')
         first, bad, last = documents(path, block_bytes=block_bytes)
@@ -133,7 +133,7 @@ def test_a_line_that_is_no_document_is_named_and_the_others_are_read(tmp_path: P
     assert (bad.number, bad.reason[:9]) == (3, "not UTF-8")
 
 
-def test_a_line_of_ten_megabytes_is_a_document(tmp_path: Path) -> None:
+def test_a_line_of_ten_megabytes_is_a_document(tmp_path):
     texts = ["a", "é" * 5_000_000, "b"]
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
     assert documents(write(tmp_path / "a.jsonl", lines.encode()), block_bytes=1 << 16) == [(text,) for text in texts]
@@ -149,7 +149,7 @@ def packed(content: bytes, suffix: str) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path: Path, suffix: str):
+def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path, suffix):
     lines = numbered_lines(20_000)
     whole = packed(b"".join(lines), suffix)
     third = len(whole) // 3
@@ -164,7 +164,7 @@ def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path:
         documents(write(tmp_path / "a.txt.gz", gzip.compress(b"a\n" * 10_000)[:-1]))
 
 
-def test_the_name_and_else_the_beginning_say_what_a_file_holds(tmp_path: Path) -> None:
+def test_the_name_and_else_the_beginning_say_what_a_file_holds(tmp_path):
     for name, content, kind in (
         ("a.jsonl", b"text", "json lines"),
         ("a.b.json.zst", b"", "json lines"),
@@ -208,7 +208,7 @@ a.txt | text title | plain text: it has one text to a document, not text and tit
 """
 
 
-def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path: Path) -> None:
+def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):
     (tmp_path / "folder").mkdir()
     for junk in ("junk.jsonl.gz", "junk.jsonl.zst", "junk.parquet", "a.txt"):
         write(tmp_path / junk, b"junk junk junk")
@@ -220,7 +220,7 @@ def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "backports.zstd")])
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str):
+def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     write(tmp_path / name, b"x")
     for module in ("pyarrow", "pyarrow.parquet", "compression", "compression.zstd", "backports", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -228,7 +228,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check_readable(tmp_path / name, ["text"])
 
 
-def test_texts_and_records_come_one_by_one_with_columns_and_numbers_and_bad_lines_go_to_the_caller(tmp_path: Path):
+def test_texts_and_records_come_one_by_one_with_columns_and_numbers_and_bad_lines_go_to_the_caller(tmp_path):
     path, bad = write(tmp_path / "a.jsonl", b'{"text": "a"}\n1\n{"text": ""}\n'), []
     assert list(read_texts(path, "text", bad.append)) == ["a", ""]
     assert [line.number for line in bad] == [2]
@@ -239,7 +239,7 @@ def test_texts_and_records_come_one_by_one_with_columns_and_numbers_and_bad_line
     assert [*read_records(rows, dict)] == [(1, first), (2, {"prompt": "q", "answer": None})]
 
 
-def test_a_line_that_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_line_that_is_no_record_is_refused_by_name(tmp_path):
     rows = [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2: [1], not an object"),

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,7 @@ def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, see
     seq_length=st.integers(1, 9),
     seed=st.integers(0, 5),
 )
-def test_indices_equal_the_naive_ones(lengths: list[int], num_samples: int, seq_length: int, seed: int) -> None:
+def test_indices_equal_the_naive_ones(lengths, num_samples, seq_length, seed):
     if sum(lengths) < seq_length + 1:
         lengths = [*lengths, seq_length + 1]
     array = np.array(lengths, dtype=np.int32)
@@ -99,7 +98,7 @@ GOLDEN = [
 ]
 
 
-def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents() -> None:
+def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents():
     sequences = Lists([[10 * d + i for i in range(length)] for d, length in enumerate([5, 3, 9, 1, 7])])
     for num_samples, documents, samples, shuffle, tokens in GOLDEN:
         dataset = GPTDataset(sequences, (0, 5), num_samples=num_samples, seq_length=4, seed=7, name="golden")
@@ -115,7 +114,7 @@ def make(lengths: Sequence[int], num_samples: int | None, first: int = 0, **opti
     return GPTDataset(numbered(lengths), (first, len(lengths)), num_samples=num_samples, **how)
 
 
-def test_samples_are_the_windows_of_the_documents_in_their_order() -> None:
+def test_samples_are_the_windows_of_the_documents_in_their_order():
     lengths = [5, 0, 3, 9, 1, 7]
     dataset = make(lengths, 17)
     order = dataset.indices.documents.tolist()
@@ -126,7 +125,7 @@ def test_samples_are_the_windows_of_the_documents_in_their_order() -> None:
         assert dataset[i].dtype == np.int64
 
 
-def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_hardly_needed() -> None:
+def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_hardly_needed():
     for num_samples, total in ((None, 15), (18, (2 * 128 - 1) // 8)):
         dataset = make([30, 41, 57], num_samples, seq_length=8)
         assert len(dataset) == total
@@ -134,13 +133,13 @@ def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_har
         assert len(set(inputs.tolist())) == len(inputs) == 120
 
 
-def test_a_range_uses_its_own_documents_only() -> None:
+def test_a_range_uses_its_own_documents_only():
     dataset = make([9, 9, 9], 10, first=1)
     assert {int(token) // 100 for i in range(len(dataset)) for token in dataset[i]} == {1, 2}
     assert dataset.token_counts(300).sum() == dataset.token_counts(300)[100:].sum() == 18
 
 
-def test_cached_indices_are_the_same_and_are_not_built_again(tmp_path: Path) -> None:
+def test_cached_indices_are_the_same_and_are_not_built_again(tmp_path):
     folder = tmp_path / "indices"
     plain, first = make([50, 60], 40), make([50, 60], 40, cache_path=folder)
     written = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
@@ -150,7 +149,7 @@ def test_cached_indices_are_the_same_and_are_not_built_again(tmp_path: Path) -> 
         assert plain[i].tolist() == first[i].tolist() == second[i].tolist()
 
 
-def test_too_few_tokens_foreign_ids_and_other_samples_are_refused(tmp_path: Path) -> None:
+def test_too_few_tokens_foreign_ids_and_other_samples_are_refused(tmp_path):
     make([5, 4], 1, seq_length=8)
     foreign, window = make([9], 1, seq_length=8, vocab_size=8), whole(numbered([9]), 8, eod=None, vocab_size=8)
     one = IndexedDataset(write_pair(tmp_path / "one", [[5]]))
@@ -179,7 +178,7 @@ def whole(sequences: Any, seq_length: int, eod: int | None = EOD, vocab_size: in
     return WholeText(sequences, seq_length=seq_length, eod=eod, vocab_size=vocab_size, name="my")
 
 
-def test_labels_in_order_are_all_ids() -> None:
+def test_labels_in_order_are_all_ids():
     for eod, seq_length in itertools.product((EOD, None), (1, 3, len(LINE) - 1, len(LINE), len(LINE) + 1)):
         text, labels = whole(Lists(DOCUMENTS), seq_length, eod), list[int]()
         before = LINE if eod is None else [EOD, *LINE]
@@ -195,7 +194,7 @@ def test_labels_in_order_are_all_ids() -> None:
         assert text.num_tokens == len(labels)
 
 
-def test_padding_has_no_loss_and_other_masks_stay() -> None:
+def test_padding_has_no_loss_and_other_masks_stay():
     window = torch.from_numpy(whole(Lists(DOCUMENTS), 8)[0]).unsqueeze(0)
     batch = make_padded_batch(window, eod=EOD, eod_mask_loss=True)
     assert batch.loss_mask[0].tolist() == [0, 1, 1, 1, 0, 0, 1, 1]

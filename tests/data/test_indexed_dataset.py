@@ -30,7 +30,7 @@ def by_hand() -> tuple[bytes, bytes]:
     return b"\x01\x00\x02\x00\x03\x00\xdb\xff\x07\x00", idx
 
 
-def test_three_documents_are_the_bytes_laid_out_by_hand_and_read_back(tmp_path: Path) -> None:
+def test_three_documents_are_the_bytes_laid_out_by_hand_and_read_back(tmp_path):
     prefix = write_pair(tmp_path / "a.b_text_document", DOCUMENTS)
     binary, index = by_hand()
     assert len(index) == 102
@@ -50,7 +50,7 @@ def test_three_documents_are_the_bytes_laid_out_by_hand_and_read_back(tmp_path: 
     documents=st.lists(st.lists(st.integers(0, 127), max_size=9), min_size=1, max_size=9).filter(any),
     dtype=st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),
 )
-def test_any_documents_come_back(tmp_path_factory: pytest.TempPathFactory, documents: list, dtype: str) -> None:
+def test_any_documents_come_back(tmp_path_factory, documents, dtype):
     dataset = IndexedDataset(write_pair(tmp_path_factory.mktemp("round_trip") / "a", documents, dtype))
     assert [dataset.get(i).tolist() for i in range(len(dataset))] == documents
     for i, document in enumerate(documents):
@@ -79,7 +79,7 @@ DAMAGES = [
 ]
 
 
-def test_a_damaged_pair_is_refused_with_file_and_reason(tmp_path: Path) -> None:
+def test_a_damaged_pair_is_refused_with_file_and_reason(tmp_path):
     write_pair(tmp_path / "a", DOCUMENTS)
     binary, index = (tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()
 
@@ -97,7 +97,7 @@ def test_a_damaged_pair_is_refused_with_file_and_reason(tmp_path: Path) -> None:
     assert not not_refused([(*row[:2], f"{tmp_path}/a.") for row in rows], read)
 
 
-def test_missing_files_and_directories_are_refused_by_name(tmp_path: Path) -> None:
+def test_missing_files_and_directories_are_refused_by_name(tmp_path):
     write_pair(tmp_path / "a", DOCUMENTS)
     (tmp_path / "a.bin").unlink()
     write_pair(tmp_path / "b", DOCUMENTS)
@@ -115,9 +115,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 24])
-def test_sequences_at_once_and_one_by_one_give_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
-):
+def test_sequences_at_once_and_one_by_one_give_the_same_bytes(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(indexed_dataset, "_PIECE", piece)
     with IndexedDatasetBuilder(tmp_path / "a", "<u2") as one_by_one:
         for sentences in ([[1, 2], [3]], [[4]], [], [[5, 6, 7]], [[8]]):
@@ -135,7 +133,7 @@ def test_sequences_at_once_and_one_by_one_give_the_same_bytes(
         c.extend(np.array([1, 65536]), [2], [1])
 
 
-def test_files_are_synced_then_named_and_the_index_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_are_synced_then_named_and_the_index_comes_last(tmp_path, monkeypatch):
     said: list[str] = []
     sync, replace = os.fsync, os.replace
 
@@ -159,7 +157,7 @@ def test_files_are_synced_then_named_and_the_index_comes_last(tmp_path: Path, mo
     ]
 
 
-def test_an_error_leaves_the_pair_that_was_there(tmp_path: Path) -> None:
+def test_an_error_leaves_the_pair_that_was_there(tmp_path):
     with pytest.raises(ValueError, match="70000 do not fit uint16"):
         write_pair(tmp_path / "a", [[1, 70000]])
     assert contents(tmp_path) == {}
@@ -170,7 +168,7 @@ def test_an_error_leaves_the_pair_that_was_there(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_a_new_bin_never_stands_beside_an_old_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_bin_never_stands_beside_an_old_index(tmp_path, monkeypatch):
     write_pair(tmp_path / "a", [[1, 2]])
     replace = os.replace
 
@@ -190,7 +188,7 @@ def test_a_new_bin_never_stands_beside_an_old_index(tmp_path: Path, monkeypatch:
         check_output(tmp_path / "a", overwrite=False)
 
 
-def test_a_pair_that_is_being_written_cannot_be_written_by_another_but_leftovers_are_replaced(tmp_path: Path) -> None:
+def test_a_pair_that_is_being_written_cannot_be_written_by_another_but_leftovers_are_replaced(tmp_path):
     for name in ("a.bin.unfinished", "a.idx.unfinished"):
         (tmp_path / name).write_bytes(b"leftover " * 100)
     with IndexedDatasetBuilder(tmp_path / "a", "<u2") as first:

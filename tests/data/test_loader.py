@@ -38,7 +38,7 @@ def naive(samples: torch.Tensor, *, reset_position_ids: bool, reset_attention_ma
 
 @settings(max_examples=200)
 @given(data=st.data(), batch=st.integers(1, 4), length=st.integers(1, 9))
-def test_micro_batches_equal_the_naive_ones(data: st.DataObject, batch: int, length: int) -> None:
+def test_micro_batches_equal_the_naive_ones(data, batch, length):
     rows = st.lists(st.integers(0, 2), min_size=length + 1, max_size=length + 1)
     samples = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
     flags = {name: data.draw(st.booleans()) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
@@ -50,7 +50,7 @@ def test_micro_batches_equal_the_naive_ones(data: st.DataObject, batch: int, len
             assert left.is_contiguous()
 
 
-def test_flags_about_documents_are_refused_without_an_end_of_document_token() -> None:
+def test_flags_about_documents_are_refused_without_an_end_of_document_token():
     samples = torch.ones(1, 3, dtype=torch.int64)
     flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     rows = [(flag, f"--{flag.replace('_', '-')} needs a tokenizer with an end-of-document") for flag in flags]
@@ -90,7 +90,7 @@ def samples(batches: list) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_a_step_is_cut_into_micro_batches_rank_by_rank(num_workers: int) -> None:
+def test_a_step_is_cut_into_micro_batches_rank_by_rank(num_workers):
     for rank, expected in enumerate([[[24, 25], [28, 29], [32, 33]], [[26, 27], [30, 31], [34, 35]]]):
         with loader(Counting(), rank=rank, size=2, num_workers=num_workers) as batches:
             step = batches.step(24, 12)
@@ -98,7 +98,7 @@ def test_a_step_is_cut_into_micro_batches_rank_by_rank(num_workers: int) -> None
             assert step[0].tokens.shape == (2, 4)
 
 
-def test_all_ranks_together_read_the_same_samples_whatever_their_number() -> None:
+def test_all_ranks_together_read_the_same_samples_whatever_their_number():
     for size, consumed in ((1, 0), (2, 12), (3, 24), (6, 12)):
         together = []
         for rank in range(size):
@@ -107,7 +107,7 @@ def test_all_ranks_together_read_the_same_samples_whatever_their_number() -> Non
         assert sorted(together) == list(range(consumed, consumed + 12))
 
 
-def test_the_next_steps_are_ready_before_they_are_asked_for() -> None:
+def test_the_next_steps_are_ready_before_they_are_asked_for():
     dataset = Counting(hook=lambda index: time.sleep(0.02))
     with loader(dataset, num_workers=2) as batches:
         batches.step(0, 8)
@@ -121,14 +121,14 @@ def test_the_next_steps_are_ready_before_they_are_asked_for() -> None:
         assert batches.wait_seconds - before < before / 2  # nothing is left to read
 
 
-def test_a_step_that_was_not_foreseen_is_right_all_the_same() -> None:
+def test_a_step_that_was_not_foreseen_is_right_all_the_same():
     with loader(Counting(), num_workers=2) as batches:
         for consumed, size in ((0, 4), (4, 8), (100, 4), (12, 4), (12, 4)):
             flat = [i for part in samples(batches.step(consumed, size)) for i in part]
             assert flat == list(range(consumed, consumed + size))
 
 
-def test_a_ramp_up_is_foreseen_with_its_plan() -> None:
+def test_a_ramp_up_is_foreseen_with_its_plan():
     dataset = Counting()
     with loader(dataset, num_workers=1, batch_size_at=lambda consumed: 4 if consumed < 8 else 8) as batches:
         for consumed, size in ((0, 4), (4, 4), (8, 8), (16, 8)):
@@ -136,7 +136,7 @@ def test_a_ramp_up_is_foreseen_with_its_plan() -> None:
     assert len(dataset.read) == len(set(dataset.read))  # nothing was read for a guess that did not come
 
 
-def test_nothing_is_read_beyond_the_end() -> None:
+def test_nothing_is_read_beyond_the_end():
     asked: list[int] = []
     with loader(Counting(length=8, hook=asked.append), num_workers=1) as batches:
         batches.step(0, 4)
@@ -146,7 +146,7 @@ def test_nothing_is_read_beyond_the_end() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_goes_wrong_in_a_thread_is_raised_in_the_caller_with_the_samples(num_workers: int) -> None:
+def test_what_goes_wrong_in_a_thread_is_raised_in_the_caller_with_the_samples(num_workers):
     def fail(index: int) -> None:
         if index == 7:
             raise ValueError("the disk is gone")
@@ -158,7 +158,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_in_the_caller_with_the_samples(nu
     assert raised.value.__notes__ == ["while loading samples 6 to 7 on data rank 1"]
 
 
-def test_a_batch_that_does_not_divide_is_refused() -> None:
+def test_a_batch_that_does_not_divide_is_refused():
     with (
         loader(Counting(), size=3, num_workers=0) as batches,
         pytest.raises(ValueError, match="--global-batch-size 8 is not divisible by --micro-batch-size 2 x 3"),
@@ -166,7 +166,7 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         batches.step(0, 8)
 
 
-def test_closing_ends_the_threads() -> None:
+def test_closing_ends_the_threads():
     def running() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("batch")}
 
@@ -180,7 +180,7 @@ def test_closing_ends_the_threads() -> None:
 
 
 @pytest.mark.gpu
-def test_batches_arrive_on_the_gpu() -> None:
+def test_batches_arrive_on_the_gpu():
     with loader(Counting(), device=torch.device("cuda")) as batches:
         for consumed in range(0, 400, 8):
             step = batches.step(consumed, 8)
@@ -188,7 +188,7 @@ def test_batches_arrive_on_the_gpu() -> None:
             assert [i for part in samples(step) for i in part] == list(range(consumed, consumed + 8))
 
 
-def test_threads_work_on_the_device_of_their_rank(monkeypatch: pytest.MonkeyPatch):
+def test_threads_work_on_the_device_of_their_rank(monkeypatch):
     """CUDA's current device is each thread's own; on the CPU nothing is asked."""
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))

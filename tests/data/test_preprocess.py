@@ -43,7 +43,7 @@ def pair_of(texts: list[str], folder: Path, eod: list[int]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path, append_eod: bool) -> None:
+def test_the_files_are_megatrons_byte_for_byte(tmp_path, append_eod):
     rows = [("T1", "one"), ("", "twö"), ("T3", ""), ("T4", "four"), ("", "")]
     lines = [json.dumps({"title": title, "text": text}) for title, text in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines[:2]))
@@ -66,7 +66,7 @@ def test_the_files_are_megatrons_byte_for_byte(tmp_path: Path, append_eod: bool)
     assert texts.document_lengths.tolist() == [3 + append_eod, 4 + append_eod, 0, 4 + append_eod, 0]
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path):
     """Blocks of very different cost, so that later ones are done first; one line is bad; ids are SentencePiece's."""
     texts = [f"{i}" * (200_000 if i % 5 == 0 else 1 + i) for i in range(20)]
     path = write_jsonl(tmp_path / "a.jsonl", *texts)
@@ -86,7 +86,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
     assert [dataset.get(i).tolist() for i in range(20)] == SentencePieceProcessor(model_file=str(model)).encode(texts)
 
 
-def test_a_bad_line_stops_the_run_or_is_counted(tmp_path: Path) -> None:
+def test_a_bad_line_stops_the_run_or_is_counted(tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", "one", "two"), tmp_path / "out"
     out.mkdir()
     path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n{"txt": ""}\n{"text": "three"}\n')
@@ -102,7 +102,7 @@ def test_a_bad_line_stops_the_run_or_is_counted(tmp_path: Path) -> None:
     assert contents(out) == {f"x_text_document{suffix}": content for suffix, content in pair.items()}
 
 
-def test_what_exists_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:
+def test_what_exists_is_kept_unless_it_may_be_replaced(tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", "one"), tmp_path / "out"
     out.mkdir()
     run(path, out / "x")
@@ -120,7 +120,7 @@ def test_what_exists_is_kept_unless_it_may_be_replaced(tmp_path: Path) -> None:
     assert contents(out)["x_text_document.bin"] == b"t\x00w\x00o\x00"
 
 
-def test_a_corpus_or_key_without_text_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_corpus_or_key_without_text_is_refused_and_leaves_nothing(tmp_path):
     path = tmp_path / "a.jsonl"
     for content in (b"", b"\n\n", b'{"text": ""}\n', b"\xef\xbb\xbf"):
         path.write_bytes(content)
@@ -132,7 +132,7 @@ def test_a_corpus_or_key_without_text_is_refused_and_leaves_nothing(tmp_path: Pa
     assert set(contents(tmp_path)) == {"a.jsonl"}
 
 
-def test_wrong_flags_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_wrong_flags_are_refused_before_anything_is_written(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", "one")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, "[UNK]")).save(str(tmp_path / "tokenizer.json"))
     without_eod, before = TokenizerConfig(tokenizer_model=str(tmp_path)), contents(tmp_path)
@@ -152,7 +152,7 @@ def test_wrong_flags_are_refused_before_anything_is_written(tmp_path: Path) -> N
     assert contents(tmp_path) == before
 
 
-def test_the_time_left_follows_from_the_share_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_follows_from_the_share_of_the_input(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     progress = PreprocessProgress(
         total_disk_bytes=40, started=90.0, documents=5, tokens=20, text_bytes=30_000_000, disk_bytes=0

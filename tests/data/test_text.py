@@ -27,7 +27,7 @@ def write_jsonl(path: Path, *texts: str) -> Path:
     return path
 
 
-def test_the_shipped_corpus_is_one_chapter_a_document() -> None:
+def test_the_shipped_corpus_is_one_chapter_a_document():
     (path,) = resolve_text_paths(["builtin:moby_dick"])
     documents = list(read_documents(path))
     assert len(documents) == 138
@@ -38,7 +38,7 @@ def test_the_shipped_corpus_is_one_chapter_a_document() -> None:
     assert "CC0" in source
 
 
-def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path: Path) -> None:
+def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path):
     said: list[str] = []
 
     def tokenize(path: Path) -> Path:
@@ -55,7 +55,7 @@ def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path: P
     assert tokenize(tmp_path / "a.txt") != second
 
 
-def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tmp_path):
     path, said = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000), []  # 55,000 characters without a break
 
     def train(size: int) -> SentencePieceTokenizer:
@@ -68,7 +68,7 @@ def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tm
     assert len(train(281).encode("abracadabra" * 10)) < 50
 
 
-def test_a_malformed_line_is_refused_with_flag_file_and_line(tmp_path: Path) -> None:
+def test_a_malformed_line_is_refused_with_flag_file_and_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": ""}\n{"text": \n')
     documents = read_documents(tmp_path / "a.jsonl")
     assert next(documents) == "a"
@@ -76,7 +76,7 @@ def test_a_malformed_line_is_refused_with_flag_file_and_line(tmp_path: Path) -> 
         next(documents)
 
 
-def test_missing_files_directories_and_empty_corpora_are_refused(tmp_path: Path) -> None:
+def test_missing_files_directories_and_empty_corpora_are_refused(tmp_path):
     rows = [
         (str(tmp_path / "none"), "none does not exist"),
         (str(tmp_path), "is a directory"),
@@ -89,12 +89,12 @@ def test_missing_files_directories_and_empty_corpora_are_refused(tmp_path: Path)
     assert not not_refused(rows, lambda build, by: build(empty, by, **common))
 
 
-def test_training_twice_gives_the_same_bytes() -> None:
+def test_training_twice_gives_the_same_bytes():
     assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)
     assert train_sentencepiece([TEXT], 299) != train_sentencepiece([TEXT], 300)
 
 
-def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_own_files_and_lines() -> None:
+def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_own_files_and_lines():
     for text, size, reason in (
         (TEXT, 100_000, "Vocabulary size too high (100000). Please set it to a value <= "),
         (TEXT, 10, "Vocabulary size is smaller than required_chars. 10 vs "),
@@ -106,7 +106,7 @@ def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_ow
         assert not re.search("INTERNAL|trainer_interface", str(raised.value))
 
 
-def test_what_is_wrong_with_a_line_is_not_blamed_on_the_vocabulary() -> None:
+def test_what_is_wrong_with_a_line_is_not_blamed_on_the_vocabulary():
     def texts() -> Iterator[str]:
         yield TEXT
         raise ValueError("a.jsonl, line 2: there is no 'text'")
@@ -115,7 +115,7 @@ def test_what_is_wrong_with_a_line_is_not_blamed_on_the_vocabulary() -> None:
         train_sentencepiece(texts(), 300)
 
 
-def test_the_first_characters_may_end_inside_a_text() -> None:
+def test_the_first_characters_may_end_inside_a_text():
     wanted = {1: ["a"], 2: ["ab"], 3: ["ab", "", "c"], 5: ["ab", "", "cde"], 9: ["ab", "", "cde", "f"]}
     for limit, cut in wanted.items():
         texts = iter(["ab", "", "cde", "f"])

@@ -48,7 +48,7 @@ def byte_level_bpe() -> BPE:
 
 
 @pytest.fixture(scope="module")
-def one_of_each(sentencepiece_model: bytes, byte_level_bpe: BPE) -> list[Tokenizer]:
+def one_of_each(sentencepiece_model, byte_level_bpe) -> list[Tokenizer]:
     return [SentencePieceTokenizer(sentencepiece_model), HFTokenizer(byte_level_bpe.to_str()), ByteTokenizer()]
 
 
@@ -66,7 +66,7 @@ def load(folder: Path, **flags: Any) -> Tokenizer:
 @example("naïve—日本語 🐳")
 @example("<eod>")
 @example("</s><unk>")
-def test_any_text_comes_back_and_every_character_has_its_place(one_of_each: list[Tokenizer], text: str) -> None:
+def test_any_text_comes_back_and_every_character_has_its_place(one_of_each, text):
     for tokenizer in one_of_each:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -77,7 +77,7 @@ def test_any_text_comes_back_and_every_character_has_its_place(one_of_each: list
             assert {place for first, last in spans for place in range(first, last)} == set(range(len(text)))
 
 
-def test_the_null_tokenizer_counts_as_megatrons_does() -> None:
+def test_the_null_tokenizer_counts_as_megatrons_does():
     tokenizer = ByteTokenizer(50256)
     assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
     assert tokenizer.encode("hé") == [104, 195, 169]
@@ -85,7 +85,7 @@ def test_the_null_tokenizer_counts_as_megatrons_does() -> None:
         ByteTokenizer(255)
 
 
-def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model: bytes, byte_level_bpe: BPE):
+def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model, byte_level_bpe):
     definition = byte_level_bpe.to_str()
     models = [sentencepiece_model, sentencepiece_model, train_sentencepiece(iter([TEXT]), 301)]
     made: list[Tokenizer] = [*map(SentencePieceTokenizer, models), ByteTokenizer(), ByteTokenizer(300)]
@@ -94,7 +94,7 @@ def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model: byt
     assert len({tokenizer.identity for tokenizer in made}) == 6
 
 
-def test_flags_choose_the_tokenizer(tmp_path: Path, sentencepiece_model: bytes, byte_level_bpe: BPE):
+def test_flags_choose_the_tokenizer(tmp_path, sentencepiece_model, byte_level_bpe):
     (tmp_path / "spm.model").write_bytes(sentencepiece_model)
     (tmp_path / "tokenizer.json").write_text(byte_level_bpe.to_str(), encoding="utf-8")
     byte_level_bpe.save_model(str(tmp_path))
@@ -115,7 +115,7 @@ def test_flags_choose_the_tokenizer(tmp_path: Path, sentencepiece_model: bytes, 
     assert gpt2.eod == 0
 
 
-def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path: Path) -> None:
+def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "money": 5}, "[UNK]"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load(tmp_path).eod == 1
@@ -124,7 +124,7 @@ def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path: Path) -> None:
         assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (5, 6)  # ids have holes
 
 
-def test_unusable_tokenizers_are_refused_with_flag_and_reason(tmp_path: Path) -> None:
+def test_unusable_tokenizers_are_refused_with_flag_and_reason(tmp_path):
     (tmp_path / "junk").write_bytes(b"junk")
     (tmp_path / "junk.json").write_text("{}")
     here = str(tmp_path)
@@ -141,7 +141,7 @@ def test_unusable_tokenizers_are_refused_with_flag_and_reason(tmp_path: Path) ->
     assert not not_refused(rows, lambda flags: load_tokenizer(TokenizerConfig(**flags)))
 
 
-def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(one_of_each: list[Tokenizer], byte_level_bpe: BPE):
+def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(one_of_each, byte_level_bpe):
     without = json.loads(byte_level_bpe.to_str()) | {"added_tokens": []}  # in the vocabulary, but not looked for
     for tokenizer in (*one_of_each, HFTokenizer(json.dumps(without))):
         name = tokenizer.eod_name
@@ -175,7 +175,7 @@ GPT2: list[dict[str, object]] = [
 ]
 
 
-def test_a_folder_gives_transformers_ids(tmp_path: Path, byte_level_bpe: BPE) -> None:
+def test_a_folder_gives_transformers_ids(tmp_path, byte_level_bpe):
     cases = [("llama", config) for config in LLAMA] + [(kind, each) for kind in ("json", "merges") for each in GPT2]
     for number, (kind, described) in enumerate(cases):
         folder, config = tmp_path / str(number), dict(described)
@@ -200,7 +200,7 @@ def test_a_folder_gives_transformers_ids(tmp_path: Path, byte_level_bpe: BPE) ->
 
 
 @pytest.mark.parametrize("files", ["tokenizer.json", "tokenizer.model"])
-def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_path: Path, files: str) -> None:
+def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_path, files):
     folder = tmp_path / "spm"
     folder.mkdir()
     (folder / "tokenizer.model").write_bytes(train_sentencepiece(iter([TEXT]), 288, model_type="bpe"))
@@ -216,7 +216,7 @@ def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_pat
         assert len(ids) == len(theirs(text, add_special_tokens=False)["input_ids"]) + 2
 
 
-def test_a_truncating_call_before_save_pretrained_cuts_and_pads_nothing_here(tmp_path: Path) -> None:
+def test_a_truncating_call_before_save_pretrained_cuts_and_pads_nothing_here(tmp_path):
     """Its blocks are in the tokenizer.json that transformers writes; tokens that were kept with them are not used."""
     theirs = transformers.AutoTokenizer.from_pretrained(write_llama_tokenizer(tmp_path, TEXT, pad_token="</s>"))
     before = load(tmp_path)
@@ -231,7 +231,7 @@ def test_a_truncating_call_before_save_pretrained_cuts_and_pads_nothing_here(tmp
     assert ours.identity.split("-")[1] != ours.identity.split("-")[3]
 
 
-def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_refused(tmp_path: Path) -> None:
+def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_refused(tmp_path):
     folder = write_llama_tokenizer(tmp_path / "their", TEXT)
     (tmp_path / "a.jsonl").write_text('{"text": "Call me"}\n{"text": ""}\n{"text": "money"}\n')
     lines: list[str] = []
@@ -259,7 +259,7 @@ def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_re
     assert "--no-add-special-tokens: texts do not get the special tokens [1] before them" in lines[1]
 
 
-def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(tmp_path: Path, byte_level_bpe: BPE):
+def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(tmp_path, byte_level_bpe):
     byte_level_bpe.save_model(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(GPT2[1]))
     tokenizer = load(tmp_path)
@@ -273,7 +273,7 @@ def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(tmp_path: Path, 
     assert document_end(tokenizer) == [0]
 
 
-def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path: Path) -> None:
+def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path):
     folder = write_llama_tokenizer(tmp_path, TEXT, pad_token="[PAD]")
     rows = len(transformers.AutoTokenizer.from_pretrained(folder)) - 1
     tokenizer = load(folder, model_vocab_size=rows)

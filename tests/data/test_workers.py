@@ -43,7 +43,7 @@ def print_own_and_wait(_: int) -> None:
     time.sleep(100)
 
 
-def test_results_come_in_order_and_who_stops_listening_ends_the_workers(new_children: Children):
+def test_results_come_in_order_and_who_stops_listening_ends_the_workers(new_children):
     """Items are not read far ahead, so there may be endlessly many."""
     taken = itertools.count()
     results = map_in_processes(double_slowly_at_first, taken, 2)
@@ -58,7 +58,7 @@ def test_results_come_in_order_and_who_stops_listening_ends_the_workers(new_chil
     assert new_children() == []
 
 
-def test_workers_killed_while_they_hand_over_much_are_noticed(new_children: Children):
+def test_workers_killed_while_they_hand_over_much_are_noticed(new_children):
     results = map_in_processes(send_much, range(100), 2)
     next(results)
     for process in new_children():
@@ -68,7 +68,7 @@ def test_workers_killed_while_they_hand_over_much_are_noticed(new_children: Chil
     assert new_children() == []
 
 
-def test_exceptions_and_full_disks_of_workers_are_told(monkeypatch: pytest.MonkeyPatch):
+def test_exceptions_and_full_disks_of_workers_are_told(monkeypatch):
     with pytest.raises(ZeroDivisionError) as caught:
         list(map_in_processes(fail_at_three, range(9), 1))
     assert "in fail_at_three" in str(caught.value.__cause__)
@@ -81,7 +81,7 @@ def test_exceptions_and_full_disks_of_workers_are_told(monkeypatch: pytest.Monke
         list(map_in_processes(fail_at_three, range(9), 1))
 
 
-def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
+def test_workers_end_with_a_main_process_that_is_killed(tmp_path):
     script = tmp_path / "main.py"
     script.write_text(
         "from test_workers import map_in_processes, print_own_and_wait\n"

@@ -88,7 +88,7 @@ def drawn_by_one_process(style: str) -> list[list[list[int]]]:
     ],
 )
 def test_greedy_tokens_are_those_of_plain_forwards_row_by_row_and_drawn_ones_depend_on_the_seed_alone(
-    style: str, world_size: int, tp: int, stage: int, sequence_parallel: bool
+    style, world_size, tp, stage, sequence_parallel
 ):
     model, batches = STYLES[style], (PROMPTS[:3], PROMPTS[3:])
     case = Case(model=model, tp=tp, stage=stage, sequence_parallel=sequence_parallel)
@@ -124,7 +124,7 @@ def generate_sharded(case: Case) -> tuple[list[list[int]], list[list[int]], list
 
 @pytest.mark.parametrize(("style", "tp", "zero"), [("gpt2", 2, ZEROPP), slow("llama", 1, ZEROPP), ("llama", 2, None)])
 def test_weights_are_gathered_once_per_generation_whose_tokens_are_those_of_plain_forwards_and_freed_after_it(
-    style: str, tp: int, zero: ZeroConfig | None
+    style, tp, zero
 ):
     results = ranks(4).run(generate_sharded, Case(model=STYLES[style], tp=tp, nodes=2, zero=zero))
     for tokens, expected, (first, short, long, after) in results:
@@ -148,7 +148,7 @@ def train_around_a_sample(case: Case, samples: bool) -> list[tuple[float, float]
 
 
 @pytest.mark.parametrize("zero", [slow(None), ZEROPP])
-def test_a_sample_in_the_middle_changes_nothing_about_the_training(zero: ZeroConfig | None):
+def test_a_sample_in_the_middle_changes_nothing_about_the_training(zero):
     dropout = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1)
     case = Case(model=dropout, tp=2, nodes=2, sequence_parallel=True, zero=zero)
     assert ranks(4).run(train_around_a_sample, case, True) == ranks(4).run(train_around_a_sample, case, False)

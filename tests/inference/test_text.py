@@ -83,7 +83,7 @@ def texts_on_ranks(case: Case, config: SampleConfig) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("tp", [slow(1), 2])
-def test_what_is_shown_is_what_is_returned_and_stop_strings_end_a_row_on_all_ranks(tp: int):
+def test_what_is_shown_is_what_is_returned_and_stop_strings_end_a_row_on_all_ranks(tp):
     config, case = SampleConfig(sample_tokens=8, sample_temperature=1.0, sample_top_k=0), Case(vocab_size=257, tp=tp)
     (texts, shown), (others, _) = ranks(2).run(texts_on_ranks, case, config)
     assert texts == others

@@ -130,7 +130,7 @@ def test_tensors_without_memory_are_checked_and_nothing_else():
             pack(x, table, messages=messages[:, :2])
 
 
-def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypatch: pytest.MonkeyPatch):
+def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: CLibrary(ctypes.CDLL(None), "gcc 12.2.0"))
     assert backend("cpu")[1] == "C, compiled by gcc 12.2.0"
     with pytest.raises(ValueError, match="no implementation for mps"):
@@ -140,7 +140,7 @@ def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypa
         backend("cuda")
 
 
-def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monkeypatch):
     x, table = torch.randn(3, 257), table_of(257)
     expected, got = empty(3, table=table), empty(3, table=table)
     reference.pack(x, table, expected)

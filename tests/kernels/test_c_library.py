@@ -13,23 +13,21 @@ needs_compiler = pytest.mark.skipif(not any(map(shutil.which, c_library.COMPILER
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     return tmp_path / "cache" / "megazpp" / "libraries"
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path) -> Path:
     path = tmp_path / "answer.c"
     path.write_text("int answer(void) { return 42; }\n")
     return path
 
 
 @needs_compiler
-def test_a_library_is_compiled_once_and_again_for_another_source_or_compiler(
-    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_library_is_compiled_once_and_again_for_another_source_or_compiler(cache, source, monkeypatch):
     first = load_c_library(source)
     assert first.functions.answer() == 42
     assert first.compiler.startswith(("gcc ", "clang "))
@@ -46,14 +44,14 @@ def test_a_library_is_compiled_once_and_again_for_another_source_or_compiler(
 
 
 @needs_compiler
-def test_many_may_compile_at_once(cache: Path, source: Path):
+def test_many_may_compile_at_once(cache, source):
     with ThreadPoolExecutor(4) as pool:
         libraries = list(pool.map(load_c_library, [source] * 8))
     assert [library.functions.answer() for library in libraries] == [42] * 8
     assert [path.suffix for path in cache.iterdir()] == [".so"], "one library, nothing half written"
 
 
-def test_without_a_compiler_the_reason_says_so(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_compiler_the_reason_says_so(cache, source, monkeypatch):
     monkeypatch.setenv("PATH", str(source.parent))
     with pytest.raises(CLibraryError, match="no C compiler found"):
         load_c_library(source)
@@ -64,9 +62,7 @@ def test_without_a_compiler_the_reason_says_so(cache: Path, source: Path, monkey
 
 
 @needs_compiler
-def test_what_the_compiler_complains_about_is_the_reason_and_nothing_is_kept(
-    cache: Path, source: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_what_the_compiler_complains_about_is_the_reason_and_nothing_is_kept(cache, source, capfd):
     source.write_text("int answer(void) { return fourty_two; }\n")
     with pytest.raises(CLibraryError, match=r"failed: .*error.*fourty_two"):
         load_c_library(source)
@@ -74,7 +70,7 @@ def test_what_the_compiler_complains_about_is_the_reason_and_nothing_is_kept(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_compiler_that_hangs_is_given_up(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_compiler_that_hangs_is_given_up(cache, source, monkeypatch):
     hanging = source.with_name("hanging-cc")
     hanging.write_text("#!/bin/sh\nexec sleep 60\n")
     hanging.chmod(0o700)
@@ -85,7 +81,7 @@ def test_a_compiler_that_hangs_is_given_up(cache: Path, source: Path, monkeypatc
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path, source, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CLibraryError, match=r"answer\.c: .*file"):
@@ -93,9 +89,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, source: Path
 
 
 @needs_compiler
-def test_a_library_that_is_damaged_is_a_reason(
-    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_library_that_is_damaged_is_a_reason(cache, source, tmp_path, monkeypatch):
     load_c_library(source)
     (compiled,) = cache.iterdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # a path that this process has not loaded yet

@@ -17,7 +17,7 @@ def test_whole_blocks_cost_their_bits_and_one_bf16_scale():
 
 
 @given(st.sampled_from([4, 8]), st.sampled_from(BLOCK_SIZES), st.integers(0, 2**40))
-def test_blocks_cover_a_segment_and_no_block_is_without_data(bits: Any, block_size: int, n: int):
+def test_blocks_cover_a_segment_and_no_block_is_without_data(bits, block_size, n):
     fmt = BlockFormat(bits, block_size)
     assert (fmt.num_blocks(n) - 1) * block_size < n <= fmt.num_blocks(n) * block_size or n == 0
     assert fmt.payload_bytes(n) * 8 == fmt.num_blocks(n) * block_size * bits

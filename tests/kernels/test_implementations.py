@@ -52,7 +52,7 @@ def cases(name: str, every: list[Any], few: list[Any]) -> list[Any]:
 
 
 @each_implementation
-def test_blocks_of_any_kind_are_the_reference_s(name: str):
+def test_blocks_of_any_kind_are_the_reference_s(name):
     formats = [(size, *kind) for size in BLOCK_SIZES for kind in KINDS]
     every = [((4, 2), n, dtype, *fmt) for n in LENGTHS for dtype in DTYPES for fmt in formats]
     few = [((1, 2), fmt[0] + fmt[0] // 2 + 5, DTYPES[seed % 3], *fmt) for seed, fmt in enumerate(formats)]
@@ -64,7 +64,7 @@ def test_blocks_of_any_kind_are_the_reference_s(name: str):
 
 
 @each_implementation
-def test_errors_that_are_fed_back_are_the_reference_s(name: str):
+def test_errors_that_are_fed_back_are_the_reference_s(name):
     every = [(n, dtype, kind, beta) for n in LENGTHS for dtype in DTYPES for kind in KINDS for beta in (0.0, 0.8)]
     few = [(300, BF16, KINDS[0], 0.8), (130, FP32, KINDS[1], 0.0), (300, FP16, KINDS[2], 0.8)]
     for seed, (n, dtype, (bits, clip), beta) in enumerate(cases(name, every, few)):
@@ -73,7 +73,7 @@ def test_errors_that_are_fed_back_are_the_reference_s(name: str):
 
 
 @each_implementation
-def test_differences_are_the_reference_s(name: str):
+def test_differences_are_the_reference_s(name):
     every = [(n, dtype, base, bits) for n in LENGTHS for dtype in DTYPES for base in DTYPES for bits in (8, 4)]
     few = [(63, BF16, BF16, 8), (257, FP32, BF16, 4), (4101, FP32, FP16, 4), (300, FP16, FP16, 8), (300, BF16, FP32, 4)]
     for seed, (n, dtype, base_dtype, bits) in enumerate(cases(name, every, few)):
@@ -84,7 +84,7 @@ def test_differences_are_the_reference_s(name: str):
 
 
 @each_implementation
-def test_sums_are_the_reference_s(name: str):
+def test_sums_are_the_reference_s(name):
     shapes = [(1, FP32), (257, BF16), (257, FP16), (4101, FP32), *[(100_000, FP32)] * ON_GPU]
     every = [(k, bits, n, dtype) for k in (1, 2, 3, 8, *[16] * ON_GPU) for bits in (8, 4) for n, dtype in shapes]
     few = [(1, 4, 257, FP32), (2, 8, 4101, FP32), (3, 4, 257, BF16), (8, 8, 130, FP16)]
@@ -101,7 +101,7 @@ FEW = [(33, False), (4170, True), (0, False), (5, True), (1050, False)]
 
 
 @each_implementation
-def test_many_segments_are_packed_and_unpacked_like_the_reference_s(name: str):
+def test_many_segments_are_packed_and_unpacked_like_the_reference_s(name):
     """Segments that are quantized and segments that are not, in any order, empty ones too, wherever they start."""
     layouts = (MANY, MANY[::-1], [(70, False)])
     grid = [(bits, dtype, exact) for bits in (8, 4) for dtype in DTYPES for exact in DTYPES]
@@ -129,7 +129,7 @@ def test_native_reads_every_sixteen_bit_number_like_the_reference():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(bits: Any):
+def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(bits):
     generator = torch.Generator().manual_seed(bits)
     every_scale = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     near = every_scale[(torch.arange(2**16) + torch.randint(-300, 300, (2**16,), generator=generator)) % 2**16]
@@ -150,7 +150,7 @@ def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(bit
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [8, 4])
-def test_offsets_beyond_two_to_the_31_are_right(bits: Any):
+def test_offsets_beyond_two_to_the_31_are_right(bits):
     """One segment of 2^31 + 257 elements: its last blocks equal those of the same elements quantized alone."""
     n, fmt = 2**31 + 257, BlockFormat(bits, 128)
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:

@@ -103,7 +103,7 @@ def test_a_block_too_small_for_a_normal_scale_comes_back_as_zeros():
     st.integers(0, 2**30),
 )
 @settings(max_examples=80)
-def test_errors_stay_within_the_documented_bound(bits: int, block_size: int, n: int, exponent: int, seed: int):
+def test_errors_stay_within_the_documented_bound(bits, block_size, n, exponent, seed):
     fmt = BlockFormat(bits, block_size)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, generator=generator) * torch.rand(n, generator=generator) ** 4 * 10.0**exponent

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
     """Kernel name -> SASS instruction -> count."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
@@ -34,13 +34,13 @@ def count(instructions: dict[str, int], *prefixes: str) -> int:
     return sum(number for name, number in instructions.items() if name.startswith(prefixes))
 
 
-def test_integers_are_converted_without_the_slow_pipe_and_nothing_spills(kernels: dict[str, dict[str, int]]):
+def test_integers_are_converted_without_the_slow_pipe_and_nothing_spills(kernels):
     for name, instructions in kernels.items():
         assert count(instructions, "I2F", "F2I") == 0, name
         assert count(instructions, "STL", "LDL") == 0, name
 
 
-def test_whole_tiles_move_sixteen_bytes_per_access(kernels: dict[str, dict[str, int]]):
+def test_whole_tiles_move_sixteen_bytes_per_access(kernels):
     """4096 elements by 128 threads: 32 elements per thread, so 4 accesses of bf16, 2 of int8, 1 of int4."""
     wide = {name: (count(found, "LDG.E.128"), count(found, "STG.E.128")) for name, found in kernels.items()}
     assert wide["exact"] == (4, 4)
@@ -57,6 +57,6 @@ def test_whole_tiles_move_sixteen_bytes_per_access(kernels: dict[str, dict[str, 
     assert wide["add_difference"] == (4 + 4 + 2 * 1, 4 + 4), "what was there is read once and written once"
 
 
-def test_nothing_is_contracted_outside_the_divisions(kernels: dict[str, dict[str, int]]):
+def test_nothing_is_contracted_outside_the_divisions(kernels):
     assert count(kernels["dequantize"], "FFMA") == count(kernels["dequantize_sum"], "FFMA") == 0
     assert count(kernels["quantize"], "FFMA") < 32, "Newton steps of two divisions, nothing per element"

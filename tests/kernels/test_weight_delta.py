@@ -47,7 +47,7 @@ def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: in
 
 
 @pytest.mark.parametrize("name", ["native", pytest.param("triton", marks=[pytest.mark.gpu] * (DEVICE == "cuda"))])
-def test_implementations_write_and_read_the_bytes_of_the_reference(name: str):
+def test_implementations_write_and_read_the_bytes_of_the_reference(name):
     module = native if name == "native" else TRITON
     if module is None or (module is native and isinstance(native.library(), CLibraryError)):
         pytest.skip(f"{name} is not installed")
@@ -84,7 +84,7 @@ def test_every_bit_arrives_at_every_row():
 
 @settings(max_examples=40)
 @given(st.sampled_from(DTYPES), st.data())
-def test_any_bits_become_any_others(dtype: torch.dtype, data: st.DataObject):
+def test_any_bits_become_any_others(dtype, data):
     """NaN, infinities, subnormals and both zeros are patterns like others."""
     special = [0, -32768, 1, -32767, 0x7F80, 0x7FC0, -64, -128, 0x7C00, 0x7E00, -1, 32767]
     patterns = st.one_of(st.sampled_from(special), st.integers(-32768, 32767))

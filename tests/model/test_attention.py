@@ -139,5 +139,5 @@ def compare_with_formula() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_attention_however_it_is_split_is_its_formula_head_by_head(size: int):
+def test_attention_however_it_is_split_is_its_formula_head_by_head(size):
     ranks(size).run(compare_with_formula)

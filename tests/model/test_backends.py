@@ -84,9 +84,7 @@ def generate_two_tokens(model: GPTModel) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("run", "style"), [(lambda model: losses_of(model, packed()), "llama"), (generate_two_tokens, "gpt2")]
 )
-def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(
-    style: str, run: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(style, run, monkeypatch):
     """A CPU whose tensors say that they are CUDA's: fp32, 1e-5. All kernels are allowed again afterwards."""
     gpt, before = build_gpt(STYLES[style], MeshAxis("tp"), vocab_size=VOCAB), _cur_sdpa_kernel_backends()
     expected = run(gpt)
@@ -165,7 +163,7 @@ def with_both_kernels(config: GPTConfig, data: MicroBatch, to: Callable[[GPTMode
 @pytest.mark.parametrize(
     ("style", "recompute"), [("gpt2", "full"), ("llama", "kept"), ("llama", "core"), ("gpt2", "selective")]
 )
-def test_documents_by_offsets_are_those_of_the_mask(style: str, recompute: str, monkeypatch: pytest.MonkeyPatch):
+def test_documents_by_offsets_are_those_of_the_mask(style, recompute, monkeypatch):
     """fp64 up to the losses, which are fp32: 1e-6."""
     by_loops = ByLoops(SEQ)
     stand_in(monkeypatch, by_loops)
@@ -178,7 +176,7 @@ def test_documents_by_offsets_are_those_of_the_mask(style: str, recompute: str, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("style", WIDE)
-def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style: str):
+def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style):
     """bf16: a few roundings of 2^-8 in different places."""
     config = dataclasses.replace(WIDE[style], max_position_embeddings=128)
     found = with_both_kernels(config, packed(128).to("cuda"), lambda gpt: gpt.to("cuda", torch.bfloat16))
@@ -245,7 +243,7 @@ def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask():
         assert words in str(mask_reason(config, capability=capability, dtype=dtype))
 
 
-def test_a_torch_whose_function_has_no_groups_repeats_keys_and_values(monkeypatch: pytest.MonkeyPatch):
+def test_a_torch_whose_function_has_no_groups_repeats_keys_and_values(monkeypatch):
     """Torch 2.11's, and fp64 to 1e-12: the attention, and gradients summed over the heads of a group.
 
     One that has no window either takes a mask.
@@ -268,7 +266,7 @@ def test_a_torch_whose_function_has_no_groups_repeats_keys_and_values(monkeypatc
     assert "has no window_size" in str(mask_reason(WIDE["gpt2"], capability=H100, dtype=torch.bfloat16))
 
 
-def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkeypatch: pytest.MonkeyPatch):
+def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkeypatch):
     def chosen(device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[bool, str]:
         where = torch.device(device)
         row = model_backends(WIDE["llama"], device=where, dtype=dtype, documents=True)[0]
@@ -283,7 +281,7 @@ def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkey
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_compiled_on_cuda_by_default(monkeypatch: pytest.MonkeyPatch):
+def test_layers_are_compiled_on_cuda_by_default(monkeypatch):
     def choice(compile: bool | None, device: str) -> bool:
         return compiles_layers(dataclasses.replace(GPT2_STYLE, compile=compile), device)[0]
 
@@ -298,7 +296,7 @@ def test_layers_are_compiled_on_cuda_by_default(monkeypatch: pytest.MonkeyPatch)
             choice(True, device)
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_compiler_is_named(monkeypatch):
     for device, name, compiler, triton, capability, words in (
         ("cpu", "CXX", "no-such-compiler", True, None, "there is no C++ compiler (no-such-compiler)"),
         ("cpu", "CXX", "ls", True, None, "None"),

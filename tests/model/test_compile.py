@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -108,7 +107,7 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",
     (2, True, "gpt2", DROPOUT | CORE, 1),  # because of torch 2.13
 ])  # fmt: skip
 def test_a_layer_is_one_graph_but_for_recomputed_attention_of_several_ranks_and_sends_as_eager_ones_do(
-    size: int, sequence_parallel: bool, style: str, changes: Any, breaks: int
+    size, sequence_parallel, style, changes, breaks
 ):
     """Masks are the same, too; 1e-5 as above."""
     model = dataclasses.replace(STYLES[style], **changes)
@@ -164,7 +163,7 @@ def test_models_of_post_training_have_a_graph_of_each_kind_for_every_size():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_decoding_has_a_graph_for_any_number_of_rows_and_places_and_one_for_a_single_row(size: int):
+def test_decoding_has_a_graph_for_any_number_of_rows_and_places_and_one_for_a_single_row(size):
     """The same tokens as without; --no-compile makes none."""
     for found, graphs in ranks(size).run(decoded_with_and_without):
         assert found[True] == found[False]
@@ -196,7 +195,7 @@ def losses_and_gradients(model: GPTConfig, sequence_parallel: bool) -> tuple[tor
     (1, False, "selective"),
     (2, True, "full"),  # what is recomputed contains the gathers of sequence parallelism
 ])  # fmt: skip
-def test_recomputation_of_compiled_layers_with_dropout_changes_no_bit(size: int, sequence_parallel: bool, kind: Any):
+def test_recomputation_of_compiled_layers_with_dropout_changes_no_bit(size, sequence_parallel, kind):
     plain, recomputed = (compiled(GPT2_STYLE, **DROPOUT, recompute_granularity=each) for each in (None, kind))
     found = [ranks(size).run(losses_and_gradients, model, sequence_parallel) for model in (plain, recomputed)]
     torch.testing.assert_close(*found, rtol=0, atol=0)
@@ -207,7 +206,7 @@ def run_compiled(job: Job) -> dict[str, Any]:
         return run(job)
 
 
-def test_a_compiled_run_that_resumes_ends_with_the_same_bits(tmp_path: Path):
+def test_a_compiled_run_that_resumes_ends_with_the_same_bits(tmp_path):
     case = Case(model=compiled(GPT2_STYLE, **DROPOUT), tp=2, sequence_parallel=True, micro_batches=2)
     save = str(tmp_path / "save")
     straight = ranks(2).run(run_compiled, Job(case=case, steps=2, flags={}))
@@ -228,7 +227,7 @@ def train_compiled(case: Case) -> dict[str, Any]:
     (1, 2, False, {"recompute_granularity": "full"}),
     (2, 1, True, {}),
 ])  # fmt: skip
-def test_a_compiled_sharded_run_equals_one_plain_process(tp: int, cp: int, sequence_parallel: bool, changes: Any):
+def test_a_compiled_sharded_run_equals_one_plain_process(tp, cp, sequence_parallel, changes):
     """Through build_model and FSDP2, two steps of two micro-batches: 1e-5 as for every other layout."""
     case = Case(steps=2, micro_batches=2, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
     expected = train_plain(case)

@@ -21,7 +21,7 @@ HIDDEN_ONLY = dataclasses.replace(BOTH, attention_dropout=0.0)
 
 
 @pytest.mark.parametrize(("rate", "shared"), [(0.1, False), (0.5, True)])
-def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate: float, shared: bool):
+def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate, shared):
     """Within 5 standard errors of 40,000 coin tosses; the gradient has the mask of the forward."""
     torch.manual_seed(3)
     dropout = Dropout(rate, SharedGenerator(CPU, seed=1, data_rank=0) if shared else None)
@@ -135,7 +135,7 @@ def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), (4, False, BOTH)]
 )
-def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size: int, sequence_parallel: bool, model: GPTConfig):
+def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
     """Ranks of tp agree on losses and on gradients of what is not split, or their weights would drift apart."""
     first, *others = ranks(size).run(compare_seeds, model, sequence_parallel)
     agreed = ["first", "second", "eval", *(name for name in first if name.endswith(("fc2.bias", "norm.weight")))]
@@ -152,7 +152,7 @@ def loss_of_the_same_samples(case: Case) -> tuple[int, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("stage", "tp", "model"), [(3, 2, HIDDEN_ONLY), (0, 1, BOTH)])
-def test_data_ranks_draw_different_masks(stage: int, tp: int, model: GPTConfig):
+def test_data_ranks_draw_different_masks(stage, tp, model):
     losses: dict[int, torch.Tensor] = {}
     for data_rank, loss in ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage)):
         assert torch.equal(losses.setdefault(data_rank, loss), loss)  # tp ranks of one data rank agree

@@ -59,7 +59,7 @@ def float8_device() -> str:
 
 
 @pytest.mark.parametrize("fmt", GRADIENTS)
-def test_all_three_products_are_those_of_rounded_inputs(fmt: Float8Format):
+def test_all_three_products_are_those_of_rounded_inputs(fmt):
     """To 1e-5: sums in fp32; on GPUs to 2^-10: tensor cores keep about 14 bits of sums of float8 (DeepSeek-V3, 3.3.2).
 
     From those of unrounded inputs they are a few per cent away: 4 bits of a number, or 3 (e5m2).
@@ -100,7 +100,7 @@ def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in
 
 
 @pytest.mark.parametrize(("bad", "emulate"), [(math.nan, True), (math.inf, False)])
-def test_nan_and_inf_arrive_as_nan_and_zeros_as_zeros(bad: float, emulate: bool):
+def test_nan_and_inf_arrive_as_nan_and_zeros_as_zeros(bad, emulate):
     product = float8_product("hybrid", emulate=emulate)
     x, weight = (draw(seed, 16, 32, dtype=torch.float32).requires_grad_() for seed in (0, 1))
     product(x, weight, None).backward(torch.zeros(16, 16))
@@ -164,7 +164,7 @@ def losses_and_gradients(
     ],
 )
 def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_input_twice(
-    style: str, fmt: Float8Format, sequence_parallel: bool, calls: dict[str, int]
+    style, fmt, sequence_parallel, calls
 ):
     """Weights begin small, so losses differ little; a gradient has gone through all products that follow.
 
@@ -215,7 +215,7 @@ def compare_compiled(sequence_parallel: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, True)])
-def test_it_compiles_and_with_one_rank_in_one_graph(size: int, sequence_parallel: bool):
+def test_it_compiles_and_with_one_rank_in_one_graph(size, sequence_parallel):
     ranks(size).run(compare_compiled, sequence_parallel)
 
 

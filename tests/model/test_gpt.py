@@ -35,7 +35,7 @@ def change_a_token(sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_a_token_changes_no_earlier_logit_and_no_other_row(size: int, sequence_parallel: bool):
+def test_a_token_changes_no_earlier_logit_and_no_other_row(size, sequence_parallel):
     ranks(size).run(change_a_token, sequence_parallel)
 
 
@@ -47,7 +47,7 @@ def logits_of_packed(model: GPTConfig, masked: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("style", "size"), [("gpt2", 1), ("llama", 2)])
-def test_packed_documents_are_each_as_if_alone(style: str, size: int):
+def test_packed_documents_are_each_as_if_alone(style, size):
     """1e-6 absolute: fp32 sums of other lengths, logits of about 0.1."""
     alone, batch = build_gpt(STYLES[style], MeshAxis("tp"), vocab_size=VOCAB), packed()
     assert batch.document_starts is not None
@@ -101,7 +101,7 @@ def ignores_padding(model: GPTConfig) -> int:
 
 
 @pytest.mark.parametrize(("size", "model"), [(1, TIED), (2, UNTIED), (4, TIED)], ids=["1", "2, untied", "4"])
-def test_padding_gets_no_probability_and_no_gradient(size: int, model: GPTConfig):
+def test_padding_gets_no_probability_and_no_gradient(size, model):
     assert sum(ranks(size).run(ignores_padding, model)) == VOCAB
 
 
@@ -118,9 +118,7 @@ def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.
 
 
 @pytest.mark.parametrize(("style", "size", "layers"), [("gpt2", 1, 1), ("llama", 2, 3), ("gpt2", 4, 1)])
-def test_logits_are_split_losses_are_whole_and_a_step_communicates_what_the_docstrings_say(
-    style: str, size: int, layers: int
-):
+def test_logits_are_split_losses_are_whole_and_a_step_communicates_what_the_docstrings_say(style, size, layers):
     """[B, S, V/T] and [B, S] in fp32; losses are those of the gathered logits, to fp32 rounding of 4.6 nats.
 
     2 collectives per layer each way, one at each end, two small ones in the loss; column layers gather again.

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path):
+def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     """fp32 sums in another order; their weights, and their gradients saved as weights, are read as ours."""
     theirs = MODELS[name]()
     source = open_model(save(theirs, tmp_path / "weights"))
@@ -48,7 +47,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("base", "factor"), [(10000.0, 32.0), (500000.0, 8.0)])
-def test_scaled_angles_are_those_of_llama_3_1(base: float, factor: float):
+def test_scaled_angles_are_those_of_llama_3_1(base, factor):
     """fp32, at positions of up to 100000 radians: 6e-3 there, and 3e-7 of the frequency at position 1."""
     rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

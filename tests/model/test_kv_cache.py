@@ -7,7 +7,6 @@ import torch
 from helpers.tensor_parallel import build_gpt, sample
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
-from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
 
@@ -23,7 +22,7 @@ STYLES = {
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 @torch.no_grad()
-def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_padding(style: GPTConfig):
+def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_padding(style):
     model, tokens, lengths = build_gpt(style, MeshAxis("tp"), vocab_size=101).eval(), sample()[0], [2, 7, 5]
     for parts in ((16,), (9, 1, 1, 5), (1,) * 16):
         cache, found = KVCache(2, 3, 16), []

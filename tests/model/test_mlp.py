@@ -74,6 +74,6 @@ def compare_with_the_formula() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_mlp_is_its_formula_however_it_is_split(size: int):
+def test_the_mlp_is_its_formula_however_it_is_split(size):
     """Output and all gradients; one region entered and one left, for SwiGLU's two matrices too."""
     ranks(size).run(compare_with_the_formula)

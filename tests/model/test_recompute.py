@@ -58,14 +58,14 @@ def differences() -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_recomputation_with_dropout_changes_no_bit(size: int):
+def test_recomputation_with_dropout_changes_no_bit(size):
     """Nor the generators' states, so the next step's masks are the same too."""
     assert ranks(size).run(differences) == [[]] * size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp", "sequence_parallel"), [("selective", 1, False), ("full", 2, True)])
-def test_a_sharded_run_is_the_same_with_recomputation(kind: str, tp: int, sequence_parallel: bool):
+def test_a_sharded_run_is_the_same_with_recomputation(kind, tp, sequence_parallel):
     """Through FSDP2, which gathers a layer's weights again for the recomputation; bitwise."""
     case = Case(model=STYLES["gpt2"], tp=tp, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
     expected = ranks(4).run(train_on_ranks, case)

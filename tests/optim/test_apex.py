@@ -4,7 +4,6 @@ import contextlib
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -71,7 +70,7 @@ def train_sharded(tp: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_bridge_lends_apex_plain_shards_and_gets_the_update_of_torch(tp: int):
+def test_the_bridge_lends_apex_plain_shards_and_gets_the_update_of_torch(tp):
     model = one_process_model()
     groups = parameter_groups(model.named_parameters(), 0.1)
     train(model, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8))
@@ -95,7 +94,7 @@ def test_a_saved_state_continues_where_it_was():
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-def test_apex_is_refused_where_it_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
     missing = "apex.optimizers.FusedAdam is not importable"
     assert not not_refused([("cpu", "--optimizer-backend apex needs a CUDA device, this run is on cpu")], check_apex)
     assert not not_refused([("cuda", missing), ("cuda", "or use --optimizer-backend torch")], check_apex)

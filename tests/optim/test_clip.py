@@ -54,7 +54,7 @@ def compare_with_one_process(tp: int, replicas: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (4, 1), (1, 2)])
-def test_four_ranks_measure_and_clip_like_one_process(tp: int, replicas: int):
+def test_four_ranks_measure_and_clip_like_one_process(tp, replicas):
     ranks(4).run(compare_with_one_process, tp, replicas)
 
 

@@ -149,9 +149,7 @@ CASES = {
     "case",
     chosen(CASES, "tp, copies", "tp, every setting", "2 nodes, llama, tp", "shards that end inside heads"),
 )
-def test_steps_are_torch_s_on_whole_matrices_or_where_a_copy_spans_nodes_on_each_node_s_rows(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-):
+def test_steps_are_torch_s_on_whole_matrices_or_where_a_copy_spans_nodes_on_each_node_s_rows(case, monkeypatch):
     monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_fp32)
     first, last = ranks(4).run(train, case)[0]
     for name, expected in by_torch(first, case, max(1, case.nodes // case.replicas)).items():
@@ -249,7 +247,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("case", chosen(TRAININGS, "stage 2, tp, sequence"))
-def test_a_training_has_the_losses_of_one_rank(case: Case):
+def test_a_training_has_the_losses_of_one_rank(case):
     case = dataclasses.replace(case, optimizer=MUON, steps=STEPS)
     alone = dataclasses.replace(case, tp=1, cp=1, sequence_parallel=False, micro_batches=1)
     (expected,) = ranks(1).run(train_on_ranks, alone)

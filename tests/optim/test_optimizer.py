@@ -47,7 +47,7 @@ def compare_with_one_process(kind: str, tp: int, replicas: int) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "tp", "replicas"), [("adam", 2, 1), ("sgd", 4, 1), ("adam", 1, 2), ("sgd", 1, 1)])
-def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(kind: str, tp: int, replicas: int):
+def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(kind, tp, replicas):
     assert any(ranks(4).run(compare_with_one_process, kind, tp, replicas)) == (tp < 4)
 
 
@@ -76,7 +76,7 @@ def compare_with_torch(tp: int, replicas: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (1, 2)])
-def test_torch_s_update_of_divided_gradients_has_the_same_bits_and_the_same_state(tp: int, replicas: int):
+def test_torch_s_update_of_divided_gradients_has_the_same_bits_and_the_same_state(tp, replicas):
     ranks(4).run(compare_with_torch, tp, replicas)
 
 

@@ -15,7 +15,7 @@ def queue() -> ThreadQueue:
     return ThreadQueue("cross", Timeline())
 
 
-def test_a_thread_queue_runs_tasks_in_order_beside_the_caller_and_after_those_of_other_queues(queue: ThreadQueue):
+def test_a_thread_queue_runs_tasks_in_order_beside_the_caller_and_after_those_of_other_queues(queue):
     gate, done = threading.Event(), []
     other = ThreadQueue("local", Timeline())
     slow = other.submit(lambda: (gate.wait(10), done.append("slow"), 20)[-1])
@@ -28,7 +28,7 @@ def test_a_thread_queue_runs_tasks_in_order_beside_the_caller_and_after_those_of
     assert one.wait() == 21
 
 
-def test_an_error_reaches_who_waits_and_who_depends_and_the_queue_goes_on(queue: ThreadQueue):
+def test_an_error_reaches_who_waits_and_who_depends_and_the_queue_goes_on(queue):
     def fail() -> None:
         raise ValueError("lost a peer")
 
@@ -40,7 +40,7 @@ def test_an_error_reaches_who_waits_and_who_depends_and_the_queue_goes_on(queue:
     assert queue.submit(lambda: 2).wait() == 2
 
 
-def test_tasks_run_without_gradients_and_in_the_callers_inference_mode(queue: ThreadQueue):
+def test_tasks_run_without_gradients_and_in_the_callers_inference_mode(queue):
     weight = torch.nn.Parameter(torch.ones(2))
     for kind in (CommQueue(), queue):
         assert not kind.submit(lambda: weight * 2).wait().requires_grad

@@ -66,7 +66,7 @@ CASES = {
 
 @needs_any_order
 @pytest.mark.parametrize(("case", "order"), [pytest.param(*CASES[name], id=name) for name in CASES])
-def test_training_under_any_order_gives_the_losses_of_block_order(case: Case, order: tuple[int, ...]):
+def test_training_under_any_order_gives_the_losses_of_block_order(case, order):
     expected = ranks(4).run(train_on_ranks, case)
     found = ranks(4).run(train_on_ranks, dataclasses.replace(case, order=order))
     assert found[0]["loss"] == expected[0]["loss"]  # bitwise: sums run over the same shards in the same order
@@ -83,9 +83,7 @@ def test_hsdp_makes_one_copy_per_domain():
         plan_dims(ParallelConfig(hsdp=True, tensor_model_parallel_size=8), racks, zero_stage=3)
 
 
-def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_one_is_not(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda ranks=None, group_desc=None: None)
     with pytest.raises(ValueError, match="cannot make process groups"):
         plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2, order=CYCLIC), zero_stage=3)

@@ -32,12 +32,12 @@ CONNECTIONS, LAUNCH_ORDER = environment.CONNECTIONS, environment.LAUNCH_ORDER
 
 
 @pytest.fixture(autouse=True)
-def built_for_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def built_for_cuda(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
-def test_a_single_connection_is_unset_with_a_line_or_refused_once_cuda_has_started(monkeypatch: pytest.MonkeyPatch):
+def test_a_single_connection_is_unset_with_a_line_or_refused_once_cuda_has_started(monkeypatch):
     (line,) = prepare_environment(env := {CONNECTIONS: "1"})
     assert CONNECTIONS not in env
     assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is unset: ")
@@ -50,9 +50,7 @@ def test_a_single_connection_is_unset_with_a_line_or_refused_once_cuda_has_start
     check_connections({CONNECTIONS: "8"})
 
 
-def test_programs_unset_it_before_they_look_for_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
+def test_programs_unset_it_before_they_look_for_a_gpu(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv(CONNECTIONS, "1")
     for name in (*environment.ALLOCATOR, *environment.TRITON):
         monkeypatch.setenv(name, str(tmp_path))
@@ -61,7 +59,7 @@ def test_programs_unset_it_before_they_look_for_a_gpu(
     assert capsys.readouterr().err.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 is unset")
 
 
-def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alone(tmp_path: Path):
+def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alone(tmp_path):
     for _ in range(2):  # the second time the folder is there
         prepare_environment(env := {})
         assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
@@ -77,7 +75,7 @@ def test_what_the_user_has_set_stays_and_keeps_ours_away():
             assert {other: env[other] for other in names if other in env} == {name: "mine"}
 
 
-def test_a_folder_that_others_could_have_filled_is_refused(tmp_path: Path):
+def test_a_folder_that_others_could_have_filled_is_refused(tmp_path):
     own = tmp_path / f"megazpp-{os.getuid()}"
     own.mkdir(mode=0o777)
     own.chmod(0o777)
@@ -91,7 +89,7 @@ def test_a_folder_that_others_could_have_filled_is_refused(tmp_path: Path):
 
 
 def test_where_nothing_can_be_run_from_a_temporary_folder_triton_keeps_its_own_and_a_cpu_build_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255)))
     prepare_environment(env := {})
@@ -122,7 +120,7 @@ PRIORITIES = [  # axis, layout, flags, whether its messages go first, what its o
 ]
 
 
-def test_groups_inside_a_node_go_first_and_flags_reach_theirs(monkeypatch: pytest.MonkeyPatch):
+def test_groups_inside_a_node_go_first_and_flags_reach_theirs(monkeypatch):
     def options(is_high_priority_stream: bool = False) -> Any:
         return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
@@ -139,7 +137,7 @@ def test_groups_inside_a_node_go_first_and_flags_reach_theirs(monkeypatch: pytes
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
-def test_torch_s_own_options_take_every_setting(monkeypatch: pytest.MonkeyPatch):
+def test_torch_s_own_options_take_every_setting(monkeypatch):
     monkeypatch.setattr(environment.dist, "get_backend", lambda: "nccl")
     assert axis_options("cross", layout(), FLAGS).config.max_ctas == 8
     assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
@@ -166,9 +164,7 @@ def test_launches_keep_their_order_where_several_axes_have_ranks():
     ([(0,), (1,), (2,), (3,)], True, [2], [("new", [2])]),
     ([(0, 1, 2, 3)], True, "world", []),
 ])  # fmt: skip
-def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(
-    partition: list[tuple[int, ...]], bound: bool, expected: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(partition, bound, expected, calls, monkeypatch):
     """On rank 2 of 4. One rank gets no communicator; all ranks have their group already."""
     called: list[tuple[str, Any]] = []
 

@@ -35,7 +35,7 @@ def test_the_environment_says_who_starts_the_workers():
         assert find_place(LaunchConfig(**flags), env) == expected, (flags, env)
 
 
-def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(monkeypatch: pytest.MonkeyPatch):
+def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for cores, workers in ((1, 2), (3, 3), (64, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))

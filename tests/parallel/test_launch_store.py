@@ -56,7 +56,7 @@ def test_the_launchers_store_cannot_be_reached_from_the_network():
     assert store.get("key") == b"value"
 
 
-def test_workers_of_the_launcher_find_its_store(monkeypatch: pytest.MonkeyPatch):
+def test_workers_of_the_launcher_find_its_store(monkeypatch):
     store = loopback_store()
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), AGENT_STORE: "True"}.items():
         monkeypatch.setenv(name, value)
@@ -66,7 +66,7 @@ def test_workers_of_the_launcher_find_its_store(monkeypatch: pytest.MonkeyPatch)
     assert is_on_one_machine(Place(started=True, world_size=2, rank=1))
 
 
-def test_srun_on_one_node_meets_on_the_loopback(monkeypatch: pytest.MonkeyPatch):
+def test_srun_on_one_node_meets_on_the_loopback(monkeypatch):
     for hosts, address in (("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")):
         answer = SimpleNamespace(stdout=hosts)
         monkeypatch.setattr(launch.subprocess, "run", lambda *args, answer=answer, **kwargs: answer)
@@ -111,7 +111,7 @@ OTHER_TEXTS = ["", "1", "{", "{}", "[]", '"text"', "[" * 100_000, '{"gpu": []}',
 OTHER_TEXTS += ['{"gpu": null, "host": 7}', '{"gpu": {"uuid": 7}, "host": "a"}', '{"num_nodes": "2"}']
 
 
-def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path: Path):
+def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path):
     for key, rank, kind in (("host/1", 0, "HostInfo"), ("cluster", 1, "Cluster")):
         for text in (*OTHER_TEXTS, pickle.dumps(Evil(tmp_path / "ran"))):
             store = dist.HashStore()

@@ -30,7 +30,7 @@ KILLED, OVER = "rank {} was killed by SIGKILL; ", "the job is over"
         ("agreed 2", 1, ["job.py: error: all ranks have found the same", "job.py: error: and say so once", None]),
     ],
 )
-def test_a_job_ends_with_its_code_and_says_why_once(tmp_path: Path, args: str, code: int, lines: list):
+def test_a_job_ends_with_its_code_and_says_why_once(tmp_path, args, code, lines):
     """A killed rank is named without a traceback of the others; what the user can fix is not tried again."""
     python = sys.executable if "kill" in args else str(forked_python())  # a forked one cannot be seen to be killed
     program = Program(JOB, *args.split(), folder=tmp_path, python=python)
@@ -46,7 +46,7 @@ def test_a_job_ends_with_its_code_and_says_why_once(tmp_path: Path, args: str, c
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_path: Path, rank: int):
+def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_path, rank):
     program = Program(JOB, f"raise-on-{rank}", "2", folder=tmp_path, python=str(forked_python()))
     program.wait_for("sum 2\n")
     assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
@@ -59,7 +59,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_pat
     assert output.splitlines()[-1] == f"rank {rank} ended with exit code 1; the job is over"
 
 
-def test_torchrun_starts_the_workers_and_nothing_else_does(tmp_path: Path):
+def test_torchrun_starts_the_workers_and_nothing_else_does(tmp_path):
     python = str(forked_python())
     runner = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", python)
     code, output = run_forked(*runner, JOB, "nothing", "0", folder=tmp_path)
@@ -68,7 +68,7 @@ def test_torchrun_starts_the_workers_and_nothing_else_does(tmp_path: Path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, signum: signal.Signals):
+def test_a_signal_to_the_launcher_leaves_no_process(tmp_path, signum):
     """One rank is busy, the other waits for it in a collective."""
     program = Program(JOB, "sleep-on-1", "2", folder=tmp_path)
     program.wait_for("sum 2\n")
@@ -85,7 +85,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path: Path, signum: sign
         assert output.splitlines()[-1] == f"ended by {signum.name}"
 
 
-def test_ctrl_c_while_the_workers_are_starting_leaves_no_process_and_no_traceback(tmp_path: Path):
+def test_ctrl_c_while_the_workers_are_starting_leaves_no_process_and_no_traceback(tmp_path):
     program = Program(JOB, "sleep-on-1", "2", folder=tmp_path)
     while len(program.left_behind()) < 3:
         assert program.process.poll() is None, program.output()

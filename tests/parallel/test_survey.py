@@ -29,14 +29,14 @@ def survey(store_file: str, hosts: list[str]) -> tuple[Cluster, tuple[str, ...]]
     return cluster, cluster.notices
 
 
-def test_all_ranks_get_the_cluster_of_a_launcher_that_deals_ranks_out(tmp_path: Path):
+def test_all_ranks_get_the_cluster_of_a_launcher_that_deals_ranks_out(tmp_path):
     found = ranks(4).run(survey, str(tmp_path / "store"), ["a", "b", "a", "b"])
     assert [cluster for cluster, _ in found] == [Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))] * 4
     hosts = "hosts: a (rank 0 2), b (rank 1 3); no GPU"
     assert found[0][1] == (hosts, "a is odd", "b is odd")  # each host's notice once
 
 
-def test_what_is_wrong_with_a_host_reaches_every_rank_in_the_same_words(tmp_path: Path):
+def test_what_is_wrong_with_a_host_reaches_every_rank_in_the_same_words(tmp_path):
     found = ranks(4).run(survey, str(tmp_path / "store"), ["a", "a", "a", "lonely"])
     assert "1 on lonely (rank 3)" in found[0]
     assert found == found[:1] * 4
@@ -65,7 +65,7 @@ def settle(store_file: str) -> Cluster:
     return settle_cluster(own, ClusterConfig(emulate_nodes="auto"), Cluster(num_nodes=4, ranks_per_node=1), tp=1)
 
 
-def test_one_machine_is_made_two_nodes_by_emulate_nodes_auto_whatever_the_launcher_said(tmp_path: Path):
+def test_one_machine_is_made_two_nodes_by_emulate_nodes_auto_whatever_the_launcher_said(tmp_path):
     found = ranks(4).run(settle, str(tmp_path / "store"))
     assert found == [Cluster(num_nodes=2, ranks_per_node=2)] * 4
 
@@ -73,7 +73,7 @@ def test_one_machine_is_made_two_nodes_by_emulate_nodes_auto_whatever_the_launch
 # ---- one host ---------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_is_described_with_its_boot_and_its_network_namespace_where_it_has_them(tmp_path: Path):
+def test_a_machine_is_described_with_its_boot_and_its_network_namespace_where_it_has_them(tmp_path):
     here = describe_host(0, torch.device("cpu"))
     assert len(here.boot_id) == 36
     assert here.network_namespace == Path("/proc/self/ns/net").stat().st_ino

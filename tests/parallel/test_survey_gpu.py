@@ -127,7 +127,7 @@ def fail() -> None:
     raise NVMLError("driver not loaded")
 
 
-def test_without_the_library_the_gpu_keeps_its_name_and_the_user_reads_why(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_library_the_gpu_keeps_its_name_and_the_user_reads_why(monkeypatch):
     properties = SimpleNamespace(uuid="uuid0", name="H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     broken = SimpleNamespace(NVMLError=NVMLError, nvmlInit=fail)

@@ -113,9 +113,7 @@ class FakeEvent:
         return later.at - self.at
 
 
-def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_a_stream_of_its_own_does_not_block(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_a_stream_of_its_own_does_not_block(monkeypatch):
     stream, synchronized = ["compute"], []
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[-1])
@@ -178,7 +176,7 @@ def test_the_innermost_open_span_of_each_thread_is_seen_and_nothing_afterwards()
     assert activity.entered == {"step": 1, "compute": 1, "cross": 1}
 
 
-def test_a_thread_that_opens_or_closes_a_span_has_moved_and_an_error_closes_its_span(monkeypatch: pytest.MonkeyPatch):
+def test_a_thread_that_opens_or_closes_a_span_has_moved_and_an_error_closes_its_span(monkeypatch):
     timeline, now = Timeline(), [100.0]
     monkeypatch.setattr(timeline_module.time, "monotonic", lambda: now[0])
     timeline.attach(activity := Activity())
@@ -261,7 +259,7 @@ def moments(intervals: list[tuple[float, float]]) -> set[int]:
 
 @settings(max_examples=100)
 @given(INTERVALS, INTERVALS)
-def test_unions_and_intersections_cover_what_sets_of_moments_do(a: list, b: list):
+def test_unions_and_intersections_cover_what_sets_of_moments_do(a, b):
     merged, other = union(a), union(b)
     shared = intersection(merged, other)
     for result, expected in ((merged, moments(a)), (shared, moments(a) & moments(b))):

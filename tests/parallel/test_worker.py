@@ -39,18 +39,18 @@ def sums_on_new_groups(count: int) -> tuple[list[float], int, timedelta]:
     return [float(x) for x in values], len(device_threads()) - before, backend.options._timeout
 
 
-def test_new_groups_add_no_device_threads_and_keep_their_timeout() -> None:
+def test_new_groups_add_no_device_threads_and_keep_their_timeout():
     assert ranks(2).run(sums_on_new_groups, 3) == [([1.0, 3.0, 5.0], 0, TIMEOUT)] * 2
 
 
-def test_threads_that_move_messages_wait_their_turn_and_those_that_compute_do_not() -> None:
+def test_threads_that_move_messages_wait_their_turn_and_those_that_compute_do_not():
     found = ranks(2).run(scheduling_policies)
     if not any(policies for policies, _ in found):
         pytest.skip("torch 2.11 does not name gloo's threads")
     assert found == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
 
 
-def test_a_kernel_without_that_policy_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_that_policy_is_no_failure(monkeypatch):
     def refuse(pid: int, policy: int, param: os.sched_param) -> None:
         if policy != os.SCHED_OTHER:
             raise OSError(22, "Invalid argument")
@@ -60,7 +60,7 @@ def test_a_kernel_without_that_policy_is_no_failure(monkeypatch: pytest.MonkeyPa
         pass
 
 
-def test_the_interface_that_the_environment_names_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_that_the_environment_names_is_used(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # put back afterwards
     with pytest.raises(RuntimeError, match="no-such-interface"):
@@ -83,7 +83,7 @@ sys.stdout.flush(); os._exit(0)
 
 
 @pytest.mark.slow
-def test_on_one_machine_gloo_listens_on_the_loopback_only() -> None:
+def test_on_one_machine_gloo_listens_on_the_loopback_only():
     env = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, check=True, env=env)
     assert {*done.stdout.split()} == {"0100007F"}  # as the kernel writes addresses
@@ -103,5 +103,5 @@ def lazily_connected(count: int) -> list[object]:
     return box[0]
 
 
-def test_ranks_that_connect_when_they_first_send_pass_objects_all_the_same() -> None:
+def test_ranks_that_connect_when_they_first_send_pass_objects_all_the_same():
     assert ranks(4).run(lazily_connected, 4) == [[0, 1, 2, 3]] * 4

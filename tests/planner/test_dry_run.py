@@ -150,9 +150,7 @@ def kept(secondary: Secondary) -> list[torch.Tensor]:
         {row[-1]: row for row in RUNS}, "--bf16 --zeropp CP K4", "--bf16 MUON --zeropp TP", "--bf16 TP LOCAL", "HUGE"
     ),
 )
-def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(
-    case: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(case, monkeypatch):
     shape, number, flags = case
     nodes, ranks_per_node = map(int, shape.removesuffix(" c").split("x"))
     order = cyclic_order(nodes, ranks_per_node) if shape.endswith(" c") else None
@@ -178,7 +176,7 @@ def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--zeropp --bf16", "--zero-stage 1"])
-def test_three_micro_batches_say_of_many_what_all_of_them_do(flags: str, monkeypatch: pytest.MonkeyPatch):
+def test_three_micro_batches_say_of_many_what_all_of_them_do(flags, monkeypatch):
     run = run_config(f"{flags} K4", SQUARE)
     few = dry_run(run, SQUARE, rank=1)
     monkeypatch.setattr(module, "SIMULATED_MICRO_BATCHES", 4)

@@ -165,7 +165,7 @@ GRID = {
         "islands, tp, late fragments",
     ),
 )
-def test_planned_calls_and_bytes_are_the_counted_ones_exactly_and_sent_in_their_order(case: Case):
+def test_planned_calls_and_bytes_are_the_counted_ones_exactly_and_sent_in_their_order(case):
     for rank, (counted, sent, synchronized) in enumerate(ranks(4).run(count, case)):
         step = plan(case, 4, rank)
         assert measure(step, case.micro_batches).traffic == counted
@@ -238,7 +238,7 @@ REAL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REAL.values(), ids=REAL)
-def test_real_tensors_take_what_is_planned(case: Case):
+def test_real_tensors_take_what_is_planned(case):
     peak = ranks(4).run(live_bytes, case)[0]
     step = plan(case, 4)
     step.run(case.micro_batches)

@@ -64,7 +64,7 @@ def look_up(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_they_are_computed_once_and_a_run_that_was_stopped_is_taken_up(tmp_path: Path, world: int):
+def test_they_are_computed_once_and_a_run_that_was_stopped_is_taken_up(tmp_path, world):
     """Chunks of 4, 4 and 3 pairs, each of 2 forwards of one rank or 1 of each of two."""
     for found, _ in ranks(world).run(look_up, str(tmp_path), stop=4 // world):
         assert found is None
@@ -76,7 +76,7 @@ def test_they_are_computed_once_and_a_run_that_was_stopped_is_taken_up(tmp_path:
         assert forwards == 0
 
 
-def test_other_pairs_and_another_reference_have_files_of_their_own(tmp_path: Path):
+def test_other_pairs_and_another_reference_have_files_of_their_own(tmp_path):
     for options in ({}, {"seed": 2}, {"name": "another"}):
         ((found, forwards),) = ranks(1).run(look_up, str(tmp_path), **options)
         assert forwards == 6
@@ -96,7 +96,7 @@ def refusal(folder: str, most_bytes: int = resource.RLIM_INFINITY) -> str:
     return ""
 
 
-def test_a_file_that_is_damaged_is_an_error_that_names_it(tmp_path: Path):
+def test_a_file_that_is_damaged_is_an_error_that_names_it(tmp_path):
     ranks(1).run(look_up, str(tmp_path))
     path, crc, other = sorted(tmp_path.glob("*/*.npy"))[:3]
     content, checksum = path.read_bytes(), crc.read_bytes()
@@ -115,7 +115,7 @@ def test_a_file_that_is_damaged_is_an_error_that_names_it(tmp_path: Path):
             assert f"--data-cache-path: {path.parent} is damaged" in message, name
 
 
-def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_errors(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_errors(tmp_path):
     (tmp_path / "file").touch()
     for message in ranks(2).run(refusal, str(tmp_path / "file")):
         assert "--data-cache-path: cannot write " in message

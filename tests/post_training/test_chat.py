@@ -43,7 +43,7 @@ VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED, DEFAULT_TEMPLATE])
-def test_a_template_writes_what_transformers_makes_of_it_and_tells_the_assistants_words(source: str) -> None:
+def test_a_template_writes_what_transformers_makes_of_it_and_tells_the_assistants_words(source):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     reference = PreTrainedTokenizerFast(tokenizer_object=words, **VARIABLES)
     tools = [{"type": "function", "function": {"name": "add", "description": "a < b", "parameters": {}}}]
@@ -58,7 +58,7 @@ def test_a_template_writes_what_transformers_makes_of_it_and_tells_the_assistant
     assert found == ["Yes.</s>", "No — never.</s>"]
 
 
-def test_what_a_template_refuses_or_may_not_do_is_an_error_with_its_name() -> None:
+def test_what_a_template_refuses_or_may_not_do_is_an_error_with_its_name():
     rows = [
         ("{{ raise_exception('roles must alternate') }}", "T: roles must alternate"),
         ("{{ messages[0].content + 3 }}", "T: can only concatenate"),
@@ -71,7 +71,7 @@ def test_what_a_template_refuses_or_may_not_do_is_an_error_with_its_name() -> No
         changing.render_spans(TURNS)
 
 
-def test_the_template_is_the_flags_else_the_tokenizers_else_the_default(tmp_path: Any) -> None:
+def test_the_template_is_the_flags_else_the_tokenizers_else_the_default(tmp_path):
     definition = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<e>": 1}, unk_token="a")).to_str()
 
     def tokenizer(**files: object) -> HFTokenizer:

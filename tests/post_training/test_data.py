@@ -42,7 +42,7 @@ def stacked(dataset: SupervisedDataset | PreferenceDataset) -> torch.Tensor:
 
 
 @given(size=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
-def test_each_epoch_is_a_permutation_of_its_own(size: int, seed: int) -> None:
+def test_each_epoch_is_a_permutation_of_its_own(size, seed):
     order = EpochOrder(size, num_samples=3 * size + 1, seed=seed)
     drawn = [order.place(index) for index in range(3 * size)]
     epochs = [drawn[start : start + size] for start in range(0, 3 * size, size)]
@@ -56,7 +56,7 @@ def test_each_epoch_is_a_permutation_of_its_own(size: int, seed: int) -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=60))
-def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths: list[int]) -> None:
+def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths):
     rows = pack(np.array(lengths), 12)
     assert sorted(number for row in rows for number in row) == [*range(len(lengths))]
     assert all(sum(lengths[number] for number in row) <= 12 for row in rows)
@@ -70,7 +70,7 @@ def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths: 
     assert len(rows) == len(reference)
 
 
-def test_a_sample_is_padded_on_the_right_and_has_no_loss_there() -> None:
+def test_a_sample_is_padded_on_the_right_and_has_no_loss_there():
     dataset = SupervisedDataset(examples(3, 5), num_samples=2, seed=None, max_length=5, pad=PAD)
     batch = make_supervised_batch(stacked(dataset))
     assert batch.tokens.tolist() == [[0, 1, 2, PAD, PAD], [10, 11, 12, 13, 14]]
@@ -80,7 +80,7 @@ def test_a_sample_is_padded_on_the_right_and_has_no_loss_there() -> None:
     assert batch.document_starts is None
 
 
-def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay() -> None:
+def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay():
     model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
     for lengths, multiple, size in (((3, 8), 8, 8), ((9, 3), 4, 12), ((2, 1), 1, 2), ((9, 15), 7, 15)):
         supervised = SupervisedDataset(examples(*lengths), num_samples=2, seed=None, max_length=15, pad=PAD)
@@ -97,7 +97,7 @@ def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay() 
             torch.testing.assert_close(losses[0].sum(dim=1), losses[1].sum(dim=1), atol=1e-6, rtol=1e-6)
 
 
-def test_packed_examples_have_positions_and_documents_of_their_own() -> None:
+def test_packed_examples_have_positions_and_documents_of_their_own():
     dataset = SupervisedDataset(examples(3, 4, 2), num_samples=4, seed=None, max_length=7, pad=PAD, packing=True)
     assert (len(dataset), dataset.samples_per_epoch) == (4, 2)
     batch = make_supervised_batch(torch.from_numpy(np.stack([dataset[0], dataset[1]])), packing=True)
@@ -109,7 +109,7 @@ def test_packed_examples_have_positions_and_documents_of_their_own() -> None:
     assert batch.document_starts.dtype == torch.int32
 
 
-def test_packed_examples_have_the_losses_that_they_have_alone() -> None:
+def test_packed_examples_have_the_losses_that_they_have_alone():
     """To rounding: other places are masked, not absent."""
     lengths = (5, 8, 3, 7, 4, 2)
     model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
@@ -132,7 +132,7 @@ def test_packed_examples_have_the_losses_that_they_have_alone() -> None:
         assert loss == pytest.approx(packed_loss, abs=1e-5)
 
 
-def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_them() -> None:
+def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_them():
     dataset = PreferenceDataset(examples(3, 4, 2, 2), num_samples=5, seed=3, max_length=4, pad=PAD)
     assert (len(dataset), dataset.num_pairs) == (5, 2)
     samples = torch.from_numpy(np.stack([dataset.pair(1), dataset.pair(0)]))
@@ -145,7 +145,7 @@ def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_th
     assert scores_of(batch.tokens, batch.loss_mask).tolist() == [21, 2, 31, 13]
 
 
-def test_the_loader_gives_the_same_pairs_to_any_number_of_ranks() -> None:
+def test_the_loader_gives_the_same_pairs_to_any_number_of_ranks():
     dataset = PreferenceDataset(examples(*[2] * 12), num_samples=20, seed=0, max_length=3, pad=PAD)
     options: dict[str, Any] = {"make_batch": make_pair_batch, "device": torch.device("cpu"), "num_workers": 1}
     for data_size in (1, 2):
@@ -158,7 +158,7 @@ def test_the_loader_gives_the_same_pairs_to_any_number_of_ranks() -> None:
         assert [found[place] for place in range(8)] == [int(dataset[index][0, 0]) for index in range(8, 16)]
 
 
-def test_prompts_come_in_the_order_of_the_epoch() -> None:
+def test_prompts_come_in_the_order_of_the_epoch():
     prompts = [Prompt([number], "?", {}, f"line {number}") for number in range(5)]
     dataset = PromptDataset(prompts, num_samples=7, seed=1)
     order = EpochOrder(5, num_samples=7, seed=1)

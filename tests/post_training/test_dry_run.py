@@ -82,7 +82,7 @@ QUICK = ("sft, adapters, 8 bits", "grpo, tp")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in PLANNED])
-def test_planned_memory_of_all_models_is_that_of_the_live_tensors(name: str):
+def test_planned_memory_of_all_models_is_that_of_the_live_tensors(name):
     chosen, flags, recorded = PLANNED[name]
     dry = dry_run_models(parse(f"{SMALL} {flags}"), chosen, TWO_BY_TWO, rank=0)
     assert 100 * (dry.planned_bytes / dry.live_bytes - 1) == pytest.approx(recorded, abs=0.2)
@@ -141,7 +141,7 @@ def drawn(config: RunConfig, chosen: PostConfigs, cluster: Cluster) -> tuple[int
 
 
 @pytest.mark.parametrize("flags", ["", slow(UNTIED)])
-def test_a_generation_takes_the_planned_memory_but_for_activations(flags: str):
+def test_a_generation_takes_the_planned_memory_but_for_activations(flags):
     """A layer is 14 % of it, keys and values are 10 %."""
     config = parse(f"{SMALL} --global-batch-size 32 --vocab-size 257 {flags}")
     for counted, planned in ranks(2).run(drawn, config, configs("grpo"), Cluster(num_nodes=1, ranks_per_node=2)):

@@ -91,14 +91,14 @@ PAIRS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
 ]
 
 
-def test_a_record_becomes_its_text_and_what_is_learned_of_it_and_a_pair_two_rows(tmp_path: Path) -> None:
+def test_a_record_becomes_its_text_and_what_is_learned_of_it_and_a_pair_two_rows(tmp_path):
     for record, flags, text, learned in SUPERVISED:
         assert shown(supervised(write(tmp_path / "a.jsonl", record), **flags)) == [(text, learned)], record
     for record, rows in PAIRS:
         assert shown(pairs(write(tmp_path / "a.jsonl", record))) == rows, record
 
 
-def test_what_has_no_answer_within_the_length_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_what_has_no_answer_within_the_length_is_left_out_and_counted(tmp_path):
     lines: list[str] = []
     path = write(
         tmp_path / "a.jsonl",
@@ -120,7 +120,7 @@ def test_what_has_no_answer_within_the_length_is_left_out_and_counted(tmp_path: 
         supervised(write(tmp_path / "a.jsonl", {"prompt": "123", "completion": "4"}), max_length=2)
 
 
-def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(tmp_path: Path) -> None:
+def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(tmp_path):
     """As with a tokenizer whose words begin with their space."""
 
     class InPairs(ByteTokenizer):
@@ -136,7 +136,7 @@ def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(tmp_path: P
     assert ["note: the answers of 1 begin within a token of their prompt" in line for line in lines] == [True, False]
 
 
-def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(tmp_path: Path) -> None:
+def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]})
     found = {
         shown(supervised(path, template=template, assistant_only_loss=only, kept={"cache_dir": tmp_path}))[0]
@@ -146,7 +146,7 @@ def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(tmp_path
     assert len(found) == 4
 
 
-def test_parquet_has_the_same_records(tmp_path: Path) -> None:
+def test_parquet_has_the_same_records(tmp_path):
     records = [{"messages": [USER, {**ANSWER, "tool_calls": "x"}]}, {"messages": [USER, ANSWER]}]
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
     template = ChatTemplate("{% for m in messages %}{{ m.keys() | join('+') }} {% endfor %}", name="keys")
@@ -182,7 +182,7 @@ REFUSED_PAIRS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path) -> None:
+def test_a_bad_line_is_named_by_file_and_number(tmp_path):
     def ask(record: object) -> Examples:
         return supervised(write(tmp_path / "a.jsonl", {"text": "fine"}, record))
 
@@ -200,7 +200,7 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path) -> None:
     assert not_refused([({"text": "a"}, needs), ({"prompt": "a", "completion": "b"}, needs)], ask_assistant) == []
 
 
-def test_prompts_keep_their_columns_and_place(tmp_path: Path) -> None:
+def test_prompts_keep_their_columns_and_place(tmp_path):
     path = write(
         tmp_path / "a.jsonl", {"prompt": "1+1=", "answer": 2}, {"prompt": [USER], "level": "easy"}, {"prompt": ""}
     )
@@ -217,7 +217,7 @@ def test_prompts_keep_their_columns_and_place(tmp_path: Path) -> None:
         read_prompts([write(tmp_path / "c.jsonl")], TOKENIZER, TEMPLATE, max_prompt_length=50)
 
 
-def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_template_writes(tmp_path: Path) -> None:
+def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_template_writes(tmp_path):
     """The ids that TRL's trainers give a folder of transformers: text and eos as one string, templates as they are."""
     words = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money\n" * 9
     template = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"
@@ -243,7 +243,7 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     assert two.tokens == theirs.apply_chat_template(talk[:1], tokenize=True, return_dict=True)["input_ids"]
 
 
-def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(tmp_path: Path) -> None:
+def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(tmp_path):
     good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a"}
     path = write(tmp_path / "a.jsonl", good, bad)
     with pytest.raises(TimeoutError):
@@ -255,7 +255,7 @@ def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(tmp_pat
         read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=9, seconds=0.0)
 
 
-def test_a_role_that_the_template_names_and_a_call_without_content_are_taken(tmp_path: Path) -> None:
+def test_a_role_that_the_template_names_and_a_call_without_content_are_taken(tmp_path):
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}"
     calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
     path = write(tmp_path / "a.jsonl", {"messages": [{"role": "critic", "content": "x"}, calls]})
@@ -265,7 +265,7 @@ def test_a_role_that_the_template_names_and_a_call_without_content_are_taken(tmp
     assert bytes(found.tokens.tolist()).decode() == "critic:xassistant:['f']"
 
 
-def test_answers_that_are_the_same_are_left_out_with_the_line_of_the_first(tmp_path: Path) -> None:
+def test_answers_that_are_the_same_are_left_out_with_the_line_of_the_first(tmp_path):
     lines: list[str] = []
     chat = [USER, ANSWER]
     path = write(

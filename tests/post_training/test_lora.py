@@ -36,7 +36,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 @pytest.fixture(scope="module")
-def loads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def loads(tmp_path_factory) -> dict[str, str]:
     """Checkpoints of models: wide ones have rows of several blocks, on each of two tensor-parallel ranks too."""
     found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in MODELS}
     for kind, folder in found.items():
@@ -136,9 +136,7 @@ def train_plain(case: Case, lora: LoraConfig, load: str) -> list[tuple[float, fl
         slow(2, "llama", {"stage": 2, "micro_batches": 2}, RECOMPUTED),
     ],
 )
-def test_adapters_train_as_in_one_process(
-    loads: dict[str, str], world: int, kind: str, layout: dict[str, Any], recompute: dict[str, Any]
-):
+def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute):
     """fp32 sums in another order over the steps: 1e-5."""
     model, expected = dataclasses.replace(MODELS[kind], **recompute), in_one_process(kind, loads[kind])
     results = ranks(world).run(train_on_ranks, Case(model=model, **layout), ALL, loads[kind])
@@ -160,9 +158,7 @@ def test_adapters_train_as_in_one_process(
         slow(16, 4, {"tp": 2, "nodes": 2}),
     ],
 )
-def test_on_a_rounded_base_adapters_train_as_on_the_same_weights_unpacked_on_every_layout(
-    loads: dict[str, str], bits: Any, world: int, layout: dict[str, Any]
-):
+def test_on_a_rounded_base_adapters_train_as_on_the_same_weights_unpacked_on_every_layout(loads, bits, world, layout):
     lora = dataclasses.replace(ALL, base_weight_bits=bits)
     expected, exact = (in_one_process("wide", loads["wide"], each) for each in (bits, None))
     for found in ranks(world).run(train_on_ranks, Case(model=WIDE, **layout), lora, loads["wide"]):
@@ -212,15 +208,13 @@ def compare_reference(case: Case, load: str, folder: str) -> tuple[bool, ...]:
 @pytest.mark.parametrize(
     ("world", "layout", "kind"), [(2, {"tp": 2}, "llama"), (2, {"nodes": 2}, "gpt2"), slow(4, {"tp": 2}, "gpt2")]
 )
-def test_with_adapters_off_it_is_the_base_and_adapters_come_back_from_their_files(
-    loads: dict[str, str], tmp_path: Path, world: int, layout: dict[str, Any], kind: str
-):
+def test_with_adapters_off_it_is_the_base_and_adapters_come_back_from_their_files(loads, tmp_path, world, layout, kind):
     case = Case(model=MODELS[kind], **layout)
     assert ranks(world).run(compare_reference, case, loads[kind], str(tmp_path)) == [(True,) * 6] * world
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": True})])
-def test_masks_of_dropout_agree_over_tp_and_in_recomputation(loads: dict[str, str], layout: dict[str, Any]):
+def test_masks_of_dropout_agree_over_tp_and_in_recomputation(loads, layout):
     """Were they drawn anew, the gradients of a recomputed layer would be other ones."""
     lora, case = dataclasses.replace(ALL, lora_dropout=0.3), Case(model=LLAMA_STYLE, **layout)
     again = dataclasses.replace(case, model=dataclasses.replace(LLAMA_STYLE, **RECOMPUTED))
@@ -234,7 +228,7 @@ def sent_by_full_training(case: Case) -> int:
     return train_all(dataclasses.replace(case, steps=STEPS))["sent"]["cross"]
 
 
-def test_between_nodes_only_adapters_travel(loads: dict[str, str]):
+def test_between_nodes_only_adapters_travel(loads):
     case = Case(model=LLAMA_STYLE, nodes=2)
     small = sum(found["cross"] for found in ranks(2).run(train_on_ranks, case, LoraConfig(lora_r=1), loads["llama"]))
     large = sum(ranks(2).run(sent_by_full_training, case))
@@ -271,7 +265,7 @@ def load_another(case: Case, load: str, folder: str, other: str) -> str:
     return str(caught.value)
 
 
-def test_adapters_of_another_base_are_refused(loads: dict[str, str], tmp_path: Path):
+def test_adapters_of_another_base_are_refused(loads, tmp_path):
     case, other = Case(model=LLAMA_STYLE), str(tmp_path / "other")
     ranks(1).run(run, Job(case=dataclasses.replace(case, seed=8), steps=1, flags={"save": other, "save_interval": 1}))
     (message,) = ranks(1).run(load_another, case, loads["llama"], str(tmp_path), other)

@@ -29,7 +29,7 @@ def completions(seed: int = 0) -> tuple[torch.Tensor, ...]:
     return *tensors, mask
 
 
-def test_a_steps_loss_does_not_depend_on_its_micro_batches() -> None:
+def test_a_steps_loss_does_not_depend_on_its_micro_batches():
     logps, old, ref, _, values, mask = completions()
     advantages, ratio = values[:, 0], (logps - old).exp()
     clipped = torch.minimum(ratio * values[:, :1], ratio.clamp(0.8, 1.2) * values[:, :1])
@@ -57,7 +57,7 @@ def test_a_steps_loss_does_not_depend_on_its_micro_batches() -> None:
             torch.testing.assert_close(total, expected[loss_type], rtol=1e-12, atol=0)
 
 
-def test_a_step_without_a_token_has_no_loss_rather_than_nan() -> None:
+def test_a_step_without_a_token_has_no_loss_rather_than_nan():
     for loss_type in get_args(TokenLoss):
         weights = formulas.token_weights(
             torch.zeros(2, 3), loss_type, num_completions=2, num_tokens=0, max_completion_length=5
@@ -65,7 +65,7 @@ def test_a_step_without_a_token_has_no_loss_rather_than_nan() -> None:
         assert weights.tolist() == [[0] * 3] * 2
 
 
-def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient() -> None:
+def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient():
     logps, old, ref, values, advantages, mask = completions()
     places = formulas.value_mask(mask, max_completion_length=5)
     found = []
@@ -93,7 +93,7 @@ def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient() ->
     assert torch.equal(found[0], found[2])
 
 
-def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others() -> None:
+def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others():
     rewards = torch.tensor([1.0, 0, 0, 1, 5, 5, 5, 5, 0, 2, 4, 6], dtype=torch.float64)
     for scale in get_args(RewardScale):
         for estimator in get_args(AdvantageEstimator):
@@ -108,7 +108,7 @@ def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others() -> None
     assert formulas.group_advantages(torch.tensor([1.0, 2.0]), 1).tolist() == [0, 0]
 
 
-def test_values_end_one_place_after_a_completion_unless_it_is_as_long_as_it_can_be() -> None:
+def test_values_end_one_place_after_a_completion_unless_it_is_as_long_as_it_can_be():
     mask = torch.tensor([[0.0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
     expected = [[0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 1, 1]]
     assert formulas.value_mask(mask, max_completion_length=3).tolist() == expected
@@ -116,7 +116,7 @@ def test_values_end_one_place_after_a_completion_unless_it_is_as_long_as_it_can_
 
 @settings(max_examples=50, deadline=None)
 @given(gamma=st.floats(0, 1), lam=st.floats(0, 1), seed=st.integers(0, 9))
-def test_advantages_are_the_sums_of_temporal_differences(gamma: float, lam: float, seed: int) -> None:
+def test_advantages_are_the_sums_of_temporal_differences(gamma, lam, seed):
     rewards, values, *_, mask = completions(seed)
     places = formulas.value_mask(mask, max_completion_length=5)
     advantages, returns = formulas.gae(rewards, values, places, gamma=gamma, lam=lam)
@@ -133,7 +133,7 @@ def test_advantages_are_the_sums_of_temporal_differences(gamma: float, lam: floa
     assert (advantages[places == 0] == 0).all()
 
 
-def test_whitening_spans_all_ranks() -> None:
+def test_whitening_spans_all_ranks():
     x, *_, mask = completions()
     x = 100 + x  # a mean that one rank alone would see otherwise
     halves = (slice(0, 3), slice(3, None))
@@ -153,7 +153,7 @@ def test_whitening_spans_all_ranks() -> None:
         assert (torch.cat(parts)[mask == 0] == 0).all()
 
 
-def test_scores_far_apart_do_not_overflow() -> None:
+def test_scores_far_apart_do_not_overflow():
     assert formulas.reward_losses(torch.tensor([500.0, -500.0]), torch.zeros(2)).tolist() == [0, 500]
 
 
@@ -179,7 +179,7 @@ PAIRS: dict[PairLoss, float] = {  # beta 1 / 4, rewards 1 / 4 and -1 / 4, answer
 }
 
 
-def test_losses_of_pairs_by_hand_and_the_pair_that_is_preferred_has_the_smaller() -> None:
+def test_losses_of_pairs_by_hand_and_the_pair_that_is_preferred_has_the_smaller():
     chosen, rejected, ref = torch.tensor([-3.0, -5.0]), torch.tensor([-5.0, -3.0]), torch.full((2,), -4.0)
     options: dict[str, Any] = {"label_smoothing": 0.1, "mean_chosen_length": 2.0}
     lengths = {"chosen_lengths": torch.tensor([2.0, 2.0]), "rejected_lengths": torch.tensor([4.0, 4.0])}
@@ -193,7 +193,7 @@ def test_losses_of_pairs_by_hand_and_the_pair_that_is_preferred_has_the_smaller(
         torch.testing.assert_close(weighted.losses, 2 * found.losses + 0.25 * torch.tensor([0.5, 1.5]))
 
 
-def test_losses_of_completions_by_hand() -> None:
+def test_losses_of_completions_by_hand():
     """One completion of two tokens, ratios 2 and 1 / 8."""
     logps, mask = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
     old = logps - torch.tensor([[2.0, 0.125]]).log()
@@ -226,7 +226,7 @@ def test_losses_of_completions_by_hand() -> None:
     assert scores.item() == pytest.approx(softplus(-1) + 0.5 * 9)
 
 
-def test_where_the_ratio_is_clipped_there_is_no_gradient_and_without_old_log_probabilities_it_is_one() -> None:
+def test_where_the_ratio_is_clipped_there_is_no_gradient_and_without_old_log_probabilities_it_is_one():
     logps, old, _, _, advantages, mask = completions()
     logps.requires_grad_()
     losses, clipped = formulas.policy_losses(

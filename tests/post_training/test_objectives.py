@@ -62,7 +62,7 @@ def in_one_process(objective: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("layout", "objectives"), [(x, IN_DEFAULT[x]) if x in IN_DEFAULT else slow(x, tuple(OBJECTIVES)) for x in LAYOUTS]
 )
-def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(layout: str, objectives: tuple[str, ...]):
+def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(layout, objectives):
     spread = LAYOUTS[layout]
     expected = [in_one_process(objective) for objective in objectives]
     for objective, (first, *_) in zip(objectives, expected, strict=True):
@@ -82,7 +82,7 @@ def test_dpo_begins_as_its_reference():
 
 
 @pytest.mark.parametrize("layout", ["data 2", slow("tp 2 x data 2, sequence parallel"), slow("cp 2")])
-def test_rows_of_each_rank_s_own_length_change_no_loss(layout: str):
+def test_rows_of_each_rank_s_own_length_change_no_loss(layout):
     objectives, spread = ("reward untied", "dpo", "grpo", "dr_grpo", "ppo"), LAYOUTS[layout]
     whole, short = (
         ranks(spread.world).run(train_all, objectives, layout=spread, shortens=shortens) for shortens in (False, True)

@@ -38,7 +38,7 @@ def vowels(prompts, completions, word, **columns):
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory) -> Path:
     """A folder with a pretrained model and data of every kind."""
     folder = tmp_path_factory.mktemp("post")
     code, output = run_forked("pretrain_gpt.py", *MODEL.split(), "--save", f"{folder}/base", folder=folder)
@@ -79,14 +79,14 @@ def trained(home: Path, name: str, flags: str, **where: str) -> list[dict[str, A
 LAYOUT = "--nproc 2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0"
 
 
-def test_supervised_training_learns_and_is_validated(home: Path):
+def test_supervised_training_learns_and_is_validated(home):
     flags = f"--objective sft --train-data-path chats.jsonl --valid-data-path chats.jsonl --packing {LAYOUT}"
     found = trained(home, "sft", f"{flags} --train-iters 30 --eval-iters 2 --eval-interval 15 --eval-on-start")
     assert found[-1]["lm_loss"] < found[0]["lm_loss"] - 0.3
     assert [row["iteration"] for row in rows(home, "sft", "validation.jsonl")] == [0, 15, 30]
 
 
-def test_a_reward_model_serves_ppo(home: Path):
+def test_a_reward_model_serves_ppo(home):
     found = trained(home, "reward", f"--objective reward --data-path pairs.jsonl --train-iters 20 {LAYOUT}")
     assert found[-1]["accuracy"] > 0.9
     flags = f"--objective ppo {DRAWN} --train-iters 3 --num-ppo-epochs 2 --zeropp --emulate-nodes 2 {LAYOUT}"
@@ -108,7 +108,7 @@ def test_a_reward_model_serves_ppo(home: Path):
     assert [untimed(row) for row in again] == [untimed(row) for row in found]
 
 
-def test_a_lora_run_is_generated_from_trained_further_and_exported(home: Path, tmp_path: Path):
+def test_a_lora_run_is_generated_from_trained_further_and_exported(home, tmp_path):
     """fp32 of two programs: 1e-5 of logits of about 1."""
     peft, auto = pytest.importorskip("peft"), transformers.AutoModelForCausalLM
     save(make_llama(vocab_size=257, max_position_embeddings=48), tmp_path / "hf")
@@ -175,7 +175,7 @@ def test_a_lora_run_is_generated_from_trained_further_and_exported(home: Path, t
         assert (found - logits(auto.from_pretrained(tmp_path / "hf", dtype=torch.float32))).abs().max() > 0.01
 
 
-def test_a_lora_run_goes_on_with_its_own_adapters_or_is_refused(home: Path):
+def test_a_lora_run_goes_on_with_its_own_adapters_or_is_refused(home):
     flags = f"--objective sft --train-data-path chats.jsonl {LAYOUT} --save-interval 2"
     straight = trained(home, "lora", f"{flags} --lora-r 3 --lora-alpha 5 --base-weight-bits 4 --train-iters 4")
     shutil.copytree(home / "lora", home / "lora-on", ignore=shutil.ignore_patterns("iter_0000004", "lock"))
@@ -207,14 +207,12 @@ DPO = f"--objective dpo --train-data-path pairs.jsonl {LAYOUT}"
 
 
 @pytest.fixture(scope="module")
-def dpo(home: Path) -> list[dict[str, Any]]:
+def dpo(home) -> list[dict[str, Any]]:
     """Ten steps."""
     return trained(home, "dpo", f"{DPO} --train-iters 10")
 
 
-def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_changes_nothing(
-    home: Path, dpo: list[dict[str, Any]]
-):
+def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_changes_nothing(home, dpo):
     assert dpo[0]["lm_loss"] == pytest.approx(0.693147, abs=1e-5)
     assert dpo[-1]["rewards/accuracies"] > 0.9
     flags = f"{DPO} --train-iters 10 --precompute-ref-log-probs"
@@ -239,7 +237,7 @@ def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_c
         "--sync-ref-model --ref-model-sync-steps 2 --beta 0.1 --steps-per-generation 2 --zeropp --emulate-nodes 2",
     ],
 )
-def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit(home: Path, extra: str):
+def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit(home, extra):
     flags = f"--objective grpo {DRAWN} --num-generations 4 {extra} --train-iters 5 --save-interval 3 {LAYOUT}"
     first_name, name = f"grpo{len(extra)}", f"again{len(extra)}"
     straight = trained(home, first_name, flags)
@@ -256,9 +254,7 @@ def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit
     assert {row["rewards"]["vowels"] is None for row in shown} == {True, False}
 
 
-def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_on_on_any_layout(
-    home: Path, dpo: list[dict[str, Any]]
-):
+def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_on_on_any_layout(home, dpo):
     flags = f"{DPO} --train-iters 4 --save-interval 3"
     mixing = f"{flags} --sync-ref-model --ref-model-sync-steps 2 --ref-model-mixup-alpha 1"
     synced = trained(home, "dpo-synced", mixing)
@@ -275,7 +271,7 @@ def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_o
     assert synced[3]["rewards/margins"] > 1e-3
 
 
-def test_a_failing_reward_function_is_reported_with_its_sample(home: Path):
+def test_a_failing_reward_function_is_reported_with_its_sample(home):
     (home / "broken.py").write_text("def f(completions, **_):\n    return [1.0]\n")
     flags = f"--objective grpo {DRAWN} --num-generations 4 --train-iters 1 {LAYOUT}"
     code, output = post_train(home, "broken", flags.replace("rewards.py:vowels", "broken.py:f"))
@@ -335,7 +331,7 @@ REFUSED = """
 """
 
 
-def test_what_cannot_be_is_refused_before_workers_start(home: Path):
+def test_what_cannot_be_is_refused_before_workers_start(home):
     def ask(flags: str) -> object:
         if flags.startswith("TINY"):
             return asked(home, flags.replace("TINY", TINY))
@@ -352,7 +348,7 @@ def test_what_cannot_be_is_refused_before_workers_start(home: Path):
     assert output.startswith("post_train.py: error: --objective is missing")
 
 
-def test_a_dry_run_needs_no_checkpoint(home: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_dry_run_needs_no_checkpoint(home, capsys):
     for flags, said in (
         (f"@{ROOT}/configs/post_training/lora_base_8bit.args", " MB of frozen weights"),
         ("--objective ppo --reward-load r", "MB at the fullest moment ("),
@@ -361,7 +357,7 @@ def test_a_dry_run_needs_no_checkpoint(home: Path, capsys: pytest.CaptureFixture
         assert said in capsys.readouterr().out
 
 
-def test_a_plan_has_the_memory_of_all_models(home: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_plan_has_the_memory_of_all_models(home, capsys):
     flags = "--objective ppo --reward-load base --load base --train-data-path prompts.jsonl --train-iters 1 --plan"
     layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-on disk --weight-bits 8"
     for lora in ("", "--lora-r 4 --base-weight-bits 4"):
@@ -379,14 +375,14 @@ def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun
     return find_start(parsed, restarted=restarted)[:2]
 
 
-def test_a_restarted_job_goes_on_with_what_it_has_saved_and_else_begins_with_weights_alone(home: Path):
+def test_a_restarted_job_goes_on_with_what_it_has_saved_and_else_begins_with_weights_alone(home):
     _, source = start(home, f"--objective sft --save {home}/never-saved", restarted=True)
     assert not source.continues
     assert not source.optimizer
     assert start(home, f"--objective sft --save {home}/base", restarted=True)[1].continues
 
 
-def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(home: Path):
+def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(home):
     (grpo, _), (ppo, _) = start(home, "--objective grpo"), start(home, "--objective ppo --temperature 0.7 --lr 1e-3")
     post: PostTrainingConfig = post_configs(grpo).training
     assert (post.beta_or_default, post.loss, post.num_generations, post.needs_reference) == (0.0, "dapo", 8, False)

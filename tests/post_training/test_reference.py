@@ -1,8 +1,6 @@
 """Frozen models beside the policy say the same, bit for bit, wherever their weights lie."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ RESIDENT = WeightsConfig()
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> str:
+def load(tmp_path_factory) -> str:
     """A checkpoint of a model with a scalar head."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(2).run(run, Job(case=dataclasses.replace(CASE, tp=2), steps=1, flags={"save": folder}))
@@ -47,9 +45,7 @@ def asked(case: Case, load: str, configs: list[WeightsConfig]) -> list[tuple[tor
         slow(4, {"nodes": 2, "tp": 2}, 4),
     ],
 )
-def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(
-    load: str, tmp_path: Path, world: int, layout: dict[str, Any], bits: Any
-):
+def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(load, tmp_path, world, layout, bits):
     places = [
         WeightsConfig(weight_bits=bits),
         WeightsConfig(weight_bits=bits, weights_on="host", prefetch_layers=0),

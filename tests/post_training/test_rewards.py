@@ -44,7 +44,7 @@ value = 3
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     path = tmp_path / "my_rewards.py"
     path.write_text(SOURCE)
     return path
@@ -54,9 +54,7 @@ def one(function: Any) -> list[RewardFunction]:
     return [RewardFunction("f", function)]
 
 
-def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(file, monkeypatch):
     monkeypatch.syspath_prepend(file.parent)
     config = RewardConfig(
         reward_funcs=(f"{file}:right", "my_rewards:short", f"{file}:only_strings"), reward_weights=(1.0, 0.5, 2.0)
@@ -72,13 +70,13 @@ def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(
     assert total_rewards(rewards).tolist() == [1.0, float(-len(message))]
 
 
-def test_numbers_may_be_of_any_kind_and_what_no_function_judges_has_no_reward() -> None:
+def test_numbers_may_be_of_any_kind_and_what_no_function_judges_has_no_reward():
     rewards = judge([*one(lambda **_: [None, True]), *one(lambda **_: [None, torch.tensor(0.5)])], PROMPTS, COMPLETIONS)
     torch.testing.assert_close(rewards, torch.tensor([[math.nan] * 2, [1.0, 0.5]]).double(), equal_nan=True)
     torch.testing.assert_close(total_rewards(rewards), torch.tensor([math.nan, 1.5]).double(), equal_nan=True)
 
 
-def test_means_and_deviations_are_of_the_rewards_that_there_are_and_of_the_groups_sums() -> None:
+def test_means_and_deviations_are_of_the_rewards_that_there_are_and_of_the_groups_sums():
     rewards = torch.tensor([[1.0, math.nan], [3.0, 2.0], [5.0, math.nan], [5.0, math.nan]], dtype=torch.float64)
     found = reward_metrics(["f", "g"], rewards, total_rewards(rewards), group_size=2)
     expected = {"rewards/f/mean": 3.5, "rewards/f/std": (11 / 3) ** 0.5, "rewards/g/mean": 2.0, "rewards/g/std": 0.0}
@@ -89,7 +87,7 @@ def test_means_and_deviations_are_of_the_rewards_that_there_are_and_of_the_group
     assert "frac_reward_zero_std" not in alone
 
 
-def test_two_functions_of_one_name_are_told_apart(file: Path, tmp_path: Path) -> None:
+def test_two_functions_of_one_name_are_told_apart(file, tmp_path):
     other = tmp_path / "other.py"
     other.write_text(SOURCE)
     config = RewardConfig(reward_funcs=(f"{file}:short", f"{other}:short", f"{file}:right"))
@@ -110,7 +108,7 @@ def fails_together(completions: list[Any]) -> list[float]:
     return [1.0]
 
 
-def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample() -> None:
+def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample():
     both = "a.jsonl, line 1 to a.jsonl, line 2"
     rows: list[tuple[Any, str]] = [
         (
@@ -127,7 +125,7 @@ def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample() ->
     assert not_refused(rows, lambda function: judge(one(function), PROMPTS, COMPLETIONS)) == []
 
 
-def test_what_cannot_be_imported_is_named(file: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_imported_is_named(file, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "syntax.py").write_text("def f(:")
     both = [
@@ -142,7 +140,7 @@ def test_what_cannot_be_imported_is_named(file: Path, tmp_path: Path) -> None:
         assert not_refused(refused, function) == []
 
 
-def test_what_can_be_there_is_found_without_running_anything(file: Path, tmp_path: Path) -> None:
+def test_what_can_be_there_is_found_without_running_anything(file, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0\nfrom math import *\ndef f(): pass")
     there = (f"{file}:right", f"{tmp_path}/broken.py:f", f"{tmp_path}/broken.py:cos", "math:f")
     check_reward_functions(RewardConfig(reward_funcs=there))

@@ -60,9 +60,7 @@ def train_all(names: Iterable[str], layout: Layout, *, whole_rows: bool = False)
         slow("tp 2 x 2 nodes", [*CASES]),
     ],
 )
-def test_every_layout_draws_the_same_completions_and_trains_on_them_alike_in_rows_as_long_as_needed(
-    layout: str, names: list[str]
-):
+def test_every_layout_draws_the_same_completions_and_trains_on_them_alike_in_rows_as_long_as_needed(layout, names):
     (expected,) = ranks(1).run(train_all, names, Layout(micro_batch_size=8), whole_rows=True)
     for wanted in expected:  # the reference is what the policy begins as
         assert wanted["steps"][0].get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)
@@ -97,7 +95,7 @@ def first_ratios(case: PostCase) -> list[float]:
         slow(Layout(world=4, tp=2, nodes=2, zeropp=True, sequence_parallel=True)),
     ],
 )
-def test_the_first_ratio_of_a_buffer_is_exactly_1_and_drawing_knew_the_same_log_probabilities(layout: Layout):
+def test_the_first_ratio_of_a_buffer_is_exactly_1_and_drawing_knew_the_same_log_probabilities(layout):
     case = PostCase(post=LATER, layout=layout, temperature=0.7)
     for found in ranks(layout.world).run(first_ratios, case):
         assert max(found[::2]) == 0.0
@@ -158,7 +156,7 @@ def resumed(case: PostCase, stops: list[int]) -> list[tuple[list[Any], list[Any]
 
 
 @pytest.mark.parametrize("post", [LATER, dataclasses.replace(PPO, num_mini_batches=2)])
-def test_a_buffer_goes_on_where_a_checkpoint_has_left_it(post: PostTrainingConfig):
+def test_a_buffer_goes_on_where_a_checkpoint_has_left_it(post):
     case = PostCase(post=post, layout=Layout(world=2, micro_batch_size=2))
     for of_rank in ranks(2).run(resumed, case, [1, 3, 4]):
         for straight, continued in of_rank:

@@ -32,7 +32,7 @@ def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> list[Path]:
+def folders(tmp_path) -> list[Path]:
     """A run with everything; one that crashed with NaN and a cut line; one with a line alone; one without any."""
     traffic = [{"collective": BAD, "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 1}]
     whole = make_run(
@@ -49,7 +49,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return [whole, crashed, make_run(tmp_path / "line", [row(7)]), make_run(tmp_path / "none", args={"lr": 2})]
 
 
-def test_no_text_of_a_run_becomes_markup_and_the_page_asks_for_nothing_outside_itself(folders: list[Path]):
+def test_no_text_of_a_run_becomes_markup_and_the_page_asks_for_nothing_outside_itself(folders):
     html = report_html(read_runs(folders), NOW)
     assert "<img" not in html
     assert html.count("<script") == html.count("</script>") == 2
@@ -59,7 +59,7 @@ def test_no_text_of_a_run_becomes_markup_and_the_page_asks_for_nothing_outside_i
     assert not re.search(r"@import|url\(|<link|\bsrc=(?!x onerror)", html.replace("src=x", ""))
 
 
-def test_the_curves_and_tables_of_all_runs_are_in_the_page(folders: list[Path]):
+def test_the_curves_and_tables_of_all_runs_are_in_the_page(folders):
     html = report_html(read_runs(folders), NOW)
     data = data_of(html)
     assert [run["name"] for run in data["runs"]] == ["whole", BAD.replace("/", ""), "line", "none"]
@@ -72,7 +72,7 @@ def test_the_curves_and_tables_of_all_runs_are_in_the_page(folders: list[Path]):
     assert data_of(alone)["runs"][0]["curves"] == {}
 
 
-def test_a_report_replaces_a_report(folders: list[Path], tmp_path: Path):
+def test_a_report_replaces_a_report(folders, tmp_path):
     runs, output = read_runs(folders), tmp_path / "report.html"
     write_report(runs[:1], output, NOW)
     first = output.read_text()
@@ -92,7 +92,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_report(browser: Any, folders: list[Path], tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def open_report(browser, folders, tmp_path) -> Iterator[Callable[..., Any]]:
     """Opens the report of `folders` on a screen of 390 x 844 pixels, after `script`; no script of the page may fail."""
     context = browser.new_context(viewport={"width": 390, "height": 844})
     page, errors = context.new_page(), []
@@ -110,7 +110,7 @@ def open_report(browser: Any, folders: list[Path], tmp_path: Path) -> Iterator[C
 
 
 @pytest.mark.slow
-def test_a_browser_draws_every_chart_once_the_page_is_loaded(open_report: Callable[..., Any]):
+def test_a_browser_draws_every_chart_once_the_page_is_loaded(open_report):
     page = open_report("window.ResizeObserver = class { observe() {} }")  # that of a page which nobody resizes
     drawn = page.content()
     charts = re.findall(r'<svg viewBox="[^"]*" height="\d+" role="img" aria-label="(\w+)', drawn)
@@ -122,7 +122,7 @@ def test_a_browser_draws_every_chart_once_the_page_is_loaded(open_report: Callab
 
 
 @pytest.mark.slow
-def test_a_browser_draws_again_when_the_width_or_the_axis_changes(open_report: Callable[..., Any]):
+def test_a_browser_draws_again_when_the_width_or_the_axis_changes(open_report):
     page = open_report()
     fits = """() => [...document.querySelectorAll(".plot")].every(
         (plot) => plot.firstChild.viewBox.baseVal.width === plot.clientWidth)"""
@@ -136,7 +136,7 @@ def test_a_browser_draws_again_when_the_width_or_the_axis_changes(open_report: C
 
 
 @pytest.mark.slow
-def test_a_browser_shows_the_values_under_the_pointer(open_report: Callable[..., Any]):
+def test_a_browser_shows_the_values_under_the_pointer(open_report):
     page = open_report()
     page.locator(".plot").first.hover()
     assert page.locator(".tip").first.inner_text().startswith("step 16\n5\n")

@@ -1,6 +1,5 @@
 """Run folders are read as they are: whole, cut short, damaged; what is no run folder is refused."""
 
-from pathlib import Path
 from typing import Any
 
 from helpers.refusals import not_refused
@@ -11,7 +10,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import layout_record, plan_layout
 
 
-def test_all_that_a_run_has_recorded_is_read(tmp_path: Path):
+def test_all_that_a_run_has_recorded_is_read(tmp_path):
     layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1)
     folder = make_run(
         tmp_path / "run",
@@ -27,7 +26,7 @@ def test_all_that_a_run_has_recorded_is_read(tmp_path: Path):
     assert [row["lm_loss"] for row in run.validations] == [6.0]
 
 
-def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(tmp_path: Path):
+def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(tmp_path):
     cases: list[tuple[list[int], dict[str, Any], str]] = [
         ([2, 4], {"summary": {"iteration": 4, "stop_reason": None}}, "finished"),
         ([2, 4], {"summary": {"iteration": 4, "stop_reason": "SIGTERM"}}, "stopped by SIGTERM"),
@@ -42,7 +41,7 @@ def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(tmp_path: P
         assert run.state == expected, cases[number]
 
 
-def test_what_is_damaged_is_left_out_with_a_note(tmp_path: Path):
+def test_what_is_damaged_is_left_out_with_a_note(tmp_path):
     folder = make_run(tmp_path / "run", rows=[row(2)], tail='{"iteration": 4, "lm_l', summary={}, topology={"tp": "?"})
     (folder / "summary.json").write_text('{"iteration"')
     (folder / "args.json").write_bytes(b"\xff\xfe\x00")
@@ -57,13 +56,13 @@ def test_what_is_damaged_is_left_out_with_a_note(tmp_path: Path):
     assert read_runs([folder])[0].notes[0].startswith("metrics.jsonl: 4 line(s) cut or damaged")
 
 
-def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(tmp_path: Path):
+def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(tmp_path):
     one, other = make_run(tmp_path / "a/run", [row(2)]), make_run(tmp_path / "b/run", [row(2)])
     assert [run.name for run in read_runs([one, other, one / ".." / "run"])] == ["a/run", "b/run"]
     assert [run.name for run in read_runs([one])] == ["run"]
 
 
-def test_what_is_no_run_folder_is_refused(tmp_path: Path):
+def test_what_is_no_run_folder_is_refused(tmp_path):
     texts = ("\x00\x01binary", "a text\n", "[1, 2]\n", '{"loss": 1}\nmore\n')
     others = [make_run(tmp_path / str(index), tail=text) for index, text in enumerate(texts)]
     rows = [

@@ -1,7 +1,6 @@
 """Frozen units compute what trained weights do whose gradients nobody wants, and send each weight inside nodes only."""
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def use_stack(bits: int | None, recompute: bool) -> None:
 @pytest.mark.parametrize(
     ("bits", "recompute"), [(None, False), (8, False), slow(4, False), (None, True)], ids=["16", "8", "4", "again"]
 )
-def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(bits: int | None, recompute: bool):
+def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(bits, recompute):
     """Four messages forward and again backward: (L - 1) of each from each rank, L = 2."""
     ranks(4).run(use_stack, bits, recompute)
 
@@ -257,9 +256,7 @@ def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(("zero", "tolerance"), [(ZeroConfig(), 0.0), slow(ZeroConfig(zeropp=True), 0.05)])
-def test_trained_weights_beside_frozen_ones_become_the_same_as_beside_weights_without_gradients(
-    zero: ZeroConfig, tolerance: float
-):
+def test_trained_weights_beside_frozen_ones_become_the_same_as_beside_weights_without_gradients(zero, tolerance):
     """Bit for bit; with --zeropp the base without frozen units is int8."""
     with_units, without = (ranks(4).run(train_adapted, zero, freezes) for freezes in (True, False))
     assert sum(sent for _, sent in with_units) < sum(sent for _, sent in without)
@@ -290,10 +287,10 @@ def race_beside_training() -> list[str]:
 @pytest.mark.parametrize(
     "race", [functools.partial(race_alone, 8), slow(race_beside_training)], ids=["alone", "beside training"]
 )
-def test_nothing_races_in_a_frozen_model(race: Callable[[], list[str]]):
+def test_nothing_races_in_a_frozen_model(race):
     assert ranks(4).run(race) == [[]] * 4
 
 
 @pytest.mark.parametrize("breakage", ["waiting for a work does not wait", slow("a queue does not wait for its caller")])
-def test_what_is_broken_is_found(breakage: str):
+def test_what_is_broken_is_found(breakage):
     assert all(ranks(4).run(race_alone, None, breakage))

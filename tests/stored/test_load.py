@@ -55,12 +55,12 @@ def trained(factory: pytest.TempPathFactory, world: int, case: Case, steps: int)
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> str:
+def load(tmp_path_factory) -> str:
     return trained(tmp_path_factory, 4, SAVED, 2)
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tied(tmp_path_factory) -> str:
     return trained(tmp_path_factory, 1, TIED, 1)
 
 
@@ -128,7 +128,7 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
     ids=["tp", "bf16", "float8", "copies"],
 )
 def test_every_layout_reads_each_weight_once_per_node_and_has_every_bit_of_a_trained_model_without_gradients(
-    load: str, layout: dict[str, Any]
+    load, layout
 ):
     if "float8" in layout:
         pytest.importorskip("torchao")
@@ -140,7 +140,7 @@ def test_every_layout_reads_each_weight_once_per_node_and_has_every_bit_of_a_tra
     assert sum(read for _, read in results) >= case.nodes * elements
 
 
-def test_so_has_a_model_with_biases_and_a_tied_embedding(tied: str):
+def test_so_has_a_model_with_biases_and_a_tied_embedding(tied):
     ranks(2).run(load_frozen, dataclasses.replace(TIED, tp=2, sequence_parallel=True), tied)
 
 
@@ -190,9 +190,7 @@ def bytes_of_live_messages() -> int:
     ("world", "layout", "bits"),
     [(2, {"tp": 2}, 8), (4, {"nodes": 2}, None), slow(2, {}, 16), slow(4, {"nodes": 2, "tp": 2}, 4)],
 )
-def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layout(
-    load: str, tmp_path: Path, world: int, layout: dict[str, Any], bits: Any
-):
+def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layout(load, tmp_path, world, layout, bits):
     case, folder = dataclasses.replace(ALONE, **layout), str(tmp_path)
     on_disk = WeightsConfig(weights_on="disk", weight_bits=bits, weight_store=folder, prefetch_layers=0)
     configs = [WeightsConfig(weight_bits=bits), WeightsConfig(weights_on="host", weight_bits=bits)]
@@ -215,7 +213,7 @@ def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layou
     assert len([*Path(folder).glob("*.weights")]) == world // case.nodes
 
 
-def test_while_it_loads_a_model_is_never_in_memory_twice(monkeypatch: pytest.MonkeyPatch):
+def test_while_it_loads_a_model_is_never_in_memory_twice(monkeypatch):
     """Live bytes: messages where they stay (on a device: without memory, but counted), one more, and its pieces."""
     empty, calls = torch.empty, []
 
@@ -249,7 +247,7 @@ def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
         return tokens, model.eval()(batch.tokens, batch.labels)
 
 
-def test_the_losses_are_those_of_the_checkpoint_but_for_the_rounding_of_weights(tied: str, load: str):
+def test_the_losses_are_those_of_the_checkpoint_but_for_the_rounding_of_weights(tied, load):
     """Weights of std 0.5 in a model of three small layers: the loss moves with the relative error of the weights."""
     tolerances = {None: 0.0, 16: 0.1, 8: 0.3, 4: 3.0}
     half = dataclasses.replace(ALONE, precision=BF16)
@@ -290,7 +288,7 @@ def interrupted(load: str, config: WeightsConfig) -> bool:
     return all(torch.equal(each, losses[0]) for each in losses)
 
 
-def test_a_forward_that_was_left_does_not_mix_up_layers(load: str, tmp_path: Path):
+def test_a_forward_that_was_left_does_not_mix_up_layers(load, tmp_path):
     for world, ahead in ((1, 0), (1, 1), (2, 2)):
         assert all(ranks(world).run(interrupted, load, disk(tmp_path, prefetch_layers=ahead)))
 
@@ -316,7 +314,7 @@ def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | Non
 
 
 @pytest.fixture(scope="module")
-def written(load: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(load, tmp_path_factory) -> Path:
     """A store's only file."""
     folder = tmp_path_factory.mktemp("store")
     assert " wrote " in ranks(1).run(use, load, disk(folder))[0]
@@ -341,7 +339,7 @@ def replace(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_anew(load: str, written: Path):
+def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_anew(load, written):
     for damage, place in ((flip, 0.3), (flip, 0.7), (flip, 0.999), (cut, 0.0), (cut, 0.999)):
         damage(written, place)
         (said,) = ranks(1).run(use, load, disk(written.parent))
@@ -353,7 +351,7 @@ def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_a
 
 
 def test_other_weights_another_tokenizer_and_a_damaged_checkpoint_are_refused_and_the_store_stays(
-    load: str, written: Path, tmp_path: Path
+    load, written, tmp_path
 ):
     shutil.copytree(load, tmp_path / "copy")
     (path,) = (tmp_path / "copy/iter_0000002").glob("__0_*.distcp")
@@ -385,9 +383,7 @@ def use_on_a_full_disk(load: str, config: WeightsConfig) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_left_is_written_over(
-    load: str, tmp_path: Path
-):
+def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_left_is_written_over(load, tmp_path):
     (said,) = ranks(1).run(use_on_a_full_disk, load, disk(tmp_path))
     assert "needs 0.00 GB: File too large; nothing of it was kept" in said
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
@@ -399,7 +395,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_le
     assert (tmp_path / "tp0of1-part0of1.weights").stat().st_size < 10_000_000
 
 
-def test_a_store_has_its_name_after_its_bytes_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_has_its_name_after_its_bytes_are_on_disk(tmp_path, monkeypatch):
     path, seen, sync = tmp_path / "a.weights", [], store.sync
 
     def recorded(file: Any) -> None:

@@ -28,9 +28,7 @@ def unpacked_rows(matrix: PackedMatrix) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("bits", "error"), [(16, 0.003), (8, 0.01), (4, 0.1)])
-def test_products_and_lookups_are_those_of_the_unpacked_matrix(
-    monkeypatch: pytest.MonkeyPatch, bits: Any, error: float
-):
+def test_products_and_lookups_are_those_of_the_unpacked_matrix(monkeypatch, bits, error):
     for columns, parts, piece in itertools.product([1, 37, 64, 257], [1, 3], [1, 5, 1000]):
         monkeypatch.setattr("megazpp.stored.streamed._CPU_PIECE", piece * columns)
         torch.manual_seed(0)

@@ -73,7 +73,7 @@ def compare_all() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_losses_entropy_gradients_and_bytes_are_those_of_the_real_vocabulary(size: int):
+def test_losses_entropy_gradients_and_bytes_are_those_of_the_real_vocabulary(size):
     ranks(size).run(compare_all)
 
 
@@ -129,7 +129,7 @@ def special_logits() -> dict[str, tuple[torch.Tensor, int, dict[str, float], dic
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_is_rounded_extreme_or_not_finite_shows_in_its_tokens_losses_and_in_no_others(size: int):
+def test_what_is_rounded_extreme_or_not_finite_shows_in_its_tokens_losses_and_in_no_others(size):
     for (row, (full, vocab_size, near, near_grads)), chunk_bytes in itertools.product(special_logits().items(), CHUNKS):
         labels, leaf = labels_of(vocab_size), full.double().requires_grad_()
         expected = F.cross_entropy(leaf[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none")

@@ -89,7 +89,7 @@ def run_columns(widths: list[int], bias: bool, sequence_parallel: bool, freeze: 
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_column_parallel_layers_of_one_input_are_slices_enter_once_and_keep_their_slice_of_it(size: int):
+def test_column_parallel_layers_of_one_input_are_slices_enter_once_and_keep_their_slice_of_it(size):
     for sequence_parallel, freeze, calls in (
         (False, False, ({}, {"all_reduce": 1})),
         (True, False, ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})),
@@ -124,7 +124,7 @@ def check_row_parallel() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_row_parallel_linear_sums_to_the_whole_one(size: int):
+def test_row_parallel_linear_sums_to_the_whole_one(size):
     ranks(size).run(check_row_parallel)
 
 
@@ -152,5 +152,5 @@ def check_embedding() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_vocab_parallel_embedding_looks_up_the_whole_table(size: int):
+def test_vocab_parallel_embedding_looks_up_the_whole_table(size):
     ranks(size).run(check_embedding)

@@ -56,9 +56,7 @@ def weights_on_ranks(case: Case) -> dict[str, torch.Tensor]:
     slow(4, "llama", 2, 3, 1, 1),
     slow(4, "gpt2", 1, 1, 1, 8),
 ])  # fmt: skip
-def test_initial_weights_are_those_of_one_process(
-    size: int, style: str, tp: int, stage: int, replicas: int, blocks: int
-):
+def test_initial_weights_are_those_of_one_process(size, style, tp, stage, replicas, blocks):
     """Bitwise, whatever the tp size, the stage, the number of data ranks and the padding; padding rows are zero."""
     model = dataclasses.replace(STYLES[style], make_vocab_size_divisible_by=blocks)
     expected = one_process_weights(STYLES[style])
@@ -96,7 +94,7 @@ def test_every_weight_follows_from_the_seed_and_its_name_and_not_from_the_defaul
 @pytest.mark.parametrize(
     "changes", [{}, {"init_method_std": 0.01, "swiglu": True, "untie_embeddings_and_output_weights": True}], ids=str
 )
-def test_each_weight_is_normal_with_megatron_s_standard_deviation(changes: dict[str, Any]):
+def test_each_weight_is_normal_with_megatron_s_standard_deviation(changes):
     """3 layers: what is added to the residual stream is scaled by 1/sqrt(2 x 3). Within 5 standard errors."""
     inputs = changes.get("init_method_std", 0.02)
     outputs = inputs / math.sqrt(6)
@@ -161,7 +159,7 @@ def flat_orders(case: Case) -> list[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.parametrize(("style", "tp"), [("gpt2", 1), ("llama", 2)])
-def test_fsdp2_s_flat_order_is_that_of_named_parameters(style: str, tp: int):
+def test_fsdp2_s_flat_order_is_that_of_named_parameters(style, tp):
     orders = ranks(2).run(flat_orders, Case(model=STYLES[style], tp=tp))[0]
     for flat, named in orders:
         assert flat == named
@@ -220,7 +218,7 @@ SHARING = {
 
 
 @pytest.mark.parametrize(("size", "case"), SHARING.values(), ids=SHARING)
-def test_copies_start_with_the_same_weights_also_where_devices_draw_other_numbers(size: int, case: Case):
+def test_copies_start_with_the_same_weights_also_where_devices_draw_other_numbers(size, case):
     first: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     found = ranks(size).run(weights_of_another_device_on_each_rank, case)
     for shards, place, nothing_counted in found:

@@ -56,7 +56,7 @@ def expect(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_region_does_what_its_row_of_the_table_says(size: int):
+def test_a_region_does_what_its_row_of_the_table_says(size):
     for name, shape, strided in itertools.product(REGIONS, SHAPES, (False, True)):
         row, slice_shape = (name, shape, strided), (shape[0] // size, *shape[1:])
         in_shape = slice_shape if name == "gather_sequence" else shape
@@ -83,7 +83,7 @@ def run_in_two_branches(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["copy_to_region", "reduce_from_region_"])
-def test_inputs_and_gradients_that_another_branch_shares_are_left_alone(name: str):
+def test_inputs_and_gradients_that_another_branch_shares_are_left_alone(name):
     """An all-reduce in place must not reach the gradient of the other branch, nor what it reads."""
     summed = name == "reduce_from_region_"
     for rank, result in enumerate(ranks(2).run(run_in_two_branches, name)):
@@ -110,7 +110,7 @@ def check_ways_in_and_out() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_sequence_parallelism_gathers_on_the_way_in_and_scatters_on_the_way_out_and_one_rank_does_neither(size: int):
+def test_sequence_parallelism_gathers_on_the_way_in_and_scatters_on_the_way_out_and_one_rank_does_neither(size):
     ranks(size).run(check_ways_in_and_out)
 
 

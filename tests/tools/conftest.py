@@ -12,12 +12,12 @@ TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having l
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(tmp_path_factory) -> Trained:
     return train(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(tmp_path_factory) -> Path:
     """theirs/: a Llama with its tokenizer; ours/: what the tool makes of it; text.txt."""
     home = tmp_path_factory.mktemp("converted")
     tokenizer = tokenizers.ByteLevelBPETokenizer()

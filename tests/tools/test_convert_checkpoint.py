@@ -33,9 +33,7 @@ def generate_there(folder: Path, prompt: str, count: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_model_from_outside_is_generated_from_and_trained_on_and_goes_out_with_its_tokenizer(
-    converted: Path, tmp_path: Path
-):
+def test_a_model_from_outside_is_generated_from_and_trained_on_and_goes_out_with_its_tokenizer(converted, tmp_path):
     say = ["--prompt", "Call me", "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", "2"]
     code, output = run_tool("generate", "--load", converted / "ours", *say, world=2)
     assert code == 0, output
@@ -61,7 +59,7 @@ def test_a_model_from_outside_is_generated_from_and_trained_on_and_goes_out_with
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_first_run_is_all_that_another_machine_needs(tmp_path: Path):
+def test_a_checkpoint_of_the_first_run_is_all_that_another_machine_needs(tmp_path):
     """The tokenizer was trained on the shipped text and lay in a cache: neither is there now."""
     # fmt: off
     flags = [
@@ -90,7 +88,7 @@ def test_a_checkpoint_of_the_first_run_is_all_that_another_machine_needs(tmp_pat
     assert generate_there(tmp_path / "out", "Call me", 3) in output
 
 
-def test_the_format_is_found_or_said_and_the_iteration_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_format_is_found_or_said_and_the_iteration_chosen(tmp_path, capsys):
     weights, source = make_weights(GPT), tmp_path / "megatron"
     write_megatron(source, weights, GPT, tp=2)
     flags = ["--input", str(source), "--from", "megatron", "--tokenizer-type", "NullTokenizer", "--vocab-size", "299"]
@@ -105,7 +103,7 @@ def test_the_format_is_found_or_said_and_the_iteration_chosen(tmp_path: Path, ca
     assert torch.equal(file_tensors(tmp_path / "out")["transformer.wte.weight"], weights["embedding.word.weight"][:300])
 
 
-def test_rows_that_were_there_are_the_vocabulary_and_stay(tmp_path: Path, converted: Path):
+def test_rows_that_were_there_are_the_vocabulary_and_stay(tmp_path, converted):
     """A vocabulary that its makers have padded, 320 rows for 300 tokens, keeps its rows on the way back."""
     source = save(make_llama(vocab_size=320), tmp_path / "theirs")
     shutil.copy(converted / "theirs/tokenizer.json", source)
@@ -151,9 +149,7 @@ BAD: dict[str, tuple[str, Any, list[str], str]] = {
 # fmt: on
 
 
-def test_bad_input_gives_one_line_and_writes_nothing(
-    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_bad_input_gives_one_line_and_writes_nothing(converted, tmp_path, capsys):
     source, output = tmp_path / "source", tmp_path / "output"
     for case, (kind, spoil, flags, message) in BAD.items():
         shutil.copytree(converted / kind, source)
@@ -168,9 +164,7 @@ def test_bad_input_gives_one_line_and_writes_nothing(
         shutil.rmtree(source, ignore_errors=True)
 
 
-def test_what_ends_half_way_leaves_nothing(
-    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_ends_half_way_leaves_nothing(converted, tmp_path, monkeypatch, capsys):
     read = torch.Tensor.contiguous
     full = OSError(28, "No space left on device")
     for source, failure, said in (("theirs", full, "No space left"), ("ours", KeyboardInterrupt(), "interrupted")):
@@ -191,9 +185,7 @@ def test_what_ends_half_way_leaves_nothing(
     ("source", "module", "name", "limit"),
     [("theirs", safetensors_file, "_read", 4), ("ours", SafeReader, "read_whole", 2)],
 )
-def test_few_tensors_are_in_memory_at_a_time(
-    source: str, module: Any, name: str, limit: int, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_few_tensors_are_in_memory_at_a_time(source, module, name, limit, converted, tmp_path, monkeypatch):
     """At most what makes one of ours (queries, keys and values), and the one before that a variable still names."""
     buffers, counts, read = [], [], getattr(module, name)
 

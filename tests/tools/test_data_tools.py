@@ -44,7 +44,7 @@ def write_jsonl(path: Path, *texts: str) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path, monkeypatch, capfd) -> Run:
     """Runs a tool's main in an empty folder: its exit code, stdout and stderr, which SentencePiece writes to itself."""
     monkeypatch.chdir(tmp_path)
 
@@ -130,7 +130,7 @@ def make_bad_input() -> None:
     Path("junk_run/metrics.jsonl").write_bytes(b"\x00\xff junk")
 
 
-def test_bad_input_is_refused_in_one_line_and_the_folder_stays_as_it_was(run: Run, tmp_path: Path):
+def test_bad_input_is_refused_in_one_line_and_the_folder_stays_as_it_was(run, tmp_path):
     make_bad_input()
 
     def content() -> dict[Path, bytes]:
@@ -152,7 +152,7 @@ def test_bad_input_is_refused_in_one_line_and_the_folder_stays_as_it_was(run: Ru
 # ---- inspect_dataset ----------------------------------------------------------------------------------------------
 
 
-def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run: Run, tmp_path: Path):
+def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run, tmp_path):
     prefix = tmp_path / "my"
     texts = [[b"Hello, ", b"world"], [], [b"x" * 1000], [b"end"]]
     write(prefix, [[[*text, *([256] if text == b"world" else [])] for text in sentences] for sentences in texts])
@@ -181,7 +181,7 @@ def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run: Run, 
 # ---- merge_datasets -----------------------------------------------------------------------------------------------
 
 
-def test_a_merged_pair_is_the_one_written_in_one_go(run: Run, tmp_path: Path) -> None:
+def test_a_merged_pair_is_the_one_written_in_one_go(run, tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
     b, a, c = (write(folder / name, documents) for name, documents in (("b", B), ("a.1", A), ("c", C)))
@@ -204,7 +204,7 @@ def test_a_merged_pair_is_the_one_written_in_one_go(run: Run, tmp_path: Path) ->
 # ---- preprocess_data ----------------------------------------------------------------------------------------------
 
 
-def test_a_megatron_command_line_works_as_it_is_and_skipped_lines_are_counted(run: Run, tmp_path: Path):
+def test_a_megatron_command_line_works_as_it_is_and_skipped_lines_are_counted(run, tmp_path):
     corpus = write_jsonl(tmp_path / "a.jsonl", "one", "two")
     flags = ["--input", corpus, "--output-prefix", tmp_path / "my", *NULL, "--append-eod"]
     megatron = "--json-keys text title --workers 1 --partitions 2 --log-interval 1 --dataset-impl mmap"
@@ -223,9 +223,7 @@ def test_a_megatron_command_line_works_as_it_is_and_skipped_lines_are_counted(ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_again(
-    tmp_path: Path, how: signal.Signals
-):
+def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_again(tmp_path, how):
     corpus = tmp_path / "a.jsonl"
     with open(corpus, "w") as file:
         file.writelines([json.dumps({"text": "x" * 100_000}) + "\n"] * 1000)  # 100 blocks, of which 8 are read ahead
@@ -256,7 +254,7 @@ def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_ag
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_a_trained_tokenizer_gives_text_back(run: Run, tmp_path: Path, model_type: str):
+def test_a_trained_tokenizer_gives_text_back(run, tmp_path, model_type):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "Zanzibar! " * 50}).encode()))
     flags = ["--input", "a.txt", "b.jsonl.gz", "--vocab-size", 292, "--output-prefix", "my"]
@@ -272,9 +270,7 @@ def test_a_trained_tokenizer_gives_text_back(run: Run, tmp_path: Path, model_typ
     assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "b.jsonl.gz", "my.model"}
 
 
-def test_every_file_gives_an_equal_part_of_the_text_and_sentencepiece_speaks_if_it_is_asked_to(
-    run: Run, tmp_path: Path
-):
+def test_every_file_gives_an_equal_part_of_the_text_and_sentencepiece_speaks_if_it_is_asked_to(run, tmp_path):
     for name, letter in (("a", "q"), ("b", "z")):
         (tmp_path / f"{name}.jsonl").write_text((json.dumps({"body": f"{letter}{letter} " * 100}) + "\n") * 100)
     inputs = ["--input", "a.jsonl", "b.jsonl", "--max-characters", 3000, "--json-key", "body", "--minloglevel", 0]
@@ -290,7 +286,7 @@ def test_every_file_gives_an_equal_part_of_the_text_and_sentencepiece_speaks_if_
 # ---- report -------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_in_the_first_folder_or_where_it_was_asked_for(run: Run):
+def test_the_page_is_in_the_first_folder_or_where_it_was_asked_for(run):
     make_bad_input()
     assert run(report.main, "run")[:2] == (0, "report: run/report.html\n")
     assert run(report.main, "run", "--output", "my.html")[:2] == (0, "report: my.html\n")

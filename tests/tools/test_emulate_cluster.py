@@ -3,7 +3,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import emulate_cluster
 import pytest
@@ -47,7 +46,7 @@ if "stay" in sys.argv:
 
 
 @pytest.fixture
-def send(tmp_path: Path) -> str:
+def send(tmp_path) -> str:
     path = tmp_path / "send.py"
     path.write_text(SEND)
     return str(path)
@@ -67,7 +66,7 @@ def seconds_of(output: str) -> float:
 @pytest.mark.slow
 @needs_root
 def test_a_job_crosses_the_uplinks_at_their_rate_and_the_links_of_this_machine_stay_as_they_are(
-    send: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    send, monkeypatch, capfd
 ):
     links = subprocess.check_output(["ip", "link"], text=True)
     assert run_tool(monkeypatch, "--rate", "10mbit", "--", send) == 0
@@ -85,7 +84,7 @@ def test_a_job_crosses_the_uplinks_at_their_rate_and_the_links_of_this_machine_s
 
 @pytest.mark.slow
 @needs_root
-def test_the_rate_changes_under_a_running_cluster(send: str, capfd: pytest.CaptureFixture[str]):
+def test_the_rate_changes_under_a_running_cluster(send, capfd):
     with EmulatedCluster(nodes=2, ranks_per_node=1, rate="4mbit") as cluster:
         assert cluster.start([sys.executable, send]).wait() == 0
         slow = seconds_of(capfd.readouterr().out)
@@ -99,7 +98,7 @@ def test_the_rate_changes_under_a_running_cluster(send: str, capfd: pytest.Captu
 @pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_a_run_ends_nothing_of_it_stays(tmp_path: Path, send: str, number: signal.Signals):
+def test_however_a_run_ends_nothing_of_it_stays(tmp_path, send, number):
     """The namespaces are there as long as their processes."""
     flags = ("--nodes", "2", "--ranks-per-node", "1", "--", send, "stay")
     tool = Program(str(ROOT / "tools/emulate_cluster.py"), *flags, folder=tmp_path)
@@ -112,7 +111,7 @@ def test_however_a_run_ends_nothing_of_it_stays(tmp_path: Path, send: str, numbe
 
 @pytest.mark.slow
 @needs_root
-def test_when_one_rank_fails_all_end_and_its_traceback_is_shown(send: str, capfd: pytest.CaptureFixture[str]):
+def test_when_one_rank_fails_all_end_and_its_traceback_is_shown(send, capfd):
     with EmulatedCluster(nodes=2, ranks_per_node=1) as cluster:
         job = cluster.start([sys.executable, send, "fail"])
         assert job.wait() == 1
@@ -124,7 +123,7 @@ def test_when_one_rank_fails_all_end_and_its_traceback_is_shown(send: str, capfd
 
 @pytest.mark.slow
 @needs_root
-def test_ranks_see_what_torchrun_would_tell_them_and_the_hosts_and_links_of_their_node(tmp_path: Path):
+def test_ranks_see_what_torchrun_would_tell_them_and_the_hosts_and_links_of_their_node(tmp_path):
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"]
     names += ["MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"]
     script = tmp_path / "show.py"
@@ -140,7 +139,7 @@ def test_ranks_see_what_torchrun_would_tell_them_and_the_hosts_and_links_of_thei
     assert (tmp_path / "2").read_text() == "2 0 6 2 1 10.88.0.1 29500 1 eth0 10.88.0.2 eth0,lo"
 
 
-def test_without_root_or_iproute2_nothing_is_made_and_the_message_says_why(monkeypatch: pytest.MonkeyPatch):
+def test_without_root_or_iproute2_nothing_is_made_and_the_message_says_why(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UserError, match="needs root"), EmulatedCluster(nodes=2, ranks_per_node=1):
         pass
@@ -156,9 +155,7 @@ def test_rates_are_bits_per_second():
     assert not_refused([(rate, f"--rate {rate} is neither") for rate in wrong], parse_rate) == []
 
 
-def test_a_program_that_is_not_there_is_an_error_before_anything_is_made(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_program_that_is_not_there_is_an_error_before_anything_is_made(monkeypatch, capfd):
     monkeypatch.setattr(EmulatedCluster, "__enter__", lambda cluster: pytest.fail("made a cluster"))
     assert run_tool(monkeypatch, "--", "no_such_program.py") == 2
     assert "give a Python program that exists" in capfd.readouterr().err

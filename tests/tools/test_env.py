@@ -3,7 +3,6 @@
 import json
 
 import env as env_report
-import pytest
 from env import collect, main
 
 from kernels.c_library import CLibraryError
@@ -11,9 +10,7 @@ from kernels.c_library import CLibraryError
 SECTIONS = ["versions", "devices", "back ends", "environment", "missing"]
 
 
-def test_the_report_has_its_sections_as_text_and_as_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_report_has_its_sections_as_text_and_as_json(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     assert main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -27,7 +24,7 @@ def test_the_report_has_its_sections_as_text_and_as_json(
         assert f"\n{title}\n" in f"\n{out}"
 
 
-def test_of_several_ranks_only_the_first_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_of_several_ranks_only_the_first_prints(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     for launcher in ({"RANK": "1"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}):
         with monkeypatch.context() as patch:
@@ -37,7 +34,7 @@ def test_of_several_ranks_only_the_first_prints(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out == ""
 
 
-def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatch: pytest.MonkeyPatch):
+def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatch):
     monkeypatch.setattr(env_report, "_version", lambda name: None if name in ("wandb", "pyarrow", "triton") else "1")
     monkeypatch.setattr(env_report.native, "library", lambda: CLibraryError("no C compiler found"))
     monkeypatch.setattr(env_report.torch, "__version__", "2.9.1")
@@ -50,7 +47,7 @@ def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatc
     assert "triton" not in report["missing"]  # of no use without a GPU
 
 
-def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
+def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch):
     def broken() -> dict[str, str]:
         raise RuntimeError("the driver is gone")
 
@@ -60,7 +57,7 @@ def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch: pytest.Mon
     assert report["versions"]["torch version"]
 
 
-def test_variables_that_matter_are_shown_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch):
+def test_variables_that_matter_are_shown_and_secrets_are_not(monkeypatch):
     shown = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "", "SLURM_PROCID": "0", "RANK": "0"}
     env = {**shown, "WANDB_API_KEY": "abc", "HOME": "/root", "AWS_SECRET": "abc"}
     monkeypatch.setattr(env_report.os, "environ", env)

@@ -16,7 +16,7 @@ from megazpp.base.run import Job
 
 
 @pytest.mark.slow
-def test_the_numbers_are_those_that_the_training_ended_with(trained: Trained):
+def test_the_numbers_are_those_that_the_training_ended_with(trained):
     same = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--nproc", "2"]
     code, output = run_forked("tools/evaluate.py", "--load", str(trained.load), *same, folder=trained.home)
     assert code == 0, output
@@ -40,7 +40,7 @@ def numbers(trained: Trained, *flags: object, world: int = 1) -> tuple[list[str]
 
 
 @pytest.mark.slow
-def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(trained: Trained, tmp_path: Path):
+def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(trained, tmp_path):
     """8 bits change a byte's share by little, 4 bits by more, none by much."""
     _, exact = numbers(trained)
     off = {}
@@ -56,9 +56,7 @@ def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(train
     assert off["8"] < off["4"] < 0.1
 
 
-def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(
-    converted: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(converted, monkeypatch):
     jobs: list[Job] = []
     monkeypatch.setattr(run, "run_on_ranks", lambda prepare: jobs.append(prepare()))
     monkeypatch.setattr(run, "device_type", lambda: "cpu")
@@ -67,9 +65,7 @@ def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(
     assert [job.place.world_size for job in jobs] == [1, 2, 3]
 
 
-def test_what_cannot_be_is_refused_in_one_line(
-    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_is_refused_in_one_line(converted, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("junk.idx").write_bytes(bytes(range(256)))
     Path("empty.txt").touch()
@@ -92,9 +88,7 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more_rows", [5, -1])
-def test_an_imported_model_has_the_loss_of_transformers_with_more_rows_than_ids_and_with_fewer(
-    more_rows: int, tmp_path: Path
-):
+def test_an_imported_model_has_the_loss_of_transformers_with_more_rows_than_ids_and_with_fewer(more_rows, tmp_path):
     """Every row counts, and no other: logits near -35 show a row that is left out or made up. <s> begins the text."""
     text = "Call me Ishmael. Some years ago never mind how long precisely having little or no money\n"
     theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"

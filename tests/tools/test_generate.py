@@ -33,7 +33,7 @@ def texts(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_greedy_texts_are_the_same_for_1_and_2_tp_ranks_and_drawn_ones_for_any_batches(converted: Path, tmp_path: Path):
+def test_greedy_texts_are_the_same_for_1_and_2_tp_ranks_and_drawn_ones_for_any_batches(converted, tmp_path):
     alone = run(converted, "--prompt", *PROMPTS, *GREEDY, "--sample-tokens", 25)
     assert re.search(r"with the cache: 75 tokens in .* s, then \S+ tokens/s", alone)
     assert len(texts(alone)) == 3
@@ -67,7 +67,7 @@ def peak_bytes(load: Path, *flags: str) -> int:
 
 
 @pytest.mark.slow
-def test_weights_are_in_memory_once_in_the_dtype_that_is_computed_in(tmp_path: Path):
+def test_weights_are_in_memory_once_in_the_dtype_that_is_computed_in(tmp_path):
     """Models of 1 and 25 layers of 4.3 million fp32 weights."""
     for layers in (1, 25):
         model = make_llama(vocab_size=300, hidden_size=512, intermediate_size=2304, num_hidden_layers=layers)
@@ -83,9 +83,7 @@ def test_weights_are_in_memory_once_in_the_dtype_that_is_computed_in(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_asked_for(
-    converted: Path, tmp_path: Path
-):
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_asked_for(converted, tmp_path):
     load = shutil.copytree(converted / "ours", tmp_path / "load")
     (good,) = load.glob("iter_*")
     bad = shutil.copytree(good, load / "iter_0000099")
@@ -104,7 +102,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_as
 
 
 @pytest.mark.slow
-def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory(converted: Path, tmp_path: Path):
+def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory(converted, tmp_path):
     for tp in (1, 2):
         flags, store = ["--prompt", *PROMPTS, *GREEDY, "--sample-tokens", 12, "--weight-bits", 8], tmp_path / str(tp)
         disk = ["--weights-on", "disk", "--weight-store", store, "--kv-on", "host"]
@@ -119,7 +117,7 @@ def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory(conver
 
 
 @pytest.mark.slow
-def test_a_store_that_cannot_be_written_is_named_by_its_flag(converted: Path):
+def test_a_store_that_cannot_be_written_is_named_by_its_flag(converted):
     flags = ["--load", converted / "ours", "--prompt", "a", "--weights-on", "disk", "--weight-store", "/proc/x"]
     for tp in (1, 2):
         code, output = run_tool("generate", *flags, "--tensor-model-parallel-size", tp, world=tp)
@@ -128,7 +126,7 @@ def test_a_store_that_cannot_be_written_is_named_by_its_flag(converted: Path):
 
 
 def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches_and_from_a_terminal_as_they_are_typed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ):
     (tmp_path / "prompts").write_text("a\r\n\nb\nc")
     assert list(read_prompts(["p", "q\nq"], None, 2)) == [["p", "q\nq"]]
@@ -144,7 +142,7 @@ def test_prompts_come_from_the_flag_a_file_or_stdin_in_batches_and_from_a_termin
 
 
 @pytest.mark.slow
-def test_as_many_prompts_as_fit_are_one_batch(converted: Path, tmp_path: Path):
+def test_as_many_prompts_as_fit_are_one_batch(converted, tmp_path):
     (tmp_path / "prompts").write_text("\n".join(PROMPTS * 4))
     flags = ["--prompt-file", tmp_path / "prompts", "--prompts-at-once", "auto", "--sample-tokens", 2]
     output = run(converted, *flags, "--weights-on", "host", "--weight-bits", 4)
@@ -152,9 +150,7 @@ def test_as_many_prompts_as_fit_are_one_batch(converted: Path, tmp_path: Path):
     assert output.count("with the cache: 24 tokens") == 1
 
 
-def test_what_cannot_be_is_refused_in_one_line(
-    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_is_refused_in_one_line(converted, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("empty").write_text("\n\n")
     Path("junk").write_bytes(bytes(range(256)))

@@ -41,7 +41,7 @@ def hanging(check: Check) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _stays_as_it_was(monkeypatch: pytest.MonkeyPatch):
+def _stays_as_it_was(monkeypatch):
     monkeypatch.setattr(gpu_check, "exit_on_signals", lambda: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.chdir(TOOLS)
@@ -53,9 +53,7 @@ def check(parts: tuple[Part, ...], out: Path, monkeypatch: pytest.MonkeyPatch, *
     return code, json.loads((out / "results.json").read_text())["parts"]
 
 
-def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(tmp_path, monkeypatch, capsys):
     parts = tuple(Part(part.__name__, "A title", part, (60, 60), 1) for part in (failing, raising, good))
     late = Part("late", "", good, (60, 60), 1000)
     code, found = check((*parts, late), tmp_path, monkeypatch)
@@ -69,7 +67,7 @@ def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(
     assert "## failing: A title (failed, 0 s)\n\n| figure |\n|---|\n| 2 |\n\n- FAILED: the bits differ\n" in shown
 
 
-def test_a_budget_has_its_parts_and_only_what_ran_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_budget_has_its_parts_and_only_what_ran_counts(tmp_path, monkeypatch):
     parts = (Part("good", "", good, (60, 60), 1), Part("failing", "", failing, (0, 60), 1))
     for folder, flags, names in (
         ("short", ("--budget-minutes", "8"), ["good"]),
@@ -86,7 +84,7 @@ def test_the_programs_of_8_and_30_minutes_fill_them():
 
 
 @pytest.mark.slow
-def test_a_program_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_program_that_hangs_is_ended_with_what_it_has_started(tmp_path, monkeypatch):
     parts = Part("hanging", "", hanging, (2, 2), 1), Part("good", "", good, (1, 1), 1)  # 4 of 6 s
     code, found = check(parts, tmp_path, monkeypatch, "--budget-minutes", "0.1")
     assert code == 1
@@ -96,7 +94,7 @@ def test_a_program_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_keeps_what_its_part_had_found(tmp_path: Path):
+def test_a_run_that_is_killed_keeps_what_its_part_had_found(tmp_path):
     out = tmp_path / "out"
     program = (
         f"import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(TOOLS.parent)!r}, {str(Path(__file__).parent)!r}]\n"
@@ -131,7 +129,7 @@ def running(words: bytes) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_a_checkout_that_is_not_installed_is_enough(tmp_path: Path):
+def test_a_checkout_that_is_not_installed_is_enough(tmp_path):
     for absent in ("wandb", "torchao"):
         (tmp_path / f"{absent}.py").write_text("raise ImportError")
     paths = f"{tmp_path}:{Path(torch.__file__).parents[1]}"  # without site (-S) no .pth file leads to the checkout
@@ -141,9 +139,7 @@ def test_a_checkout_that_is_not_installed_is_enough(tmp_path: Path):
     assert "--budget-minutes" in done.stdout
 
 
-def test_what_cannot_be_is_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "results.json").write_text("{}")

@@ -27,7 +27,7 @@ tests/model/test_b.py::test_z """
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+def check(tmp_path, monkeypatch) -> Check:
     monkeypatch.chdir(ROOT)
     paths = [str(ROOT), *(str(ROOT / name) for name in ("tools", "tools/benchmarks", "tests"))]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -38,7 +38,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
 
 
 @pytest.fixture
-def by_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_forks(monkeypatch) -> None:
     """Programs start in milliseconds."""
     monkeypatch.setattr(sys, "executable", str(forked_python()))
 
@@ -53,7 +53,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, code: int | None, text: str) -> None
     monkeypatch.setattr(Check, "run", run)
 
 
-def test_tests_are_counted_also_if_they_were_ended(check: Check, monkeypatch: pytest.MonkeyPatch):
+def test_tests_are_counted_also_if_they_were_ended(check, monkeypatch):
     ending(monkeypatch, None, LOG)
     parts.correct(check)
     assert check.found["rows"] == [{"passed": 2, "failed": 1, "error": 0, "skipped": 1}]
@@ -61,7 +61,7 @@ def test_tests_are_counted_also_if_they_were_ended(check: Check, monkeypatch: py
     assert len(check.found["failures"]) == 1
 
 
-def test_only_float8_may_be_refused(check: Check, monkeypatch: pytest.MonkeyPatch):
+def test_only_float8_may_be_refused(check, monkeypatch):
     for side, flags, code in (("a", parts.FLOAT8, EXIT_USER_ERROR), ("b", parts.FLOAT8, 1), ("c", "", EXIT_USER_ERROR)):
         ending(monkeypatch, code, "needs torchao\n")
         assert parts.train(check, side, f"pretrain_gpt.py @configs/gpt_125m.args {flags}", 60) == []
@@ -83,7 +83,7 @@ def test_the_baseline_is_of_the_same_size():
 @pytest.mark.slow
 @pytest.mark.usefixtures("by_forks")
 @pytest.mark.parametrize("side", ["ours", "baseline", "pretended --zeropp"])
-def test_a_side_trains_and_logs(check: Check, side: str):
+def test_a_side_trains_and_logs(check, side):
     kind, _, flags = side.partition(" ")
     program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_sides {kind}"
     lines = parts.train(check, side, f"{program} @configs/llama_1b.args --mock-data {flags}", 300)
@@ -94,7 +94,7 @@ def test_a_side_trains_and_logs(check: Check, side: str):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("by_forks")
-def test_kernels_are_timed_beside_a_copy(check: Check):
+def test_kernels_are_timed_beside_a_copy(check):
     parts.kernels(check)
     assert check.found["failures"] == []
     kernels = [row["kernel"] for row in check.found["rows"]]
@@ -105,7 +105,7 @@ def test_kernels_are_timed_beside_a_copy(check: Check):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("by_forks")
-def test_saves_and_generation_from_the_host_are_measured(check: Check):
+def test_saves_and_generation_from_the_host_are_measured(check):
     parts.checkpoint(check)
     assert check.found["failures"] == []
     saves, places = check.found["rows"][:2], check.found["rows"][2:]
@@ -117,7 +117,7 @@ def test_saves_and_generation_from_the_host_are_measured(check: Check):
 @pytest.mark.slow
 @pytest.mark.usefixtures("by_forks")
 @pytest.mark.parametrize(("program", "same"), [("gpu_check_sides streams", True), ("helpers.impatient", False)])
-def test_disturbances_change_no_bit_unless_something_does_not_wait(check: Check, program: str, same: bool):
+def test_disturbances_change_no_bit_unless_something_does_not_wait(check, program, same):
     ways = [f"{way} --num-layers 2" for way in (parts.OVERLAP_OFF, "--zeropp --disturbed")]
     off, on = parts.on_two_nodes(check, f"-m {program}", ways)
     assert len(off) == len(on) == 4

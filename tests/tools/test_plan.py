@@ -22,7 +22,7 @@ def table(tmp_path: Path, capsys: pytest.CaptureFixture[str], gigabytes: float) 
     return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
-def test_work_per_gpu_stays_and_the_ring_s_latency_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_work_per_gpu_stays_and_the_ring_s_latency_grows(tmp_path, capsys):
     rows = table(tmp_path, capsys, 1.0)
     assert [row["GPUs"] for row in rows] == ["2", "4", "128"]
     assert rows[0]["HSDP"] == "-"  # one node has no copies
@@ -34,11 +34,11 @@ def test_work_per_gpu_stays_and_the_ring_s_latency_grows(tmp_path: Path, capsys:
     assert slowest(2, "--zeropp") > slowest(2, "ZeRO-3")
 
 
-def test_what_does_not_fit_is_in_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_does_not_fit_is_in_brackets(tmp_path, capsys):
     assert all(row["ZeRO-3"].startswith("(") for row in table(tmp_path, capsys, 0.001))
 
 
-def test_what_is_missing_is_said_in_one_line(capsys: pytest.CaptureFixture[str]):
+def test_what_is_missing_is_said_in_one_line(capsys):
     for flags, said in (
         ("", "--cluster-file and --vocab-size are needed"),
         ("--cluster-file missing.yaml", "--cluster-file missing.yaml cannot be read"),

@@ -41,9 +41,7 @@ ENDS: list[tuple[str, Any, int, str]] = [  # flags, what main returns or raises,
 ]
 
 
-def test_a_program_ends_with_the_status_of_its_main_and_a_mistake_or_an_interrupt_is_one_line(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_program_ends_with_the_status_of_its_main_and_a_mistake_or_an_interrupt_is_one_line(capsys):
     @program
     def main(argv: list[str]) -> int | None:
         if isinstance(end, BaseException):
@@ -67,7 +65,7 @@ def unread(*command: object, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_tool_or_a_worker_whose_reader_has_gone_ends_without_a_word(converted: Path, tmp_path: Path):
+def test_a_tool_or_a_worker_whose_reader_has_gone_ends_without_a_word(converted, tmp_path):
     shown = unread("tools/show_topology.py", "--nodes", 2, "--ranks-per-node", 4, folder=tmp_path)
     assert shown == (141, "")
     flags = ["--load", converted / "ours", "--prompt", "Call me", "--sample-tokens", 30, "--nproc", 2]

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import show_topology
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
@@ -39,14 +38,14 @@ REFUSED = """
 """
 
 
-def test_what_is_asked_for_is_shown(capsys: pytest.CaptureFixture[str]):
+def test_what_is_asked_for_is_shown(capsys):
     for flags, pattern in SHOWN:
         assert show_topology.main(flags.split()) == 0
         out = capsys.readouterr().out
         assert re.search(pattern, out, re.M), (flags, out)
 
 
-def test_a_mistake_is_named_and_nothing_is_shown(capsys: pytest.CaptureFixture[str]):
+def test_a_mistake_is_named_and_nothing_is_shown(capsys):
     for flags, message in (line.split(" | ") for line in REFUSED.strip("\n").splitlines()):
         assert show_topology.main(flags.split()) == 2
         out, err = capsys.readouterr()

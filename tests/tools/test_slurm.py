@@ -61,7 +61,7 @@ BATCH = {  # what Slurm sets for a batch script on one node, which is a task, to
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path) -> Path:
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -98,7 +98,7 @@ class Job:
         return code, self.out.read_text()
 
 
-def test_at_the_time_limit_the_run_is_saved_and_requeued_and_the_next_submission_finishes_it(home: Path):
+def test_at_the_time_limit_the_run_is_saved_and_requeued_and_the_next_submission_finishes_it(home):
     first = Job(home, *TOY, "--train-iters", "100000", job_id=7)
     first.signal_tasks_after(" iteration        3/")
     code, output = first.finish()
@@ -119,7 +119,7 @@ def test_at_the_time_limit_the_run_is_saved_and_requeued_and_the_next_submission
     assert (home / "bin" / "requeued.txt").read_text() == "7\n"
 
 
-def test_what_the_user_has_to_mend_is_not_tried_again(home: Path):
+def test_what_the_user_has_to_mend_is_not_tried_again(home):
     flags = [*TOY, "--train-iters", "4", "--hidden-size", "17"]
     code, output = Job(home, *flags, job_id=9, python=str(forked_python())).finish()
     assert code == 2
@@ -127,7 +127,7 @@ def test_what_the_user_has_to_mend_is_not_tried_again(home: Path):
     assert output.endswith("a wrong flag or file, see above; not tried again\n")
 
 
-def test_a_run_that_fails_again_and_again_is_given_up(home: Path):
+def test_a_run_that_fails_again_and_again_is_given_up(home):
     (home / "bin" / "srun").write_text("#!/bin/sh\necho started\nexit 3\n")
     code, output = Job(home, *TOY, job_id=10, restarts=2).finish()
     assert code == 3

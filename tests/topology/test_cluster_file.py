@@ -44,7 +44,7 @@ def test_emulate_nodes_auto_makes_two_nodes_of_one_machine_where_they_fit_and_sa
         plan_layout(cluster, tp=tp, replicas=1)
 
 
-def test_a_cluster_file_describes_the_job_whatever_the_launcher_and_the_tiny_config_say(tmp_path: Path):
+def test_a_cluster_file_describes_the_job_whatever_the_launcher_and_the_tiny_config_say(tmp_path):
     path = str(write(tmp_path, "nodes: 2\nranks_per_node: 4\nfast_domain: 2\nrank_order: cyclic\n"))
     expected = Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=CYCLIC)
     for emulated in (None, "auto"):
@@ -52,7 +52,7 @@ def test_a_cluster_file_describes_the_job_whatever_the_launcher_and_the_tiny_con
             assert detect_cluster(8, ClusterConfig(cluster_file=path, emulate_nodes=emulated), env) == expected
 
 
-def test_a_cluster_that_is_not_the_job_s_is_refused(tmp_path: Path):
+def test_a_cluster_that_is_not_the_job_s_is_refused(tmp_path):
     path = str(write(tmp_path, "nodes: 2\nranks_per_node: 4\n"))
     rows = [
         (
@@ -73,7 +73,7 @@ def test_a_cluster_that_is_not_the_job_s_is_refused(tmp_path: Path):
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def test_the_docstring_example(tmp_path: Path):
+def test_the_docstring_example(tmp_path):
     assert cluster_file.__doc__ is not None
     path = write(tmp_path, textwrap.dedent(cluster_file.__doc__.partition("\n")[2]))
     assert read_cluster(path) == Cluster(
@@ -90,7 +90,7 @@ def test_the_docstring_example(tmp_path: Path):
     )
 
 
-def test_nodes_and_ranks_per_node_are_enough_and_an_order_has_three_forms(tmp_path: Path):
+def test_nodes_and_ranks_per_node_are_enough_and_an_order_has_three_forms(tmp_path):
     for line, order in (
         ("", None),
         ("rank_order: block", None),
@@ -161,20 +161,20 @@ LINES = """
 """
 
 
-def test_a_mistake_names_the_file_the_key_and_the_value(tmp_path: Path):
+def test_a_mistake_names_the_file_the_key_and_the_value(tmp_path):
     lines = [(f"nodes: 2\nranks_per_node: 2\n{line}", message) for line, message in table(LINES)]
     named = [(text, f"--cluster-file {tmp_path / 'cluster.yaml'}") for text, _ in (*WHOLE_FILES, *lines)]
     assert not not_refused([*WHOLE_FILES, *lines, *named], lambda text: read_cluster(write(tmp_path, text + "\n")))
 
 
-def test_a_file_that_is_not_there_or_not_text_is_a_users_error(tmp_path: Path):
+def test_a_file_that_is_not_there_or_not_text_is_a_users_error(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     nowhere = "--cluster-file nowhere.yaml cannot be read: [Errno 2] No such file"
     assert not not_refused([("nowhere.yaml", nowhere), (path, f"--cluster-file {path} cannot be read")], read_cluster)
 
 
-def test_a_cluster_is_read_back_as_it_was(tmp_path: Path):
+def test_a_cluster_is_read_back_as_it_was(tmp_path):
     device = Device("a GPU", 989.0, 80.0, 3350.0, "its maker")
     links = Links(domain=Link(450.0, 3.25, "measured over local"), network=Link(0.0125, None, "measured over cross"))
     for cluster in (
@@ -189,7 +189,7 @@ def test_a_cluster_is_read_back_as_it_was(tmp_path: Path):
         assert (NO_DEVICE in text) == (cluster.device is None)
 
 
-def test_a_latency_too_short_to_tell_is_left_out(tmp_path: Path):
+def test_a_latency_too_short_to_tell_is_left_out(tmp_path):
     links = Links(network=Link(1.0, 0.0, "measured over cross"))
     path = write(tmp_path, cluster_text(Cluster(num_nodes=2, ranks_per_node=1, links=links)))
     assert read_cluster(path).links == Links(network=Link(1.0, None, "measured over cross"))

@@ -1,6 +1,5 @@
 """From what the ranks say of their machines to the cluster."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -98,9 +97,7 @@ def test_the_cluster_that_hosts_are():
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_any_shuffled_order_puts_each_rank_on_its_host_and_equal_positions_on_equal_slots(
-    nodes: int, size: int, rng: random.Random
-):
+def test_any_shuffled_order_puts_each_rank_on_its_host_and_equal_positions_on_equal_slots(nodes, size, rng):
     infos = [switched(f"host{node}", index) for node in range(nodes) for index in range(size)]
     rng.shuffle(infos)
     cluster = cluster_from_hosts(infos)

@@ -43,7 +43,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @settings(max_examples=50)
 @given(layouts())
-def test_every_axis_partitions_the_ranks_into_groups_that_differ_in_that_coordinate_only(layout: Layout):
+def test_every_axis_partitions_the_ranks_into_groups_that_differ_in_that_coordinate_only(layout):
     world = range(layout.cluster.world_size)
     place = {rank: {axis: layout.axis_ranks(axis, rank).index(rank) for axis in AXES} for rank in world}
     others = {  # cross and replica peers share tp and local index: one rail
@@ -72,7 +72,7 @@ def test_every_axis_partitions_the_ranks_into_groups_that_differ_in_that_coordin
 
 @settings(max_examples=50)
 @given(layouts())
-def test_peers_are_as_near_as_the_cluster_allows_and_only_links_between_local_domains_are_cross(layout: Layout):
+def test_peers_are_as_near_as_the_cluster_allows_and_only_links_between_local_domains_are_cross(layout):
     cluster, size = layout.cluster, layout.cluster.local_domain_size
     for axis in AXES:
         for group in layout.axis_groups(axis):
@@ -172,7 +172,7 @@ def test_degrees_that_do_not_fit_name_the_flag_and_what_would():
 
 
 @given(clusters(), st.integers(1, 60))
-def test_what_the_message_says_would_fit_fits_and_nothing_else(cluster: Cluster, tp: int):
+def test_what_the_message_says_would_fit_fits_and_nothing_else(cluster, tp):
     if tp in nested_sizes(cluster.local_domain_size, cluster.world_size):
         plan_layout(cluster, tp=tp, replicas=1)
     else:
@@ -190,7 +190,7 @@ def test_a_hundred_thousand_ranks_in_any_order_are_planned():
     assert [layout.wire(axis, 77_777) for axis in AXES][:4] == ["tp", "local", "local", "cross"]
 
 
-def test_the_links_of_a_million_ranks_follow_without_a_look_at_each(monkeypatch: pytest.MonkeyPatch):
+def test_the_links_of_a_million_ranks_follow_without_a_look_at_each(monkeypatch):
     layout = plan_layout(Cluster(num_nodes=1 << 17, ranks_per_node=8, domain_size=2), tp=4, replicas=16, islands=2)
     asked = []
     monkeypatch.setattr(Cluster, "position_of", lambda cluster, rank: asked.append(rank) or rank)

@@ -148,7 +148,7 @@ def test_flags_that_cannot_work_are_refused():
     assert not not_refused(rows, lambda config: AnomalyConfig(**config))
 
 
-def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decided(monkeypatch: pytest.MonkeyPatch):
+def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decided(monkeypatch):
     verified: list[int] = []
     watched = Watched(verify_interval=3)
     monkeypatch.setattr(anomalies, "verify_weights", lambda sharding, dims: verified.append(watched.iteration))
@@ -186,7 +186,7 @@ def step_of(attempt: Attempt, index: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_spike_takes_weights_and_moments_back_to_the_checkpoint_and_a_resumed_run_knows_the_losses(tmp_path: Path):
+def test_a_spike_takes_weights_and_moments_back_to_the_checkpoint_and_a_resumed_run_knows_the_losses(tmp_path):
     ranks(4).run(spike_after_a_checkpoint, str(tmp_path))
 
 
@@ -253,9 +253,7 @@ FAULTS: dict[str, tuple[dict[str, Any], int, bool]] = {  # case, rank, late
 
 
 @pytest.mark.parametrize("fault", chosen(FAULTS, "late", "at once"))
-def test_a_nan_in_one_gradient_of_one_rank_names_the_parameter_and_the_rank(
-    fault: tuple[dict[str, Any], int, bool], tmp_path: Path
-):
+def test_a_nan_in_one_gradient_of_one_rank_names_the_parameter_and_the_rank(fault, tmp_path):
     case, rank, late = fault
     (message,) = set(
         ranks(4).run(train_with_a_fault, Case(micro_batches=2, **case), "gradient", rank, tmp_path, late=late)
@@ -276,7 +274,7 @@ def test_a_nan_in_one_gradient_of_one_rank_names_the_parameter_and_the_rank(
 
 
 @pytest.mark.parametrize("late", [True, slow(False)])
-def test_a_nan_in_the_loss_names_the_micro_batch_and_its_samples(late: bool, tmp_path: Path):
+def test_a_nan_in_the_loss_names_the_micro_batch_and_its_samples(late, tmp_path):
     """4 data ranks, 2 micro-batches of 2: the second one of rank 2 in the third step is samples 32 + (4 + 2) * 2."""
     case = Case(micro_batches=2, nodes=2, zero=ZEROPP)
     (message,) = set(ranks(4).run(train_with_a_fault, case, "output", 2, tmp_path, late=late))
@@ -285,7 +283,7 @@ def test_a_nan_in_the_loss_names_the_micro_batch_and_its_samples(late: bool, tmp
     assert all(line.endswith("from rank 2") for line in lines[2:-2])
 
 
-def test_where_whole_copies_are_summed_the_parameter_is_named_and_the_rank_is_said_to_be_unknown(tmp_path: Path):
+def test_where_whole_copies_are_summed_the_parameter_is_named_and_the_rank_is_said_to_be_unknown(tmp_path):
     case = Case(stage=0, micro_batches=2)
     (message,) = set(ranks(4).run(train_with_a_fault, case, "gradient", 1, tmp_path, late=False))
     line = message.splitlines()[1]

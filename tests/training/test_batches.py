@@ -53,9 +53,7 @@ def test_a_run_that_ends_inside_the_ramp_up_takes_whole_steps_only():
     samples=st.integers(0, 3000),
     train_samples=st.integers(1, 6000),
 )
-def test_walking_step_by_step_agrees_with_the_closed_forms(
-    start: int, increments: int, increment: int, samples: int, train_samples: int
-):
+def test_walking_step_by_step_agrees_with_the_closed_forms(start, increments, increment, samples, train_samples):
     full = start + increments * increment
     ramp = plan(
         dp=1,

@@ -94,7 +94,7 @@ def test_a_log_file_that_cannot_be_written_to_is_named_once_and_ends_nothing():
     assert out.getvalue().startswith("warning: /dev/full: [Errno 28] No space left on device; it gets no more lines")
 
 
-def test_metrics_of_a_restart_follow_those_before_it_also_behind_a_line_cut_short_and_may_be_nan(tmp_path: Path):
+def test_metrics_of_a_restart_follow_those_before_it_also_behind_a_line_cut_short_and_may_be_nan(tmp_path):
     file = tmp_path / "metrics.jsonl"
     for iteration in (1, 2):
         RunFolder(tmp_path).append(file.name, {"iteration": iteration})
@@ -108,7 +108,7 @@ def test_metrics_of_a_restart_follow_those_before_it_also_behind_a_line_cut_shor
     assert record["grad_norm"] == math.inf
 
 
-def test_replaced_files_keep_a_numbered_name(tmp_path: Path):
+def test_replaced_files_keep_a_numbered_name(tmp_path):
     for lr in (1, 2, 2, 3):
         folder = RunFolder(tmp_path)
         folder.write_json("args.json", {"lr": lr, "path": Path("x")}, indent=2)
@@ -122,9 +122,7 @@ def test_replaced_files_keep_a_numbered_name(tmp_path: Path):
     assert len(found) == 9
 
 
-def test_the_wandb_run_id_is_drawn_once_and_wandb_s_own_variable_names_the_run_that_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_wandb_run_id_is_drawn_once_and_wandb_s_own_variable_names_the_run_that_is_continued(tmp_path, monkeypatch):
     def ids() -> list[str]:
         return [RunFolder(tmp_path / name).wandb_run_id() for name in "ab"]
 
@@ -136,7 +134,7 @@ def test_the_wandb_run_id_is_drawn_once_and_wandb_s_own_variable_names_the_run_t
     assert ids() == [drawn, "mine"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_with_flag_path_and_reason(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_to_is_refused_with_flag_path_and_reason(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ValueError, match=r"--run-dir .*file/below is not a folder .* Not a directory"):
@@ -147,9 +145,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_with_flag_path_and_reason
         make_writable("/proc/none", "--tensorboard-dir")
 
 
-def test_the_default_folder_is_named_by_time_and_config_and_never_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_default_folder_is_named_by_time_and_config_and_never_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = datetime.datetime(2026, 1, 2, 3, 4, 5)
     for name in ("20260102-030405-gpt_tiny", "20260102-030405-gpt_tiny-2", "20260102-030405-gpt_tiny-3"):
@@ -158,7 +154,7 @@ def test_the_default_folder_is_named_by_time_and_config_and_never_taken(
         assert list(RunFolder(path).path.iterdir()) == []
 
 
-def test_a_full_or_read_only_disk_is_found_at_the_start_before_anything_is_written_to_it(tmp_path: Path):
+def test_a_full_or_read_only_disk_is_found_at_the_start_before_anything_is_written_to_it(tmp_path):
     with small_disk(tmp_path / "full", "64k") as disk:
         with pytest.raises(ValueError, match=f"--run-dir {disk} is not .*No space left on device"):
             RunFolder(disk)

@@ -88,9 +88,7 @@ def assert_equal_to_plain(case: Case, *, world_size: int = 4) -> None:
     ("spread", "recomputed", "stage", "style", "micro_batches", "documents"),
     [row if row in DEFAULT else slow(*row) for row in GRID],
 )
-def test_losses_and_norms_equal_one_process(
-    spread: tuple[int, int, bool], recomputed: str, stage: int, style: str, micro_batches: int, documents: bool
-):
+def test_losses_and_norms_equal_one_process(spread, recomputed, stage, style, micro_batches, documents):
     """With documents the number of tokens that count differs between ranks and micro-batches, the mean does not."""
     tp, cp, sequence_parallel = spread
     model = dataclasses.replace(STYLES[style], **RECOMPUTED[recomputed])
@@ -136,7 +134,7 @@ BESIDE = {
         )
     ],
 )
-def test_it_equals_one_process_beside(world_size: int, case: Case):
+def test_it_equals_one_process_beside(world_size, case):
     assert_equal_to_plain(case, world_size=world_size)
 
 
@@ -151,7 +149,7 @@ HALF = {
 
 
 @pytest.mark.parametrize("case", chosen(HALF, "bf16, tp and shards", "fp16, dynamic loss scale"))
-def test_half_precision_stays_within_its_rounding_of_fp32(case: Case):
+def test_half_precision_stays_within_its_rounding_of_fp32(case):
     """bf16 keeps 8 bits: losses within 0.2 %, norms within 5 % of the fp32 run; fp16 keeps 11.
 
     At a low learning rate: where a gradient is nearly zero, AdamW makes a full step of its rounding noise.
@@ -184,7 +182,7 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit():
     Case(nodes=2, diloco=IslandsConfig(diloco_steps=2)),
     Case(model=LLAMA_STYLE, nodes=2, optimizer=OptimizerConfig(optimizer="muon"), learning_rate=1e-3),
 ], ids=["bf16", "islands", "muon"])  # fmt: skip
-def test_context_parallelism_equals_the_same_ranks_without_it(case: Case):
+def test_context_parallelism_equals_the_same_ranks_without_it(case):
     """bf16 to its rounding; islands have the samples that they have without it."""
     expected, found = (ranks(4).run(train_on_ranks, dataclasses.replace(case, cp=cp, steps=STEPS)) for cp in (1, 2))
     rounding = 2e-3 if case.precision.bf16 else 1e-6

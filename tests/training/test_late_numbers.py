@@ -76,7 +76,7 @@ def reads_of_the_host(case: Case, waits: bool) -> list[str]:
 @pytest.mark.parametrize(
     "case", [{"nodes": 2, "zero": ZEROPP, "micro_batches": 2}, slow({"stage": 0}), {"tp": 2}], ids=["zeropp", "0", "tp"]
 )
-def test_between_backward_and_update_the_host_reads_only_the_numbers_of_the_step_before(case: dict[str, Any]):
+def test_between_backward_and_update_the_host_reads_only_the_numbers_of_the_step_before(case):
     for seen in ranks(2).run(reads_of_the_host, Case(**case), False):
         assert seen == ["backward", "update", *["backward", "numbers", "update"] * 2, "numbers"]
 
@@ -109,7 +109,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", chosen(CASES, "differences"))
-def test_late_numbers_and_numbers_at_once_make_the_same_steps(case: Case):
+def test_late_numbers_and_numbers_at_once_make_the_same_steps(case):
     ranks(4).run(late_and_at_once, case)
 
 

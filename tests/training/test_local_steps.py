@@ -95,7 +95,7 @@ LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=IslandsConfi
 
 
 @pytest.mark.parametrize(("case", "met"), [(PLAIN, [3, 6, 8]), (LATE, [5, 8]), slow(LARGE, [3, 6, 8])])
-def test_islands_meet_where_a_merge_is_due_and_say_nothing_in_between(case: Case, met: list[int], tmp_path: Path):
+def test_islands_meet_where_a_merge_is_due_and_say_nothing_in_between(case, met, tmp_path):
     results = ranks(4).run(train, case, tmp_path)
     first, last = results[0], results[-1]
     for result in results:
@@ -112,7 +112,7 @@ def test_islands_meet_where_a_merge_is_due_and_say_nothing_in_between(case: Case
 
 
 @pytest.mark.parametrize("case", [PLAIN, slow(LATE)])
-def test_a_nan_on_one_island_ends_the_job_on_all_when_they_meet(case: Case, tmp_path: Path):
+def test_a_nan_on_one_island_ends_the_job_on_all_when_they_meet(case, tmp_path):
     results = ranks(4).run(train, case, tmp_path, poisoned=3)
     meeting = 5 if case.diloco.diloco_delay else 3
     for rank, result in enumerate(results):
@@ -125,7 +125,7 @@ def test_a_nan_on_one_island_ends_the_job_on_all_when_they_meet(case: Case, tmp_
 
 
 @pytest.mark.parametrize("case", [PLAIN, slow(LATE)])
-def test_a_signal_that_reaches_one_rank_stops_all_when_they_meet(case: Case, tmp_path: Path):
+def test_a_signal_that_reaches_one_rank_stops_all_when_they_meet(case, tmp_path):
     results = ranks(4).run(train, case, tmp_path, signalled=1)
     meeting = 5 if case.diloco.diloco_delay else 3
     for result in results:

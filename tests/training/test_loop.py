@@ -51,7 +51,7 @@ def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step_and_
     assert run.observed == [(1, 1), (2, 1), (3, 1), (4, 1)]
 
 
-def test_it_collects_after_the_first_step_and_then_every_interval(monkeypatch: pytest.MonkeyPatch):
+def test_it_collects_after_the_first_step_and_then_every_interval(monkeypatch):
     collected: list[int] = []
     iteration = 6
     monkeypatch.setattr(loop, "GARBAGE_INTERVAL", 4)
@@ -96,7 +96,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step():
     assert ranks(4).run(reasons, 3) == [[None, "SIGUSR1"]] * 4
 
 
-def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch: pytest.MonkeyPatch):
+def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch):
     clock = iter(range(0, 1000, 50))  # 50 seconds pass between two looks
     monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
     stops = StopConditions(StopConfig(exit_duration_in_mins=2))

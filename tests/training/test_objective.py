@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +44,7 @@ SUMS = 1e-5  # relative: fp32 sums in another order
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> list[str]:
+def paths(tmp_path) -> list[str]:
     """The same documents as a text and as a .bin/.idx pair."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
@@ -72,9 +71,7 @@ def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> 
 
 
 @pytest.mark.parametrize(("world_size", "tp", "micro_batch_size"), [(1, 1, 3), (4, 2, 1)])
-def test_every_token_of_a_text_and_of_a_dataset_counts_once(
-    paths: list[str], tmp_path: Path, world_size: int, tp: int, micro_batch_size: int
-):
+def test_every_token_of_a_text_and_of_a_dataset_counts_once(paths, tmp_path, world_size, tp, micro_batch_size):
     case = Case(vocab_size=257, tp=tp, sequence_parallel=tp > 1)
     for path in paths:
         for score, loss in ranks(world_size).run(score_on_ranks, case, path, str(tmp_path), micro_batch_size):
@@ -113,7 +110,7 @@ def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
     assert math.isnan(Score(2.0, 3, 0).bits_per_byte)
 
 
-def test_an_input_that_is_neither_text_nor_dataset_is_refused(paths: list[str], tmp_path: Path):
+def test_an_input_that_is_neither_text_nor_dataset_is_refused(paths, tmp_path):
     for path in paths:
         check_input(path)
     with pytest.raises(ValueError, match="nowhere is neither a text nor the prefix"):

@@ -35,7 +35,7 @@ def read(path: Path) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def test_profiled_ranks_leave_a_trace_with_the_hops_by_name_and_train_the_same(tmp_path: Path):
+def test_profiled_ranks_leave_a_trace_with_the_hops_by_name_and_train_the_same(tmp_path):
     plain = ranks(4).run(train_profiled, ProfilerConfig(), str(tmp_path), range(1, 5))
     results = ranks(4).run(train_profiled, CONFIG, str(tmp_path), range(1, 5))
     assert [losses for _, losses, _ in results] == [losses for _, losses, _ in plain]
@@ -53,7 +53,7 @@ def test_profiled_ranks_leave_a_trace_with_the_hops_by_name_and_train_the_same(t
         assert any(name.startswith("aten::") for name in names)
 
 
-def test_a_run_that_ends_early_or_continues_another_records_what_there_is_and_replaces_no_trace(tmp_path: Path):
+def test_a_run_that_ends_early_or_continues_another_records_what_there_is_and_replaces_no_trace(tmp_path):
     config = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
     for iteration in (3, 3, 4):
         (said, *_), _ = ranks(2).run(train_profiled, config, str(tmp_path), range(iteration, iteration + 1))

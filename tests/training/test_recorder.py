@@ -115,7 +115,7 @@ def zero3_steps(case: Case) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(("tp", "bf16"), [(1, False), (2, True)])
-def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp: int, bf16: bool):
+def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp, bf16):
     """Exactly; a ring's (W - 1) / W is rounded down once per collective."""
     case = Case(nodes=2, tp=tp, micro_batches=2, model=LLAMA_STYLE, precision=PrecisionConfig(bf16=bf16))
     for counted, formula in ranks(4).run(zero3_steps, case):

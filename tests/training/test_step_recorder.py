@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -44,7 +43,7 @@ class OneRank:
         return len(self.timeline._listeners)
 
 
-def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path: Path):
+def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path):
     dims = OneRank()
     run, said = context(dims, tmp_path)
     steps = StepRecorder(TimingConfig(timeline_step=3), run, interval=1)
@@ -117,9 +116,7 @@ def train_recorded(folder: str) -> tuple[list[str], str | None, str | None]:
     return said, recorder.report_timers(), recorder.report_timers()
 
 
-def test_real_steps_show_every_rank_s_phases_and_axes_on_one_clock_and_in_timers_that_are_the_same_on_all(
-    tmp_path: Path,
-):
+def test_real_steps_show_every_rank_s_phases_and_axes_on_one_clock_and_in_timers_that_are_the_same_on_all(tmp_path):
     results = ranks(4).run(train_recorded, str(tmp_path))
     assert [len(said) for said, *_ in results] == [1, 0, 0, 0]
     by_rank = read_chrome_trace(tmp_path / "timeline.json")

@@ -58,7 +58,7 @@ def tracker(tmp_path: Path, **flags: Any) -> tuple[Tracker, Recorder]:
     return Tracker(TrackingConfig(**flags), RunFolder(tmp_path), [sink], device=CPU), sink
 
 
-def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path: Path):
+def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path):
     track, sink = tracker(tmp_path)
     track.step(step(3))
     track.step(step(4, num_zeros=3.0, params_norm=9.0, grad_norm=None))
@@ -67,7 +67,7 @@ def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path: Pa
     assert sink.written == [({**always, **first}, 3, 24), ({**always, **second}, 4, 32)]
 
 
-def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path: Path):
+def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
     track, sink = tracker(tmp_path, tensorboard_log_interval=3)
     track.step(step(1))  # between its intervals
     track.interval(meter(step(2)).interval())
@@ -88,9 +88,7 @@ def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to
     assert summary == values
 
 
-def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(tmp_path, capsys):
     broken, sink = Broken(), Recorder()
     broken.name = "wandb"
     with Tracker(TrackingConfig(), RunFolder(tmp_path), [broken, sink], device=CPU) as track:
@@ -102,9 +100,7 @@ def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(
     assert capsys.readouterr().out == "warning: wandb: gone; no more is recorded there, and training goes on\n"
 
 
-def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(tmp_path, monkeypatch, capsys):
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such server")
 
@@ -114,9 +110,7 @@ def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(tmp_path, capsys):
     with small_disk(tmp_path / "disk", "4m") as disk:
         config = TrackingConfig(tensorboard_dir=str(disk / "events"))
         folder = RunFolder(disk / "run")
@@ -146,16 +140,14 @@ def test_tags_say_how_the_run_is_spread():
     assert run_tags(split, zero_stage=1, zeropp=False) == ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]
 
 
-def test_an_exception_marks_the_run_as_failed(tmp_path: Path):
+def test_an_exception_marks_the_run_as_failed(tmp_path):
     track, sink = tracker(tmp_path)
     with pytest.raises(RuntimeError), track:
         raise RuntimeError
     assert sink.exit_code == 1
 
 
-def test_nothing_is_imported_unless_asked_for_and_tensorboard_works_without_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_nothing_is_imported_unless_asked_for_and_tensorboard_works_without_wandb(tmp_path, monkeypatch):
     config, folder = TrackingConfig(tensorboard_dir=str(tmp_path / "events")), RunFolder(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes an import fail
     (sink,) = open_sinks(config, folder, {})
@@ -166,9 +158,7 @@ def test_nothing_is_imported_unless_asked_for_and_tensorboard_works_without_wand
     assert list(folder.path.iterdir()) == []
 
 
-def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flags(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setattr(tracking, "WandbSink", lambda tags, **settings: {"tags": tags, **settings})
     run, elsewhere = RunFolder(tmp_path / "the_run"), str(tmp_path / "elsewhere")
@@ -181,7 +171,7 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
         assert open_sinks(config, run, {"lr": 0.1}, ["tp2"]) == [settings | {"config": {"lr": 0.1}, "tags": ["tp2"]}]
 
 
-def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_work_is_refused(monkeypatch):
     TrackingConfig(tensorboard_dir="tb", wandb_project="p")
     monkeypatch.setattr(tracking, "is_installed", lambda package: False)
     rows = [
@@ -193,7 +183,7 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert not not_refused(rows, lambda flags: TrackingConfig(**flags))
 
 
-def test_folders_that_cannot_be_written_to_are_refused_by_flag(tmp_path: Path):
+def test_folders_that_cannot_be_written_to_are_refused_by_flag(tmp_path):
     (tmp_path / "file").touch()
     bad, folder = str(tmp_path / "file" / "below"), RunFolder(tmp_path / "run")
     rows = [

@@ -69,7 +69,7 @@ def run_python(program: str, folder: Path, *arguments: object, **env: str) -> st
 
 @pytest.mark.slow
 def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_run_with_config_tags_and_summary(
-    tmp_path: Path,
+    tmp_path,
 ):
     run_python(WRITE_A_RUN, tmp_path, 1)
     run_python(WRITE_A_RUN, tmp_path, 3, WANDB_TAGS="mine, tp2")
@@ -83,9 +83,7 @@ def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_r
 
 
 @pytest.mark.slow
-def test_a_wandb_that_is_switched_off_records_nothing_and_one_whose_service_dies_raises_and_does_not_hang(
-    tmp_path: Path,
-):
+def test_a_wandb_that_is_switched_off_records_nothing_and_one_whose_service_dies_raises_and_does_not_hang(tmp_path):
     """What the tracker does with that: test_tracking.py."""
     run_python(WRITE_A_RUN, tmp_path, 1, WANDB_MODE="disabled", WANDB_API_KEY="0" * 40)
     assert list(tmp_path.glob("**/*.wandb")) == []
@@ -93,7 +91,7 @@ def test_a_wandb_that_is_switched_off_records_nothing_and_one_whose_service_dies
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path: Path):
+def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path):
     server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
     output = run_python(WRITE_A_RUN, tmp_path, 1, WANDB_API_KEY="0" * 40, **server)
     assert "wandb: recording offline, the server did not take the run" in output
@@ -101,7 +99,7 @@ def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path: Path):
     assert len(run.history) == 2
 
 
-def test_wandb_is_online_only_with_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_is_online_only_with_credentials(tmp_path, monkeypatch):
     login, broken = str(tmp_path / "login"), str(tmp_path / "broken")
     Path(login).write_text("machine api.wandb.ai\n  login user\n  password secret\n")
     Path(broken).write_text("not a netrc file")
@@ -126,7 +124,7 @@ def test_wandb_is_online_only_with_credentials(tmp_path: Path, monkeypatch: pyte
             assert wandb_mode() == mode, env
 
 
-def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path: Path):
+def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
     for first in (1, 3):  # the second writer is a restart
         sink = TensorBoardSink(tmp_path)
         for iteration in (first, first + 1):
@@ -144,7 +142,7 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path: Path
     assert texts[0] == (2, "| | value |\n| --- | --- |\n| final_loss | 5.0 |")
 
 
-def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_packages_are_found_without_importing_them(tmp_path, monkeypatch):
     (tmp_path / "explodes.py").write_text("raise RuntimeError")
     monkeypatch.syspath_prepend(tmp_path)
     assert is_installed("explodes")

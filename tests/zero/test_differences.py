@@ -100,9 +100,7 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, trai
 
 
 @pytest.mark.parametrize("setting", chosen(CASES, "bf16", "fp16, tp 2, one rank per node", "3 nodes, evaluations"))
-def test_every_rank_computes_with_the_owners_weights_and_losses_are_those_of_16_bits(
-    setting: tuple[int, dict[str, Any], tuple[int, ...]],
-):
+def test_every_rank_computes_with_the_owners_weights_and_losses_are_those_of_16_bits(setting):
     world, given, evaluate_after = setting
     case = Case(**{"nodes": 2, "precision": BF16, **given}, zero=lossless())
     runs: list[Run] = ranks(world).run(watch, case, evaluate_after)

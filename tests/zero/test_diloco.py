@@ -169,7 +169,7 @@ SIMULATED = {
 
 
 @pytest.mark.parametrize("given", chosen(SIMULATED, "fragments, delay, tp 2", "momentum, documents"))
-def test_it_is_the_simulator_of_islands(given: tuple[int, Case]):
+def test_it_is_the_simulator_of_islands(given):
     world, case = given
     case = dataclasses.replace(case, steps=7, learning_rate=3e-3)
     results = ranks(world).run(train_islands, case)
@@ -191,7 +191,7 @@ def test_it_is_the_simulator_of_islands(given: tuple[int, Case]):
         slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
     ],
 )
-def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights(world: int, case: Case):
+def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights(world, case):
     case = dataclasses.replace(case, steps=4, learning_rate=3e-3)
     exact = dataclasses.replace(case.diloco, diloco_weight_bits=16, diloco_gradient_bits=16)
     results = ranks(world).run(train_islands, case)

@@ -36,7 +36,7 @@ def watched_steps(case: Case, clip: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(AVERAGED, 2), (EVERY, 2)])
-def test_what_is_fed_back_is_clipped_with_its_gradients_once_per_step(zero: ZeroConfig, micro_batches: int):
+def test_what_is_fed_back_is_clipped_with_its_gradients_once_per_step(zero, micro_batches):
     """The same factor, and between micro-batches none: `end_step` finds there what the last cross hop has left."""
     case = Case(nodes=2, zero=zero, micro_batches=micro_batches, steps=3)
     for result in ranks(4).run(watched_steps, case, 0.25):
@@ -83,7 +83,7 @@ def skipped_and_reset(case: Case) -> dict[str, Seen]:
 
 
 @pytest.mark.parametrize("weights", [{}, slow({"zero_quantized_weights": True, "zero_hpz_partition_size": "auto"})])
-def test_a_step_skipped_because_of_one_rank_and_the_reset_interval_leave_nothing_to_feed_back(weights: dict[str, Any]):
+def test_a_step_skipped_because_of_one_rank_and_the_reset_interval_leave_nothing_to_feed_back(weights):
     zero = dataclasses.replace(FEEDBACK, zero_error_feedback_reset=3, **weights)
     taken, reset = Seen(False, True, False), Seen(False, True, True)
     expected = {"taken": taken, "skipped": Seen(True, False, True), "reset": reset}
@@ -101,7 +101,7 @@ def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("zero", "model"), [(FEEDBACK, GPT2_STYLE), slow(AVERAGED, LLAMA_STYLE)])
-def test_a_loss_scale_that_grows_changes_no_bit(zero: ZeroConfig, model: Any):
+def test_a_loss_scale_that_grows_changes_no_bit(zero, model):
     """In fp32 powers of two are exact, so an error that stayed in units of an older scale would show at once."""
     case = Case(nodes=2, zero=zero, model=model, steps=6)
     plain, scaled = (ranks(4).run(losses_with_scale, case, growing) for growing in (False, True))

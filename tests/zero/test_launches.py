@@ -120,9 +120,7 @@ def launches_per_layer(nodes: int, style: GPTConfig, zero: ZeroConfig, monkeypat
 
 
 @pytest.mark.parametrize(("nodes", "zero"), [(2, ZEROPP), slow(16, LOSSLESS)])
-def test_a_layer_of_twelve_parameters_launches_at_most_25_kernels_on_any_number_of_nodes(
-    nodes: int, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_layer_of_twelve_parameters_launches_at_most_25_kernels_on_any_number_of_nodes(nodes, zero, monkeypatch):
     launches = launches_per_layer(nodes, GPT2_STYLE, zero, monkeypatch)
     assert launches["_pack_kernel"] == (3 if zero is ZEROPP else 2)
     assert launches["_unpack_sum_kernel"] == 4

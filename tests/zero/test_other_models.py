@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,7 +133,7 @@ def on_rank(**case: Any) -> Any:
     ],
     ids=str,
 )
-def test_exact_hops_change_no_loss(case: dict[str, Any]):
+def test_exact_hops_change_no_loss(case):
     """Means of means over ranks; fp32 sums in another order, 1e-5 over 4 steps."""
     expected, _ = train(0, 1, config=None, **case)
     for losses, sent in ranks(RANKS).run(on_rank, config=EXACT, **case):
@@ -194,7 +193,7 @@ def resume(folder: str, config: dict[str, Any]) -> tuple[list[float], list[float
 
 
 @pytest.mark.parametrize("delta", ["none", "lossless"])
-def test_a_checkpoint_of_torch_s_own_calls_goes_on_bit_for_bit(delta: str, tmp_path: Path):
+def test_a_checkpoint_of_torch_s_own_calls_goes_on_bit_for_bit(delta, tmp_path):
     config = {"zero_weight_delta": delta, "zero_error_feedback": delta == "lossless"}
     for went_on, read_anew in ranks(RANKS).run(resume, str(tmp_path), config):
         assert read_anew == went_on

@@ -47,7 +47,7 @@ OVERLAPS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("setting", chosen(OVERLAPS, "ZeRO-3", "zeropp", "lossless", "tp"))
-def test_overlap_changes_neither_bits_nor_bytes(setting: tuple[int, dict[str, Any]]):
+def test_overlap_changes_neither_bits_nor_bytes(setting):
     world, given = setting
     given = {"zero": ALL, "nodes": 2, "steps": 3, **given}
     overlapped, plain = (
@@ -82,7 +82,7 @@ def train_with_delays(case: Case) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [ALL, LOSSLESS], ids=["zeropp", "lossless"])
-def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor_the_result(zero: ZeroConfig):
+def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor_the_result(zero):
     case = Case(nodes=2, tp=2, micro_batches=2, steps=3, model=LLAMA_STYLE, zero=zero, precision=BF16)
     expected = ranks(8).run(train_on_ranks, case)[0]
     results = ranks(8).run(train_with_delays, case)
@@ -184,7 +184,7 @@ def train_while_skipping(flags: dict[str, Any], units: bool) -> list[float]:
     ("delta", "units"),
     [("none", True), pytest.param("none", False, marks=needs_unused_parameters), ("lossless", True)],
 )
-def test_a_layer_that_is_skipped_now_and_then_is_never_used_stale(delta: str, units: bool):
+def test_a_layer_that_is_skipped_now_and_then_is_never_used_stale(delta, units):
     on, off = ({**flags, "zero_weight_delta": delta} for flags in (ON, OFF))
     assert ranks(4).run(train_while_skipping, on, units) == ranks(4).run(train_while_skipping, off, units)
 

@@ -124,7 +124,7 @@ def train_in_all_stages() -> list[Weights]:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_with_fsdp2_s_own_collectives_training_is_that_of_one_process(world_size: int):
+def test_with_fsdp2_s_own_collectives_training_is_that_of_one_process(world_size):
     expected = train_plain(3)
     for weights in ranks(world_size).run(train_in_all_stages):
         for of_stage in weights:
@@ -133,7 +133,7 @@ def test_with_fsdp2_s_own_collectives_training_is_that_of_one_process(world_size
 
 @needs_unused_parameters
 @pytest.mark.parametrize("micro_batches", [slow(1), 3])
-def test_with_exact_hops_training_is_that_of_one_process(micro_batches: int):
+def test_with_exact_hops_training_is_that_of_one_process(micro_batches):
     expected = train_plain(micro_batches)
     for weights in ranks(4).run(train_sharded, EXACT, micro_batches):
         assert_trained_alike(weights, expected)
@@ -141,7 +141,7 @@ def test_with_exact_hops_training_is_that_of_one_process(micro_batches: int):
 
 @needs_unused_parameters
 @pytest.mark.parametrize("delta", ["none", "lossless"])
-def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(delta: Any):
+def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(delta):
     """8-bit weights and 8/4-bit gradients, whose errors come back over five steps: near the way of 4 steps."""
     start, expected = dict(Partly().named_parameters()), train_plain(3)
     frozen = {name for name, p in start.items() if not p.requires_grad}

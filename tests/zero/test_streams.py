@@ -63,7 +63,7 @@ SETTINGS: dict[str, tuple[int, Case]] = {
 
 
 @pytest.mark.parametrize("setting", chosen(SETTINGS, "lossless"))
-def test_nothing_races_and_no_memory_is_reused_early(setting: tuple[int, Case]):
+def test_nothing_races_and_no_memory_is_reused_early(setting):
     world, case = setting
     if case.diloco.diloco_steps is None:
         case = dataclasses.replace(case, micro_batches=2, steps=3 if case.precision.bf16 else 2)
@@ -71,7 +71,7 @@ def test_nothing_races_and_no_memory_is_reused_early(setting: tuple[int, Case]):
 
 
 @pytest.mark.parametrize("breakage", ["waiting for a work does not wait", *map(slow, [*BREAKAGES][1:])])
-def test_what_is_broken_is_found(breakage: str):
+def test_what_is_broken_is_found(breakage):
     case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
     assert ranks(4).run(train, case, breakage)[0]
 
@@ -110,7 +110,7 @@ def order_of_hops(case: Case) -> list[str]:
 
 
 @pytest.mark.parametrize("zero", [ALL, slow(LOSSLESS)])
-def test_a_use_launches_its_own_hops_and_then_a_few_others_and_the_cross_queue_is_never_empty(zero: ZeroConfig):
+def test_a_use_launches_its_own_hops_and_then_a_few_others_and_the_cross_queue_is_never_empty(zero):
     """The host launches: after the step's sync the GPU must not wait until it has launched every unit's cross hop."""
     model = GPTConfig(**{**LLAMA_STYLE.__dict__, "num_layers": 4})
     for forward in ranks(4).run(order_of_hops, Case(nodes=2, zero=zero, model=model, precision=BF16)):
@@ -153,5 +153,5 @@ def train_and_evaluate(flags: dict[str, Any]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"zero_weight_delta": "lossless"}])
-def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps(flags: dict[str, Any]):
+def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps(flags):
     assert ranks(4).run(train_and_evaluate, flags) == [[]] * 4

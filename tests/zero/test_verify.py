@@ -32,7 +32,7 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", chosen(GOOD, "zeropp, tp, bf16"))
-def test_a_good_run_passes_and_its_losses_do_not_change(case: dict[str, Any]):
+def test_a_good_run_passes_and_its_losses_do_not_change(case):
     assert ranks(4).run(steps, Case(**case), True) == ranks(4).run(steps, Case(**case), False)
 
 

@@ -45,7 +45,7 @@ GPT2, LLAMA = (GPT2_STYLE, 2), (LLAMA_STYLE, 1)  # model and number of micro-bat
     slow(2, 4, 2, GPT2),
     slow(2, 4, 4, LLAMA),
 ])  # fmt: skip
-def test_without_quantization_two_hops_equal_plain_fsdp2(nodes: int, per_node: int, tp: int, of: tuple[GPTConfig, int]):
+def test_without_quantization_two_hops_equal_plain_fsdp2(nodes, per_node, tp, of):
     """The same sums in another order: 1e-5 over 4 steps, at a rate at which AdamW does not blow up their rounding."""
     data_ranks, (model, micro_batches) = nodes * per_node // tp, of
     case = {"model": model, "nodes": nodes, "tp": tp, "micro_batches": micro_batches, "steps": 4, "learning_rate": 1e-3}
@@ -66,7 +66,7 @@ BESIDES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", chosen(BESIDES, "sequence parallel"))
-def test_what_training_does_besides_does_not_matter_to_the_hops(case: dict[str, Any]):
+def test_what_training_does_besides_does_not_matter_to_the_hops(case):
     """In 16-bit formats the sums round differently: 1 % there, 1e-5 in fp32."""
     case = {"nodes": 2, "steps": 4, "learning_rate": 1e-3, **case}
     plain, two_hops = (run(2 * case["nodes"], zero=zero, **case) for zero in (None, EXACT))
@@ -77,7 +77,7 @@ def test_what_training_does_besides_does_not_matter_to_the_hops(case: dict[str, 
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "tp", "classic"), [(2, 2, 2, True), slow(3, 2, 1, False)])
-def test_quantized_training_follows_the_exact_one(nodes: int, per_node: int, tp: int, classic: bool):
+def test_quantized_training_follows_the_exact_one(nodes, per_node, tp, classic):
     """8-bit weights and 8/4-bit gradients move the loss of a tiny model by less than 1 % in 4 steps."""
     case = {"nodes": nodes, "tp": tp, "micro_batches": 2, "learning_rate": 1e-3, "steps": 4}
     case["global_batch"] = nodes * per_node // tp * 4
@@ -114,7 +114,7 @@ def train_with_evaluation_and_load(case: Case) -> list[float]:
 
 
 @pytest.mark.parametrize(("quantized", "micro_batches"), [(True, 1), slow(False, 4)])
-def test_hpz_is_bit_identical_to_no_hpz(quantized: bool, micro_batches: int):
+def test_hpz_is_bit_identical_to_no_hpz(quantized, micro_batches):
     case = Case(nodes=2, micro_batches=micro_batches, model=LLAMA_STYLE)
     expected, found = (
         ranks(4).run(train_with_evaluation_and_load, dataclasses.replace(case, zero=zero))[0]
@@ -147,9 +147,7 @@ def bytes_of_one_step(case: Case) -> dict[str, Any]:
 
 @pytest.mark.slow  # the next test is the default tier's
 @pytest.mark.parametrize(("nodes", "tp", "micro_batches"), [(2, 1, 8), (2, 2, 1), (4, 1, 1), (4, 2, 8)])
-def test_bytes_are_a_function_of_the_layout_and_on_the_cross_axis_not_of_the_micro_batches(
-    nodes: int, tp: int, micro_batches: int
-):
+def test_bytes_are_a_function_of_the_layout_and_on_the_cross_axis_not_of_the_micro_batches(nodes, tp, micro_batches):
     case = Case(nodes=nodes, tp=tp, micro_batches=micro_batches, zero=ALL, model=LLAMA_STYLE, global_batch=64)
     for result in ranks(8).run(bytes_of_one_step, case):
         (num_nodes, num_local), (weights, inside, across) = result["sizes"], result["planned"]
@@ -229,7 +227,7 @@ def _traits(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("delta", ["none", "lossless"])
-def test_every_kernel_of_a_step_is_compiled_ahead_which_sends_nothing_and_changes_nothing(delta: Any):
+def test_every_kernel_of_a_step_is_compiled_ahead_which_sends_nothing_and_changes_nothing(delta):
     zero, bf16 = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=delta == "lossless")
     case = Case(nodes=2, micro_batches=2, zero=zero, precision=bf16)
     assert ranks(4).run(compiled, case) == [(True, set())] * 4

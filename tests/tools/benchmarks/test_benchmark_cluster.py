@@ -1,6 +1,5 @@
 import copy
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -53,9 +52,7 @@ def test_the_tables_show_medians_the_slowest_link_first_and_bytes_beside_our_cou
     assert "| hsdp | 0.005 | 2.562 | 0.005 | +2.50 % |" in lines
 
 
-def test_an_interrupted_benchmark_goes_on_with_what_is_missing_and_samples_of_another_model_are_not_mixed_in(
-    tmp_path: Path,
-):
+def test_an_interrupted_benchmark_goes_on_with_what_is_missing_and_samples_of_another_model_are_not_mixed_in(tmp_path):
     path = tmp_path / "out" / "samples.json"
     results = Results(path, SHAPE_OF_TWO)
     assert results.missing("1gbit", 0, ["zero3", "zeropp"]) == ["zero3", "zeropp"]
@@ -111,7 +108,7 @@ class Measured(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def measured(tmp_path_factory) -> Measured:
     """All variants with a small model on 2 x 2 ranks of this machine, twice."""
     folder = tmp_path_factory.mktemp("measured")
     small = "--local --nodes 2 --ranks-per-node 2 --hidden-size 64 --num-layers 1 --vocab-size 64 --seq-length 8"
@@ -125,7 +122,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return Measured(samples, results["parameters"], (folder / "out" / "table.md").read_text())
 
 
-def test_all_variants_train_alike_on_emulated_nodes_of_one_machine(measured: Measured):
+def test_all_variants_train_alike_on_emulated_nodes_of_one_machine(measured):
     flat = [s for s in measured.samples if s.variant in FLAT and s.round == 0]
     losses = {s.variant: s.loss for s in flat}
     # every variant has made one step before; bf16 and 4-bit gradients move the second loss by less than a step does
@@ -135,7 +132,7 @@ def test_all_variants_train_alike_on_emulated_nodes_of_one_machine(measured: Mea
     assert " zeropp |" in measured.table
 
 
-def test_local_steps_are_measured_by_the_cycle_with_or_without_a_delay(measured: Measured):
+def test_local_steps_are_measured_by_the_cycle_with_or_without_a_delay(measured):
     local = [s for s in measured.samples if s.variant not in FLAT]
     # a cycle sends all that a synchronization does, and nothing of it is left to the next one's
     ((sent, _),) = {tuple(s.cross_bytes) for s in local}

@@ -27,7 +27,7 @@ class FakeEvent:
         return later.at - self.at
 
 
-def test_the_first_round_and_what_keeps_the_gpu_busy_do_not_count(monkeypatch: pytest.MonkeyPatch):
+def test_the_first_round_and_what_keeps_the_gpu_busy_do_not_count(monkeypatch):
     def last(milliseconds: float) -> None:
         Gpu.now += milliseconds
 

@@ -15,7 +15,7 @@ def write_run(folder: Path, *, valid: float, sent: int, above: float = 0.0, **fi
     return folder
 
 
-def test_differences_are_paired_by_seed_and_an_islands_own_losses_are_not_shown(tmp_path: Path):
+def test_differences_are_paired_by_seed_and_an_islands_own_losses_are_not_shown(tmp_path):
     results = {
         "ZeRO-3": [read(write_run(tmp_path / f"a{i}", valid=4.0 + i, sent=2_000_000)) for i in range(3)],
         "local steps": [
@@ -29,7 +29,7 @@ def test_differences_are_paired_by_seed_and_an_islands_own_losses_are_not_shown(
     assert rows[3] == "| local steps | - | - | 5.1000 | +0.1000 ± 0.0577 (+1.96 %) | 0.050 | - |"
 
 
-def test_steps_to_a_loss_are_those_of_the_first_validation_that_has_it_in_every_seed(tmp_path: Path):
+def test_steps_to_a_loss_are_those_of_the_first_validation_that_has_it_in_every_seed(tmp_path):
     runs = []
     for name in ("a", "b"):
         folders = [write_run(tmp_path / f"{name}{seed}", valid=4.0 + seed, sent=0) for seed in range(2)]
@@ -42,7 +42,7 @@ def test_steps_to_a_loss_are_those_of_the_first_validation_that_has_it_in_every_
     assert steps_to(runs[1], runs[0]) == "-"
 
 
-def test_the_distance_of_losses_does_not_cancel_over_steps_or_seeds(tmp_path: Path):
+def test_the_distance_of_losses_does_not_cancel_over_steps_or_seeds(tmp_path):
     results = {
         "ZeRO-3": [read(write_run(tmp_path / f"a{i}", valid=4.0, sent=0)) for i in range(2)],
         "other": [read(write_run(tmp_path / f"b{i}", valid=4.0, sent=0, above=0.2 - 0.4 * i)) for i in range(2)],
