@@ -169,7 +169,8 @@ def _refuse_without_effect(parsed: Parsed) -> None:
     for config, field in fields.values():
         origin, spec, value = origins.get(field.name), field.metadata["flag"], getattr(config, field.name)
         feature, *allowed = (spec.needs or "none").split()
-        if feature not in fields or origin is None or value is None or value is False:
+        is_off = value is None or (value is False and not field.default)
+        if feature not in fields or origin is None or is_off:
             continue
         owner, other = fields[feature]
         state = getattr(owner, other.name)

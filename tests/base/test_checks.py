@@ -54,6 +54,7 @@ REFUSED = """
 1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --optimizer muon --optimizer-backend apex | runs --optimizer adam only, not --optimizer muon
 1 | --muon-momentum 0.9 | --muon-momentum 0.9 needs --optimizer muon, not adam
+1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam
 1 | --optimizer muon --sgd-momentum 0.8 | --sgd-momentum 0.8 needs --optimizer sgd, not muon
 1 | --loss-spike-sigma 5 --loss-spike-action rewind | --loss-spike-action rewind needs --save
 1 | --timeline-step 11 | --timeline-step 11: the run ends with iteration 10
