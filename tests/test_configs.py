@@ -42,6 +42,7 @@ EXPECTED = {
     "gpt_18b": Expected(18.4e9, 8, 16),
     "llama_1b": Expected(1.236e9, 1, 2),
     "llama_8b": Expected(8.03e9, 1, 8),
+    "llama_8b_128k": Expected(8.03e9, 1, 16),
 }
 
 
