@@ -42,7 +42,7 @@ CASES = (  # config, then the sides, of which the first is the reference; what 8
     ("gpt_125m", "baseline", "ours", "ours --zero-stage 1"),
     ("llama_1b", "baseline", "ours", f"ours {FLOAT8}", f"baseline {FLOAT8}"),
     ("gpt_1b3 --num-layers 6 --vocab-size 512", HOPS_OF_16_BITS, "pretended --zeropp", "pretended"),
-    ("gpt_1b3", "baseline", "ours", f"ours {LEAN}"),
+    ("gpt_1b3", "baseline", "ours", f"ours {LEAN}", "ours --optimizer muon"),
     ("gpt_6b7 --num-layers 3 --vocab-size 512", HOPS_OF_16_BITS, "pretended --zeropp", "pretended"),
     ("llama_1b", "baseline", f"ours {LEAN}", "ours --no-compile"),
 )
@@ -50,6 +50,7 @@ STEPS, WARM_UP_STEPS, LOG_INTERVAL = 30, 10, 5
 TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-length 1024 --micro-batch-size 4 "
 TEXT += "--no-compile --emulate-nodes 2"  # four ranks would spend their time on compiling
 OVERLAP_OFF = "--zeropp --no-overlap-param-gather --no-overlap-grad-reduce"
+MORE_WAYS = ("--zeropp --zero-weight-delta lossless --disturbed", "--zeropp --context-parallel-size 2")
 NATS_APART = 0.02  # of means of losses: several times what seeds differ
 ELEMENTS = (2**28, 2**30, 2**26)
 GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}  # of the copy's rate, from and to int8
@@ -186,11 +187,12 @@ def training(check: Check) -> None:
 
 def streams(check: Check) -> None:
     """Overlap under delays and NaN on side streams beside calm without overlap: the same bits; ZeRO-3: a near loss."""
-    degrees = check.size((1, 2) if check.long else (1,), (2,))
+    degrees = (1, 2) if check.long else (check.size(1, 2),)
     for tp in degrees:
         split = f"--tensor-model-parallel-size {tp}{' --sequence-parallel' * (tp > 1)} --num-layers 4"
-        ways = [f"{way} {split}" for way in ("--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed")]
-        _, off, on = on_two_nodes(check, "-m gpu_check_sides streams", ways, later=3 * (tp != degrees[-1]))
+        ways = ["--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed", *(MORE_WAYS if check.long and tp == 1 else ())]
+        ways = [f"{way} {split}" for way in ways]
+        _, off, on, *_ = on_two_nodes(check, "-m gpu_check_sides streams", ways, later=3 * (tp != degrees[-1]))
         pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
         unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
         check.note(
