@@ -153,9 +153,3 @@ def test_rates_are_bits_per_second():
     assert [parse_rate(rate) for rate in ("500mbit", "1.5gbit", "8kbit", "unlimited")] == [5e8, 1.5e9, 8e3, None]
     wrong = ("0mbit", "500", "fast", "-1mbit", "1mbit 2mbit")
     assert not_refused([(rate, f"--rate {rate} is neither") for rate in wrong], parse_rate) == []
-
-
-def test_a_program_that_is_not_there_is_an_error_before_anything_is_made(monkeypatch, capfd):
-    monkeypatch.setattr(EmulatedCluster, "__enter__", lambda cluster: pytest.fail("made a cluster"))
-    assert run_tool(monkeypatch, "--", "no_such_program.py") == 2
-    assert "give a Python program that exists" in capfd.readouterr().err

@@ -1,6 +1,4 @@
-"""The training's own validation again, losses of transformers, weights on disk, and what is refused."""
-
-from pathlib import Path
+"""The training's own validation again, weights on disk, and losses of transformers."""
 
 import convert_checkpoint
 import evaluate
@@ -15,16 +13,18 @@ from megazpp.base import run
 from megazpp.base.run import Job
 
 
+def losses(output: str) -> list[str]:
+    """The lines of the validation and the test set."""
+    return [line for line in output.splitlines() if line.startswith(" validation loss at iteration 12")]
+
+
 @pytest.mark.slow
 def test_the_numbers_are_those_that_the_training_ended_with(trained):
     same = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--nproc", "2"]
     code, output = run_forked("tools/evaluate.py", "--load", str(trained.load), *same, folder=trained.home)
     assert code == 0, output
-    lines = [line for line in trained.output.splitlines() if line.startswith(" validation loss at iteration 12")]
-    assert len(lines) == 2
-    assert "on test set" in lines[1]
-    for line in lines:
-        assert output.count(line) == 1, f"{line!r} in\n{output}"
+    assert losses(output) == losses(trained.output)
+    assert ["on test set" in line for line in losses(output)] == [False, True]
     assert output.count(" bits per byte: ") == 2
 
 
@@ -32,11 +32,10 @@ def numbers(trained: Trained, *flags: object, world: int = 1) -> tuple[list[str]
     """The lines of losses, and bits per byte on both held-out sets."""
     code, output = run_tool("evaluate", "--load", trained.load, *flags, world=world)
     assert code == 0, output
-    losses = [line for line in output.splitlines() if line.startswith(" validation loss at iteration 12")]
     per_byte = [float(line.split(":")[1].split()[0]) for line in output.splitlines() if "bits per byte:" in line]
-    assert len(losses) == len(per_byte) == 2, output
+    assert len(losses(output)) == len(per_byte) == 2, output
     assert (" passes over the weights fetched " in output) == ("--weight-bits" in flags)
-    return losses, per_byte
+    return losses(output), per_byte
 
 
 @pytest.mark.slow
@@ -44,16 +43,15 @@ def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(train
     """8 bits change a byte's share by little, 4 bits by more, none by much."""
     _, exact = numbers(trained)
     off = {}
-    for bits in ("8", "4"):
-        packed = ["--weight-bits", bits]
-        stored = [*packed, "--weights-on", "disk", "--weight-store", tmp_path / bits]
-        resident = numbers(trained, *packed)
+    for bits in (8, 4):
+        stored = ["--weight-bits", bits, "--weights-on", "disk", "--weight-store", tmp_path / str(bits)]
+        resident = numbers(trained, "--weight-bits", bits)
         assert numbers(trained, *stored) == resident
         _, per_byte = numbers(trained, *stored, "--tensor-model-parallel-size", 2, world=2)
         assert per_byte == pytest.approx(resident[1], abs=0.01)  # other blocks of the split matrices
         off[bits] = max(abs(one - other) for one, other in zip(resident[1], exact, strict=True))
-    assert off["8"] < 0.01
-    assert off["8"] < off["4"] < 0.1
+    assert off[8] < 0.01
+    assert off[8] < off[4] < 0.1
 
 
 def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(converted, monkeypatch):
@@ -65,56 +63,36 @@ def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(c
     assert [job.place.world_size for job in jobs] == [1, 2, 3]
 
 
-def test_what_cannot_be_is_refused_in_one_line(converted, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    Path("junk.idx").write_bytes(bytes(range(256)))
-    Path("empty.txt").touch()
-    Path("binary.jsonl").write_bytes(b"\xff\xfe junk")
-    for flags, message in (
-        (f"--load {converted}/ours --input empty.txt", "--input empty.txt holds no text"),
-        (f"--load {converted}/ours --input binary.jsonl", "binary.jsonl, line 1: not UTF-8"),
-        ("", "--load is missing"),
-        ("--load .", "--load . has no checkpoint"),
-        (f"--load {converted}/ours --input nowhere", "--input nowhere is neither a text nor the prefix of"),
-        (f"--load {converted}/ours --input junk", "junk.bin"),
-        (f"--load {converted}/ours --eval-iters 0", "--eval-iters 0"),
-    ):
-        assert evaluate.main(flags.split()) == 2, flags
-        error = capfd.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1, error
-        assert "--text-path" not in error
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("more_rows", [5, -1])
 def test_an_imported_model_has_the_loss_of_transformers_with_more_rows_than_ids_and_with_fewer(more_rows, tmp_path):
     """Every row counts, and no other: logits near -35 show a row that is left out or made up. <s> begins the text."""
+    theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
     text = "Call me Ishmael. Some years ago never mind how long precisely having little or no money\n"
-    theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
     write_llama_tokenizer(theirs, text, pad_token="[PAD]")
     tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
     tokenizer.save_pretrained(theirs)  # [PAD] in tokenizer.json
     model = make_llama(vocab_size=len(tokenizer) + more_rows, max_position_embeddings=64)
+    ids = torch.tensor([tokenizer("Call me money")["input_ids"] + [2]])
     with torch.no_grad():  # each logit minus 35: a channel that is the same everywhere is subtracted
         model.model.embed_tokens.weight[:, 0] = 30.0
         model.lm_head.weight[:, 0] = -7.0
-    save(model, theirs)
-    ids = torch.tensor([tokenizer("Call me money")["input_ids"] + [2]])
-    with torch.no_grad():
         expected = float(model(ids, labels=ids).loss)
-    assert convert_checkpoint.main(["--input", str(theirs), "--output", str(ours)]) == 0
-    (tmp_path / "a.jsonl").write_text('{"text": "Call me money"}\n')
-    (tmp_path / "b.jsonl").write_text('{"text": "[PAD] money"}\n')
-    flags = ("--load", ours, "--data-cache-path", tmp_path / "cache", "--input")
-    code, output = run_tool("evaluate", *flags, tmp_path / "a.jsonl", "--tensor-model-parallel-size", 2, world=2)
-    assert code == 0, output
-    found = float(output.split("lm loss value: ")[1].split()[0])
-    assert abs(found - expected) < 1e-5
-    code, output = run_tool("evaluate", *flags, tmp_path / "b.jsonl")
-    assert (code == 0) == (more_rows > 0)
-    assert (f"the id {len(tokenizer) - 1}, which the model's vocabulary of" in output) == (more_rows < 0)
-    assert convert_checkpoint.main(["--input", str(ours), "--output", str(back)]) == 0
+    save(model, theirs)
+    for source, target in ((theirs, ours), (ours, back)):
+        assert convert_checkpoint.main(["--input", str(source), "--output", str(target)]) == 0
     kept, given = (file_tensors(folder)["model.embed_tokens.weight"] for folder in (back, theirs))
     assert torch.equal(kept, given)
     assert transformers.AutoTokenizer.from_pretrained(back)("[PAD] me").input_ids == tokenizer("[PAD] me").input_ids
+
+    def evaluated(text: str, tp: int) -> tuple[int, str]:
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "{text}"}}\n')
+        flags = ["--input", tmp_path / "a.jsonl", "--data-cache-path", tmp_path, "--tensor-model-parallel-size", tp]
+        return run_tool("evaluate", "--load", ours, *flags, world=tp)
+
+    code, output = evaluated("Call me money", tp=2)
+    assert code == 0, output
+    assert abs(float(output.split("lm loss value: ")[1].split()[0]) - expected) < 1e-5
+    code, output = evaluated("[PAD] money", tp=1)
+    assert (code == 0) == (more_rows > 0)
+    assert (f"the id {len(tokenizer) - 1}, which the model's vocabulary of" in output) == (more_rows < 0)

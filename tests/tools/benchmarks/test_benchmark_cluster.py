@@ -4,11 +4,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from benchmark_cluster import ISLANDS, LOCAL, SHAPE, VARIANTS, Results, Sample, parse_flags, speedup, tables
+from benchmark_cluster import ISLANDS, LOCAL, SHAPE, VARIANTS, Results, Sample, speedup, tables
 from benchmark_cluster_ranks import RingAxis
 from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
-from helpers.refusals import not_refused
 
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
@@ -66,18 +65,6 @@ def test_an_interrupted_benchmark_goes_on_with_what_is_missing_and_samples_of_an
     assert again.missing("2gbit", 0, ["zero3"]) == ["zero3"]
     with pytest.raises(ValueError, match=r"--out .* holds samples of .*'num_layers': 2.* not of .*'num_layers': 3"):
         Results(path, SHAPE_OF_TWO | {"num_layers": 3})
-
-
-def test_flags_that_mean_nothing_are_refused():
-    refused = [
-        ("--rates fast", "--rate fast is neither"),
-        ("--tp 3", "--tensor-model-parallel-size 3 neither divides"),
-        ("--samples 0", "--samples 0 is not positive"),
-        ("--micro-batches 0", "--micro-batches 0 is not positive"),
-        ("--num-layers 0", "--num-layers 0 is not positive"),
-        ("--nodes 1 --variants zero3 diloco-10", "--diloco-steps 10: islands are whole nodes"),
-    ]
-    assert not_refused(refused, lambda flags: parse_flags(["--out", "x", *flags.split()])) == []
 
 
 def ring_case() -> tuple[bool, bool, tuple[int, int]]:

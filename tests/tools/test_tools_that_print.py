@@ -1,0 +1,113 @@
+"""The tools that start nothing: env.py on a machine, show_topology.py on a cluster, plan.py on runs."""
+
+import json
+import re
+from pathlib import Path
+from unittest.mock import Mock
+
+import env as env_report
+import plan
+import show_topology
+from env import collect
+
+from kernels.c_library import CLibraryError
+
+SECTIONS = ["versions", "devices", "back ends", "environment", "missing"]
+
+
+def test_the_report_on_a_machine_has_its_sections_as_text_and_as_json(run_main, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    report = json.loads(run_main(env_report.main, "--json")[1])
+    assert list(report) == SECTIONS
+    assert "cores usable" in report["devices"]["CPU"]
+    assert report["back ends"]["optimizer"].startswith("torch.optim.AdamW")
+    assert not any("not found out" in section for section in report.values()), report
+    out = run_main(env_report.main)[1]
+    assert [line for line in out.splitlines() if line and line[0] != " "] == SECTIONS
+
+
+def test_of_several_ranks_only_the_first_prints(run_main, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    for launcher in ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_PROCID": "0", "RANK": "1"}):
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+        assert run_main(env_report.main) == (0, "", "")
+
+
+def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatch):
+    monkeypatch.setattr(env_report, "_version", lambda name: None if name in ("wandb", "pyarrow", "triton") else "1")
+    monkeypatch.setattr(env_report.native, "library", lambda: CLibraryError("no C compiler found"))
+    monkeypatch.setattr(env_report.torch, "__version__", "2.9.1")
+    report = collect()
+    assert report["missing"]["wandb"] == "needed: pip install wandb"
+    assert report["missing"]["pyarrow"] == "Parquet files: pip install pyarrow"
+    assert "apt install gcc" in report["missing"]["C compiler"]
+    assert "pip install 'torch>=2.11,<2.14'" in report["missing"]["torch >=2.11,<2.14"]
+    assert report["back ends"]["C library"] == "no: no C compiler found"
+    assert "triton" not in report["missing"]  # of no use without a GPU
+
+
+def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch):
+    monkeypatch.setattr(env_report, "devices", Mock(side_effect=RuntimeError("the driver is gone")))
+    report = collect()
+    assert report["devices"] == {"not found out": "RuntimeError: the driver is gone"}
+    assert report["versions"]["torch version"]
+
+
+def test_variables_that_matter_are_shown_and_secrets_are_not(monkeypatch):
+    shown = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "", "SLURM_PROCID": "0", "RANK": "0"}
+    env = {**shown, "WANDB_API_KEY": "abc", "HOME": "/root", "AWS_SECRET": "abc"}
+    monkeypatch.setattr(env_report.os, "environ", env)
+    assert collect()["environment"] == shown | {"WANDB_API_KEY": "(set, not shown)"}
+
+
+PAIRS = f"--cluster-file {Path(__file__).parents[2]}/configs/clusters/nvlink_pairs.yaml"
+ISLANDS = "--nodes 4 --ranks-per-node 2 --diloco-steps 30 --diloco-islands 2"
+SPLIT = "--nodes 2 --ranks-per-node 8 --tensor-model-parallel-size 2 --context-parallel-size 4"
+MAPS = [  # flags, a pattern of what is shown
+    (
+        f"{PAIRS} --tensor-model-parallel-size 2",
+        r"^4 node\(s\) x 4 rank\(s\) \(fastest wire among 2\): tensor parallel 2, shards 8",
+    ),
+    (PAIRS, r"domain \(56.25 GB/s per rank\)"),
+    (
+        "@configs/gpt_13b.args --nodes 2 --ranks-per-node 8 --rank-order cyclic",
+        r"ranks in the order 0 2 4 6 8 10 12 14 ...: tensor parallel 8, shards 2 \(2 across nodes x 1 inside\)",
+    ),
+    (ISLANDS, r"^4 node.* shards 4 \(2 across nodes x 2 inside\), replicas 1, islands 2$"),
+    (ISLANDS, r"^island +2 +4 +network +0 4 +local steps"),
+    (SPLIT, r"tensor parallel 2, context parallel 4, shards 8 \(2 across nodes x 4 inside\)"),
+    (SPLIT, r"^cp +4 +4 +domain +0 2 4 6 +heads of attention"),
+]
+
+
+def test_a_cluster_is_shown_as_its_file_or_the_flags_describe_it(run_main):
+    for flags, pattern in MAPS:
+        code, out, _ = run_main(show_topology.main, *flags.split())
+        assert code == 0, flags
+        assert re.search(pattern, out, re.M), (flags, out)
+
+
+CLUSTER = """
+nodes: 1
+ranks_per_node: 2
+links: {domain: {gigabytes_per_second: 100, source: none}, network: {gigabits_per_second: 80, source: none}}
+device: {name: a GPU, teraflops: 10, gigabytes: %s, gigabytes_per_second: 100, source: none}
+"""
+PLANNED = "@configs/gpt_tiny.args --num-layers 2 --seq-length 16 --micro-batch-size 4 --bf16 --vocab-size 512"
+PLANNED += " --nodes 1 2 64 --cluster-file cluster.yaml"
+
+
+def test_a_plan_keeps_the_work_per_gpu_on_more_nodes_and_has_what_does_not_fit_in_brackets(run_main):
+    def rows(gigabytes: float) -> list[dict[str, str]]:
+        Path("cluster.yaml").write_text(CLUSTER % gigabytes)
+        _, out, _ = run_main(plan.main, *PLANNED.split())
+        head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
+        return [dict(zip(head, line, strict=True)) for line in lines]
+
+    one, two, many = rows(1.0)
+    assert [row["GPUs"] for row in (one, two, many)] == ["2", "4", "128"]
+    assert one["HSDP"] == "-"  # one node has no copies
+    assert float(two["ZeRO-3"]) > float(many["ZeRO-3"]) > 0  # by a ring's latency
+    assert float(many["--zeropp"]) > float(many["ZeRO-3"])
+    assert all(row["ZeRO-3"].startswith("(") for row in rows(0.001))
