@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.pairs import write_pair
+from helpers.pairs import Lists, write_pair
 from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.data.blend import (
-    BlendedDataset,
     DataSource,
     MockSequences,
     TokenRange,
@@ -25,19 +24,6 @@ from megazpp.data.blend import (
     parse_blend,
 )
 from megazpp.data.gpt_dataset import GPTDataset
-from megazpp.data.indexed_dataset import IndexedDataset
-
-
-def naive_blend(weights: list[float], n: int) -> list[tuple[int, int]]:
-    """Take each sample from the dataset that is furthest behind its share, the first of them in a tie."""
-    shares = (np.array(weights) / np.sum(weights)).tolist()
-    taken, result = [0] * len(weights), []
-    for i in range(n):
-        errors = [share * max(i, 1) - count for share, count in zip(shares, taken, strict=True)]
-        best = next(d for d, error in enumerate(errors) if error == max(errors))
-        result.append((best, taken[best]))
-        taken[best] += 1
-    return result
 
 
 @settings(max_examples=60)
@@ -45,27 +31,19 @@ def naive_blend(weights: list[float], n: int) -> list[tuple[int, int]]:
     weights=st.lists(st.floats(0.01, 10) | st.integers(1, 5).map(float), min_size=1, max_size=6),
     n=st.integers(1, 80),
 )
-def test_blend_indices_equal_the_naive_ones(weights, n):
-    datasets, samples = blend_indices(weights, n)
-    assert list(zip(datasets.tolist(), samples.tolist(), strict=True)) == naive_blend(weights, n)
+def test_each_sample_is_of_the_dataset_that_is_furthest_behind_its_share(weights, n):
+    shares, taken = np.array(weights) / np.sum(weights), np.zeros(len(weights), dtype=np.int64)
+    for i, (dataset, sample) in enumerate(zip(*blend_indices(weights, n), strict=True)):
+        assert dataset == np.argmax(shares * max(i, 1) - taken)  # the first of them in a tie
+        assert sample == taken[dataset]
+        taken[dataset] += 1
+    assert taken.sum() == n
 
 
 def test_blend_indices_are_those_megatron_core_0_16_1_built_for_the_same_weights():
     datasets, samples = blend_indices([0.2, 0.3, 0.5], 12)
     assert datasets.tolist() == [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 0, 2]
     assert samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5]
-
-
-def test_samples_and_token_counts_come_in_the_proportions(tmp_path):
-    pairs = [IndexedDataset(write_pair(tmp_path / str(token), [[token] * 400])) for token in (3, 5)]
-    datasets = [GPTDataset(each, (0, 1), num_samples=90, seq_length=4, seed=0, name="x") for each in pairs]
-    blended = BlendedDataset(datasets, *blend_indices([0.25, 0.75], 100))
-    tokens = [int(blended[i][0]) for i in range(len(blended))]
-    assert (tokens.count(3), tokens.count(5)) == (25, 75)
-    counts = blended.token_counts(8)
-    np.testing.assert_allclose(counts / counts.sum(), [0, 0, 0, 0.25, 0, 0.75, 0, 0])
-    with pytest.raises(IndexError, match="sample 100 of 100"):
-        blended[100]
 
 
 def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refused():
@@ -91,16 +69,14 @@ def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refuse
 SPLIT = ((0.0, 0.5), (0.5, 0.97), (0.97, 1.0))
 
 
-def write(prefix: Path, *, documents: int, length: int = 16) -> str:
-    return str(write_pair(prefix, [[d] * length for d in range(documents)]))
+def write(prefix: Path, *, documents: int, length: int = 16, first_id: int = 0) -> str:
+    return str(write_pair(prefix, [[first_id + d] * length for d in range(documents)]))
 
 
-def split_of(
-    folder: Path, sources: Sequence[DataSource], bounds: tuple[float, float] = (0.0, 1.0), *weights: float, **how: Any
-) -> Any:
+def split_of(folder: Path, sources: Sequence[DataSource], bounds: tuple[float, float] = (0.0, 1.0), **how: Any) -> Any:
     """A split with a cache in `folder`; 40 samples of 8 tokens where `how` does not say."""
-    options = {"num_samples": 40, "seq_length": 8, "seed": 1, "vocab_size": 100, "cache_path": folder / "cache"}
-    return build_split("train", sources, weights or None, bounds, **(options | how))
+    options = {"weights": None, "num_samples": 40, "seq_length": 8, "seed": 1, "vocab_size": 100}
+    return build_split("train", sources, bounds=bounds, cache_path=folder / "cache", **(options | how))
 
 
 def sources_of(*prefixes: str) -> list[DataSource]:
@@ -119,12 +95,14 @@ def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path):
     assert sources_of(prefix)[0].fingerprint != first.fingerprint
 
 
-def test_a_blend_builds_exactly_the_samples_it_takes_of_each_source(tmp_path):
-    sources = sources_of(write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50))
-    dataset = split_of(tmp_path, sources, (0.0, 1.0), 3.0, 1.0, num_samples=100)
+def test_a_blend_takes_its_shares_and_builds_no_more_of_each_source(tmp_path):
+    sources = sources_of(write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50, first_id=50))
+    dataset = split_of(tmp_path, sources, weights=(3.0, 1.0), num_samples=100)
     # 75 samples of 8 tokens are 10 epochs of a's 64 tokens and give 79; 25 are within b's one epoch of 99
     assert [len(part) for part in dataset.datasets] == [79, 99]
-    assert len(dataset) == 100
+    assert sum(int(dataset[i][0]) < 4 for i in range(len(dataset))) == 75
+    with pytest.raises(IndexError, match="sample 100 of 100"):
+        dataset[100]
 
 
 def test_the_same_split_is_built_once_and_another_anew(tmp_path):
@@ -150,13 +128,6 @@ def test_the_same_split_is_built_once_and_another_anew(tmp_path):
         assert len(cached(tmp_path)) == len(before) + 2, source.name
 
 
-def test_edges_of_a_split_are_rounded_to_the_nearest_document(tmp_path):
-    sources = sources_of(write(tmp_path / "a", documents=7))
-    parts = [split_of(tmp_path, sources, bounds) for bounds in ((0.0, 0.35), (0.35, 0.9), (0.9, 1.0))]  # 2.45, 6.3
-    documents = [{int(token) for i in range(len(part)) for token in part[i]} for part in parts]
-    assert documents == [{0, 1}, {2, 3, 4, 5}, {6}]
-
-
 def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_documents(tmp_path):
     many, few = write(tmp_path / "many", documents=50), write(tmp_path / "few", documents=7)
     sources = fit_for_split(sources_of(many, few), SPLIT)
@@ -170,11 +141,10 @@ def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_document
 @settings(max_examples=200)
 @given(lengths=st.lists(st.integers(0, 9), max_size=8), data=st.data())
 def test_a_range_of_tokens_is_that_part_of_the_line_of_documents(lengths, data):
-    line = list(range(sum(lengths)))
-    ends = list(itertools.accumulate(lengths))
+    line, ends = list(range(sum(lengths))), list(itertools.accumulate(lengths))
     start = data.draw(st.integers(0, len(line)))
     stop = data.draw(st.integers(start, len(line)))
-    part = TokenRange(Line(lengths), start, stop)
+    part = TokenRange(Lists([range(end - length, end) for end, length in zip(ends, lengths, strict=True)]), start, stop)
     read = [part.get(i).tolist() for i in range(len(part.lengths))]
     assert list(itertools.chain.from_iterable(read)) == line[start:stop]
     assert [len(ids) for ids in read] == part.lengths.tolist()
@@ -183,19 +153,6 @@ def test_a_range_of_tokens_is_that_part_of_the_line_of_documents(lengths, data):
         for offset in range(len(ids)):
             assert part.get(i, offset).tolist() == ids[offset:]
             assert part.get(i, offset, 1).tolist() == ids[offset : offset + 1]
-
-
-class Line:
-    """Sequences whose ids count up from the first's first."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = np.array(lengths, dtype=np.int32)
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        size = int(self.lengths[index]) - offset if length is None else length
-        assert 0 <= offset <= offset + size <= self.lengths[index]
-        start = int(self.lengths[:index].sum()) + offset
-        return np.arange(start, start + size)
 
 
 def test_made_up_documents_count_up_and_their_parts_are_parts_of_the_whole():

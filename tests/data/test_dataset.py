@@ -1,5 +1,6 @@
 """Flags become tokenizers and datasets, and what cannot be is said with flag and value."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megazpp.data.text import read_documents, resolve_text_paths
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TokenizerConfig
 
 
-def write(prefix: Path, *, first_id: int, documents: int = 10, length: int = 20) -> str:
+def write(prefix: Path, *, first_id: int = 0, documents: int = 10, length: int = 20) -> str:
     """Documents of ids first_id, first_id + 1, ...: document d is d times over the same id."""
     return str(write_pair(prefix, [[first_id + d] * length for d in range(documents)]))
 
@@ -33,72 +34,54 @@ def build(tmp_path: Path, said: list[str] | None = None, *, num_samples=(20, 5, 
 
 
 def ids(dataset: Any) -> set[int]:
-    return {int(token) for i in range(len(dataset)) for token in dataset[i]}
+    return {int(token) for sample in dataset for token in sample}
 
 
 def test_split_strings_are_proportions_and_others_are_refused():
-    for split, bounds in (
-        ("969, 30, 1", [0, 0.969, 0.999, 1]),
-        ("90,10", [0, 0.9, 1, 1]),
-        ("1", [0, 1, 1, 1]),
-        ("0.5/0.25/0.25", [0, 0.5, 0.75, 1]),
-        ("0,0,3", [0, 0, 0, 1]),
+    for split, ends in (
+        ("969, 30, 1", [0.969, 0.999, 1]),
+        ("90,10", [0.9, 1, 1]),
+        ("1", [1, 1, 1]),
+        ("0.5/0.25/0.25", [0.5, 0.75, 1]),
+        ("0,0,3", [0, 0, 1]),
     ):
-        parsed = parse_split(split)
-        np.testing.assert_allclose([parsed.train[0], *(edges[1] for edges in parsed)], bounds, rtol=1e-12)
-        assert (parsed.train[1], parsed.valid[1]) == (parsed.valid[0], parsed.test[0])
+        np.testing.assert_allclose(parse_split(split), [*itertools.pairwise([0, *ends])], rtol=1e-12)
     wrong = ["", "a,b,c", "90,,10", "90,-1,11", "0,0,0", "1,2,3,4", "nan,1,1", "inf,1,1", "90;10"]
     assert not not_refused([(split, f"--split '{split}' is not") for split in wrong], parse_split)
 
 
-def test_a_use_without_share_or_samples_has_no_dataset(tmp_path):
+def test_a_use_without_share_samples_or_paths_has_no_dataset(tmp_path):
     assert None not in build(tmp_path, mock_data=True, seq_length=512)
     assert not (tmp_path / "cache").exists()  # mock data need no files
-    a = write(tmp_path / "a", first_id=0)
-    built = [each is not None for each in build(tmp_path, data_path=(a,), split="6,4,0")]
-    assert built == [True, True, False]
-    built = [each is not None for each in build(tmp_path, data_path=(a,), split="6,3,1", num_samples=(3, 0, 0))]
-    assert built == [True, False, False]
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", first_id=100)
+    assert [each is not None for each in build(tmp_path, data_path=(a,), split="6,4,0")] == [True, True, False]
+    train, valid, test = build(tmp_path, train_data_path=(a,), valid_data_path=("1", b), num_samples=(20, 20, 20))
+    assert (ids(train), ids(valid), test) == ({*range(10)}, {*range(100, 110)}, None)  # all of each
+    whole = build(tmp_path, data_path=(a,), split="90,5,5")
+    alone = build(tmp_path, data_path=(a,), split="90,5,5", num_samples=(20, 0, 0))
+    assert (alone.valid, alone.test) == (None, None)
+    assert [row.tolist() for row in alone.train] == [row.tolist() for row in whole.train]  # it is cut in the same place
+    assert (ids(whole.train), ids(whole.valid), ids(whole.test)) == ({*range(9)}, {9}, {9})
 
 
 def test_a_source_with_too_few_documents_for_its_split_is_split_inside_documents(tmp_path):
     said: list[str] = []
     a = str(write_pair(tmp_path / "a", [range(100), range(100, 200)]))
     train, valid, test = build(tmp_path, said, num_samples=(19, 2, 1), data_path=(a,), split="80,12,8")
-    assert ids(train) <= set(range(160))
+    assert ids(train) <= {*range(160)}
     assert len(ids(train)) >= 153  # windows of 8 + 1 ids of the two parts
-    assert ids(valid) <= set(range(160, 184))
-    assert ids(test) <= set(range(184, 200))
+    assert ids(valid) <= {*range(160, 184)}
+    assert ids(test) <= {*range(184, 200)}
     (note,) = [line for line in said if "note:" in line]
     assert f"--split: {a} has too few documents (2)" in note
 
 
-def test_where_a_split_is_cut_does_not_depend_on_what_a_run_uses_of_it(tmp_path):
-    a = write(tmp_path / "a", first_id=0)
-    all_of_it = build(tmp_path, data_path=(a,), split="90,5,5")
-    training_alone = build(tmp_path, data_path=(a,), split="90,5,5", num_samples=(20, 0, 0))
-    assert training_alone.test is None
-    assert ids(training_alone.train) == ids(all_of_it.train) == set(range(9))
-    assert ids(all_of_it.valid) == ids(all_of_it.test) == {9}
-    assert [row.tolist() for row in training_alone.train] == [row.tolist() for row in all_of_it.train]
-
-
 def test_without_weights_every_dataset_counts_by_its_size(tmp_path):
-    a = write(tmp_path / "a", first_id=0, documents=4, length=25)  # (100 - 1) // 8 = 12 samples
+    a = write(tmp_path / "a", documents=4, length=25)  # (100 - 1) // 8 = 12 samples
     b = write(tmp_path / "b", first_id=100, documents=12, length=25)  # 37
-    train = build(tmp_path, data_path=(a, b), split="1", num_samples=(49, 0, 0)).train
-    assert sum(int(train[i][0]) < 100 for i in range(49)) == 12
-    # more than one epoch of both goes on in the same proportions
-    train = build(tmp_path, data_path=(a, b), split="1", num_samples=(490, 0, 0)).train
-    assert sum(int(train[i][0]) < 100 for i in range(490)) == 120
-
-
-def test_paths_per_split_use_all_of_each(tmp_path):
-    a, b = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=100)
-    train, valid, test = build(tmp_path, train_data_path=(a,), valid_data_path=("1", b), num_samples=(20, 20, 20))
-    assert ids(train) == set(range(10))
-    assert ids(valid) == set(range(100, 110))
-    assert test is None
+    for wanted, of_a in ((49, 12), (490, 120)):  # more than one epoch of both goes on in the same proportions
+        train = build(tmp_path, data_path=(a, b), split="1", num_samples=(wanted, 0, 0)).train
+        assert sum(int(train[i][0]) < 100 for i in range(wanted)) == of_a
 
 
 def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every_use(tmp_path):
@@ -118,32 +101,24 @@ def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every
     assert 4.0 < unigram_entropy(datasets.valid, tokenizer.vocab_size) < np.log(8000)
 
 
-def test_unigram_entropy_is_that_of_the_counts(tmp_path):
-    even = write(tmp_path / "even", first_id=3, documents=8)
-    valid = build(tmp_path, data_path=(even,), split="0,1,0").valid
-    assert unigram_entropy(valid, 257) == pytest.approx(np.log(8))
-    constant = write(tmp_path / "constant", first_id=3, documents=1)
-    blend = build(tmp_path, data_path=("1", even, "3", constant), split="0,1,0", num_samples=(0, 40, 0)).valid
-    shares = np.array([0.75 + 0.25 / 8, *[0.25 / 8] * 7])
-    assert unigram_entropy(blend, 257) == pytest.approx(-(shares * np.log(shares)).sum())
+def test_unigram_entropy_is_that_of_the_counts_in_the_proportions_of_a_blend(tmp_path):
+    even, constant = write(tmp_path / "even", documents=8), write(tmp_path / "constant", documents=1)
+    for paths, shares in (
+        ((even,), np.full(8, 1 / 8)),
+        (("1", even, "3", constant), np.array([0.75 + 0.25 / 8, *[0.25 / 8] * 7])),
+    ):
+        valid = build(tmp_path, data_path=paths, split="0,1,0", num_samples=(0, 40, 0)).valid
+        assert unigram_entropy(valid, 257) == pytest.approx(-(shares * np.log(shares)).sum())
 
 
-def test_contradictory_flags_are_refused_without_opening_a_file():
+def test_flags_that_contradict_each_other_and_too_few_or_foreign_tokens_are_refused(tmp_path):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", first_id=300)
     rows = [
         ({"mock_data": True, "text_path": ("x",)}, "--text-path and --mock-data are given"),
         ({"data_path": ("a",), "valid_data_path": ("b",)}, "--data-path and --train-data-path"),
-        ({"mock_data": True, "seq_length": 0}, "--seq-length 0"),
         ({"mock_data": True, "split": "x"}, "--split 'x'"),
-        ({"mock_data": True, "num_workers": -1}, "--num-workers -1"),
         ({"data_path": ("1", "a", "b")}, "--data-path 1 a b: give a weight before every"),
         ({"valid_data_path": ("0", "a")}, "--valid-data-path 0 a: weights must be positive"),
-    ]
-    assert not not_refused(rows, lambda flags: DataConfig(**{"seq_length": 8, **flags}))
-
-
-def test_too_few_or_foreign_tokens_are_refused_with_the_source(tmp_path):
-    a, b = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=300)
-    rows = [
         ({"data_path": (a,), "split": "1", "seq_length": 200}, "too few for one sample of --seq-length 200"),
         ({"data_path": (a,), "split": "97,2,1"}, "a (valid) has 4 tokens, too few for one sample"),
         ({"data_path": (b,), "split": "1"}, "outside the tokenizer's vocabulary of 257"),
@@ -152,8 +127,7 @@ def test_too_few_or_foreign_tokens_are_refused_with_the_source(tmp_path):
 
 
 def test_unusable_files_are_found_before_anything_is_built(tmp_path):
-    good = write(tmp_path / "good", first_id=1)
-    cache = str(tmp_path / "cache")
+    good, cache = write(tmp_path / "good"), str(tmp_path / "cache")
     (tmp_path / "junk.idx").write_bytes(b"junk")
     (tmp_path / "junk.bin").write_bytes(b"junk")
     byte_level = TokenizerConfig(tokenizer_type="NullTokenizer")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 from backports import zstd
-from helpers.refusals import not_refused, table
+from helpers.refusals import not_refused
 from pyarrow import parquet
 
 from megazpp.data.documents import (
@@ -42,10 +42,8 @@ def write_parquet(path: Path, **columns: list[object]) -> Path:
 
 
 def documents(path: Path, *keys: str, block_bytes: int = 1 << 20) -> list[tuple[str, ...] | BadLine]:
-    keys = keys or ("text",)
-    return [
-        document for block in read_blocks(path, keys, block_bytes=block_bytes) for document in parse_block(block, keys)
-    ]
+    blocks = read_blocks(path, keys or ("text",), block_bytes=block_bytes)
+    return [document for block in blocks for document in parse_block(block, keys or ("text",))]
 
 
 CONTAINERS = {
@@ -124,34 +122,17 @@ def test_a_line_that_is_no_document_is_named_and_the_others_are_read(tmp_path):
         path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line.replace(b"\n", b"") + b'\n{"text": "b"}\n')
         first, bad, last = documents(path, block_bytes=block_bytes)
         assert (first, last) == (("a",), ("b",))
-        assert isinstance(bad, BadLine), reason
-        assert (bad.path, bad.number) == (path, 3)
-        assert reason in str(bad)
-        assert str(bad).startswith(f"{path}, line 3: ")
+        assert str(bad) == f"{path}, line 3: {bad.reason}"
+        assert reason in bad.reason
     (bad,) = documents(write(tmp_path / "a.txt", b"a\nb\n\xff\n"))
-    assert isinstance(bad, BadLine)
     assert (bad.number, bad.reason[:9]) == (3, "not UTF-8")
-
-
-def test_a_line_of_ten_megabytes_is_a_document(tmp_path):
-    texts = ["a", "é" * 5_000_000, "b"]
-    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    assert documents(write(tmp_path / "a.jsonl", lines.encode()), block_bytes=1 << 16) == [(text,) for text in texts]
-
-
-def numbered_lines(count: int) -> list[bytes]:
-    return [json.dumps({"text": f"{i} {i * i} {i**3}"}).encode() + b"\n" for i in range(count)]
-
-
-def packed(content: bytes, suffix: str) -> bytes:
-    checksum = {zstd.CompressionParameter.checksum_flag: 1}
-    return gzip.compress(content) if suffix == ".gz" else zstd.compress(content, options=checksum)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path, suffix):
-    lines = numbered_lines(20_000)
-    whole = packed(b"".join(lines), suffix)
+    lines = b"".join(b'{"text": "%d %d %d"}\n' % (i, i * i, i**3) for i in range(20_000))
+    checksum = {zstd.CompressionParameter.checksum_flag: 1}
+    whole = gzip.compress(lines) if suffix == ".gz" else zstd.compress(lines, options=checksum)
     third = len(whole) // 3
     for content in (whole[:third], whole[:-1], whole[:third] + b"\xff" * 100 + whole[third + 100 :]):
         path, blocks = write(tmp_path / f"a.jsonl{suffix}", content), list[Block]()
@@ -159,7 +140,7 @@ def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path,
             blocks.extend(read_blocks(path, block_bytes=1000))
         assert len(blocks) > 40
         if content == whole[: len(content)]:
-            assert b"".join(lines).startswith(b"".join(block.content for block in blocks))
+            assert lines.startswith(b"".join(block.content for block in blocks))
     with pytest.raises(ValueError, match=r"a.txt.gz, line 1: the file cannot be read"):
         documents(write(tmp_path / "a.txt.gz", gzip.compress(b"a\n" * 10_000)[:-1]))
 
@@ -178,45 +159,39 @@ def test_the_name_and_else_the_beginning_say_what_a_file_holds(tmp_path):
         assert kind_of(write(tmp_path / name, content)) == kind, name
 
 
-def write_foreign(folder: Path) -> None:
-    """Texts in what is not read, or not under such a name."""
-    for name in ("zip.jsonl", "inside.zip"):
-        with zipfile.ZipFile(folder / name, "w") as archive:
-            archive.writestr("a.jsonl", JSON_LINES)
-    write(folder / "zip.jsonl.gz", gzip.compress((folder / "inside.zip").read_bytes()))
-    for name, pack in (("bz2.txt", bz2.compress), ("xz", lzma.compress), ("gzip.jsonl", gzip.compress)):
-        write(folder / name, pack(JSON_LINES))
-    write(folder / "zstd.txt", zstd.compress(JSON_LINES))
-    write_parquet(folder / "parquet.data", text=TEXTS)
-
-
-UNREADABLE = """
-none.jsonl | text | No such file
-folder | text | is a folder: give its files
-junk.jsonl.gz | text | gzip
-junk.jsonl.zst | text | cannot be read
-junk.parquet | text | Parquet
-zip.jsonl | text | it is neither UTF-8 text nor JSON lines: unpack an archive
-zip.jsonl.gz | text | unpack an archive
-bz2.txt | text | name a compressed file
-xz | text | name a compressed file
-gzip.jsonl | text | name a compressed file .gz
-zstd.txt | text | name a compressed file .gz or .zst
-parquet.data | text | a Parquet file .parquet
-a.parquet | text body | no column 'text', only title, body
-a.txt | text title | plain text: it has one text to a document, not text and title
-"""
-
-
 def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):
     (tmp_path / "folder").mkdir()
-    for junk in ("junk.jsonl.gz", "junk.jsonl.zst", "junk.parquet", "a.txt"):
-        write(tmp_path / junk, b"junk junk junk")
-    write_parquet(tmp_path / "a.parquet", title=["a"], body=["b"])
-    write_foreign(tmp_path)
-    check = lambda name, keys: check_readable(tmp_path / name, keys.split())  # noqa: E731
-    assert not not_refused(table(UNREADABLE), check)
-    assert not not_refused([(*row[:2], str(tmp_path / row[0])) for row in table(UNREADABLE)], check)
+    archive, zipped = tmp_path / "archive.zip", "it is neither UTF-8 text nor JSON lines: unpack an archive"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("a.jsonl", JSON_LINES)
+    rows = [
+        ("none.jsonl", None, "No such file"),
+        ("folder", None, "is a folder: give its files"),
+        ("junk.jsonl.gz", b"junk junk junk", "gzip"),
+        ("junk.jsonl.zst", b"junk junk junk", "cannot be read"),
+        ("junk.parquet", b"junk junk junk", "Parquet"),
+        ("zip.jsonl", archive.read_bytes(), zipped),
+        ("zip.jsonl.gz", gzip.compress(archive.read_bytes()), zipped),
+        ("bz2.txt", bz2.compress(JSON_LINES), "name a compressed file"),
+        ("xz", lzma.compress(JSON_LINES), "name a compressed file"),
+        ("gzip.jsonl", gzip.compress(JSON_LINES), "name a compressed file .gz"),
+        ("zstd.txt", zstd.compress(JSON_LINES), "name a compressed file .gz or .zst"),
+        ("parquet.data", write_parquet(tmp_path / "a", text=TEXTS).read_bytes(), "a Parquet file .parquet"),
+    ]
+
+    def check(name: str, content: bytes | None, *keys: str) -> None:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        check_readable(tmp_path / name, keys or ("text",))
+
+    assert not not_refused(rows, check)
+    assert not not_refused([(*row[:2], str(tmp_path / row[0])) for row in rows], check)
+    columns = write_parquet(tmp_path / "a", title=["a"], body=["b"]).read_bytes()
+    rows = [
+        ("a.parquet", columns, "text", "body", "a.parquet cannot be read: it has no column 'text', only title, body"),
+        ("a.txt", b"a", "text", "title", "a.txt is plain text: it has one text to a document, not text and title"),
+    ]
+    assert not not_refused(rows, check)
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "backports.zstd")])
@@ -228,13 +203,13 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
         check_readable(tmp_path / name, ["text"])
 
 
-def test_texts_and_records_come_one_by_one_with_columns_and_numbers_and_bad_lines_go_to_the_caller(tmp_path):
+def test_texts_and_records_come_one_by_one_with_their_numbers_and_bad_lines_go_to_the_caller(tmp_path):
     path, bad = write(tmp_path / "a.jsonl", b'{"text": "a"}\n1\n{"text": ""}\n'), []
-    assert list(read_texts(path, "text", bad.append)) == ["a", ""]
+    assert [*read_texts(path, "text", bad.append)] == ["a", ""]
     assert [line.number for line in bad] == [2]
-    first, second = {"prompt": "p", "answer": 3}, {"messages": [{"role": "user"}]}
-    lines = write(tmp_path / "b.jsonl", f"{json.dumps(first)}\n\n{json.dumps(second)}\n".encode())
-    assert [*read_records(lines, dict)] == [(1, first), (3, second)]
+    lines = write(tmp_path / "b.jsonl", b'{"prompt": "p", "answer": 3}\n\n{"messages": [{"role": "user"}]}\n')
+    first = {"prompt": "p", "answer": 3}
+    assert [*read_records(lines, dict)] == [(1, first), (3, {"messages": [{"role": "user"}]})]
     rows = write_parquet(tmp_path / "b.parquet", prompt=["p", "q"], answer=[3, None])
     assert [*read_records(rows, dict)] == [(1, first), (2, {"prompt": "q", "answer": None})]
 

@@ -7,59 +7,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.pairs import write_pair
+from helpers.pairs import Lists
 from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazpp.data.gpt_dataset import PADDING, GPTDataset, Indices, WholeText, build_indices
-from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.loader import make_padded_batch
 
 
-class Lists:
-    """Sequences in memory."""
-
-    def __init__(self, documents: Sequence[Sequence[int]]) -> None:
-        self.documents = [np.array(document, dtype=np.uint16) for document in documents]
-        self.lengths = np.array([len(document) for document in documents], dtype=np.int32)
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        return self.documents[index][offset : None if length is None else offset + length]
-
-
-def numbered(lengths: Sequence[int]) -> Lists:
-    """Documents whose ids tell where they are: document d is 100 d, 100 d + 1, ..."""
-    return Lists([[100 * d + i for i in range(length)] for d, length in enumerate(lengths)])
-
-
-def naive_sample_index(lengths: Sequence[int], num_samples: int, seq_length: int) -> list[tuple[int, int]]:
-    """Walk the line of documents id by id and note every seq_length-th."""
-    places = [(d, offset) for d, length in enumerate(lengths) for offset in range(length)]
-    return places[: num_samples * seq_length + 1 : seq_length]
-
-
 def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, seed: int) -> Indices:
-    """Megatron's rules in their own words."""
+    """Megatron's rules in their own words; the line of documents is walked id by id."""
     generator = np.random.RandomState(seed)
     per_epoch, epochs = sum(lengths), 1
     while epochs * per_epoch < num_samples * seq_length + 1:
         epochs += 1
-    total, before_last = (epochs * per_epoch - 1) // seq_length, ((epochs - 1) * per_epoch - 1) // seq_length
+    before_last, total = ((count * per_epoch - 1) // seq_length for count in (epochs - 1, epochs))
     separate = epochs > 1 and num_samples - before_last < int(0.8 * ((per_epoch - 1) // seq_length))
-
-    documents: list[int] = []
-    for n in (epochs - 1, 1) if separate else (epochs,):
-        part = np.array(list(range(len(lengths))) * n, dtype=np.int32)
-        generator.shuffle(part)
-        documents += part.tolist()
-    samples = naive_sample_index([lengths[d] for d in documents], total, seq_length)
-    shuffle: list[int] = []
-    for start, stop in ((0, before_last), (before_last, total)) if separate else ((0, total),):
-        order = np.arange(start, stop, dtype=np.uint32)
-        generator.shuffle(order)
-        shuffle += order.tolist()
-    return Indices(np.array(documents), np.array(samples), np.array(shuffle))
+    documents = [np.tile(np.arange(len(lengths)), count) for count in ((epochs - 1, 1) if separate else (epochs,))]
+    windows = [np.arange(before_last), np.arange(before_last, total)] if separate else [np.arange(total)]
+    for array in (*documents, *windows):
+        generator.shuffle(array)
+    order = np.concatenate(documents)
+    line = [(place, offset) for place, document in enumerate(order) for offset in range(lengths[document])]
+    return Indices(order, np.array(line[: total * seq_length + 1 : seq_length]), np.concatenate(windows))
 
 
 @settings(max_examples=200)
@@ -72,11 +43,10 @@ def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, see
 def test_indices_equal_the_naive_ones(lengths, num_samples, seq_length, seed):
     if sum(lengths) < seq_length + 1:
         lengths = [*lengths, seq_length + 1]
-    array = np.array(lengths, dtype=np.int32)
-    fast = build_indices(array, first=0, num_samples=num_samples, seq_length=seq_length, seed=seed)
-    slow = naive_indices(lengths, num_samples, seq_length, seed)
-    for name in Indices._fields:
-        np.testing.assert_array_equal(getattr(fast, name), getattr(slow, name), err_msg=name)
+    how = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+    fast = build_indices(np.array(lengths, dtype=np.int32), first=0, **how)
+    for ours, theirs, name in zip(fast, naive_indices(lengths, **how), Indices._fields, strict=True):
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
 # Samples wanted, then what Megatron-Core 0.16.1 built for the same five documents: documents, samples, shuffle, tokens.
@@ -99,7 +69,7 @@ GOLDEN = [
 
 
 def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents():
-    sequences = Lists([[10 * d + i for i in range(length)] for d, length in enumerate([5, 3, 9, 1, 7])])
+    sequences = Lists([range(10 * d, 10 * d + length) for d, length in enumerate([5, 3, 9, 1, 7])])
     for num_samples, documents, samples, shuffle, tokens in GOLDEN:
         dataset = GPTDataset(sequences, (0, 5), num_samples=num_samples, seq_length=4, seed=7, name="golden")
         assert dataset.indices.documents.tolist() == documents
@@ -109,20 +79,23 @@ def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents():
 
 
 def make(lengths: Sequence[int], num_samples: int | None, first: int = 0, **options: Any) -> GPTDataset:
-    """Of numbered documents; samples of 4 tokens where `options` do not say."""
+    """Of documents whose ids tell where they are: document d is 100 d, 100 d + 1, ..."""
     how = {"seq_length": 4, "seed": 3, "name": "x"} | options
-    return GPTDataset(numbered(lengths), (first, len(lengths)), num_samples=num_samples, **how)
+    documents = [range(100 * d, 100 * d + length) for d, length in enumerate(lengths)]
+    return GPTDataset(Lists(documents), (first, len(lengths)), num_samples=num_samples, **how)
 
 
-def test_samples_are_the_windows_of_the_documents_in_their_order():
-    lengths = [5, 0, 3, 9, 1, 7]
-    dataset = make(lengths, 17)
+def test_samples_are_the_windows_of_a_range_of_documents_in_their_order():
+    lengths = [9, 5, 0, 3, 9, 1, 7]
+    dataset = make(lengths, 17, first=1)
     order = dataset.indices.documents.tolist()
-    line = list(itertools.chain.from_iterable([100 * d + i for i in range(lengths[d])] for d in order))
+    assert {*order} == {*range(1, 7)}
+    line = list(itertools.chain.from_iterable(range(100 * d, 100 * d + lengths[d]) for d in order))
     for i in range(len(dataset)):
         start = 4 * int(dataset.indices.shuffle[i])
         assert dataset[i].tolist() == line[start : start + 5]
         assert dataset[i].dtype == np.int64
+    assert dataset.token_counts(700).tolist() == [int(number in line) for number in range(700)]
 
 
 def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_hardly_needed():
@@ -133,32 +106,21 @@ def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_har
         assert len(set(inputs.tolist())) == len(inputs) == 120
 
 
-def test_a_range_uses_its_own_documents_only():
-    dataset = make([9, 9, 9], 10, first=1)
-    assert {int(token) // 100 for i in range(len(dataset)) for token in dataset[i]} == {1, 2}
-    assert dataset.token_counts(300).sum() == dataset.token_counts(300)[100:].sum() == 18
-
-
-def test_cached_indices_are_the_same_and_are_not_built_again(tmp_path):
-    folder = tmp_path / "indices"
-    plain, first = make([50, 60], 40), make([50, 60], 40, cache_path=folder)
-    written = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
-    second = make([50, 60], 40, cache_path=folder)
-    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == written
+def test_indices_in_a_file_give_the_same_samples(tmp_path):
+    plain, built, read = (make([50, 60], 40, cache_path=folder) for folder in (None, tmp_path / "i", tmp_path / "i"))
     for i in range(len(plain)):
-        assert plain[i].tolist() == first[i].tolist() == second[i].tolist()
+        assert plain[i].tolist() == built[i].tolist() == read[i].tolist()
 
 
-def test_too_few_tokens_foreign_ids_and_other_samples_are_refused(tmp_path):
+def test_too_few_tokens_foreign_ids_and_other_samples_are_refused():
     make([5, 4], 1, seq_length=8)
-    foreign, window = make([9], 1, seq_length=8, vocab_size=8), whole(numbered([9]), 8, eod=None, vocab_size=8)
-    one = IndexedDataset(write_pair(tmp_path / "one", [[5]]))
+    foreign, window = make([9], 1, seq_length=8, vocab_size=8), whole([range(9)], 8, eod=None, vocab_size=8)
     rows = [
         (lambda: make([5, 3], 1, seq_length=8), "x has 8 tokens, too few for one sample of --seq-length 8 + 1"),
         (lambda: foreign[0], "x: sample 0 holds the token id 8, outside the tokenizer's vocabulary of 8"),
         (lambda: foreign.token_counts(8), "token id 8"),
         (lambda: window[0], "my: window 0 holds the token id 8, outside the tokenizer's vocabulary of 8"),
-        (lambda: whole(one, 8, eod=None), "no token that could be predicted"),
+        (lambda: whole([[5]], 8, eod=None), "no token that could be predicted"),
     ]
     assert not not_refused(rows, lambda ask: ask())
     for index in (-1, 2):
@@ -174,13 +136,13 @@ DOCUMENTS = [[1, 2, 3, EOD], [EOD], [], list(range(10, 23)), [4, 5]]
 LINE = [id_ for document in DOCUMENTS for id_ in document]
 
 
-def whole(sequences: Any, seq_length: int, eod: int | None = EOD, vocab_size: int = 100) -> WholeText:
-    return WholeText(sequences, seq_length=seq_length, eod=eod, vocab_size=vocab_size, name="my")
+def whole(documents: Any, seq_length: int, eod: int | None = EOD, vocab_size: int = 100) -> WholeText:
+    return WholeText(Lists(documents), seq_length=seq_length, eod=eod, vocab_size=vocab_size, name="my")
 
 
 def test_labels_in_order_are_all_ids():
     for eod, seq_length in itertools.product((EOD, None), (1, 3, len(LINE) - 1, len(LINE), len(LINE) + 1)):
-        text, labels = whole(Lists(DOCUMENTS), seq_length, eod), list[int]()
+        text, labels = whole(DOCUMENTS, seq_length, eod), list[int]()
         before = LINE if eod is None else [EOD, *LINE]
         for index in range(len(text) + 2):
             batch = make_padded_batch(torch.from_numpy(text[index]).unsqueeze(0), eod=EOD)
@@ -195,7 +157,7 @@ def test_labels_in_order_are_all_ids():
 
 
 def test_padding_has_no_loss_and_other_masks_stay():
-    window = torch.from_numpy(whole(Lists(DOCUMENTS), 8)[0]).unsqueeze(0)
+    window = torch.from_numpy(whole(DOCUMENTS, 8)[0]).unsqueeze(0)
     batch = make_padded_batch(window, eod=EOD, eod_mask_loss=True)
     assert batch.loss_mask[0].tolist() == [0, 1, 1, 1, 0, 0, 1, 1]
     batch = make_padded_batch(torch.tensor([[7, 8, PADDING, PADDING]]), eod=EOD)

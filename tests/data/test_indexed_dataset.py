@@ -3,10 +3,11 @@
 import os
 import struct
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
-from helpers.pairs import write_pair
+from helpers.pairs import contents, write_pair
 from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,29 +16,25 @@ from megazpp.data import indexed_dataset
 from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output, optimal_dtype
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 7]]
-
-
-def by_hand() -> tuple[bytes, bytes]:
-    """The pair for DOCUMENTS in uint16, put together from the table of the format."""
-    idx = b"MMIDIDX\x00\x00"
-    idx += b"\x01\x00\x00\x00\x00\x00\x00\x00"  # version 1
-    idx += b"\x08"  # uint16
-    idx += b"\x03\x00\x00\x00\x00\x00\x00\x00"  # 3 sequences
-    idx += b"\x04\x00\x00\x00\x00\x00\x00\x00"  # 3 documents + 1
-    idx += b"\x03\x00\x00\x00" + b"\x00\x00\x00\x00" + b"\x02\x00\x00\x00"  # lengths
-    idx += struct.pack("<qqq", 0, 6, 6)  # pointers in bytes
-    idx += struct.pack("<qqqq", 0, 1, 2, 3)  # document indices
-    return b"\x01\x00\x02\x00\x03\x00\xdb\xff\x07\x00", idx
+BINARY = b"\x01\x00\x02\x00\x03\x00\xdb\xff\x07\x00"
+INDEX = (  # put together from the table of the format
+    b"MMIDIDX\x00\x00"
+    b"\x01\x00\x00\x00\x00\x00\x00\x00"  # version 1
+    b"\x08"  # uint16
+    b"\x03\x00\x00\x00\x00\x00\x00\x00"  # 3 sequences
+    b"\x04\x00\x00\x00\x00\x00\x00\x00"  # 3 documents + 1
+    b"\x03\x00\x00\x00" + b"\x00\x00\x00\x00" + b"\x02\x00\x00\x00"  # lengths
+    + struct.pack("<qqq", 0, 6, 6)  # pointers in bytes
+    + struct.pack("<qqqq", 0, 1, 2, 3)  # document indices
+)  # fmt: skip
 
 
 def test_three_documents_are_the_bytes_laid_out_by_hand_and_read_back(tmp_path):
     prefix = write_pair(tmp_path / "a.b_text_document", DOCUMENTS)
-    binary, index = by_hand()
-    assert len(index) == 102
-    assert (tmp_path / "a.b_text_document.idx").read_bytes() == index
-    assert (tmp_path / "a.b_text_document.bin").read_bytes() == binary
-    for content in (index, index + bytes(len(DOCUMENTS))):  # as a multimodal dataset has it, too
-        (tmp_path / "a.b_text_document.idx").write_bytes(content)
+    assert len(INDEX) == 102
+    assert contents(tmp_path) == {"a.b_text_document.bin": BINARY, "a.b_text_document.idx": INDEX}
+    for index in (INDEX, INDEX + bytes(len(DOCUMENTS))):  # as a multimodal dataset has it, too
+        (tmp_path / "a.b_text_document.idx").write_bytes(index)
         dataset = IndexedDataset(prefix)
         assert [dataset.get(i).tolist() for i in range(len(dataset))] == DOCUMENTS
         assert dataset.document_indices.tolist() == [0, 1, 2, 3]
@@ -80,38 +77,29 @@ DAMAGES = [
 
 
 def test_a_damaged_pair_is_refused_with_file_and_reason(tmp_path):
-    write_pair(tmp_path / "a", DOCUMENTS)
-    binary, index = (tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()
-
     def read(name: str, content: bytes) -> None:
-        (tmp_path / "a.bin").write_bytes(binary)
-        (tmp_path / "a.idx").write_bytes(index)
+        (tmp_path / "a.bin").write_bytes(BINARY)
+        (tmp_path / "a.idx").write_bytes(INDEX)
         (tmp_path / name).write_bytes(content)
         IndexedDataset(tmp_path / "a")
 
-    rows = [("a.idx", index[:at] + data + index[at + len(data) :], reason) for at, data, reason in DAMAGES]
+    rows = [("a.idx", INDEX[:at] + data + INDEX[at + len(data) :], reason) for at, data, reason in DAMAGES]
     assert not not_refused(rows, read)
-    rows = [("a.idx", index[:size], "a.idx") for size in (0, 5, 8, 33, 34, 60, 101)]
-    rows += [("a.bin", (binary + bytes(2))[: len(binary) + change], "a.bin") for change in (-10, -2, -1, 1, 2)]
+    rows = [("a.idx", INDEX[:size], "a.idx") for size in (0, 5, 8, 33, 34, 60, 101)]
+    rows += [("a.bin", (BINARY + bytes(2))[: len(BINARY) + change], "a.bin") for change in (-10, -2, -1, 1, 2)]
     assert not not_refused(rows, read)
     assert not not_refused([(*row[:2], f"{tmp_path}/a.") for row in rows], read)
 
 
 def test_missing_files_and_directories_are_refused_by_name(tmp_path):
-    write_pair(tmp_path / "a", DOCUMENTS)
-    (tmp_path / "a.bin").unlink()
-    write_pair(tmp_path / "b", DOCUMENTS)
-    (tmp_path / "b.bin").unlink()
+    (tmp_path / "a.idx").write_bytes(INDEX)
+    (tmp_path / "b.idx").write_bytes(INDEX)
     (tmp_path / "b.bin").mkdir()
     rows = [("none", "none.idx does not exist"), ("a", "a.bin does not exist"), ("b", "b.bin is a directory")]
     assert not not_refused(rows, lambda name: IndexedDataset(tmp_path / name))
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 24])
@@ -134,27 +122,19 @@ def test_sequences_at_once_and_one_by_one_give_the_same_bytes(tmp_path, monkeypa
 
 
 def test_files_are_synced_then_named_and_the_index_comes_last(tmp_path, monkeypatch):
-    said: list[str] = []
-    sync, replace = os.fsync, os.replace
-
-    def noting_sync(descriptor: int) -> None:
-        said.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        sync(descriptor)
+    said, replace = list[str](), os.replace
 
     def noting_replace(source: Path, target: Path) -> None:
         said.append(f"name {target.name}")
         replace(source, target)
 
-    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(
+        os, "fsync", lambda file: said.append("sync " + Path(os.readlink(f"/proc/self/fd/{file}")).name)
+    )
     monkeypatch.setattr(os, "replace", noting_replace)
     write_pair(tmp_path / "a", [[1]])
-    assert said == [
-        "sync a.bin.unfinished",
-        "sync a.idx.unfinished",
-        "name a.bin",
-        "name a.idx",
-        f"sync {tmp_path.name}",
-    ]
+    synced = ["sync a.bin.unfinished", "sync a.idx.unfinished"]
+    assert said == [*synced, "name a.bin", "name a.idx", f"sync {tmp_path.name}"]
 
 
 def test_an_error_leaves_the_pair_that_was_there(tmp_path):
@@ -168,19 +148,12 @@ def test_an_error_leaves_the_pair_that_was_there(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_new_bin_never_stands_beside_an_old_index(tmp_path, monkeypatch):
+def test_a_new_bin_never_stands_beside_an_old_index(tmp_path):
     write_pair(tmp_path / "a", [[1, 2]])
-    replace = os.replace
-
-    def interrupted(source: Path, target: Path) -> None:
-        if target.suffix == ".idx":
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    interrupted = mock.patch.object(os, "replace", wraps=os.replace, side_effect=[mock.DEFAULT, KeyboardInterrupt])
+    with interrupted, pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3, 4]])
-    assert set(contents(tmp_path)) == {"a.bin"}
+    assert contents(tmp_path) == {"a.bin": b"\x03\x00\x04\x00"}
     with pytest.raises(ValueError, match=r"a\.bin exists"):  # it may be somebody's
         check_output(tmp_path / "a", overwrite=False)
     (tmp_path / "a.bin").rename(tmp_path / "a.idx")
@@ -197,7 +170,7 @@ def test_a_pair_that_is_being_written_cannot_be_written_by_another_but_leftovers
             IndexedDatasetBuilder(tmp_path / "a", "<u2")
         first.add_document([2])
         first.finalize()
-    assert set(contents(tmp_path)) == {"a.bin", "a.idx"}
-    assert (tmp_path / "a.bin").read_bytes() == b"\x01\x00\x02\x00"
+    assert contents(tmp_path).keys() == {"a.bin", "a.idx"}
+    assert contents(tmp_path)["a.bin"] == b"\x01\x00\x02\x00"
     write_pair(tmp_path / "a", [[3]])
-    assert (tmp_path / "a.bin").read_bytes() == b"\x03\x00"
+    assert contents(tmp_path)["a.bin"] == b"\x03\x00"

@@ -1,83 +1,71 @@
 """A corpus becomes the pairs that Megatron would write, the same bytes with any number of workers, or nothing."""
 
+import errno
+import itertools
 import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from helpers.pairs import contents, write_jsonl
 from helpers.refusals import not_refused
 from sentencepiece import SentencePieceProcessor
 
 from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from megazpp.data.preprocess import PreprocessConfig, PreprocessProgress, preprocess
+from megazpp.data.preprocess import PreprocessConfig, PreprocessProgress, map_in_processes, preprocess
 from megazpp.data.text import train_sentencepiece
 from megazpp.data.tokenizer import TokenizerConfig
 
 BYTES = TokenizerConfig(tokenizer_type="NullTokenizer")
-SAID: list[str] = []
 
 
-def write_jsonl(path: Path, *texts: str) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
+def run(
+    paths: Iterable[Path], out: Path, log: Callable[[str], object] = print, by: TokenizerConfig = BYTES, **flags: Any
+) -> PreprocessProgress:
+    return preprocess(PreprocessConfig(**{"input": tuple(map(str, paths)), "output_prefix": str(out)} | flags), by, log)
 
 
-def run(path: Path | list[Path], out: Path, said: list[str] | None = None, **flags: Any) -> PreprocessProgress:
-    paths = path if isinstance(path, list) else [path]
-    config = PreprocessConfig(input=tuple(map(str, paths)), output_prefix=str(out), **flags)
-    return preprocess(config, BYTES, ([] if said is None else said).append)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def pair_of(texts: list[str], folder: Path, eod: list[int]) -> dict[str, bytes]:
-    """The files of tokenized documents; one without ids has no sequence and no eod, but a place among the documents."""
-    with IndexedDatasetBuilder(folder / "expected", "<u2") as builder:
-        for text in texts:
-            builder.add_document(*([[*text.encode(), *eod]] if text else []))
-        builder.finalize()
-    return {suffix: (folder / f"expected{suffix}").read_bytes() for suffix in (".bin", ".idx")}
-
-
-@pytest.mark.parametrize("append_eod", [False, True])
-def test_the_files_are_megatrons_byte_for_byte(tmp_path, append_eod):
+def test_the_files_are_megatrons_byte_for_byte(tmp_path):
     rows = [("T1", "one"), ("", "twö"), ("T3", ""), ("T4", "four"), ("", "")]
     lines = [json.dumps({"title": title, "text": text}) for title, text in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines[:2]))
     (tmp_path / "b.jsonl").write_text("\n".join(lines[2:]))
-    out = tmp_path / "out"
-    out.mkdir()
-    inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    progress = run(inputs, out / "my.corpus", json_keys=("text", "title"), append_eod=append_eod)
-    expected = {}
-    for column, key in enumerate(("title", "text")):
-        pair = pair_of([row[column] for row in rows], tmp_path, [256] if append_eod else [])
-        expected |= {f"my.corpus_{key}_document{suffix}": content for suffix, content in pair.items()}
-    assert contents(out) == expected
-    assert (progress.documents, progress.bad_lines) == (5, 0)
-    assert progress.tokens == 17 + (6 if append_eod else 0)  # without those of empty texts
-    assert progress.text_bytes == 17
-    assert progress.disk_bytes == progress.total_disk_bytes
-    texts = IndexedDataset(out / "my.corpus_text_document")
-    assert [bytes(texts.get(i)[:3].tolist()).decode() for i in (0,)] == ["one"]
-    assert texts.document_lengths.tolist() == [3 + append_eod, 4 + append_eod, 0, 4 + append_eod, 0]
+    for name, eod in (("without", []), ("with", [256])):
+        out, expected = tmp_path / name, tmp_path / f"expected {name}"
+        out.mkdir()
+        expected.mkdir()
+        inputs = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+        progress = run(inputs, out / "my.corpus", json_keys=("text", "title"), append_eod=bool(eod))
+        for column, key in enumerate(("title", "text")):
+            with IndexedDatasetBuilder(expected / f"my.corpus_{key}_document", "<u2") as builder:
+                for row in rows:  # one without ids has no sequence and no eod, but a place among the documents
+                    builder.add_document(*([[*row[column].encode(), *eod]] if row[column] else []))
+                builder.finalize()
+        assert contents(out) == contents(expected)
+        lengths = IndexedDataset(out / "my.corpus_text_document").document_lengths
+        assert lengths.tolist() == [3 + len(eod), 4 + len(eod), 0, 4 + len(eod), 0]
+        assert (progress.documents, progress.bad_lines, progress.text_bytes) == (5, 0, 17)
+        assert progress.tokens == 17 + 6 * len(eod)  # without those of empty texts
+        assert progress.disk_bytes == progress.total_disk_bytes
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path):
     """Blocks of very different cost, so that later ones are done first; one line is bad; ids are SentencePiece's."""
     texts = [f"{i}" * (200_000 if i % 5 == 0 else 1 + i) for i in range(20)]
-    path = write_jsonl(tmp_path / "a.jsonl", *texts)
+    path, model = write_jsonl(tmp_path / "a.jsonl", *texts), tmp_path / "sp.model"
     path.write_bytes(path.read_bytes() + b"junk\n")
-    model = tmp_path / "sp.model"
     model.write_bytes(train_sentencepiece(["some text to learn from " * 20], 270))
-    tokenizer, results = TokenizerConfig(tokenizer_model=str(model)), []
+    by, results = TokenizerConfig(tokenizer_model=str(model)), []
     for workers in (1, 2, 3):
         said: list[str] = []
-        flags = {"input": (str(path),), "output_prefix": f"{tmp_path}/out", "on_error": "skip", "overwrite": True}
-        preprocess(PreprocessConfig(**flags, workers=workers), tokenizer, said.append)
+        run([path], tmp_path / "out", said.append, by, on_error="skip", overwrite=True, workers=workers)
         (skipped,) = [line for line in said if "skipped" in line]
         assert f"{path}, line 21: not JSON" in skipped
         results.append([(tmp_path / f"out_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")])
@@ -87,49 +75,43 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path):
 
 
 def test_a_bad_line_stops_the_run_or_is_counted(tmp_path):
-    path, out = write_jsonl(tmp_path / "a.jsonl", "one", "two"), tmp_path / "out"
+    path, out, said = write_jsonl(tmp_path / "a.jsonl", "one", "two"), tmp_path / "out", list[str]()
     out.mkdir()
     path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n{"txt": ""}\n{"text": "three"}\n')
     for workers in (1, 2):
         with pytest.raises(ValueError, match=r"a\.jsonl, line 3: not UTF-8.*--on-error skip"):
-            run(path, out / "x", workers=workers)
+            run([path], out / "x", workers=workers)
         assert contents(out) == {}
-    said: list[str] = []
-    progress = run(path, out / "x", said, on_error="skip")
+    progress = run([path], out / "x", said.append, on_error="skip")
     assert (progress.documents, progress.bad_lines) == (3, 2)
     assert [line.split(": ")[0] for line in said] == [f"skipped {path}, line 3", f"skipped {path}, line 4"]
-    pair = pair_of(["one", "two", "three"], tmp_path, [])
-    assert contents(out) == {f"x_text_document{suffix}": content for suffix, content in pair.items()}
+    assert bytes(IndexedDataset(out / "x_text_document").tokens.tolist()) == b"onetwothree"
 
 
 def test_what_exists_is_kept_unless_it_may_be_replaced(tmp_path):
-    path, out = write_jsonl(tmp_path / "a.jsonl", "one"), tmp_path / "out"
+    path, other, bad, out = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "bad.jsonl", "out"))
     out.mkdir()
-    run(path, out / "x")
-    before = contents(out)
-    other = write_jsonl(tmp_path / "b.jsonl", "two")
-    with pytest.raises(ValueError, match=r"x_text_document\.bin exists \(--overwrite replaces it\)"):
-        run(other, out / "x")
-    assert contents(out) == before
-    bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b"junk")
+    run([write_jsonl(path, "one")], out / "x")
+    before = contents(out)
+    with pytest.raises(ValueError, match=r"x_text_document\.bin exists \(--overwrite replaces it\)"):
+        run([write_jsonl(other, "two")], out / "x")
     with pytest.raises(ValueError, match="not JSON"):
-        run(bad, out / "x", overwrite=True)
+        run([bad], out / "x", overwrite=True)
     assert contents(out) == before
-    run(other, out / "x", overwrite=True)
+    run([other], out / "x", overwrite=True)
     assert contents(out)["x_text_document.bin"] == b"t\x00w\x00o\x00"
 
 
 def test_a_corpus_or_key_without_text_is_refused_and_leaves_nothing(tmp_path):
     path = tmp_path / "a.jsonl"
-    for content in (b"", b"\n\n", b'{"text": ""}\n', b"\xef\xbb\xbf"):
+    blank = (b"", b"\n\n", b'{"text": "", "title": ""}\n', b"\xef\xbb\xbf")
+    rows = [*((content, "text") for content in blank), (b'{"text": "one", "title": ""}\n', "title")]
+    for content, key in rows:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"--input .*a\.jsonl holds no text"):
-            run(path, tmp_path / "x")
-    path.write_text('{"text": "one", "title": ""}\n')
-    with pytest.raises(ValueError, match=r"--input .*a\.jsonl holds no title"):
-        run(path, tmp_path / "x", json_keys=("text", "title"))
-    assert set(contents(tmp_path)) == {"a.jsonl"}
+        with pytest.raises(ValueError, match=rf"--input .*a\.jsonl holds no {key}"):
+            run([path], tmp_path / "x", json_keys=("text", "title"))
+    assert contents(tmp_path).keys() == {"a.jsonl"}
 
 
 def test_wrong_flags_are_refused_before_anything_is_written(tmp_path):
@@ -147,16 +129,96 @@ def test_wrong_flags_are_refused_before_anything_is_written(tmp_path):
         ({}, TokenizerConfig(), "--tokenizer-model is missing"),
         ({"append_eod": True}, without_eod, "--append-eod: the tokenizer has no end-of-document token"),
     ]
-    usual = {"input": (str(path),), "output_prefix": str(tmp_path / "x")}
-    assert not not_refused(rows, lambda flags, by: preprocess(PreprocessConfig(**{**usual, **flags}), by, SAID.append))
+    assert not not_refused(rows, lambda flags, by: run([path], tmp_path / "x", by=by, **flags))
     assert contents(tmp_path) == before
 
 
 def test_the_time_left_follows_from_the_share_of_the_input(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
-    progress = PreprocessProgress(
-        total_disk_bytes=40, started=90.0, documents=5, tokens=20, text_bytes=30_000_000, disk_bytes=0
+    counts = {"started": 90.0, "documents": 5, "tokens": 20, "text_bytes": 30_000_000}
+    for disk_bytes, shown in (
+        (0, "0.5 docs/s, 3.00 MB/s, 2 tokens/s); 0.0% of the input, 0:00:10 gone, ? left"),
+        (10, "25.0% of the input, 0:00:10 gone, 0:00:30 left"),
+    ):
+        assert shown in str(PreprocessProgress(total_disk_bytes=40, disk_bytes=disk_bytes, **counts))
+
+
+# ---- work in other processes ------------------------------------------------------------------------------------
+
+
+def workers() -> list[Any]:
+    """Not the ranks that other tests keep."""
+    return [process for process in multiprocessing.active_children() if process.name.startswith("SpawnProcess")]
+
+
+def double_slowly_at_first(number: int) -> tuple[int, int]:
+    time.sleep(0.3 if number == 0 else 0.0)
+    return 2 * number, os.getpid()
+
+
+def send_much(number: int) -> bytes:
+    return bytes([number]) * (1 << 24)  # far more than a pipe holds
+
+
+def fail_at_three(number: int) -> float:
+    return 1 / (3 - number)
+
+
+def print_own_and_wait(_: int) -> None:
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+
+
+def test_results_come_in_order_and_who_stops_listening_ends_the_workers():
+    """Items are not read far ahead, so there may be endlessly many."""
+    taken = itertools.count()
+    results = map_in_processes(double_slowly_at_first, taken, 2)
+    found = [next(results)]
+    assert next(taken) <= 8  # which takes one itself
+    found += [next(results) for _ in range(30)]
+    numbers, pids = zip(*found, strict=True)
+    assert numbers[:6] == (0, 2, 4, 6, 8, 10)
+    assert [*numbers] == sorted(numbers)
+    assert len({*pids} - {os.getpid()}) == len(workers()) == 2
+    results.close()
+    assert workers() == []
+
+
+def test_workers_killed_while_they_hand_over_much_are_noticed():
+    results = map_in_processes(send_much, range(100), 2)
+    next(results)
+    for process in workers():
+        process.kill()
+    with pytest.raises(ValueError, match="--workers: one was killed"):
+        list(results)
+    assert workers() == []
+
+
+def test_exceptions_and_full_disks_of_workers_are_told(monkeypatch):
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(map_in_processes(fail_at_three, range(9), 1))
+    assert "in fail_at_three" in str(caught.value.__cause__)
+
+    def full(self: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ValueError, match=r"--workers: .*/0: No space left on device; TMPDIR names another folder"):
+        list(map_in_processes(fail_at_three, range(9), 1))
+
+
+def test_workers_end_with_a_main_process_that_is_killed(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(
+        "from test_preprocess import map_in_processes, print_own_and_wait\n"
+        "if __name__ == '__main__':\n"
+        "    list(map_in_processes(print_own_and_wait, range(1), 1))\n"
     )
-    assert "0.5 docs/s, 3.00 MB/s, 2 tokens/s); 0.0% of the input, 0:00:10 gone, ? left" in str(progress)
-    progress.disk_bytes = 10
-    assert "25.0% of the input, 0:00:10 gone, 0:00:30 left" in str(progress)
+    paths = [str(Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as main:
+        assert main.stdout is not None
+        worker = int(main.stdout.readline())
+        os.kill(worker, 0)  # it lives
+        main.kill()
+        assert main.stdout.read() == ""  # nobody holds its output open any more

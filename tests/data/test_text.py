@@ -1,11 +1,11 @@
 """Text becomes documents, a tokenizer and a dataset, once per content, and says when it is too little."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.pairs import write_jsonl
 from helpers.refusals import not_refused
 
 from megazpp.data.indexed_dataset import IndexedDataset
@@ -20,11 +20,6 @@ from megazpp.data.text import (
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
 
 TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
-
-
-def write_jsonl(path: Path, *texts: str) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
 
 
 def test_the_shipped_corpus_is_one_chapter_a_document():
@@ -48,11 +43,9 @@ def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path):
     assert tokenize(write_jsonl(tmp_path / "renamed.jsonl", "one")) == first
     assert said == ["tokenizing a.jsonl"]
     second = tokenize(write_jsonl(tmp_path / "a.jsonl", "two"))
-    assert second != first
-    assert bytes(IndexedDataset(second).get(0)[:3]) != bytes(IndexedDataset(first).get(0)[:3])
+    assert [bytes(IndexedDataset(pair).get(0)[:3].tolist()) for pair in (first, second)] == [b"one", b"two"]
     # the same bytes in a file that is not JSON lines are another document
-    (tmp_path / "a.txt").write_bytes((tmp_path / "a.jsonl").read_bytes())
-    assert tokenize(tmp_path / "a.txt") != second
+    assert tokenize((tmp_path / "a.jsonl").rename(tmp_path / "a.txt")) != second
 
 
 def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tmp_path):
@@ -61,11 +54,10 @@ def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tm
     def train(size: int) -> SentencePieceTokenizer:
         return cached_sentencepiece([path], size, cache_dir=tmp_path / "cache", log=said.append)
 
-    assert train(280).identity == train(280).identity
-    assert len(said) == 1
-    assert train(281).identity != train(280).identity
+    assert train(280).identity == train(280).identity != train(281).identity
     assert len(said) == 2
     assert len(train(281).encode("abracadabra" * 10)) < 50
+    assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)  # so nodes have the same
 
 
 def test_a_malformed_line_is_refused_with_flag_file_and_line(tmp_path):
@@ -77,21 +69,15 @@ def test_a_malformed_line_is_refused_with_flag_file_and_line(tmp_path):
 
 
 def test_missing_files_directories_and_empty_corpora_are_refused(tmp_path):
-    rows = [
-        (str(tmp_path / "none"), "none does not exist"),
-        (str(tmp_path), "is a directory"),
-        ("builtin:hamlet", "builtin:hamlet: there is no such corpus; there are builtin:moby_dick"),
-    ]
-    assert not not_refused(rows, lambda value: resolve_text_paths([value]))
     empty, common = [write_jsonl(tmp_path / "empty.jsonl")], {"cache_dir": tmp_path, "log": print}
-    rows = [(cached_indexed_dataset, ByteTokenizer(), "empty.jsonl holds no text")]
-    rows += [(cached_sentencepiece, 300, "--text-path empty.jsonl holds no text")]
-    assert not not_refused(rows, lambda build, by: build(empty, by, **common))
-
-
-def test_training_twice_gives_the_same_bytes():
-    assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)
-    assert train_sentencepiece([TEXT], 299) != train_sentencepiece([TEXT], 300)
+    rows = [
+        (lambda: resolve_text_paths([f"{tmp_path}/none"]), "none does not exist"),
+        (lambda: resolve_text_paths([f"{tmp_path}"]), "is a directory"),
+        (lambda: resolve_text_paths(["builtin:hamlet"]), "there is no such corpus; there are builtin:moby_dick"),
+        (lambda: cached_indexed_dataset(empty, ByteTokenizer(), **common), "empty.jsonl holds no text"),
+        (lambda: cached_sentencepiece(empty, 300, **common), "--text-path empty.jsonl holds no text"),
+    ]
+    assert not not_refused(rows, lambda ask: ask())
 
 
 def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_own_files_and_lines():

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 import transformers
 from helpers.hf_models import write_llama_tokenizer
+from helpers.pairs import write_jsonl
 from helpers.refusals import not_refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -52,11 +53,13 @@ def one_of_each(sentencepiece_model, byte_level_bpe) -> list[Tokenizer]:
     return [SentencePieceTokenizer(sentencepiece_model), HFTokenizer(byte_level_bpe.to_str()), ByteTokenizer()]
 
 
-def load(folder: Path, **flags: Any) -> Tokenizer:
+def flags_of(folder: Path, **flags: Any) -> TokenizerConfig:
+    return dataclasses.replace(find_tokenizer(folder), **flags)
+
+
+def load(folder: Path, **flags: Any) -> Any:
     """The tokenizer of a Hugging Face folder."""
-    tokenizer = load_tokenizer(dataclasses.replace(find_tokenizer(folder), **flags))
-    assert tokenizer is not None
-    return tokenizer
+    return load_tokenizer(flags_of(folder, **flags))
 
 
 @settings(max_examples=100)
@@ -95,33 +98,31 @@ def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model, byt
 
 
 def test_flags_choose_the_tokenizer(tmp_path, sentencepiece_model, byte_level_bpe):
-    (tmp_path / "spm.model").write_bytes(sentencepiece_model)
-    (tmp_path / "tokenizer.json").write_text(byte_level_bpe.to_str(), encoding="utf-8")
+    model, definition = tmp_path / "spm.model", tmp_path / "tokenizer.json"
+    model.write_bytes(sentencepiece_model)
+    definition.write_text(byte_level_bpe.to_str(), encoding="utf-8")
     byte_level_bpe.save_model(str(tmp_path))
-
-    def chosen(**flags: str) -> object:
-        return load_tokenizer(TokenizerConfig(**flags))  # type: ignore[arg-type]
-
-    assert chosen() is None
-    assert chosen(tokenizer_type="SentencePieceTokenizer") is None  # to be trained
-    assert isinstance(chosen(tokenizer_type="NullTokenizer"), ByteTokenizer)
-    for kind in ({}, {"tokenizer_type": "GPTSentencePieceTokenizer"}):
-        assert isinstance(chosen(tokenizer_model=str(tmp_path / "spm.model"), **kind), SentencePieceTokenizer)
-    for model in (tmp_path, tmp_path / "tokenizer.json"):
-        assert isinstance(chosen(tokenizer_model=str(model)), HFTokenizer)
-    gpt2 = chosen(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt"))
-    assert isinstance(gpt2, HFTokenizer)
-    assert gpt2.encode(TEXT) == byte_level_bpe.encode(TEXT).ids
-    assert gpt2.eod == 0
+    for flags, kind in (
+        ({}, None),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, None),  # to be trained
+        ({"tokenizer_type": "NullTokenizer"}, ByteTokenizer),
+        ({"tokenizer_model": str(model)}, SentencePieceTokenizer),
+        ({"tokenizer_model": str(model), "tokenizer_type": "GPTSentencePieceTokenizer"}, SentencePieceTokenizer),
+        ({"tokenizer_model": str(tmp_path)}, HFTokenizer),
+        ({"tokenizer_model": str(definition)}, HFTokenizer),
+        ({"vocab_file": f"{tmp_path}/vocab.json", "merge_file": f"{tmp_path}/merges.txt"}, HFTokenizer),
+    ):
+        tokenizer = load_tokenizer(TokenizerConfig(**flags))
+        assert isinstance(tokenizer, kind or type(None)), flags
+    assert (tokenizer.encode(TEXT), tokenizer.eod) == (byte_level_bpe.encode(TEXT).ids, 0)
 
 
 def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "money": 5}, "[UNK]"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert load(tmp_path).eod == 1
-    for eos in ("money", {"content": "money", "lstrip": False}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-        assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (5, 6)  # ids have holes
+    for description, eod in (({}, 1), ({"eos_token": "money"}, 5), ({"eos_token": {"content": "money"}}, 5)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(description))
+        assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (eod, 6)  # ids have holes
 
 
 def test_unusable_tokenizers_are_refused_with_flag_and_reason(tmp_path):
@@ -145,7 +146,6 @@ def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(one_of_each, byte_le
     without = json.loads(byte_level_bpe.to_str()) | {"added_tokens": []}  # in the vocabulary, but not looked for
     for tokenizer in (*one_of_each, HFTokenizer(json.dumps(without))):
         name = tokenizer.eod_name
-        assert name is not None
         ids, spans = tokenizer.encode_spans(f"money{name}never{name}")
         money, never = tokenizer.encode("money"), tokenizer.encode("never")
         assert tokenizer not in one_of_each or tokenizer.decode([*money, tokenizer.eod]) == "money"
@@ -199,21 +199,18 @@ def test_a_folder_gives_transformers_ids(tmp_path, byte_level_bpe):
         assert (ours.identity != plain.identity) == (ids != bare)
 
 
-@pytest.mark.parametrize("files", ["tokenizer.json", "tokenizer.model"])
-def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_path, files):
-    folder = tmp_path / "spm"
-    folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(train_sentencepiece(iter([TEXT]), 288, model_type="bpe"))
+def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(iter([TEXT]), 288, model_type="bpe"))
     description = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<eod>", "add_prefix_space": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(description | BOTH | {"eos_token": "<eod>"}))
-    if files == "tokenizer.json":  # as transformers saves it
-        transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load(folder)
-    assert [line[:24] for line in find_differences(ours)] == ["of tokenizer.model alone"] * (files != "tokenizer.json")
-    for text in ("Call me", "never mind", ""):
-        ids = theirs(text)["input_ids"]
-        assert ours.encode(text) == ids
-        assert len(ids) == len(theirs(text, add_special_tokens=False)["input_ids"]) + 2
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(description | BOTH | {"eos_token": "<eod>"}))
+    for differences in (["of tokenizer.model alone"], []):
+        theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load(tmp_path)
+        assert [line[:24] for line in find_differences(ours)] == differences
+        for text in ("Call me", "never mind", ""):
+            ids = theirs(text)["input_ids"]
+            assert ours.encode(text) == ids
+            assert len(ids) == len(theirs(text, add_special_tokens=False)["input_ids"]) + 2
+        theirs.save_pretrained(tmp_path)  # with a tokenizer.json
 
 
 def test_a_truncating_call_before_save_pretrained_cuts_and_pads_nothing_here(tmp_path):
@@ -232,31 +229,27 @@ def test_a_truncating_call_before_save_pretrained_cuts_and_pads_nothing_here(tmp
 
 
 def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_refused(tmp_path):
-    folder = write_llama_tokenizer(tmp_path / "their", TEXT)
-    (tmp_path / "a.jsonl").write_text('{"text": "Call me"}\n{"text": ""}\n{"text": "money"}\n')
-    lines: list[str] = []
-    for name, adds in (("with", True), ("without", False)):
-        config = TokenizerConfig(tokenizer_model=str(folder), add_special_tokens=adds)
-        tokenizer = load_tokenizer(config)
-        assert tokenizer is not None
-        source = PreprocessConfig(
-            input=(str(tmp_path / "a.jsonl"),), output_prefix=str(tmp_path / name), append_eod=True
-        )
+    folder, texts = write_llama_tokenizer(tmp_path / "their", TEXT), tmp_path / "a.jsonl"
+    write_jsonl(texts, "Call me", "", "money")
+    for adds, note, refusal in (
+        (True, "note: texts get the special tokens [1] before them", "all texts begin with"),
+        (False, "--no-add-special-tokens: texts do not get the special tokens [1] before them", "no text begins with"),
+    ):
+        out, lines = tmp_path / f"{adds}_text_document", list[str]()
+        tokenizer, config = load(folder, add_special_tokens=adds), flags_of(folder, add_special_tokens=adds)
+        source = PreprocessConfig(input=(str(texts),), output_prefix=f"{tmp_path}/{adds}", append_eod=True)
         preprocess(source, config, lines.append)
-        written = IndexedDataset(tmp_path / f"{name}_text_document")
+        written = IndexedDataset(out)
         ids = [written.get(i).tolist() for i in range(len(written))]
         assert ids == [[*tokenizer.encode(text), 2] for text in ("Call me", "money")]
         assert [document[0] == 1 for document in ids] == [adds, adds]
+        assert note in lines[0]
         write_indexed_dataset(iter(["Call me", "money"]), tokenizer, tmp_path / "streamed")
         assert (tmp_path / "streamed.bin").read_bytes() == written.bin_path.read_bytes()
-        data = DataConfig(data_path=(str(tmp_path / f"{name}_text_document"),), seq_length=8)
+        data = DataConfig(data_path=(str(out),))
         check_inputs(data, config)
-        other = dataclasses.replace(config, add_special_tokens=not adds)
-        with pytest.raises(ValueError, match=r"--no-add-special-tokens") as refused:
-            check_inputs(data, other)
-        assert f"{name}_text_document" in str(refused.value)
-    assert "texts get the special tokens [1] before them" in lines[0]
-    assert "--no-add-special-tokens: texts do not get the special tokens [1] before them" in lines[1]
+        with pytest.raises(ValueError, match=f"{out}: {refusal} the special tokens"):
+            check_inputs(data, flags_of(folder, add_special_tokens=not adds))
 
 
 def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(tmp_path, byte_level_bpe):
@@ -267,10 +260,9 @@ def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(tmp_path, byte_l
     ids = IndexedDataset(tmp_path / "a").get(0).tolist()
     assert ids == tokenizer.encode("money")
     assert ids[0] == ids[-1] == tokenizer.eod != ids[-2]
-    tokenizer.marks = Marks([], [7, 0], used=True)
-    assert document_end(tokenizer) == []
-    tokenizer.marks = Marks([], [0, 7], used=True)
-    assert document_end(tokenizer) == [0]
+    for after, end in (([7, 0], []), ([0, 7], [0])):
+        tokenizer.marks = Marks([], after, used=True)
+        assert document_end(tokenizer) == end
 
 
 def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path):

@@ -1,9 +1,18 @@
-"""A .bin/.idx pair with given documents."""
+"""Documents where the data path reads them: JSON lines, a .bin/.idx pair, memory."""
 
+import itertools
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder
+
+
+def write_jsonl(path: Path, *texts: str) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
 
 
 def write_pair(prefix: Path, documents: Iterable[Sequence[int]], dtype: str = "<u2") -> Path:
@@ -13,3 +22,20 @@ def write_pair(prefix: Path, documents: Iterable[Sequence[int]], dtype: str = "<
             builder.add_document(document)
         builder.finalize()
     return prefix
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Lists:
+    """Sequences in memory; as in a file, neighbours' ids lie before and after a document's."""
+
+    def __init__(self, documents: Sequence[Sequence[int]]) -> None:
+        self.lengths = np.array([len(document) for document in documents], dtype=np.int32)
+        self._ids = np.array([*itertools.chain.from_iterable(documents)], dtype=np.int64)
+        self._ends = np.cumsum(self.lengths)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        start = int(self._ends[index] - self.lengths[index]) + offset
+        return self._ids[start : self._ends[index] if length is None else start + length]
