@@ -2,15 +2,15 @@
 
 from helpers.refusals import not_refused
 
-from megazpp.optim.loss_scale import DynamicLossScale, LossScaleConfig, build_loss_scaler
+from megazpp.optim.loss_scale import DynamicLossScale, LossScaleConfig, LossScaler, build_loss_scaler
 
 CONFIG = LossScaleConfig(initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale_window=3.0, hysteresis=2)
 
 
-def scales(outcomes: str) -> list[float]:
-    """The scale after each step; "." is a good one, "x" an overflow."""
-    scaler = DynamicLossScale(CONFIG)
-    history = []
+def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
+    """The scale before and after each step; "." is a good one, "x" an overflow."""
+    scaler = scaler or DynamicLossScale(CONFIG)
+    history = [scaler.scale]
     for outcome in outcomes:
         scaler.update(outcome == "x")
         history.append(scaler.scale)
@@ -18,38 +18,32 @@ def scales(outcomes: str) -> list[float]:
 
 
 def test_the_dynamic_scale_is_megatrons():
-    assert scales("......") == [16, 16, 32, 32, 32, 64]  # doubles after each window
-    assert scales("xxxx") == [16, 8, 4, 2]  # one overflow is forgiven, then each one halves
-    assert scales("xxxxxx") == [16, 8, 4, 2, 2, 2]  # never below the minimum
-    assert scales("x.x") == [16, 16, 8]  # a good step does not restore the hysteresis
-    assert scales("x...x") == [16, 16, 16, 32, 32]  # a grown scale does
-    assert scales("..x...") == [16, 16, 16, 16, 16, 32]  # an overflow starts the window again
+    assert scales("......") == [16, 16, 16, 32, 32, 32, 64]  # doubles after each window
+    assert scales("xxxxxx") == [16, 16, 8, 4, 2, 2, 2]  # one overflow is forgiven; never below the minimum
+    assert scales("x.x") == [16, 16, 16, 8]  # a good step does not restore the hysteresis
+    assert scales("x...x") == [16, 16, 16, 16, 32, 32]  # a grown scale does
+    assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]  # an overflow starts the window again
 
 
 def test_a_saved_scale_continues_as_if_it_had_not_stopped():
     outcomes = "..xx....x..x...xx."
-    straight = scales(outcomes)
     for cut in range(len(outcomes)):
         before, after = DynamicLossScale(CONFIG), DynamicLossScale(CONFIG)
-        for outcome in outcomes[:cut]:
-            before.update(outcome == "x")
+        scales(outcomes[:cut], before)
         after.load_state_dict(before.state_dict())
-        for outcome in outcomes[cut:]:
-            after.update(outcome == "x")
-        assert after.scale == straight[-1]
+        assert scales(outcomes[cut:], after) == scales(outcomes)[cut:]
 
 
 def test_fp16_alone_scales_dynamically_from_two_to_the_32_and_a_constant_scale_does_not_move():
-    for constant, fp16, first, later in (
-        (128.0, True, 128.0, 128.0),
-        (None, True, 2.0**32, 2.0**31),
-        (None, False, 1, 1),
+    for constant, fp16, expected in (
+        (128.0, True, [128.0, 128.0]),
+        (None, True, [2.0**32, 2.0**31]),
+        (None, False, [1, 1]),
     ):
         scaler = build_loss_scaler(LossScaleConfig(loss_scale=constant, hysteresis=1), fp16=fp16)
-        assert scaler.scale == first
-        scaler.update(True)
+        assert scales("x", scaler) == expected
         scaler.load_state_dict(scaler.state_dict())
-        assert scaler.scale == later
+        assert scaler.scale == expected[-1]
 
 
 def test_values_that_cannot_work_are_refused():

@@ -1,4 +1,7 @@
-"""Parameter groups, the update on sharded parameters, and what is refused."""
+"""Parameter groups and rates; what torch's and apex's optimizers (with a stand-in for its kernels) do to shards."""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,37 +11,65 @@ from helpers.sharded import full_state, one_process_model, sharded_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megazpp.optim import optimizer as optimizers
+from megazpp.optim.apex import check_apex
 from megazpp.optim.clip import divide_grads_
-from megazpp.optim.optimizer import (
-    OptimizerConfig,
-    build_optimizer,
-    parameter_groups,
-    set_rates_,
-    skips_on_device,
-    update_,
-)
+from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, parameter_groups, set_rates_, update_
 
 CPU = torch.device("cpu")
-STEPS = 3
 
 
-def train(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    """Three steps whose gradient is the parameter itself."""
-    config = OptimizerConfig(optimizer=kind, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, sgd_momentum=0.7)
-    optimizer = build_optimizer(model.named_parameters(), config, CPU)
-    for step in range(1, STEPS + 1):
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach().clone()
-        set_rates_(optimizer, learning_rate=0.1 / step, weight_decay=0.1 * step)
+class FakeFusedAdam(torch.optim.AdamW):
+    """apex's interface (step count in the group, moments in the state), and like its kernels no DTensors."""
+
+    def __init__(self, params, lr, betas, eps, adam_w_mode):
+        assert adam_w_mode
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+
+    def step(self):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                assert p.numel() > 0
+                assert not any(isinstance(x, DTensor) for x in (p.data, p.grad, *self.state[p].values()))
+                self.state[p]["step"] = torch.tensor(float(group["step"]))
+            group["step"] += 1
+        super().step()
+
+
+def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    """The optimizer "adam", "sgd" or "apex"."""
+    name, backend = ("adam", "apex") if kind == "apex" else (kind, "torch")
+    constants = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "sgd_momentum": 0.7}
+    config = OptimizerConfig(optimizer=name, optimizer_backend=backend, **constants)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=FakeFusedAdam))
+        patch.setattr(optimizers, "check_apex", lambda device_type: None)
+        return build_optimizer(model.named_parameters(), config, CPU)
+
+
+def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> None:
+    """Rates, and gradients that are the parameters."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    set_rates_(optimizer, learning_rate=0.1 / step, weight_decay=0.1 * step)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for step in (1, 2, 3):
+        prepare(model, optimizer, step)
         optimizer.step()
     return optimizer
 
 
-def compare_with_one_process(kind: str, tp: int, replicas: int) -> bool:
+def compare_with_one_process(kind: str, tp: int) -> bool:
     """Train the sharded model and the whole one; returns True if a shard of this rank is empty."""
-    whole, (model, _) = one_process_model(), sharded_model(tp, replicas)
-    train(whole, kind)
-    assert bool(train(model, kind).defaults["fused"]) == (kind == "adam")
+    whole, (model, _) = one_process_model(), sharded_model(tp, 1)
+    train(whole, build(whole, "sgd" if kind == "sgd" else "adam"))
+    optimizer = train(model, build(model, kind))
+    assert bool(optimizer.defaults.get("fused")) == (kind == "adam")
+    if kind == "apex":
+        assert all(isinstance(moment, DTensor) for state in optimizer.state.values() for moment in state.values())
+        assert [group["step"] for group in optimizer.param_groups] == [3, 3]
     for name, parameter in whole.named_parameters():
         ours = model.get_parameter(name).detach().full_tensor()
         # vector and scalar tails of the fused kernel may round differently
@@ -46,29 +77,26 @@ def compare_with_one_process(kind: str, tp: int, replicas: int) -> bool:
     return any(parameter.to_local().numel() == 0 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("kind", "tp", "replicas"), [("adam", 2, 1), ("sgd", 4, 1), ("adam", 1, 2), ("sgd", 1, 1)])
-def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(kind, tp, replicas):
-    assert any(ranks(4).run(compare_with_one_process, kind, tp, replicas)) == (tp < 4)
+@pytest.mark.parametrize(("kind", "tp"), [("adam", 2), ("sgd", 4), ("sgd", 1), ("apex", 1), ("apex", 2)])
+def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(kind, tp):
+    assert any(ranks(4).run(compare_with_one_process, kind, tp)) == (tp < 4)
 
 
 def compare_with_torch(tp: int, replicas: int) -> None:
     """Both load what the other has saved, too; ours runs on local tensors and divides gradients inside the step."""
     model, theirs = (sharded_model(tp, replicas)[0] for _ in range(2))
-    config = OptimizerConfig(weight_decay=0.1)
-    optimizer = build_optimizer(model.named_parameters(), config, CPU)
+    optimizer, divisor = build(model, "adam"), torch.tensor(3.7)
     groups = parameter_groups(theirs.named_parameters(), 0.1)
-    reference = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8, fused=True)
+    reference = torch.optim.AdamW(groups, lr=0.0, betas=(0.8, 0.95), eps=1e-8, fused=True)
     for swaps in (False, True):
         if swaps:
             saved = optimizer.state_dict()
             optimizer.load_state_dict(reference.state_dict())
             reference.load_state_dict(saved)
-        for each, step in ((model, optimizer), (theirs, reference)):
-            for parameter in each.parameters():
-                parameter.grad = parameter.detach().clone()
-            set_rates_(step, learning_rate=0.1, weight_decay=0.1)
-        update_(optimizer, torch.tensor(3.7))
-        divide_grads_(theirs.parameters(), torch.tensor(3.7))
+        prepare(model, optimizer)
+        prepare(theirs, reference)
+        update_(optimizer, divisor)
+        divide_grads_(theirs.parameters(), divisor)
         reference.step()
         torch.testing.assert_close(full_state(model, optimizer), full_state(theirs, reference), rtol=0, atol=0)
     moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
@@ -80,47 +108,47 @@ def test_torch_s_update_of_divided_gradients_has_the_same_bits_and_the_same_stat
     ranks(4).run(compare_with_torch, tp, replicas)
 
 
-def skip_a_step() -> None:
-    """A step with found_inf changes nothing, and the next one goes on as if there had been none."""
+def test_only_the_fused_adam_skips_without_the_host():
+    adam, sgd = (build(nn.Linear(3, 2), kind) for kind in ("adam", "sgd"))
+    assert [optimizers.skips_on_device(each) for each in (adam, sgd)] == [True, False]
+    with pytest.raises(AssertionError, match="cannot skip a step by itself"):
+        update_(sgd, torch.tensor(1.0), torch.tensor(0.0))
+
+
+def test_apex_s_saved_state_continues_where_it_was():
     ends = []
-    for skips in (True, False):
-        model, _ = sharded_model(2, 1)
-        optimizer = train(model, "adam")
-        before = full_state(model, optimizer)
-        if skips:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, float("nan"))
-            update_(optimizer, torch.tensor(float("nan")), torch.tensor(1.0))
-            torch.testing.assert_close(full_state(model, optimizer), before, rtol=0, atol=0)
-        for parameter in model.parameters():
-            parameter.grad = parameter.detach().clone()
-        update_(optimizer, torch.tensor(1.0), torch.tensor(0.0))
-        ends.append(full_state(model, optimizer))
+    for resumes in (True, False):
+        model = one_process_model()
+        optimizer = train(model, build(model, "apex"))
+        if resumes:
+            saved, optimizer = optimizer.state_dict(), build(model, "apex")
+            optimizer.load_state_dict(saved)
+        train(model, optimizer)
+        ends.append([p.detach() for p in model.parameters()])
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-def test_with_found_inf_weights_moments_and_the_step_count_stay_as_they_are():
-    ranks(4).run(skip_a_step)
-
-
-def linear_optimizer(kind: str) -> torch.optim.Optimizer:
-    return build_optimizer(nn.Linear(3, 2).named_parameters(), OptimizerConfig(optimizer=kind), CPU)
-
-
-def test_only_the_fused_adam_skips_without_the_host():
-    adam, sgd = map(linear_optimizer, ("adam", "sgd"))
-    assert [skips_on_device(each) for each in (adam, sgd)] == [True, False]
-    with pytest.raises(AssertionError, match="cannot skip a step by itself"):
-        update_(sgd, torch.tensor(1.0), torch.tensor(0.0))
+def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
+    missing = "apex.optimizers.FusedAdam is not importable"
+    assert not not_refused([("cpu", "--optimizer-backend apex needs a CUDA device, this run is on cpu")], check_apex)
+    assert not not_refused([("cuda", missing), ("cuda", "or use --optimizer-backend torch")], check_apex)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "apex" / "optimizers").mkdir(parents=True)
+    # the package of that name on PyPI, which must not be imported
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+    assert not not_refused([("cuda", missing)], check_apex)
+    (tmp_path / "apex" / "optimizers" / "fused_adam.py").touch()
+    assert not not_refused([("cuda", "amp_C is not installed")], check_apex)
+    (tmp_path / "amp_C.py").touch()
+    check_apex("cuda")
 
 
 def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_decay():
     model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3), "embedding": nn.Embedding(4, 3)})
     odd = nn.Parameter(torch.zeros(2, 2))
     decayed, exempt = parameter_groups([*model.named_parameters(), ("odd.bias", odd)], weight_decay=0.3)
-    assert {id(p) for p in decayed["params"]} == {id(model["linear"].weight), id(model["embedding"].weight)}
-    rest = (model["linear"].bias, model["norm"].weight, model["norm"].bias, odd)
-    assert {id(p) for p in exempt["params"]} == set(map(id, rest))
+    assert {*map(id, decayed["params"])} == {id(model["linear"].weight), id(model["embedding"].weight)}
+    assert {*map(id, exempt["params"])} == {*map(id, (model["linear"].bias, *model["norm"].parameters(), odd))}
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.3, 0.0)
     model["linear"].bias.requires_grad_(False)  # frozen parameters and empty groups are left out
     (only,) = parameter_groups(model["linear"].named_parameters(), weight_decay=0.1)
@@ -128,12 +156,11 @@ def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_d
 
 
 def test_rates_are_scaled_by_the_groups_multiples():
-    optimizer = linear_optimizer("adam")
+    optimizer = build(nn.Linear(3, 2), "adam")
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
     optimizer.param_groups[1]["lr_mult"] = 3.0
     set_rates_(optimizer, learning_rate=0.25, weight_decay=0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.75]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.25, 0.5), (0.75, 0.0)]
 
 
 def test_values_that_cannot_work_are_refused():
@@ -149,7 +176,7 @@ def test_values_that_cannot_work_are_refused():
 @pytest.mark.gpu
 def test_the_fused_optimizer_on_a_gpu_agrees_with_the_cpu():
     on_cpu, on_gpu = one_process_model(), one_process_model().cuda()
-    train(on_cpu, "adam")
-    train(on_gpu, "adam")
+    for model in (on_cpu, on_gpu):
+        train(model, build(model, "adam"))
     for ours, theirs in zip(on_gpu.parameters(), on_cpu.parameters(), strict=True):
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-6)

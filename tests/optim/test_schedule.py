@@ -33,7 +33,7 @@ RATES = [  # flags, and rates by consumed samples
     ({"lr_warmup_fraction": 0.25, "lr_decay_iters": 40}, {50: 0.5}),
     ({"lr_warmup_fraction": 0.0125}, {12: 12 / 12.5}),
     # cosine: 0.5 * (cos(pi * ratio) + 1) is 3/4 at a third of the way, 1/2 at half
-    (COSINE, {400: 0.1 + 0.75 * 0.9, 550: 0.55, 1001: 0.1}),
+    (COSINE, {100: 1.0, 400: 0.1 + 0.75 * 0.9, 550: 0.55, 1001: 0.1}),
     # constant never falls
     (CONSTANT, {50: 0.5, 9999: 1.0}),
     # inverse square root: sqrt(warm-up / consumed), bounded below, and the floor after the decay length
@@ -50,10 +50,9 @@ RATES = [  # flags, and rates by consumed samples
 
 
 def test_the_learning_rate_is_megatrons():
-    for flags, rates in RATES:
-        for consumed, expected in rates.items():
-            rate = schedule(**flags).learning_rate(consumed)
-            assert rate == pytest.approx(expected, rel=1e-12, abs=1e-15), (flags, consumed)
+    for flags, expected in RATES:
+        curve = schedule(**flags)
+        assert {n: curve.learning_rate(n) for n in expected} == pytest.approx(expected, rel=1e-12, abs=1e-15), flags
 
 
 def test_lengths_in_samples_give_the_same_curve_as_in_iterations():
@@ -71,17 +70,7 @@ def test_the_weight_decay_ramp_is_megatrons():
     ):
         ramp = {"weight_decay_incr_style": style, "start_weight_decay": 0.1, "end_weight_decay": 0.3}
         found = schedule(lr_decay_iters=20, **ramp)  # over all of the run
-        for consumed, expected in curve.items():
-            assert found.weight_decay(consumed) == pytest.approx(expected, rel=1e-12), (style, consumed)
-
-
-def test_the_rate_depends_on_nothing_but_the_samples():
-    curve = schedule(lr_decay_style="cosine", lr_warmup_iters=3)
-    forward = [curve.learning_rate(s) for s in range(1100)]
-    assert [curve.learning_rate(s) for s in reversed(range(1100))] == forward[::-1]
-    assert max(forward) == 1.0
-    assert forward.index(1.0) == 30
-    assert curve.state_dict()["decay_samples"] == 1000
+        assert {n: found.weight_decay(n) for n in curve} == pytest.approx(curve, rel=1e-12), style
 
 
 ITERS, SAMPLES = (10, None), (None, 99)  # of the run
