@@ -4,30 +4,17 @@ from typing import Any
 
 from megazpp.training.metrics import Meter, StepRecord
 
-SHAPE = {
-    "total_iterations": 500,
-    "total_samples": 4000,
-    "seq_length": 100,
-    "world_size": 4,
-    "flops_per_token": 2 * 10**9,
-}
-
 
 def step(iteration: int = 1, **values: Any) -> StepRecord:
     """A step of 8 samples and half a second."""
-    defaults: dict[str, Any] = {
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "loss": 10.0,
-        "grad_norm": 1.0,
-        "learning_rate": 1.5e-4,
-        "seconds": 0.5,
-    }
-    return StepRecord(iteration=iteration, **{**defaults, **values})
+    usual = {"consumed_samples": 8 * iteration, "global_batch_size": 8, "loss": 10.0, "grad_norm": 1.0, "seconds": 0.5}
+    return StepRecord(iteration=iteration, **(usual | {"learning_rate": 1.5e-4} | values))
 
 
 def meter(*steps: StepRecord, **shape: Any) -> Meter:
-    filled = Meter(**{**SHAPE, **shape})
+    """Of four ranks, with the steps in it."""
+    usual = {"total_iterations": 500, "total_samples": 4000, "seq_length": 100, "world_size": 4}
+    filled = Meter(**(usual | {"flops_per_token": 2 * 10**9} | shape))
     for one in steps:
         filled.add(one)
     return filled

@@ -1,4 +1,4 @@
-"""The means of an interval, what is written to metrics.jsonl and summary.json, and the lines of the log."""
+"""Means of an interval, what is written to metrics.jsonl and summary.json, lines of the log; model FLOPs and peaks."""
 
 import math
 import re
@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.metrics import meter, step
+from helpers.training import GPT2_STYLE, LLAMA_STYLE
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from megazpp.training.flops import memory_line, peak_memory_bytes
-from megazpp.training.metrics import (
-    INNER_LOSS,
-    NOTHING_SENT,
-    closing_lines,
-    perplexity,
-    validation_lines,
-)
+from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.training.flops import memory_line, mfu_convention, model_flops_per_token, peak_flops, peak_memory_bytes
+from megazpp.training.metrics import INNER_LOSS, NOTHING_SENT, closing_lines, perplexity, validation_lines
+
+CPU = torch.device("cpu")
 
 
 def test_skipped_steps_do_not_count_in_the_loss_but_in_the_time():
@@ -42,16 +45,13 @@ def test_an_interval_starts_where_the_last_one_ended_and_the_time_left_follows_t
 def test_tokens_are_those_that_the_model_was_given_where_a_step_knows_them():
     filled = meter(step(1, tokens=90), step(2, tokens=210))
     assert filled.interval().fields["tokens_per_second"] == 300.0
-    assert (filled.summary(cpu_seconds=1.5)["tokens"], filled.summary(cpu_seconds=1.5)["cpu_seconds_per_token"]) == (
-        300,
-        0.005,
-    )
+    summary = filled.summary(cpu_seconds=1.5)
+    assert (summary["tokens"], summary["cpu_seconds_per_token"]) == (300, 0.005)
 
 
 def test_metrics_have_exactly_the_agreed_fields():
     sent = NOTHING_SENT | {"tp": 30, "cross": 10, "local": 20}
-    record = meter(step(1), step(2, skipped=True)).interval(sent, peak_memory_bytes=7).fields
-    assert record == {
+    assert meter(step(1), step(2, skipped=True)).interval(sent, peak_memory_bytes=7).fields == {
         "iteration": 2,
         "lm_loss": 10.0,
         "grad_norm": 1.0,
@@ -98,54 +98,37 @@ def test_the_summary_covers_all_intervals_of_the_run():
 
 
 def test_the_speed_of_a_run_is_that_of_its_steps_after_the_first_which_compiles():
-    summary = meter(step(1, seconds=60.0), step(2, seconds=0.5), step(3, seconds=1.5)).summary(cpu_seconds=1.0)
-    assert (summary["tokens_per_second"], summary["seconds"]) == (2 * 800 / 2.0, 62.0)
-    assert meter(step(1, seconds=4.0)).summary(cpu_seconds=1.0)["tokens_per_second"] == 800 / 4.0
-    nothing = meter().summary(cpu_seconds=1.0)
-    assert (nothing["tokens_per_second"], nothing["cpu_seconds_per_token"]) == (0.0, 0.0)
+    for seconds, speed in (((60.0, 0.5, 1.5), 2 * 800 / 2.0), ((4.0,), 800 / 4.0), ((), 0.0)):
+        summary = meter(*(step(seconds=each) for each in seconds)).summary(cpu_seconds=0.0)
+        assert (summary["tokens_per_second"], summary["seconds"]) == (speed, sum(seconds))
+        assert summary["cpu_seconds_per_token"] == 0.0
 
 
-def test_the_peak_on_a_cpu_is_the_kernels_high_water_mark_in_bytes():
-    kibibytes = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
-    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(1024 * kibibytes, rel=0.05)
-
-
-MEGATRON_PART = (
-    " iteration       10/     500 | consumed samples:           80 | elapsed time per iteration (ms): 500.0 |"
-    " learning rate: 1.500E-04 | global batch size:     8 | lm loss: 1.043287E+01 | loss scale: 1.0 |"
-    " grad norm: 2.718 | number of skipped iterations:   0 | number of nan iterations:   0 |"
-)
-
-
-def test_the_line_begins_with_megatrons_line_byte_for_byte():
-    line = meter(step(10, loss=10.43287, grad_norm=2.71828)).interval().line
-    assert line == (
-        MEGATRON_PART
-        + " max grad norm: 2.718 | tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | eta: 0:04:05 |"
+def test_the_line_begins_with_megatrons_line_byte_for_byte_and_our_fields_follow():
+    assert meter(step(10, loss=10.43287, grad_norm=2.71828)).interval().line == (
+        " iteration       10/     500 | consumed samples:           80 | elapsed time per iteration (ms): 500.0 |"
+        " learning rate: 1.500E-04 | global batch size:     8 | lm loss: 1.043287E+01 | loss scale: 1.0 |"
+        " grad norm: 2.718 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+        " max grad norm: 2.718 | tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | eta: 0:04:05 |"
     )
-
-
-def test_optional_fields_stand_where_megatron_puts_them():
     line = meter(step(1, num_zeros=12.0, params_norm=345.6789, loss_scale=65536.0)).interval().line
     assert (
-        " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
-        " number of skipped iterations:   0 |"
+        " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 | number of skipped "
     ) in line
     assert "grad norm" not in meter(step(1, grad_norm=None)).interval().line
-
-
-def test_our_fields_follow_and_silent_wires_are_left_out():
-    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}
-    interval = meter(step(1), peak_flops=1.6e12).interval(sent, peak_memory_bytes=3_210_000_000)
-    assert interval.line.endswith(
-        "| tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | MFU: 50.0% | max memory (GB): 3.21 |"
-        " tp MB per step: 2.500 | local MB per step: 1.250 | eta: 0:04:10 |"
+    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}  # silent wires are left out
+    assert (
+        meter(step(1), peak_flops=1.6e12)
+        .interval(sent, peak_memory_bytes=3_210_000_000)
+        .line.endswith(
+            "| tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | MFU: 50.0% | max memory (GB): 3.21 |"
+            " tp MB per step: 2.500 | local MB per step: 1.250 | eta: 0:04:10 |"
+        )
     )
 
 
 def test_synchronizations_of_islands_are_in_the_line_the_record_and_the_summary():
-    steps = [step(1), step(2, metrics={INNER_LOSS: 3.5}), step(3), step(4, metrics={INNER_LOSS: 2.5})]
-    filled = meter(*steps)
+    filled = meter(step(1), step(2, metrics={INNER_LOSS: 3.5}), step(3), step(4, metrics={INNER_LOSS: 2.5}))
     interval = filled.interval(NOTHING_SENT | {"cross": 8_000_000, "island": 8_000_000})
     assert " inner_loss: 3 | synchronizations: 2 | loss scale" in interval.line
     assert " cross MB per step: 2.000 | island MB per step: 2.000 |" in interval.line
@@ -175,12 +158,60 @@ def test_validation_is_printed_as_megatron_prints_it_with_a_perplexity_that_is_c
     assert math.isnan(perplexity(math.nan))
 
 
+def test_the_peak_on_a_cpu_is_the_kernels_high_water_mark_in_bytes():
+    kibibytes = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
+    assert peak_memory_bytes(CPU) == pytest.approx(1024 * kibibytes, rel=0.05)
+
+
 @pytest.mark.gpu
 def test_the_memory_line_is_megatrons():
     line = memory_line(3, 10, torch.device("cuda"))
-    number = r"\d+\.\d\d"
-    assert re.fullmatch(
-        rf"\[Rank 3\] \(after 10 iterations\) memory \(MB\) \| allocated: {number} \| max allocated: {number}"
-        rf" \| reserved: {number} \| max reserved: {number}",
-        str(line),
-    )
+    names = ("allocated", "max allocated", "reserved", "max reserved")
+    fields = "".join(rf" \| {name}: \d+\.\d\d" for name in names)
+    assert re.fullmatch(rf"\[Rank 3\] \(after 10 iterations\) memory \(MB\){fields}", str(line))
+
+
+def test_the_formula_counts_the_matrix_products_of_a_model_with_half_of_the_attention():
+    for config in (GPT2_STYLE, LLAMA_STYLE):
+        model, ids = GPTModel(config, vocab_size=96, tp=MeshAxis("tp")), torch.arange(17).unsqueeze(0)
+        initialize_parameters_(model, seed=1, draw_device=CPU)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(ids[:, :-1], ids[:, 1:]).sum().backward()
+        products = 2 * 3  # scores and weighted sum, forward and twice that in backward
+        attention = products * 2 * config.heads * config.head_size * 16 * config.layers
+        expected = counter.get_total_flops() / 16 - attention / 2
+        assert model_flops_per_token(config, padded_vocab_size=96, seq_length=16) == expected
+
+
+def test_gpt3_175b_is_megatrons_figure():
+    # 72 B s l h^2 (1 + s / 6h + V / 12lh), arXiv 2104.04473, less half of the attention term
+    layers, h, s, vocab = 96, 12288, 2048, 51200
+    model = GPTConfig(num_layers=layers, hidden_size=h, num_attention_heads=96)
+    ours = model_flops_per_token(model, padded_vocab_size=vocab, seq_length=s)
+    assert ours == pytest.approx(72 * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h)), rel=1e-12)
+
+
+def test_the_peak_is_that_of_the_named_device_or_none_where_it_is_not_known_for_sure():
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for name, dtype, tflops in (
+        ("NVIDIA A100 80GB PCIe", bf16, 312),
+        ("NVIDIA H100 80GB HBM3", bf16, 989),
+        ("NVIDIA H100 PCIe", fp16, 756),
+        ("NVIDIA H200 NVL", bf16, 835),
+        ("NVIDIA GH200 480GB", bf16, 989),
+        ("Tesla V100-SXM2-16GB", fp16, 125),
+        ("NVIDIA GB200", bf16, None),
+        ("NVIDIA A1000 Laptop GPU", bf16, None),
+        ("NVIDIA L40", bf16, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", bf16, None),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, None),
+        ("Tesla V100-SXM2-16GB", bf16, None),
+    ):
+        assert peak_flops(name, dtype) == (None if tflops is None else tflops * 1e12), (name, dtype)
+
+
+def test_the_convention_says_what_mfu_means_or_why_there_is_none():
+    known, unknown = (mfu_convention(6_000_000, *of) for of in (("NVIDIA H200", 989e12), ("cpu", None)))
+    assert "6.0000E+06 per token" in known
+    assert "MFU = model FLOP/s / 989 TFLOP/s, the dense 16-bit peak of NVIDIA H200" in known
+    assert "no MFU: the peak of cpu" in unknown

@@ -1,120 +1,97 @@
-"""The tracker: Megatron's names at the right times, each sink without the other, and clear refusals."""
+"""The tracker: Megatron's names at the right times, each sink without the other; real offline wandb, TensorBoard."""
 
 import json
+import math
+import os
+import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from helpers.disks import small_disk
 from helpers.metrics import meter, step
 from helpers.refusals import not_refused
+from helpers.wandb_files import offline_runs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import megazpp.training.tracking as tracking
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
+from megazpp.training import tracking
 from megazpp.training.context import RunFolder
-from megazpp.training.tracking import TensorBoardSink, Tracker, TrackingConfig, open_sinks, run_tags
+from megazpp.training.tracking import TensorBoardSink, Tracker, TrackingConfig, open_sinks
 
-CPU = torch.device("cpu")
-
-
-class Recorder:
-    name = "recorder"
-
-    def __init__(self) -> None:
-        self.summaries: list[tuple[dict[str, Any], int]] = []
-        self.written: list[tuple[dict[str, float], int, int]] = []
-        self.exit_code: int | None = None
-
-    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        self.written.append((dict(scalars), iteration, consumed_samples))
-
-    def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
-        self.summaries.append((dict(values), iteration))
-
-    def close(self, *, exit_code: int) -> None:
-        self.exit_code = exit_code
+ROOT = Path(__file__).resolve().parents[2]
 
 
-class Broken(Recorder):
-    """Fails at every use, as a package does whose server or disk is gone."""
-
-    uses = 0
-
-    def write(self, *_: Any, **__: Any) -> None:
-        self.uses += 1
-        raise RuntimeError("gone")
-
-    summarize = close = write
-
-
-def tracker(tmp_path: Path, **flags: Any) -> tuple[Tracker, Recorder]:
-    sink = Recorder()
-    return Tracker(TrackingConfig(**flags), RunFolder(tmp_path), [sink], device=CPU), sink
+def tracker(folder: Path, *sinks: Any, **flags: Any) -> Tracker:
+    return Tracker(TrackingConfig(**flags), RunFolder(folder), sinks, device=torch.device("cpu"))
 
 
 def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path):
-    track, sink = tracker(tmp_path)
+    sink = mock.Mock()
+    track = tracker(tmp_path, sink)
     track.step(step(3))
     track.step(step(4, num_zeros=3.0, params_norm=9.0, grad_norm=None))
     always = {"train/learning_rate": 1.5e-4, "train/batch_size": 8, "train/loss": 10.0, "train/loss_scale": 1.0}
     first, second = {"train/grad_norm": 1.0}, {"train/num_zeros": 3.0, "train/params_norm": 9.0}
-    assert sink.written == [({**always, **first}, 3, 24), ({**always, **second}, 4, 32)]
+    assert sink.write.mock_calls == [
+        mock.call(always | first, iteration=3, consumed_samples=24),
+        mock.call(always | second, iteration=4, consumed_samples=32),
+    ]
 
 
 def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
-    track, sink = tracker(tmp_path, tensorboard_log_interval=3)
+    sink = mock.Mock()
+    track = tracker(tmp_path, sink, tensorboard_log_interval=3)
     track.step(step(1))  # between its intervals
     track.interval(meter(step(2)).interval())
     track.validation(0.0, TrainingProgress(iteration=5, consumed_samples=40))
     values = {"iteration": 9, "final_loss": 1.0, "test_loss": None, "traffic": [{"axis": "shard", "sent_bytes": 7}]}
     track.summary(values)
-    (scalars, *where), validation = sink.written
-    assert where == [2, 16]
+    interval, validation = sink.write.call_args_list
+    assert interval.kwargs == {"iteration": 2, "consumed_samples": 16}
+    scalars = interval.args[0]
     assert (scalars["perf/step_seconds"], scalars["perf/tflops"]) == (0.5, pytest.approx(0.8))
     assert {"perf/tokens_per_s", "comm/cross_bytes", "comm/local_bytes"} <= scalars.keys()
-    assert validation == ({"eval/loss": 0.0, "eval/perplexity": 1.0}, 5, 40)
-    assert sink.summaries == [({"iteration": 9, "final_loss": 1.0}, 9)]
-    interval, validated, summary = (
-        json.loads((tmp_path / name).read_text()) for name in ("metrics.jsonl", "validation.jsonl", "summary.json")
-    )
-    assert interval["iteration"] == 2
+    assert validation == mock.call({"eval/loss": 0.0, "eval/perplexity": 1.0}, iteration=5, consumed_samples=40)
+    sink.summarize.assert_called_once_with({"iteration": 9, "final_loss": 1.0}, iteration=9)
+    names = ("metrics.jsonl", "validation.jsonl", "summary.json")
+    metrics, validated, summary = (json.loads((tmp_path / name).read_text()) for name in names)
+    assert metrics["iteration"] == 2
     assert validated == {"iteration": 5, "consumed_samples": 40, "lm_loss": 0.0}
     assert summary == values
 
 
 def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(tmp_path, capsys):
-    broken, sink = Broken(), Recorder()
+    gone = {f"{use}.side_effect": RuntimeError("gone") for use in ("write", "summarize", "close")}
+    broken, sink = mock.Mock(**gone), mock.Mock()
     broken.name = "wandb"
-    with Tracker(TrackingConfig(), RunFolder(tmp_path), [broken, sink], device=CPU) as track:
+    with tracker(tmp_path, broken, sink) as track:
         for iteration in (1, 2):
             track.step(step(iteration))
         track.summary({"iteration": 2})
-    assert [iteration for _, iteration, _ in sink.written] == [1, 2]
-    assert (len(sink.summaries), sink.exit_code, broken.uses) == (1, 0, 2)
+    assert [use for use, *_ in sink.mock_calls] == ["write", "write", "summarize", "close"]
+    assert [use for use, *_ in broken.mock_calls] == ["write", "close"]
+    sink.close.assert_called_once_with(exit_code=0)
     assert capsys.readouterr().out == "warning: wandb: gone; no more is recorded there, and training goes on\n"
 
 
-def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(tmp_path, monkeypatch, capsys):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no such server")
-
-    monkeypatch.setattr(tracking, "WandbSink", refuse)
-    assert open_sinks(TrackingConfig(wandb_project="p"), RunFolder(tmp_path), {}) == []
-    assert "warning: --wandb-project p: no such server; nothing is recorded there" in capsys.readouterr().out
+def test_an_exception_marks_the_run_as_failed(tmp_path):
+    sink = mock.Mock()
+    with pytest.raises(RuntimeError), tracker(tmp_path, sink):
+        raise RuntimeError
+    sink.close.assert_called_once_with(exit_code=1)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(tmp_path, capsys):
     with small_disk(tmp_path / "disk", "4m") as disk:
-        config = TrackingConfig(tensorboard_dir=str(disk / "events"))
-        folder = RunFolder(disk / "run")
-        with Tracker(config, folder, open_sinks(config, folder, {}), device=CPU) as track:
+        with tracker(disk / "run", TensorBoardSink(disk / "events")) as track:
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
@@ -136,15 +113,14 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(t
 def test_tags_say_how_the_run_is_spread():
     cluster = Cluster(num_nodes=2, ranks_per_node=4)
     plain, split = plan_layout(cluster, tp=1, replicas=1), plan_layout(cluster, tp=2, replicas=2)
-    assert run_tags(plain, zero_stage=3, zeropp=True) == ["zeropp", "2 nodes x 4 ranks"]
-    assert run_tags(split, zero_stage=1, zeropp=False) == ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]
+    assert tracking.run_tags(plain, zero_stage=3, zeropp=True) == ["zeropp", "2 nodes x 4 ranks"]
+    assert tracking.run_tags(split, zero_stage=1, zeropp=False) == ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]
 
 
-def test_an_exception_marks_the_run_as_failed(tmp_path):
-    track, sink = tracker(tmp_path)
-    with pytest.raises(RuntimeError), track:
-        raise RuntimeError
-    assert sink.exit_code == 1
+def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tracking, "WandbSink", mock.Mock(side_effect=RuntimeError("no such server")))
+    assert open_sinks(TrackingConfig(wandb_project="p"), RunFolder(tmp_path), {}) == []
+    assert "warning: --wandb-project p: no such server; nothing is recorded there" in capsys.readouterr().out
 
 
 def test_nothing_is_imported_unless_asked_for_and_tensorboard_works_without_wandb(tmp_path, monkeypatch):
@@ -171,19 +147,7 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
         assert open_sinks(config, run, {"lr": 0.1}, ["tp2"]) == [settings | {"config": {"lr": 0.1}, "tags": ["tp2"]}]
 
 
-def test_what_cannot_work_is_refused(monkeypatch):
-    TrackingConfig(tensorboard_dir="tb", wandb_project="p")
-    monkeypatch.setattr(tracking, "is_installed", lambda package: False)
-    rows = [
-        ({"log_interval": 0}, "--log-interval 0 is not positive"),
-        ({"tensorboard_log_interval": -1}, "--tensorboard-log-interval -1 is not positive"),
-        ({"tensorboard_dir": "tb"}, "--tensorboard-dir tb: tensorboard is not installed (pip install tensorboard)"),
-        ({"wandb_project": "p"}, "--wandb-project p: wandb is not installed (pip install wandb)"),
-    ]
-    assert not not_refused(rows, lambda flags: TrackingConfig(**flags))
-
-
-def test_folders_that_cannot_be_written_to_are_refused_by_flag(tmp_path):
+def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     bad, folder = str(tmp_path / "file" / "below"), RunFolder(tmp_path / "run")
     rows = [
@@ -191,3 +155,140 @@ def test_folders_that_cannot_be_written_to_are_refused_by_flag(tmp_path):
         (TrackingConfig(wandb_project="p", wandb_save_dir=bad), f"--wandb-save-dir {bad}"),
     ]
     assert not not_refused(rows, lambda config: open_sinks(config, folder, {}))
+    monkeypatch.setattr(tracking, "is_installed", lambda package: False)
+    flags = [
+        ({"log_interval": 0}, "--log-interval 0 is not positive"),
+        ({"tensorboard_log_interval": -1}, "--tensorboard-log-interval -1 is not positive"),
+        ({"tensorboard_dir": "tb"}, "--tensorboard-dir tb: tensorboard is not installed (pip install tensorboard)"),
+        ({"wandb_project": "p"}, "--wandb-project p: wandb is not installed (pip install wandb)"),
+    ]
+    assert not not_refused(flags, lambda given: TrackingConfig(**given))
+
+
+def test_packages_are_found_without_importing_them(tmp_path, monkeypatch):
+    (tmp_path / "explodes.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert tracking.is_installed("explodes")
+    assert not tracking.is_installed("no_such_package_at_all")
+
+
+# ---- the packages themselves ----------------------------------------------------------------------------------------
+
+
+WRITE_A_RUN = """
+import sys
+from megazpp.training.tracking import WandbSink
+
+sink = WandbSink(["zeropp", "tp2"], project="p", name="n", dir=sys.argv[1], id="abcd1234", config={"lr": 0.1})
+for iteration in (int(sys.argv[2]), int(sys.argv[2]) + 1):
+    sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
+sink.summarize({"final_loss": 5.0, "stop_reason": "x"}, iteration=iteration)
+sink.close(exit_code=0)
+"""
+
+LOSE_WANDB = """
+import os, signal, sys
+from pathlib import Path
+from megazpp.training.tracking import WandbSink
+
+sink = WandbSink([], project="p", name="n", dir=sys.argv[1], id="abcd1234", config={})
+children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+(service,) = (pid for pid in children if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes())
+os.kill(int(service), signal.SIGKILL)
+while Path(f"/proc/{service}/stat").read_text().split()[2] != "Z":
+    pass
+for use in (
+    lambda: [sink.write({"lm loss": 1.0}, iteration=i, consumed_samples=8) for i in range(1, 9)],
+    lambda: sink.summarize({"final_loss": 1.0}, iteration=8),
+    lambda: sink.close(exit_code=0),
+):
+    try:
+        use()
+    except Exception as error:
+        print("caught", error)
+"""
+
+
+def run_python(program: str, folder: Path, *arguments: object, **env: str) -> str:
+    """Its output, in a process of its own, with no wandb setting and no credentials but `env`, and no terminal."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"}
+    return subprocess.run(
+        [sys.executable, "-c", program, str(folder), *map(str, arguments)],
+        env={**clean, "HOME": str(folder), "PYTHONPATH": str(ROOT), **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    ).stdout
+
+
+@pytest.mark.slow
+def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_run(tmp_path):
+    run_python(WRITE_A_RUN, tmp_path, 1)
+    run_python(WRITE_A_RUN, tmp_path, 3, WANDB_TAGS="mine, tp2")
+    runs = offline_runs(tmp_path)
+    assert [(r.run.run_id, r.run.display_name, r.run.project) for r in runs] == [("abcd1234", "n", "p")] * 2
+    kept = [(row["_step"], row["lm loss"], row["samples"]) for run in runs for row in run.history]
+    assert kept == [(i, 10.0 / i, 8 * i) for i in (1, 2, 3, 4)]
+    assert [run.config["lr"] for run in runs] == [0.1, 0.1]
+    assert [list(run.run.tags) for run in runs] == [["zeropp", "tp2"], ["zeropp", "tp2", "mine"]]
+    assert (runs[0].summary["final_loss"], runs[0].summary["stop_reason"]) == (5.0, "x")
+
+
+@pytest.mark.slow
+def test_a_wandb_that_is_switched_off_records_nothing_and_one_whose_service_dies_raises_and_does_not_hang(tmp_path):
+    run_python(WRITE_A_RUN, tmp_path, 1, WANDB_MODE="disabled", WANDB_API_KEY="0" * 40)
+    assert list(tmp_path.glob("**/*.wandb")) == []
+    assert run_python(LOSE_WANDB, tmp_path).count("caught ") == 3
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path):
+    server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
+    output = run_python(WRITE_A_RUN, tmp_path, 1, WANDB_API_KEY="0" * 40, **server)
+    assert "wandb: recording offline, the server did not take the run" in output
+    (run,) = offline_runs(tmp_path)
+    assert len(run.history) == 2
+
+
+def test_wandb_is_online_only_with_credentials(tmp_path, monkeypatch):
+    login, broken = tmp_path / "login", tmp_path / "broken"
+    login.write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    broken.write_text("not a netrc file")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for env, mode in (
+        ({}, "offline"),
+        ({"WANDB_MODE": "online"}, "offline"),
+        ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "k"}, "disabled"),
+        ({"WANDB_MODE": "offline", "WANDB_API_KEY": "k"}, "offline"),
+        ({"WANDB_API_KEY": "k"}, "online"),
+        ({"WANDB_API_KEY": ""}, "offline"),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "f"}, "online"),
+        ({"NETRC": str(login)}, "online"),
+        ({"NETRC": str(login), "WANDB_BASE_URL": "https://wandb.example.org"}, "offline"),
+        ({"NETRC": str(broken)}, "offline"),
+    ):
+        with mock.patch.dict(os.environ, env):
+            assert tracking.wandb_mode() == mode, env
+
+
+def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
+    for first in (1, 3):  # the second writer is a restart
+        sink = TensorBoardSink(tmp_path)
+        for iteration in (first, first + 1):
+            sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
+        sink.write({"grad-norm": math.nan}, iteration=first + 1, consumed_samples=8 * first + 8)
+        sink.summarize({"final_loss": 5.0}, iteration=first + 1)
+        sink.close(exit_code=0)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == {"lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples"}
+    assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4]
+    assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24, 32]
+    assert [e.value for e in events.Scalars("lm loss")] == pytest.approx([10, 5, 10 / 3, 2.5])
+    assert all(math.isnan(e.value) for e in events.Scalars("grad-norm"))
+    first, _ = events.Tensors("summary/text_summary")
+    text = first.tensor_proto.string_val[0].decode()
+    assert (first.step, text) == (2, "| | value |\n| --- | --- |\n| final_loss | 5.0 |")
