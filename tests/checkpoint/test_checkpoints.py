@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.checkpoints import Attempt, Job, run_each, shared_axis, template
+from helpers.checkpoints import Attempt, record_of, run
 from helpers.disks import small_disk
 from helpers.ranks import ranks
 from helpers.tiers import slow
@@ -21,6 +21,7 @@ from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import TrainingProgress
+from megazpp.parallel.dims import open_axis
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 
@@ -39,10 +40,10 @@ SETTINGS: list[tuple[dict[str, Any], list[int]]] = [
 
 def save_seven_steps(home: Path) -> list[list[str]]:
     """The lines of a run with each of SETTINGS, in a folder of its number; without training."""
-    attempt, found = Attempt(Job(case=Case(), steps=0, flags={})), []
+    attempt, found = Attempt(Case()), []
     for number, (flags, _) in enumerate(SETTINGS):
         config, lines = CheckpointConfig(save=str(home / str(number)), **flags), list[str]()
-        checkpoints = Checkpoints(config, attempt.state, template(attempt.job), shared_axis(attempt.dims), lines.append)
+        checkpoints = Checkpoints(config, attempt.state, record_of(Case()), open_axis(attempt.dims), lines.append)
         checkpoints.open()
         for iteration in range(1, 8):
             checkpoints.after_step(TrainingProgress(iteration=iteration), last=iteration == 7)
@@ -65,56 +66,43 @@ def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(tmp_pa
 
 
 def test_a_run_that_is_complete_already_saves_nothing(tmp_path):
-    job = Job(case=Case(), steps=2, flags={"save": str(tmp_path), "load": str(tmp_path)})
-    first, second = ranks(2).run(run_each, [job, job])[0]
-    assert (len(first["steps"]), len(second["steps"])) == (2, 0)
-    assert second["state"] == first["state"]
+    first, second = (ranks(2).run(run, Case(), 2, save=str(tmp_path), load=str(tmp_path))[0] for _ in range(2))
+    assert (len(first.steps), len(second.steps)) == (2, 0)
+    assert second.state == first.state
     assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "latest_checkpointed_iteration.txt", "lock"}
 
 
-def go_on_and_back(job: Job) -> dict[str, Any]:
+def go_on_and_back(case: Case, **flags: Any) -> None:
     """Train to the first checkpoint, on without one, back to it, and on again."""
-    attempt = Attempt(job)
-    progress = attempt.load()
-    checkpoints = attempt.checkpoints
-    after_step, finish = checkpoints.after_step, checkpoints.finish
-    checkpoints.finish = lambda: None
-    attempt.train(progress)
+    attempt = Attempt(case, **flags)
+    attempt.load()
+    attempt.train(2)
     at_checkpoint = attempt.fingerprint()
-    checkpoints.after_step = lambda progress, *, last: None
-    attempt.job = Job(case=job.case, steps=4, flags=job.flags)
-    on = attempt.train(progress._replace(iteration=2))
+    on = attempt.train(4, saves=False)
     moved = attempt.fingerprint()
-    attempt.evaluate(job.case.batch(0, 0, 2))  # kept weights are the later step's
-    back = checkpoints.rewind()
-    returned = attempt.fingerprint()
-    checkpoints.after_step = after_step
-    again = attempt.train(back)
-    finish()
-    return {
-        "moved": moved != at_checkpoint,
-        "returned": returned == at_checkpoint,
-        "iteration": back.iteration,
-        "same": on == again and attempt.fingerprint() == moved,
-    }
+    attempt.evaluate(case.batch(0, 0, 2))  # kept weights are the later step's
+    attempt.progress = attempt.checkpoints.rewind()
+    assert attempt.progress.iteration == 2
+    assert attempt.fingerprint() == at_checkpoint != moved
+    assert attempt.train(4) == on
+    assert attempt.fingerprint() == moved
+    attempt.checkpoints.finish()
 
 
 @pytest.mark.parametrize(("asynchronous", "delta"), [(True, "none"), slow(False, "lossless")])
 def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path, asynchronous, delta):
     zero, precision = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=True)
     case = Case(nodes=2, zero=zero, precision=precision, micro_batches=2)
-    flags = {"save": str(tmp_path), "async_save": asynchronous}
-    for result in ranks(2).run(go_on_and_back, Job(case=case, steps=2, flags=flags)):
-        assert result == {"moved": True, "returned": True, "iteration": 2, "same": True}
+    ranks(2).run(go_on_and_back, case, save=str(tmp_path), async_save=asynchronous)
     assert iterations(tmp_path) == [2, 4]
 
 
-def refusal(job: Job) -> str:
+def refusal(save: str) -> str:
     """Why the folder of --save, for which nobody waits, cannot be had."""
     at_once = functools.partialmethod(CheckpointFolder.lock, patience_seconds=0.0)
     try:
         with mock.patch.object(CheckpointFolder, "lock", at_once):
-            Attempt(job).load()
+            Attempt(Case(), save=save).load()
     except ValueError as error:
         return str(error)
     return "not refused"
@@ -123,7 +111,7 @@ def refusal(job: Job) -> str:
 def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path):
     other = CheckpointFolder(tmp_path, "--save")
     other.lock()
-    for said in ranks(2).run(refusal, Job(case=Case(), steps=1, flags={"save": str(tmp_path)})):
+    for said in ranks(2).run(refusal, str(tmp_path)):
         assert said.startswith(f"--save {tmp_path} is in use by process ")
     other.unlock()
 
@@ -131,7 +119,7 @@ def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path):
 def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         (disk / "ballast").write_bytes(bytes((1 << 20) - 50_000))
-        said = ranks(2).run(refusal, Job(case=Case(), steps=1, flags={"save": str(disk / "save")}))
+        said = ranks(2).run(refusal, str(disk / "save"))
         assert said[0] == said[1]
         assert re.match(f"--save {disk / 'save'} has 4.*e-05 GB free, a checkpoint takes about 0.0001", said[0])
 

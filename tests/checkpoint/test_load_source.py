@@ -1,11 +1,10 @@
 """What a run begins with."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoints import Job, template
+from helpers.checkpoints import record_of
 from helpers.refusals import not_refused
 from helpers.training import Case
 
@@ -127,8 +126,7 @@ def test_peeking_at_what_cannot_be_read_is_an_error(used):
 def test_a_record_that_was_changed_is_damage_before_anything_believes_it(tmp_path):
     folder = CheckpointFolder(tmp_path, "--load")
     folder.begin(7)
-    record = template(Job(case=Case(), steps=0, flags={}))
-    text = dataclasses.replace(record, progress=TrainingProgress(iteration=7)).as_json()
+    text = record_of(Case(), progress=TrainingProgress(iteration=7)).as_json()
     write_checksums(folder.partial(7), {NAME: write_durably(folder.partial(7) / NAME, text)})
     folder.complete(7)
     found = peek(choose(load=str(tmp_path)))

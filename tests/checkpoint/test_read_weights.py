@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.checkpoints import Job, run
+from helpers.checkpoints import run
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.training import Case, build_on_ranks
@@ -37,7 +37,7 @@ def logits_on_ranks(case: Case, load: str, step: int | None = None, vocab_size: 
 def load(tmp_path_factory) -> str:
     """Checkpoints of iterations 1 and 2, written by 2 ranks."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
-    ranks(2).run(run, Job(case=CASE, steps=2, flags={"save": folder, "save_interval": 1}))
+    ranks(2).run(run, CASE, 2, save=folder, save_interval=1)
     return folder
 
 

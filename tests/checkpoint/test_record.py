@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoints import Job, template
+from helpers.checkpoints import record_of
 from helpers.refusals import not_refused
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
@@ -22,7 +22,7 @@ from megazpp.checkpoint.record import (
 )
 
 WHERE = Path("iter_0000007")
-RECORD = template(Job(case=Case(), steps=0, flags={}))
+RECORD = record_of(Case())
 
 
 def write(folder: Path, **values: Any) -> None:

@@ -1,125 +1,82 @@
 """Every layout reads what any layout has written."""
 
 import dataclasses
-import functools
-from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers.checkpoints import Attempt, Job, run_all
+from helpers.checkpoints import Attempt, run
 from helpers.ranks import ranks
-from helpers.tiers import slow
+from helpers.tiers import chosen
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_plain
 
 from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ROUNDING = 1e-5  # relative: fp32 sums in another order over a few steps
-SHAPE = dataclasses.replace(GPT2_STYLE, num_layers=1)
-FIRST = Case(model=SHAPE, nodes=2, global_batch=12)
 SEEDED = "note: random generators are seeded anew: the checkpoint has no states of this layout"
 FEEDBACK = "note: error feedback begins at zero: the checkpoint has none of this layout"
 WHOLE = "note: weights cross nodes whole at first: the checkpoint has no weights that nodes keep"
+ZEROPP, KEPT = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_delta="lossless")
+PLAIN = Case(model=dataclasses.replace(GPT2_STYLE, num_layers=1), nodes=2, global_batch=12)
+MUON = dataclasses.replace(PLAIN, optimizer=OptimizerConfig(optimizer="muon"))
+DIFFERENCES = dataclasses.replace(PLAIN, zero=KEPT, precision=PrecisionConfig(bf16=True))
+LLAMA = Case(model=dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
+ONCE = ([SEEDED], [SEEDED])
+BOTH = ([FEEDBACK, SEEDED], [FEEDBACK, SEEDED])
+# ranks, first, what is other of the second (the vocabulary of 101 is padded to 101, 102 and 104), which keys there are
+# so many of, notes of the second and of the first again
+CASES = {
+    "tp 2": (4, PLAIN, {"tp": 2}, ".exp_avg_sq", 16, ONCE),
+    "tp 2, zero 2": (4, PLAIN, {"tp": 2, "nodes": 1, "stage": 2}, ".exp_avg_sq", 16, ONCE),
+    "tp 4, zero 0": (4, PLAIN, {"tp": 4, "nodes": 1, "stage": 0}, ".exp_avg_sq", 16, ONCE),
+    "one rank, zero 1": (1, PLAIN, {"nodes": 1, "stage": 1}, ".exp_avg_sq", 16, ONCE),
+    "three nodes": (3, PLAIN, {"nodes": 3}, ".exp_avg_sq", 16, ONCE),
+    "muon": (4, MUON, {"tp": 2}, ".momentum_buffer", 4, ONCE),
+    "zeropp": (4, LLAMA, {"tp": 1}, ".exp_avg_sq", 17, BOTH),
+    "kept": (4, DIFFERENCES, {"tp": 2}, "secondary.", 18, BOTH),
+    "kept, three nodes": (3, DIFFERENCES, {"nodes": 3}, "secondary.", 18, BOTH),
+    "kept by nobody on one node": (4, DIFFERENCES, {"nodes": 1}, "secondary.", 18, ([], [FEEDBACK, WHOLE])),
+}
 
 
-def there_and_back(folder: Path, first: Case, second: Case, *, world: int = 4) -> tuple[dict, dict, dict]:
-    """Two steps of `first` on 4 ranks, two more of `second` on `world` ranks, and one more of `first`."""
-    a, b = str(folder / "a"), str(folder / "b")
-    [one] = ranks(4).run(run_all, [Job(case=first, steps=2, flags={"save": a})])[0]
-    [two] = ranks(world).run(run_all, [Job(case=second, steps=4, flags={"load": a, "save": b})])[0]
-    [three] = ranks(4).run(run_all, [Job(case=first, steps=5, flags={"load": b})])[0]
-    return one, two, three
+@pytest.mark.parametrize("case", chosen(CASES, "tp 2", "kept"))
+def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
+    """Two steps of the first, two of the second, one of the first: every other pair follows from those with one."""
+    world, first, other, part, count, notes = case
+    second, a, b = dataclasses.replace(first, **other), str(tmp_path / "a"), str(tmp_path / "b")
+    one = ranks(4).run(run, first, 2, whole=True, save=a)[0]
+    two = ranks(world).run(run, second, 4, whole=True, load=a, save=b)[0]
+    three = ranks(4).run(run, first, 5, whole=True, load=b)[0]
+    there = part != "secondary." or second.nodes > 1
+    assert sum(part in key for key in one.state) == count
+    assert any(part in key for key in two.loaded) == there
+    for before, after in ((one.state, two.loaded), (two.state, three.loaded)):
+        kept, found = ({key: x[key] for key in x if there or part not in key} for x in (before, after))
+        assert found == kept
+    assert (two.notes, three.notes) == notes
+    if first is PLAIN:  # and trains on as if uninterrupted
+        losses = [loss for loss, _ in two.steps + three.steps]
+        assert losses == pytest.approx(train_plain(PLAIN)["loss"][2:], rel=ROUNDING)
 
 
-def notes(result: dict[str, Any]) -> list[str]:
-    return [line for line in result["lines"] if "note:" in line]
-
-
-@functools.cache
-def uninterrupted() -> list[float]:
-    return train_plain(FIRST)["loss"]
-
-
-@pytest.mark.parametrize(
-    ("world", "layout"),  # the vocabulary of 101 is padded to 101, 102 and 104
-    [
-        (4, {"tp": 2, "nodes": 2}),
-        slow(4, {"tp": 2, "nodes": 1, "stage": 2}),
-        slow(4, {"tp": 4, "nodes": 1, "stage": 0}),
-        slow(1, {"nodes": 1, "stage": 1}),
-        slow(3, {"nodes": 3}),
-    ],
-)
-def test_every_layout_reads_each_bit_trains_on_as_if_uninterrupted_and_says_what_begins_anew(tmp_path, world, layout):
-    """To and from one layout, bit for bit, so every other pair follows."""
-    one, two, three = there_and_back(tmp_path, FIRST, dataclasses.replace(FIRST, **layout), world=world)
-    assert (two["loaded"], three["loaded"]) == (one["end"], two["end"])
-    assert sum(".exp_avg_sq" in key for key in one["end"]) > 10
-    assert two["losses"] + three["losses"] == pytest.approx(uninterrupted()[2:], rel=ROUNDING)
-    assert notes(two) == notes(three) == [SEEDED]
-
-
-@pytest.mark.parametrize(("world", "tp", "nodes"), [(4, 2, 2), slow(3, 1, 3), slow(4, 1, 1)])
-def test_the_weights_that_nodes_keep_go_to_other_layouts_bit_for_bit_and_back(tmp_path, world, tp, nodes):
-    """On one node nobody keeps any."""
-    zero, bf16 = ZeroConfig(zeropp=True, zero_weight_delta="lossless"), PrecisionConfig(bf16=True)
-    first = dataclasses.replace(FIRST, zero=zero, precision=bf16)
-    second = dataclasses.replace(first, tp=tp, nodes=nodes)
-    one, two, three = there_and_back(tmp_path, first, second, world=world)
-    assert sum(key.startswith("secondary.") for key in one["end"]) > 12
-    assert two["loaded"].items() <= one["end"].items()
-    assert three["loaded"].items() <= two["end"].items() or nodes == 1
-    assert any(key.startswith("secondary.") for key in two["loaded"]) == (nodes > 1)
-    assert (WHOLE in notes(three)) == (nodes == 1)
-
-
-@pytest.mark.slow
-def test_muon_s_momentum_goes_to_another_layout_bit_for_bit_and_back(tmp_path):
-    first = dataclasses.replace(FIRST, optimizer=OptimizerConfig(optimizer="muon"))
-    one, two, three = there_and_back(tmp_path, first, dataclasses.replace(first, tp=2))
-    assert sum(key.endswith("momentum_buffer") for key in one["end"]) == 4
-    assert (two["loaded"], three["loaded"]) == (one["end"], two["end"])
-
-
-@pytest.mark.slow
-def test_zeropp_goes_to_other_nodes_with_its_error_feedback_at_zero(tmp_path):
-    shape = dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3)
-    first = Case(model=shape, tp=2, nodes=2, zero=ZeroConfig(zeropp=True))
-    one, two, three = there_and_back(tmp_path, first, dataclasses.replace(first, tp=1))
-    assert [FEEDBACK in notes(result) for result in (one, two, three)] == [False, True, True]
-    assert (two["loaded"], three["loaded"]) == (one["end"], two["end"])
-
-
-def load_move_and_rewind(jobs: list[Job]) -> list[list[dict[str, str]]]:
-    """Of each job the state as loaded, a step later, and after going back."""
-    return [_load_move_and_rewind(job) for job in jobs]
-
-
-def _load_move_and_rewind(job: Job) -> list[dict[str, str]]:
-    attempt = Attempt(job)
+def load_move_and_rewind(case: Case, **flags: str | int) -> str:
+    """Going back brings the state as loaded again after a step; what torch's generator hashes to."""
+    attempt = Attempt(case, **flags)
     progress = attempt.load()
     loaded = attempt.fingerprint()
-    attempt.job = dataclasses.replace(job, steps=progress.iteration + 1)
-    attempt.checkpoints.after_step = lambda progress, *, last: None
-    finish, attempt.checkpoints.finish = attempt.checkpoints.finish, lambda: None
-    attempt.train(progress)
+    attempt.train(progress.iteration + 1, saves=False)
     moved = attempt.fingerprint()
     attempt.checkpoints.rewind()
-    back = attempt.fingerprint()
-    finish()
-    return [loaded, moved, back]
+    attempt.checkpoints.finish()
+    assert attempt.fingerprint() == loaded
+    assert any(moved[key] != loaded[key] for key in loaded if key.startswith("feedback."))
+    (generator,) = (loaded[key] for key in loaded if key.startswith("rng.") and key.endswith(".torch"))
+    return generator
 
 
 def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path):
     """Error feedback is zero again, not a later step's; random generators are other ones at each iteration."""
-    case, save = Case(tp=2, zero=ZeroConfig(zeropp=True)), {"save": str(tmp_path), "save_interval": 1}
-    ranks(2).run(run_all, [Job(case=case, steps=2, flags=save)])
+    case, save = Case(tp=2, zero=ZEROPP), {"save": str(tmp_path), "save_interval": 1}
+    ranks(2).run(run, case, 2, **save)
     other, load = dataclasses.replace(case, tp=1, nodes=2), save | {"load": str(tmp_path)}
-    jobs = [Job(case=other, steps=0, flags=load | {"ckpt_step": iteration}) for iteration in (1, 2)]
-    generators = []
-    for of_rank in ranks(2).run(load_move_and_rewind, jobs):
-        for loaded, moved, back in of_rank:
-            assert back == loaded
-            assert any(moved[key] != loaded[key] for key in loaded if key.startswith("feedback."))
-            generators += [loaded[key] for key in loaded if key.startswith("rng.") and key.endswith(".torch")]
-    assert len(set(generators)) == len(generators) == 4
+    found = [ranks(2).run(load_move_and_rewind, other, ckpt_step=iteration, **load) for iteration in (1, 2)]
+    assert len({generator for of_ranks in found for generator in of_ranks}) == 4

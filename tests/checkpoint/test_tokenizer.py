@@ -1,6 +1,5 @@
 """The tokenizer's files beside the checkpoints: once, whole, checked, and found again."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoints import Job, template
+from helpers.checkpoints import record_of
 from helpers.training import Case
 
 from megazpp.base.files import DamagedError
@@ -40,8 +39,7 @@ def save(path: Path, iteration: int, files: dict[str, bytes]) -> dict[str, objec
     """A checkpoint of one process; its run.json."""
     folder = CheckpointFolder(path, "--save")
     folder.lock()
-    record = template(Job(case=Case(), steps=0, flags={}))
-    record = dataclasses.replace(record, progress=TrainingProgress(iteration=iteration))
+    record = record_of(Case(), progress=TrainingProgress(iteration=iteration))
     write_checkpoint(record, {"x": torch.zeros(2)}, folder, MeshAxis("all"), tokenizer=files)
     folder.unlock()
     return json.loads((folder.of(iteration) / "run.json").read_text())

@@ -1,7 +1,6 @@
 """kill -9 and a full disk at any moment: the tracker points at a complete checkpoint, and all goes on from there."""
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import random
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.checkpoints import Attempt, Job, run, template
+from helpers.checkpoints import Attempt, record_of, run
 from helpers.disks import small_disk
 from helpers.ranks import ranks
 from helpers.training import Case
@@ -42,12 +41,11 @@ def save_forever(path: Path, pipe: Any) -> None:
         SafeReader(folder.of(iteration)).fill(tensors, ())
         assert all((tensor == iteration).all() for tensor in tensors.values())
     pipe.send(iteration)
-    record = template(Job(case=Case(), steps=0, flags={}))
     while True:
         iteration += 1
         for tensor in tensors.values():
             tensor.fill_(iteration)
-        now = dataclasses.replace(record, progress=TrainingProgress(iteration=iteration))
+        now = record_of(Case(), progress=TrainingProgress(iteration=iteration))
         write_checkpoint(now, tensors, folder, MeshAxis("all"), keep_last=2)
         pipe.send(iteration)
 
@@ -109,7 +107,7 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name_and_before
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
-    record = dataclasses.replace(template(Job(case=Case(), steps=0, flags={})), progress=TrainingProgress(iteration=7))
+    record = record_of(Case(), progress=TrainingProgress(iteration=7))
     write_checkpoint(
         record, {"x": torch.ones(3)}, CheckpointFolder(tmp_path, "--save"), MeshAxis("all"), tokenizer={"a": b"b"}
     )
@@ -136,9 +134,9 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name_and_before
     ]
 
 
-def fill_and_save(job: Job, disk: Path, *, left: int) -> dict[str, Any]:
+def fill_and_save(disk: Path, *, left: int, **flags: Any) -> dict[str, Any]:
     """Save once, leave `left` bytes on the disk, save again; then, with space again, once more."""
-    attempt = Attempt(job)
+    attempt = Attempt(Case(), **flags)
     progress, ballast, folder = attempt.load(), disk / "ballast", CheckpointFolder(disk / "save", "--save")
     checkpoints, world = attempt.checkpoints, attempt.dims.world
 
@@ -176,12 +174,11 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it_and_
     for left, asynchronous in ((0, False), (4_096, False), (8_192, True), (20_000, True), (100_000, False)):
         with small_disk(tmp_path / str(left), "1m") as disk:
             save = str(disk / "save")
-            job = Job(case=Case(), steps=1, flags={"save": save, "async_save": asynchronous})
-            for found in ranks(2).run(fill_and_save, job, disk, left=left):
+            for found in ranks(2).run(fill_and_save, disk, left=left, save=save, async_save=asynchronous):
                 where, could_not, lines = found["said"].partition(": iteration 2 could not be saved: ")
                 assert (where, bool(could_not)) == (f"--save {save}", True)
                 assert all(full.fullmatch(line) for line in lines.splitlines()), (left, lines)
                 assert (found["latest"], found["at last"]) == (1, 3)
                 assert found["names"] == ["iter_0000001", "latest_checkpointed_iteration.txt", "lock"]
-            result, _ = ranks(2).run(run, Job(case=Case(), steps=3, flags={"load": save}))
-            assert result["start"].iteration == 3
+            result, _ = ranks(2).run(run, Case(), 3, load=save)
+            assert result.start.iteration == 3

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import Job, run
+from helpers.checkpoints import run
 from helpers.hf_models import (
     LLAMA3,
     SEQ,
@@ -127,7 +127,7 @@ def test_a_model_in_several_files_is_the_same_model(tmp_path, monkeypatch):
 
 def test_the_padding_of_a_run_s_vocabulary_stays_behind(tmp_path):
     case = Case(tp=2)
-    ranks(2).run(run, Job(case=case, steps=1, flags={"save": str(tmp_path / "ours")}))
+    ranks(2).run(run, case, 1, save=str(tmp_path / "ours"))
     words = open_checkpoint(tmp_path / "ours", None)[0].tensors["embedding.word.weight"]
     found = file_tensors(turn(tmp_path / "ours", tmp_path / "theirs"))["transformer.wte.weight"]
     assert found.shape == words.shape == (case.vocab_size, case.model.hidden)

@@ -5,8 +5,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,79 +18,62 @@ from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import choose_source
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import RunValues, TrainState
-from megazpp.checkpoint.weights import FrozenPlace
+from megazpp.checkpoint.weights import FrozenPlace, open_frozen_place
 from megazpp.data.loader import MicroBatch
 from megazpp.islands.state import island_parts
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
-from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.training.anomalies import LossHistory
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One attempt at a run.
-
-    Attributes:
-        steps: iterations in all; an earlier checkpoint's are not repeated.
-        flags: of CheckpointConfig.
-        evaluates: whether each step's weights are used before a checkpoint is saved.
-    """
-
-    case: Case
-    steps: int
-    flags: dict[str, Any]
-    evaluates: bool = False
-
-    @property
-    def config(self) -> CheckpointConfig:
-        return CheckpointConfig(**self.flags)
-
-
 class Attempt:
-    """The parts of a job on this rank."""
+    """The parts of an attempt at a run on this rank; `flags` are CheckpointConfig's, `lines` what it logs."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, case = job, job.case
+    def __init__(self, case: Case, **flags: Any) -> None:
+        self.case, self.config, self.lines = case, CheckpointConfig(**flags), list[str]()
+        self.progress, self.losses = TrainingProgress(), LossHistory()
         self.step, self.dims = build_step(case)
-        self.lines: list[str] = []
         self.diloco = build_diloco(case, self.step, self.dims)
-        self.losses = LossHistory()
         model, sharding, optimizer = self.step.model, self.step.sharding, self.step.optimizer
         values = RunValues(optimizer, self.step.scaler, self.losses)
-        self.parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)
+        parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)
         if self.diloco is not None:
-            self.parts = island_parts(self.parts, self.diloco, model, values)
-        self.state = TrainState(model, sharding, values, self.parts)
-        self.checkpoints = Checkpoints(job.config, self.state, template(job), shared_axis(self.dims), self.lines.append)
+            parts = island_parts(parts, self.diloco, model, values)
+        self.state = TrainState(model, sharding, values, parts)
+        axis = open_axis(self.dims)
+        self.checkpoints = Checkpoints(self.config, self.state, record_of(case), axis, self.lines.append)
 
     def load(self, *, restarted: bool = False) -> TrainingProgress:
-        source = choose_source(self.job.config, restarted=restarted)
+        """Take the folder of --save, and go on from a checkpoint if the flags name one."""
+        source = choose_source(self.config, restarted=restarted)
         self.checkpoints.open()
-        resumed = self.checkpoints.load(source, schedule()) if source else None
-        return resumed.progress if resumed else TrainingProgress()
+        if source is not None and (resumed := self.checkpoints.load(source, schedule())) is not None:
+            self.progress = resumed.progress
+        return self.progress
 
-    def train(self, progress: TrainingProgress) -> list[tuple[float, float]]:
-        """(loss, gradient norm) of each step from `progress` on; dropout draws, and so do others."""
-        case, results = self.job.case, []
-        size = case.global_batch // self.dims.data_size // case.micro_batches
-        while progress.iteration < self.job.steps:
-            index = progress.iteration
-            firsts = [(m * self.dims.data_size + self.dims.data_rank) * size for m in range(case.micro_batches)]
-            batches = [case.batch(index, first, size) for first in firsts]
-            result = self.step(batches, learning_rate=case.learning_rate, weight_decay=0.01, iteration=index + 1)
+    def train(self, steps: int, *, saves: bool = True, evaluates: bool = False) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of each step up to the `steps`th; dropout draws, and so do others.
+
+        Args:
+            evaluates: each step's weights are used before a checkpoint is saved.
+        """
+        case, results = self.case, []
+        while self.progress.iteration < steps:
+            now = self.progress.iteration + 1
+            batches = case.batches(now - 1, self.dims)
+            result = self.step(batches, learning_rate=case.learning_rate, weight_decay=0.01, iteration=now)
             results.append((result.loss, result.grad_norm))
             self.losses.losses.append(result.loss)
             if self.diloco is not None:
                 self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
-                self.diloco.after_step(index + 1)
+                self.diloco.after_step(now)
             random.random(), np.random.rand()
-            done = case.global_batch * (index + 1)
-            progress = progress._replace(iteration=index + 1, consumed_samples=done, scheduled_samples=done)
-            if self.job.evaluates:
+            done = case.global_batch * now
+            self.progress = self.progress._replace(iteration=now, consumed_samples=done, scheduled_samples=done)
+            if evaluates:
                 self.evaluate(batches[0])
-            self.checkpoints.after_step(progress, last=progress.iteration == self.job.steps)
-        self.checkpoints.finish()
+            if saves:
+                self.checkpoints.after_step(self.progress, last=now == steps)
         return results
 
     def evaluate(self, batch: MicroBatch) -> None:
@@ -110,56 +92,56 @@ class Attempt:
     def whole(self) -> dict[str, str]:
         """What weights and moments in full hash to, padding of the vocabulary left out."""
         tensors = self.state.tensors(optimizer=True, rng=False)
-        padded, rows = self.state.padded(tensors), self.job.case.vocab_size
+        padded, rows = self.state.padded(tensors), self.case.vocab_size
         full = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in tensors.items()}
-        return {
-            key: digest(x[:rows] if key in padded else x) for key, x in full.items() if not key.startswith("feedback.")
-        }
+        kept = {key: x[:rows] if key in padded else x for key, x in full.items() if not key.startswith("feedback.")}
+        return {key: digest(x) for key, x in kept.items()}
+
+
+class Outcome(NamedTuple):
+    """What came of a run on a rank: progress and hashes of the state as loaded, those at the end, its island's rank."""
+
+    start: TrainingProgress
+    loaded: dict[str, str]
+    steps: list[tuple[float, float]]
+    state: dict[str, str]
+    lines: list[str]
+    island: int
+
+    @property
+    def notes(self) -> list[str]:
+        return [line for line in self.lines if "note:" in line]
+
+
+def run(
+    case: Case, steps: int, *, restarted: bool = False, evaluates: bool = False, whole: bool = False, **flags: Any
+) -> Outcome:
+    """Train up to the `steps`th step, with an earlier checkpoint's not repeated; `whole` is for hashes of all ranks."""
+    attempt = Attempt(case, **flags)
+    hashes = attempt.whole if whole else attempt.fingerprint
+    start, loaded, results = attempt.load(restarted=restarted), hashes(), attempt.train(steps, evaluates=evaluates)
+    attempt.checkpoints.finish()
+    return Outcome(start, loaded, results, hashes(), attempt.lines, attempt.dims.island.rank)
 
 
 def digest(x: torch.Tensor) -> str:
     return hashlib.sha1(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def run(job: Job, *, restarted: bool = False) -> dict[str, Any]:
-    """Train; what came of it on this rank."""
-    attempt = Attempt(job)
-    progress = attempt.load(restarted=restarted)
-    results = attempt.train(progress)
-    return {"start": progress, "steps": results, "state": attempt.fingerprint(), "lines": attempt.lines}
-
-
-def run_each(jobs: list[Job]) -> list[dict[str, Any]]:
-    """Several jobs after each other."""
-    return [run(job) for job in jobs]
-
-
-def run_all(jobs: list[Job]) -> list[dict[str, Any]]:
-    """Several jobs after each other: of each the whole state it began with and came to, losses, lines, its island."""
-    results = []
-    for job in jobs:
-        attempt = Attempt(job)
-        progress = attempt.load()
-        loaded = attempt.whole()
-        losses = [loss for loss, _ in attempt.train(progress)]
-        end = attempt.whole() if losses else loaded
-        island = attempt.dims.island.rank
-        results.append({"loaded": loaded, "losses": losses, "end": end, "lines": attempt.lines, "island": island})
-    return results
-
-
-def template(job: Job) -> RunRecord:
-    flags = dataclasses.asdict(job.case.model) | dataclasses.asdict(job.case.optimizer)
-    return RunRecord(
+def record_of(case: Case, **values: Any) -> RunRecord:
+    """run.json of such a run, at its beginning or with other values."""
+    flags = dataclasses.asdict(case.model) | dataclasses.asdict(case.optimizer)
+    record = RunRecord(
         progress=TrainingProgress(),
         scaler={},
         groups=[],
         schedule=schedule().state_dict(),
-        flags=flags | ({"objective": "reward"} if job.case.scalar_head else {}),
-        vocab_size=job.case.vocab_size,
+        flags=flags | ({"objective": "reward"} if case.scalar_head else {}),
+        vocab_size=case.vocab_size,
         tokenizer="ids",
-        layout={"tp": job.case.tp},
+        layout={"tp": case.tp},
     )
+    return dataclasses.replace(record, **values)
 
 
 @functools.cache
@@ -168,18 +150,5 @@ def schedule() -> Schedule:
     return build_schedule(config, weight_decay=0.01, train_iters=10, train_samples=None, global_batch_size=16)
 
 
-@functools.cache
-def _axis() -> list[MeshAxis]:
-    return []
-
-
 def frozen_place(dims: ParallelDims, say: Callable[[str], None] = lambda line: None) -> FrozenPlace:
-    """Where frozen models live, with the axis of checkpoints."""
-    return FrozenPlace(dims=dims, device=CPU, axis=dims.twin("local", "frozen"), files=shared_axis(dims), say=say)
-
-
-def shared_axis(dims: ParallelDims) -> MeshAxis:
-    """The axis of checkpoints, made once in this worker."""
-    if not _axis():
-        _axis().append(open_axis(dims))
-    return _axis()[0]
+    return open_frozen_place(dims, CPU, say=say)

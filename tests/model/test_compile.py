@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
-from helpers.checkpoints import Job, run
+from helpers.checkpoints import Outcome, run
 from helpers.ranks import ranks
 from helpers.tensor_parallel import (
     CPU,
@@ -201,20 +201,20 @@ def test_recomputation_of_compiled_layers_with_dropout_changes_no_bit(size, sequ
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def run_compiled(job: Job) -> dict[str, Any]:
+def run_compiled(case: Case, steps: int, **flags: str) -> Outcome:
     with aot_eager():
-        return run(job)
+        return run(case, steps, **flags)
 
 
 def test_a_compiled_run_that_resumes_ends_with_the_same_bits(tmp_path):
     case = Case(model=compiled(GPT2_STYLE, **DROPOUT), tp=2, sequence_parallel=True, micro_batches=2)
     save = str(tmp_path / "save")
-    straight = ranks(2).run(run_compiled, Job(case=case, steps=2, flags={}))
-    first = ranks(2).run(run_compiled, Job(case=case, steps=1, flags={"save": save}))
-    second = ranks(2).run(run_compiled, Job(case=case, steps=2, flags={"load": save}))
+    straight = ranks(2).run(run_compiled, case, 2)
+    first = ranks(2).run(run_compiled, case, 1, save=save)
+    second = ranks(2).run(run_compiled, case, 2, load=save)
     for whole, before, after in zip(straight, first, second, strict=True):
-        assert before["steps"] + after["steps"] == whole["steps"]
-        assert after["state"] == whole["state"]
+        assert before.steps + after.steps == whole.steps
+        assert after.state == whole.state
 
 
 def train_compiled(case: Case) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import Job, frozen_place, run
+from helpers.checkpoints import frozen_place, run
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.tiers import slow
@@ -41,7 +41,7 @@ def loads(tmp_path_factory) -> dict[str, str]:
     found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in MODELS}
     for kind, folder in found.items():
         case = Case(model=MODELS[kind], tp=2)
-        ranks(2).run(run, Job(case=case, steps=1, flags={"save": folder, "save_interval": 1}))
+        ranks(2).run(run, case, 1, save=folder)
     return found
 
 
@@ -267,7 +267,7 @@ def load_another(case: Case, load: str, folder: str, other: str) -> str:
 
 def test_adapters_of_another_base_are_refused(loads, tmp_path):
     case, other = Case(model=LLAMA_STYLE), str(tmp_path / "other")
-    ranks(1).run(run, Job(case=dataclasses.replace(case, seed=8), steps=1, flags={"save": other, "save_interval": 1}))
+    ranks(1).run(run, dataclasses.replace(case, seed=8), 1, save=other)
     (message,) = ranks(1).run(load_another, case, loads["llama"], str(tmp_path), other)
     assert "was trained on weights with checksum" in message
     assert message.endswith(f": its base was {loads['llama']}")

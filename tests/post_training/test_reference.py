@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.checkpoints import Job, frozen_place, run
+from helpers.checkpoints import frozen_place, run
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, dims_on_ranks, spec_of
@@ -21,7 +21,7 @@ RESIDENT = WeightsConfig()
 def load(tmp_path_factory) -> str:
     """A checkpoint of a model with a scalar head."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
-    ranks(2).run(run, Job(case=dataclasses.replace(CASE, tp=2), steps=1, flags={"save": folder}))
+    ranks(2).run(run, dataclasses.replace(CASE, tp=2), 1, save=folder)
     return folder
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import Job, frozen_place, run
+from helpers.checkpoints import frozen_place, run
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.tiers import slow
@@ -50,7 +50,7 @@ GREEDY = SampleConfig(sample_tokens=4, sample_temperature=0.0)
 def trained(factory: pytest.TempPathFactory, world: int, case: Case, steps: int) -> str:
     """The folder of the checkpoints of each of `steps` iterations."""
     folder = str(factory.mktemp("checkpoints") / "save")
-    ranks(world).run(run, Job(case=case, steps=steps, flags={"save": folder, "save_interval": 1}))
+    ranks(world).run(run, case, steps, save=folder, save_interval=1)
     return folder
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.checkpoints import Attempt, Job
+from helpers.checkpoints import Attempt
 from helpers.context import context
 from helpers.faults import guarded, launch, poison_gradient, poison_output, state
 from helpers.ranks import ranks
@@ -160,10 +160,12 @@ def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decide
 
 def spike_after_a_checkpoint(folder: str) -> None:
     """Six steps with a checkpoint after the second, a loss spike in the last one; then the run goes on from there."""
-    job = Job(case=Case(nodes=2, zero=ZEROPP), steps=2, flags={"save": folder, "load": folder})
-    attempt = Attempt(job)
+    case, flags = Case(nodes=2, zero=ZEROPP), {"save": folder, "load": folder}
+    attempt = Attempt(case, **flags)
     watched = Watched(loss_spike_sigma=6.0, rewind=lambda: attempt.checkpoints.rewind().iteration)
-    attempt.train(attempt.load())
+    attempt.load()
+    attempt.train(2)
+    attempt.checkpoints.finish()
     attempt.step.guard, watched.guard.history = watched.guard, attempt.losses
     saved = attempt.whole()
     for index in range(2, 5):
@@ -175,13 +177,13 @@ def spike_after_a_checkpoint(folder: str) -> None:
     assert attempt.whole() == saved
     assert attempt.losses.losses[-1] == result.loss
     assert watched.said[-1].endswith("; the step is skipped, and the weights go back to those of iteration 2")
-    resumed = Attempt(job)
+    resumed = Attempt(case, **flags)
     resumed.load()
     assert len(resumed.losses.losses) == 2
 
 
 def step_of(attempt: Attempt, index: int) -> Any:
-    batch = attempt.job.case.batch(index, 4 * attempt.dims.data_rank, 4)
+    batch = attempt.case.batch(index, 4 * attempt.dims.data_rank, 4)
     return attempt.step([batch], learning_rate=1e-2, weight_decay=0.0, iteration=index + 1)
 
 
