@@ -1,13 +1,15 @@
 """What tests of tensor parallelism share: an axis of all ranks of the job, slices of full tensors, counted calls."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, packed_documents
+from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, packed_documents
 from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.data.loader import MicroBatch
@@ -16,18 +18,27 @@ from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.worker import seed_everything
-from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import (
     distribute_parameters,
     initialize_parameters_,
     local,
+    owned_parameters,
     partial_parameters,
     sum_partial_gradients_,
 )
 
-CPU = torch.device("cpu")
 VOCAB, SEQ = 101, 16
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # llama's heads are grouped
+Calls = tuple[Mapping[str, int], Mapping[str, int]]  # of collectives, forward and backward
+# what compare_slices is given for a layer that enters a tensor-parallel region and leaves it, by sequence parallelism
+REGION: dict[bool, dict[str, Any]] = {
+    False: {"calls": ({"all_reduce": 1}, {"all_reduce": 1})},
+    True: {
+        "x_dim": 0,
+        "y_dim": 0,
+        "calls": ({"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 2, "reduce_scatter": 1}),
+    },
+}
 
 
 def tp_axis() -> MeshAxis:
@@ -38,49 +49,55 @@ def tp_axis() -> MeshAxis:
     return MeshAxis("tp", ranks=tuple(range(size)), rank=dist.get_rank(), group=dist.group.WORLD, wire="tp")
 
 
-def part(full: torch.Tensor, dim: int, tp: MeshAxis) -> torch.Tensor:
-    """This rank's slice of `full` along `dim`, a copy."""
-    return full.chunk(tp.size, dim)[tp.rank].clone(memory_format=torch.contiguous_format)
+@functools.cache
+def tp_mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("tp",))
+
+
+def part(full: torch.Tensor, dim: int | None, tp: MeshAxis) -> torch.Tensor:
+    """This rank's slice of `full` along `dim`, whole without one; a copy."""
+    mine = full if dim is None else full.chunk(tp.size, dim)[tp.rank]
+    return mine.clone(memory_format=torch.contiguous_format)
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def counted(tp: MeshAxis, action: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """The result of `action` and how often it called each collective on `tp`."""
-    before = tp.counter.table()
-    result = action()
-    after = tp.counter.table()
-    calls = {key[2]: traffic.calls - (before[key].calls if key in before else 0) for key, traffic in after.items()}
-    return result, {collective: count for collective, count in calls.items() if count}
+def counted(tp: MeshAxis, action: Callable[..., Any], *args: Any) -> tuple[Any, Mapping[str, int]]:
+    """The result of `action(*args)` and how often it called each collective on `tp`."""
+
+    def calls() -> Counter[str]:
+        return Counter({collective: traffic.calls for (_, _, collective), traffic in tp.counter.table().items()})
+
+    before = calls()
+    return action(*args), calls() - before
+
+
+@contextlib.contextmanager
+def saved_tensors() -> Iterator[list[torch.Tensor]]:
+    """What autograd keeps of what runs inside."""
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        yield kept
 
 
 def build_gpt(
-    config: GPTConfig,
-    tp: MeshAxis,
-    *,
-    vocab_size: int,
-    sequence_parallel: bool = False,
-    seed: int = 7,
-    dropout_seed: int = 11,
-    data_rank: int = 0,
-    product: Product | None = None,
+    config: GPTConfig, tp: MeshAxis | None = None, *, vocab_size: int = VOCAB, dropout_seed: int = 11, **options: Any
 ) -> GPTModel:
-    """An unsharded GPT on `tp`; weights follow from `seed`, dropout masks from `dropout_seed`."""
-    seed_everything(dropout_seed, data_rank=data_rank, tp_rank=tp.rank)
-    shared = SharedGenerator(CPU, seed=dropout_seed, data_rank=data_rank)
-    model = GPTModel(
-        config,
-        vocab_size=vocab_size,
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        shared_generator=shared,
-        product=product,
-    )
+    """An unsharded GPT on `tp` (all ranks of the job); its weights are always the same, masks follow from the seed."""
+    tp = tp or tp_axis()
+    seed_everything(dropout_seed, data_rank=0, tp_rank=tp.rank)
+    shared = SharedGenerator(CPU, seed=dropout_seed, data_rank=0)
+    model = GPTModel(config, vocab_size=vocab_size, tp=tp, shared_generator=shared, **options)
     if tp.size > 1:
         distribute_parameters(model, tp_mesh())
-    initialize_parameters_(model, seed=seed, draw_device=CPU)
+    initialize_parameters_(model, seed=7, draw_device=CPU)
     return model
 
 
@@ -99,69 +116,56 @@ def losses_of(model: GPTModel, data: MicroBatch) -> torch.Tensor:
     return model(data.tokens, data.labels, position_ids=data.position_ids, document_starts=data.document_starts)
 
 
-@functools.cache
-def tp_mesh() -> DeviceMesh:
-    return DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("tp",))
-
-
 def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[str, torch.Tensor]:
     """This rank's part of every gradient, as the optimizer sees it: summed over `tp`, or the model's, if partial."""
     partial = partial_parameters(model)
     grads = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}
-    if partial:
-        parts = [SimpleNamespace(grad=grad) for name, grad in grads.items() if name in partial]
-        sum_partial_gradients_(parts, tp or model.tp)  # in place
+    parts = [SimpleNamespace(grad=grad) for name, grad in grads.items() if name in partial]
+    sum_partial_gradients_(parts, tp or model.tp)  # in place
     return grads
 
 
 def compare_slices(
-    layer: torch.nn.Module,
+    row: object,
+    make: Callable[..., torch.nn.Module],
     whole: Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor],
     x: torch.Tensor,
-    weights: dict[str, torch.Tensor],
-    splits: dict[str, int],
     *arguments: Any,
-    tp: MeshAxis,
-    sequence_parallel: bool,
-    row: object,
-) -> None:
-    """Compare this rank's part of a layer, its outputs, gradients and calls, with the whole one's in fp64 to 1e-11.
+    x_dim: int | None = None,
+    y_dim: int | None = None,
+    calls: Calls = ({}, {}),
+) -> torch.nn.Module:
+    """Compare a layer's slices on this rank, output and all gradients, with the whole one's in fp64 to 1e-11.
 
     Args:
-        whole: computes the whole one of x and its weights, which the layer is given too.
-        splits: the dim along which a weight is split; others are on all ranks.
+        make: gives the layer on a `tp` axis; its weights are split as their specs say.
+        whole: computes the whole output of x and of all weights by name.
         arguments: of the layer, behind x.
+        x_dim, y_dim: along which a rank has a slice of x and of the output; None: both are whole.
+        calls: collectives on tp where there are several ranks.
     """
-    leaf, leaves = x.clone().requires_grad_(), {name: w.clone().requires_grad_() for name, w in weights.items()}
+    tp, alone = tp_axis(), dict(make(tp=MeshAxis("tp")).named_parameters())
+    layer = make(tp=tp).double()
+    split = {name: spec.split for name, _, _, spec in owned_parameters(layer)}
+    leaf = x.clone().requires_grad_()
+    leaves = {name: draw(seed, *p.shape).requires_grad_() for seed, (name, p) in enumerate(alone.items(), start=1)}
     y = whole(leaf, leaves)
-    y_grad = draw(9, *y.shape)
-    y.backward(y_grad)
+    y.backward(y_grad := draw(9, *y.shape))
 
-    def slice_of(name: str, full: torch.Tensor) -> torch.Tensor:
-        return part(full, splits[name], tp) if name in splits else full
-
-    assert weights.keys() == dict(layer.named_parameters()).keys()
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            assert parameter.shape == slice_of(name, weights[name]).shape
-            parameter.copy_(slice_of(name, weights[name]))
-    x_part, y_part, x_grad, upstream = (
-        part(full.detach(), 0, tp) if sequence_parallel else full.detach().clone() for full in (x, y, leaf.grad, y_grad)
-    )
-    ours, forward = counted(tp, lambda: layer(x_part.requires_grad_(), *arguments))
-    _, backward = counted(tp, lambda: ours.backward(upstream))
+    for name, parameter in layer.named_parameters():
+        weight = part(leaves[name].detach(), split[name], tp)
+        assert parameter.shape == weight.shape
+        parameter.data = weight
+    given = part(x, x_dim, tp).requires_grad_()
+    ours, forward = counted(tp, layer, given, *arguments)
+    _, backward = counted(tp, ours.backward, part(y_grad, y_dim, tp))
     exact: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}
-    assert_near(row, ours.detach(), y_part, **exact)
-    assert_near(row, x_part.grad, x_grad, **exact)
+    assert_near((row, "y"), ours.detach(), part(y.detach(), y_dim, tp), **exact)
+    assert_near((row, "x"), given.grad, part(leaf.grad, x_dim, tp), **exact)
     for name, grad in local_gradients(layer, tp).items():
-        assert_near((row, name), grad, slice_of(name, leaves[name].grad), **exact)
-    if tp.size == 1 or not splits:
-        assert (forward, backward) == ({}, {})
-    elif sequence_parallel:
-        assert forward == {"all_gather": 1, "reduce_scatter": 1}
-        assert backward == {"all_gather": 2, "reduce_scatter": 1}
-    else:
-        assert forward == backward == {"all_reduce": 1}
+        assert_near((row, name), grad, part(leaves[name].grad, split[name], tp), **exact)
+    assert (forward, backward) == (calls if tp.size > 1 else ({}, {})), row
+    return layer
 
 
 def assert_near(row: object, found: torch.Tensor, expected: torch.Tensor, **tolerances: Any) -> None:

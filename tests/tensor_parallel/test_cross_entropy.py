@@ -1,6 +1,8 @@
 """Product and cross entropy in chunks against torch's over the whole, real vocabulary."""
 
+import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,15 +21,8 @@ TOKENS = SEQ * BATCH
 # bytes of a chunk: of all columns; of all, five tokens at a time in fp32; of 128 columns, one token at a time
 WHOLE, _, SMALL = CHUNKS = 1 << 29, BLOCKS * 4 * 384 * 5, 4 * TOKENS * 128
 REAL, PADDED = 300, 384  # on one rank three chunks, on two two and one
-VOCABULARIES = [
-    (REAL, PADDED),
-    (16, 16),  # no padding
-    (15, 16),
-    (11, 16),  # on 4 ranks: padding on two of them
-    (7, 16),  # on 4 ranks: two ranks of nothing else
-    (3, 24),
-    (1, 4),  # the only token is certain
-]
+# then: no padding; on 4 ranks, padding on two, and twice ranks of nothing else; the only token is certain
+VOCABULARIES = [(REAL, PADDED), (16, 16), (11, 16), (7, 16), (3, 24), (1, 4)]
 
 
 def labels_of(vocab_size: int) -> torch.Tensor:
@@ -44,17 +39,17 @@ def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, 
     expected = -scores.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     expected.backward(loss_grad)
 
-    x, weight = whole_x.detach().float(), part(whole_weight.detach().float(), 0, tp)
-    leaves, sent = (x.requires_grad_(), weight.requires_grad_(), labels), tp.counter.sent_bytes("tp")
+    x = whole_x.detach().float().requires_grad_()
+    weight = part(whole_weight.detach().float(), 0, tp).requires_grad_()
     how: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy, "fuse": fuse}
     how |= {"tp": tp, "vocab_size": vocab_size, "chunk_bytes": chunk_bytes}
-    (losses, entropy), forward = counted(tp, lambda: linear_cross_entropy(*leaves, **how))
-    _, backward = counted(tp, lambda: losses.backward(loss_grad.float()))
+    (losses, entropy), forward = counted(tp, functools.partial(linear_cross_entropy, x, weight, labels, **how))
+    sent = tp.counter.sent_bytes("tp")
+    _, backward = counted(tp, losses.backward, loss_grad.float())
 
     # logits are never gathered: a maximum, and a sum of two or three numbers, fp32, per token
     assert (forward, backward) == ({"all_reduce": 2} if tp.size > 1 else {}, {}), row
-    ring = sum(2 * (4 * numbers * TOKENS * (tp.size - 1) // tp.size) for numbers in (1, 2 + with_entropy))
-    assert tp.counter.sent_bytes("tp") - sent == ring, row
+    assert sent == sum(2 * (4 * numbers * TOKENS * (tp.size - 1) // tp.size) for numbers in (1, 2 + with_entropy)), row
     pairs = [(losses, expected), (tp.all_reduce_(x.grad), whole_x.grad)]
     pairs.append((weight.grad, part(whole_weight.grad, 0, tp)))
     if with_entropy:
@@ -95,25 +90,23 @@ def from_logits(
         losses, _ = linear_cross_entropy(x, weight, labels, tp=tp, vocab_size=vocab_size, chunk_bytes=chunk_bytes)
         losses.backward(draw(9, *labels.shape).to(losses.dtype))
     assert torch.equal(x.detach(), full) or full.isnan().any()
+    assert x.grad.dtype == full.dtype
     return losses.detach(), part(x.grad, -1, tp)
 
 
-def special_logits() -> dict[str, tuple[torch.Tensor, int, dict[str, float], dict[str, float] | None]]:
-    """Logits, the size of the vocabulary, tolerances of losses, and of gradients if they are finite."""
-    near = {"rtol": 2e-6, "atol": 2e-6}
-    rows: dict[str, Any] = {}
+def special_logits() -> Iterator[tuple[str, torch.Tensor, int, tuple[float, float], tuple[float, float] | None]]:
+    """Logits and the size of the vocabulary; tolerances (rtol, atol) of losses, and of gradients if they are finite."""
+    clean, near = draw(1, SEQ, BATCH, PADDED, dtype=torch.float32), (2e-6, 2e-6)
     for dtype in (torch.bfloat16, torch.float16):
         # losses are as exact as from fp32 logits of the same values; gradients are rounded once to 16 bits, and
         # subnormals of fp16 are 6e-8 apart
-        once = {"rtol": 1.01 * torch.finfo(dtype).eps / 2, "atol": 2e-6}
-        rows[f"{dtype}"] = ((3 * draw(1, SEQ, BATCH, PADDED)).to(dtype), REAL, near, once)
+        yield f"{dtype}", (3 * clean).to(dtype), REAL, near, (1.01 * torch.finfo(dtype).eps / 2, 2e-6)
     for dtype in (torch.float32, torch.bfloat16):
         # naive exponentials are inf or 0, the right losses are 0 and 2e4 and everything between; one fp32 step at 1e4
         # is 1e-3: log-normaliser and score are each rounded to it before they are subtracted
         extreme = 1e4 * draw(1, SEQ, BATCH, 16).sign()
         extreme[0], extreme[1] = -1e4, 1e4  # all equal: log(11)
-        rows[f"1e4 in {dtype}"] = (extreme.to(dtype), 11, {"rtol": 1e-6, "atol": 2e-3}, {"rtol": 2**-8, "atol": 2e-3})
-    clean = draw(1, SEQ, BATCH, PADDED, dtype=torch.float32)
+        yield f"1e4 in {dtype}", extreme.to(dtype), 11, (1e-6, 2e-3), (2**-8, 2e-3)
     for where, value in (
         ((..., 7), float("-inf")),  # an impossible token: its loss is infinite where it is the label
         ((3, 1, 0), float("nan")),  # one token's loss is NaN, whichever rank holds the logit
@@ -121,41 +114,45 @@ def special_logits() -> dict[str, tuple[torch.Tensor, int, dict[str, float], dic
         ((3, 1, 299), float("inf")),
         ((2, 0), float("-inf")),
     ):
-        rows[f"{value} at {where}"] = (clean.clone(), REAL, near, None)
-        rows[f"{value} at {where}"][0][where] = value
-    garbage = clean.clone()
-    garbage[..., REAL:] = torch.tensor([float("nan"), float("inf"), 1e30, float("-inf")]).repeat(21)
-    return rows | {"garbage in the padding": (garbage, REAL, near, near)}
+        logits = clean.clone()
+        logits[where] = value
+        yield f"{value} at {where}", logits, REAL, near, None
+    clean[..., REAL:] = torch.tensor([float("nan"), float("inf"), 1e30, float("-inf")]).repeat(21)
+    yield "garbage in the padding", clean, REAL, near, near
+
+
+def compare_special_logits() -> None:
+    for (row, full, vocab_size, near, near_grads), chunk_bytes in itertools.product(special_logits(), CHUNKS):
+        labels, leaf, tp = labels_of(vocab_size), full.double().requires_grad_(), tp_axis()
+        expected = F.cross_entropy(leaf[..., :vocab_size].transpose(1, 2), labels, reduction="none")
+        expected.backward(draw(9, *labels.shape))
+        assert expected.isfinite().all() == (near_grads is not None)
+        losses, grad = from_logits(full, labels, vocab_size, chunk_bytes)
+        assert_near(row, losses.double(), expected.detach(), rtol=near[0], atol=near[1], equal_nan=True)
+        if near_grads is not None:
+            assert_near(row, grad.double(), part(leaf.grad, -1, tp), rtol=near_grads[0], atol=near_grads[1])
+            assert not grad[..., part(torch.arange(full.shape[-1]) >= vocab_size, 0, tp)].any(), row
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_what_is_rounded_extreme_or_not_finite_shows_in_its_tokens_losses_and_in_no_others(size):
-    for (row, (full, vocab_size, near, near_grads)), chunk_bytes in itertools.product(special_logits().items(), CHUNKS):
-        labels, leaf = labels_of(vocab_size), full.double().requires_grad_()
-        expected = F.cross_entropy(leaf[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none")
-        expected = expected.view(labels.shape)
-        expected.backward(draw(9, *labels.shape))
-        assert expected.isfinite().all() == (near_grads is not None)
-        results = ranks(size).run(from_logits, full, labels, vocab_size, chunk_bytes)
-        for losses, _ in results:
-            assert_near(row, losses.double(), expected, **near, equal_nan=True)
-        if near_grads is not None:
-            grad = torch.cat([grad for _, grad in results], dim=-1)
-            assert grad.dtype == full.dtype
-            assert not grad[..., vocab_size:].any(), row
-            assert_near(row, grad.double(), leaf.grad, **near_grads)
+    ranks(size).run(compare_special_logits)
 
 
-def test_a_label_outside_the_vocabulary_is_never_a_silent_number():
-    """Wrong tokenizer, wrong data: the loss has to show it, and the gradient norm too."""
+def check_labels_outside() -> None:
     full = draw(1, SEQ, BATCH, 16, dtype=torch.float32)
     for label in (-1, -100, 11, 15, 16, 1000):
         labels = labels_of(11).clone()
         labels[4, 2] = label
-        for losses, grad in ranks(2).run(from_logits, full, labels, 11, WHOLE):
-            assert losses[4, 2].isnan(), label
-            assert grad[4, 2].isnan().any(), label
-            assert int(losses.isfinite().sum()) == TOKENS - 1
+        losses, grad = from_logits(full, labels, 11, WHOLE)
+        assert losses[4, 2].isnan(), label
+        assert grad[4, 2].isnan().any(), label
+        assert int(losses.isfinite().sum()) == TOKENS - 1
+
+
+def test_a_label_outside_the_vocabulary_is_never_a_silent_number():
+    """Wrong tokenizer, wrong data: the loss has to show it, and the gradient norm too."""
+    ranks(2).run(check_labels_outside)
 
 
 def test_the_gradient_of_x_is_summed_over_chunks_in_fp32():
@@ -178,23 +175,25 @@ def test_a_second_backward_gives_the_same_again():
     assert all(map(torch.equal, first, second))
 
 
-def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes: Any) -> TraceRecorder:
-    """One forward and backward in bf16 without memory."""
-    recorder = TraceRecorder()
-    x = torch.empty(num_tokens, channels, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    weight = torch.empty(rows, channels, dtype=torch.bfloat16, device="meta", requires_grad=True)
+Products = list[tuple[int, int, int]]
+
+
+def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes: Any) -> tuple[Products, Any, Any]:
+    """The products of one forward and backward in bf16 without memory, and what it recorded of each."""
+    x, weight = (
+        torch.empty(size, channels, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for size in (num_tokens, rows)
+    )
     labels = torch.empty(num_tokens, dtype=torch.int64, device="meta")
-    with recorder:
+    with TraceRecorder() as recorder:
         losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=vocab_size, **changes)
         loss = losses.sum()
         recorder.enter((BACKWARD, 0))
         loss.backward()
         recorder.enter((BACKWARD, -1))
-    return recorder
-
-
-def products(recorder: TraceRecorder) -> list[tuple[int, int, int]]:
-    return [(o.m, o.n, o.k) for part in recorder.segments.values() for o in part.operations if o.kind == "matrix"]
+    done = [operation for part in recorder.segments.values() for operation in part.operations]
+    products = [(one.m, one.n, one.k) for one in done if one.kind == "matrix"]
+    return products, recorder.segments[FORWARD, 0], recorder.segments[BACKWARD, 0]
 
 
 def test_a_step_has_three_products_of_aligned_columns_and_little_more_memory_than_its_16_bit_logits():
@@ -204,10 +203,9 @@ def test_a_step_has_three_products_of_aligned_columns_and_little_more_memory_tha
         (8192, 4096, 128256, 128256),
         (8192, 1024, 151665, 151936),
     ):
-        recorder = traced(num_tokens, channels, vocab_size, rows)
+        products, forward, backward = traced(num_tokens, channels, vocab_size, rows)
         aligned, logits = -(-vocab_size // 128) * 128, 2 * num_tokens * rows
-        assert sum(m * n * k for m, n, k in products(recorder)) == 3 * num_tokens * channels * aligned, vocab_size
-        forward, backward = recorder.segments[FORWARD, 0], recorder.segments[BACKWARD, 0]
+        assert sum(m * n * k for m, n, k in products) == 3 * num_tokens * channels * aligned, vocab_size
         assert logits < forward.peak < 1.2 * logits, vocab_size
         assert logits < forward.kept + backward.peak - 2 * rows * channels < 1.2 * logits, vocab_size
 
@@ -215,10 +213,9 @@ def test_a_step_has_three_products_of_aligned_columns_and_little_more_memory_tha
 def test_chunks_of_any_number_end_at_multiples_of_128_columns():
     """One at a time is in memory, and all but the last are multiplied again."""
     for num_tokens in (66, 96):
-        recorder = traced(num_tokens, 64, 50257, 50304, chunk_bytes=1 << 21)
-        found = products(recorder)
-        widths = [n for m, n, k in found if k == 64]
+        products, forward, _ = traced(num_tokens, 64, 50257, 50304, chunk_bytes=1 << 21)
+        widths = [n for m, n, k in products if k == 64]
         assert len(widths) > 4
         assert not any(width % 128 for width in widths)
-        assert sum(m * n * k for m, n, k in found) == num_tokens * 64 * (4 * 50304 - widths[len(widths) // 2])
-        assert recorder.segments[FORWARD, 0].peak < 1.2 * (1 << 21)
+        assert sum(m * n * k for m, n, k in products) == num_tokens * 64 * (4 * 50304 - widths[len(widths) // 2])
+        assert forward.peak < 1.2 * (1 << 21)

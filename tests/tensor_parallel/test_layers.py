@@ -1,154 +1,86 @@
-"""Split layers against torch's whole ones: outputs, every gradient, and the collectives their docstrings promise.
-
-fp64, tolerance 1e-12: the partial sums of at most 4 ranks are added in another order, nothing else differs.
-"""
+"""Split layers against torch's whole ones: outputs, every gradient, and the collectives their docstrings promise."""
 
 import functools
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
-from helpers.tensor_parallel import assert_near, counted, draw, part, tp_axis
+from helpers.tensor_parallel import compare_slices, counted, draw, part, saved_tensors, tp_axis
 
-from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     column_parallel,
 )
-from megazpp.tensor_parallel.parameters import sum_partial_gradients_
 
 S, B, NARROW, WIDE = 8, 3, 7, 12  # S and WIDE are split over 2 and 4 ranks, B and NARROW are not
-EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-Calls = tuple[dict[str, int], dict[str, int]]
+ENTER = {False: ({}, {"all_reduce": 1}), True: ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})}
+LEAVE = {False: ({"all_reduce": 1}, {}), True: ({"reduce_scatter": 1}, {"all_gather": 1})}
 
 
-def reduced(tp: MeshAxis, sequence_parallel: bool) -> Calls:
-    """Calls forward and backward of a layer that ends a tensor-parallel region."""
-    if tp.size == 1:
-        return {}, {}
-    return ({"reduce_scatter": 1}, {"all_gather": 1}) if sequence_parallel else ({"all_reduce": 1}, {})
+def linear(x: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.linear(x, weights["weight"], weights.get("bias"))
 
 
-def whole_linear(inputs: int, outputs: int, bias: bool) -> dict[str, torch.Tensor]:
-    """One process: output and gradients of x W^T + b under a random output gradient."""
-    values = {"x": draw(1, S, B, inputs), "weight": draw(2, outputs, inputs)}
-    if bias:
-        values["bias"] = draw(3, outputs)
-    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
-    y = F.linear(leaves["x"], leaves["weight"], leaves.get("bias"))
-    y.backward(draw(4, S, B, outputs))
-    grads = {f"{name}_grad": leaf.grad for name, leaf in leaves.items()}
-    return {**values, "y": y.detach(), "y_grad": draw(4, S, B, outputs), **grads}
-
-
-def set_parameter(layer: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    assert getattr(layer, name).shape == value.shape
-    setattr(layer, name, torch.nn.Parameter(value.clone()))
-
-
-def sequence_part(x: torch.Tensor, tp: MeshAxis, sequence_parallel: bool) -> torch.Tensor:
-    return part(x, 0, tp) if sequence_parallel else x
-
-
-def run_columns(widths: list[int], bias: bool, sequence_parallel: bool, freeze: bool) -> tuple[Calls, int]:
-    """Layers of one input under one sum, and the bytes that autograd keeps beside the weights."""
-    tp, wholes = tp_axis(), [whole_linear(NARROW, width, bias) for width in widths]
-    layers, kept, names = [], set(), ["weight", "bias"] if bias else ["weight"]
-    for width, whole in zip(widths, wholes, strict=True):
-        layer = ColumnParallelLinear(NARROW, width, tp=tp, std=1.0, bias=bias, sequence_parallel=sequence_parallel)
-        for name in names:
-            set_parameter(layer, name, part(whole[name], 0, tp))
-            getattr(layer, name).requires_grad_(not freeze)
-        layers.append(layer)
-    x = sequence_part(wholes[0]["x"], tp, sequence_parallel).clone().requires_grad_()
-    weights = {layer.weight.data_ptr() for layer in layers}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in weights:
-            kept.add((tensor.data_ptr(), tensor.nbytes))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        one = len(layers) == 1
-        outputs, forward = counted(tp, lambda: [layers[0](x)] if one else column_parallel(x, layers))
-    grads = [part(whole["y_grad"], -1, tp) for whole in wholes]
-    _, backward = counted(tp, lambda: torch.autograd.backward(outputs, grads))
-    for layer, whole, y in zip(layers, wholes, outputs, strict=True):
-        assert_near("y", y, part(whole["y"], -1, tp), **EXACT)
-        for name in names:
-            expected = None if freeze else part(whole[f"{name}_grad"], 0, tp)
-            assert_near(name, getattr(layer, name).grad, expected, **EXACT)
-    total = sum(whole["x_grad"] for whole in wholes)
-    assert_near("x", x.grad, sequence_part(total, tp, sequence_parallel), **EXACT)
-    return (forward, backward), sum(size for _, size in kept)
+def check_linear() -> None:
+    for bias, split in itertools.product((False, True), (False, True)):
+        row, how = (bias, split), {"std": 1.0, "bias": bias, "sequence_parallel": split}
+        sequence = 0 if split else None
+        column = functools.partial(ColumnParallelLinear, NARROW, WIDE, **how)
+        compare_slices(row, column, linear, draw(0, S, B, NARROW), x_dim=sequence, y_dim=-1, calls=ENTER[split])
+        rows = functools.partial(RowParallelLinear, WIDE, NARROW, **how)
+        compare_slices(row, rows, linear, draw(0, S, B, WIDE), x_dim=-1, y_dim=sequence, calls=LEAVE[split])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_column_parallel_layers_of_one_input_are_slices_enter_once_and_keep_their_slice_of_it(size):
-    for sequence_parallel, freeze, calls in (
-        (False, False, ({}, {"all_reduce": 1})),
-        (True, False, ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})),
-        (True, True, ({"all_gather": 1}, {"reduce_scatter": 1})),
-    ):
-        for widths, bias in itertools.product(([WIDE], [WIDE, 2 * WIDE]), (False, True)):
-            row = (widths, bias, sequence_parallel, freeze)
-            for found, kept in ranks(size).run(run_columns, *row):
-                assert found == (calls if size > 1 else ({}, {})), row
-                assert kept == 8 * S * B * NARROW // (size if sequence_parallel else 1) or size == 1, row
+def test_column_and_row_parallel_layers_are_slices_of_whole_ones(size):
+    ranks(size).run(check_linear)
 
 
-def check_row_parallel() -> None:
+def check_what_columns_keep() -> None:
     tp = tp_axis()
-    for bias, sequence_parallel in itertools.product((False, True), (False, True)):
-        whole, row = whole_linear(WIDE, NARROW, bias), f"bias {bias}, sequence {sequence_parallel}"
-        layer = RowParallelLinear(WIDE, NARROW, tp=tp, std=1.0, bias=bias, sequence_parallel=sequence_parallel)
-        set_parameter(layer, "weight", part(whole["weight"], 1, tp))
-        if bias:
-            set_parameter(layer, "bias", whole["bias"])
-        x, y_grad = part(whole["x"], -1, tp).requires_grad_(), sequence_part(whole["y_grad"], tp, sequence_parallel)
-        y, forward = counted(tp, functools.partial(layer, x))
-        assert_near(row, y, sequence_part(whole["y"], tp, sequence_parallel), **EXACT)
-        _, backward = counted(tp, functools.partial(y.backward, y_grad))
-        assert_near(row, layer.weight.grad, part(whole["weight_grad"], 1, tp), **EXACT)
-        assert_near(row, x.grad, part(whole["x_grad"], -1, tp), **EXACT)
-        assert (forward, backward) == reduced(tp, sequence_parallel), row
-        if bias:
-            assert layer.specs["bias"].partial == sequence_parallel
-            sum_partial_gradients_([layer.bias] if sequence_parallel else [], tp)
-            assert_near(row, layer.bias.grad, whole["bias_grad"], **EXACT)
+    for split, widths, freeze in itertools.product((False, True), ([WIDE], [WIDE, 2 * WIDE]), (False, True)):
+        how = {"tp": tp, "std": 1.0, "bias": False, "sequence_parallel": split}
+        layers = [ColumnParallelLinear(NARROW, width, **how).requires_grad_(not freeze) for width in widths]
+        for layer in layers:
+            layer.weight.data.fill_(1.0)
+        x = torch.ones(S // tp.size if split else S, B, NARROW, requires_grad=True)
+        with saved_tensors() as saved:
+            outputs, forward = counted(tp, column_parallel, x, layers)
+        _, backward = counted(tp, sum(y.sum() for y in outputs).backward)
+        assert torch.equal(x.grad, torch.full_like(x, sum(widths)))
+        if tp.size > 1:
+            kept = {tensor.data_ptr(): tensor.nbytes for tensor in saved}
+            assert sum(kept.values()) == x.nbytes + sum(layer.weight.nbytes for layer in layers)
+            assert forward == ENTER[split][0]
+            assert backward == ({"reduce_scatter": 1} if split and freeze else ENTER[split][1])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_row_parallel_linear_sums_to_the_whole_one(size):
-    ranks(size).run(check_row_parallel)
-
-
-ROWS, VOCAB = 16, 11  # on 4 ranks: 4 + 4 + 3 tokens and a rank of padding
+def test_columns_of_one_input_enter_once_keep_their_slice_and_if_frozen_do_not_gather_it_again(size):
+    ranks(size).run(check_what_columns_keep)
 
 
 def check_embedding() -> None:
     """The first row is infinite, which nothing of another rank's lookup may show: it is looked up once."""
-    tp = tp_axis()
-    tokens = torch.cat([torch.arange(VOCAB), torch.tensor([10, 10, 3, 3, 7])]).view(8, 2)  # all of them, some twice
-    table = draw(5, ROWS, NARROW)
+    rows, vocab_size = 16, 11  # on 4 ranks: 4 + 4 + 3 tokens and a rank of padding
+    tokens = torch.cat([torch.arange(vocab_size), torch.tensor([10, 10, 3, 3, 7])]).view(8, 2)  # some of them twice
+    tp, table, y_grad = tp_axis(), draw(5, rows, NARROW), draw(6, 8, 2, NARROW)
     table[0] = float("inf")
-    table.requires_grad_()
-    y_grad = draw(6, 8, 2, NARROW)
-    whole = F.embedding(tokens, table)
+    whole = F.embedding(tokens, table.requires_grad_())
     whole.backward(y_grad)
     for split in (False, True):
-        layer = VocabParallelEmbedding(ROWS, NARROW, vocab_size=VOCAB, tp=tp, std=1.0, sequence_parallel=split)
-        set_parameter(layer, "weight", part(table.detach(), 0, tp))
-        y, forward = counted(tp, functools.partial(layer, tokens))
-        assert torch.equal(y, sequence_part(whole.detach(), tp, split))  # one term and zeros: exact
-        _, backward = counted(tp, functools.partial(y.backward, sequence_part(y_grad, tp, split)))
-        assert_near(split, layer.weight.grad, part(table.grad, 0, tp), **EXACT)
-        assert (forward, backward) == reduced(tp, split)
+        how = {"vocab_size": vocab_size, "std": 1.0, "sequence_parallel": split}
+        layer, sequence = VocabParallelEmbedding(rows, NARROW, tp=tp, **how), 0 if split else None
+        layer.weight.data = part(table.detach(), 0, tp)
+        y, forward = counted(tp, layer, tokens)
+        _, backward = counted(tp, y.backward, part(y_grad, sequence, tp))
+        assert torch.equal(y, part(whole.detach(), sequence, tp))  # one term and zeros: exact
+        torch.testing.assert_close(layer.weight.grad, part(table.grad, 0, tp), rtol=1e-12, atol=1e-12)
+        assert (forward, backward) == (LEAVE[split] if tp.size > 1 else ({}, {}))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
