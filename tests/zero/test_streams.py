@@ -9,7 +9,7 @@ from helpers.ranks import ranks
 from helpers.stream_races import Stream, simulated_streams
 from helpers.tiers import chosen, slow
 from helpers.training import LLAMA_STYLE, Case, build_step, train_on_ranks
-from zero.test_diloco import train_islands
+from zero.test_diloco import full, train_islands
 from zero.test_schedule import ON, make
 
 from megazpp.islands.config import IslandsConfig
@@ -35,7 +35,11 @@ def train(case: Case, breakage: str = "") -> list[str]:
     with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
         if breakage:
             patch.setattr(*BREAKAGES[breakage])
-        train_on_ranks(case) if case.diloco.diloco_steps is None else train_islands(case)
+        if case.diloco.diloco_steps is None:
+            train_on_ranks(case)
+        else:
+            for _, islands, _ in train_islands(case):
+                full(islands.weights() | islands.common())
     return streams.found
 
 
