@@ -55,9 +55,10 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        result = func(*args, **(kwargs or {}))
         if not is_view and "empty" not in func.__name__ and "detach" not in func.__name__:
-            self.found[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
+            self.found[f"{func.__name__} {getattr(result, 'dtype', None)}"] += 1
+        return result
 
     def kernel(self, name: str) -> Any:
         """Stands for a Triton kernel: `kernel[grid](...)` is a launch, and computes nothing."""

@@ -1,7 +1,7 @@
 """`shard_model` on a model that is not ours: frozen and unused parameters, what is freed when, quantized and not."""
 
 from collections import Counter
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +11,7 @@ from helpers.torch_versions import needs_unused_parameters
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from zero.test_launches import Launches
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
@@ -21,7 +20,7 @@ from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
 from megazpp.zero.sharding import Sharding, shard_model
 
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
-QUANTIZED = ZeroConfig(zeropp=True)
+QUANTIZED, LOSSLESS = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 STEPS, SAMPLES = 4, 12
 
 Weights = dict[str, torch.Tensor]
@@ -47,45 +46,24 @@ class Partly(nn.Module):
         generator = torch.Generator().manual_seed(3)
         self.trained, self.partly, self.frozen, self.last = (Block(37) for _ in range(4))
         self.head, self.unused = nn.Linear(37, 5), nn.Linear(3, 3)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.15, generator=generator)
         self.partly.main.requires_grad_(False)
         self.partly.norm.weight.requires_grad_(False)
         self.frozen.requires_grad_(False)
 
     @property
-    def units(self) -> list[list[nn.Module]]:
-        return [[self.trained], [self.partly], [self.frozen], [self.last]]
+    def blocks(self) -> tuple[nn.Module, ...]:
+        return self.trained, self.partly, self.frozen, self.last
 
     def forward(self, x: torch.Tensor, take_branch: bool) -> torch.Tensor:
-        for block in (self.trained, self.partly, self.frozen, self.last):
+        for block in self.blocks:
             x = block(x, take_branch)
         return self.head(x).square().sum() * (1 / (SAMPLES * 5))
 
 
 def samples(step: int) -> torch.Tensor:
     return torch.randn(SAMPLES, 37, generator=torch.Generator().manual_seed(step))
-
-
-def takes_branch(step: int, micro_batch: int, micro_batches: int) -> bool:
-    """Every second step if there is one micro-batch, all but the last micro-batch otherwise."""
-    return step % 2 == 0 if micro_batches == 1 else micro_batch < micro_batches - 1
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
-
-
-def train_plain(micro_batches: int) -> Weights:
-    model = Partly()
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        for index, part in enumerate(samples(step).chunk(micro_batches)):
-            model(part, takes_branch(step, index, micro_batches)).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # no gradient is a gradient of zero to the momentum
-    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def build(
@@ -95,165 +73,123 @@ def build(
     config = ParallelConfig(num_distributed_optimizer_instances=replicas)
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=zero.stage), device_type="cpu")
     model, precision = Partly(), PrecisionConfig(bf16=bf16)
-    return model, shard_model(model, model.units, dims, zero=zero, precision=precision, wire=wire), dims
+    units = [[block] for block in model.blocks]
+    return model, shard_model(model, units, dims, zero=zero, precision=precision, wire=wire), dims
 
 
-def train_sharded(zero: ZeroConfig, micro_batches: int, nodes: int = 2) -> Weights:
-    bf16 = zero.zero_weight_delta == "lossless"
-    model, sharding, dims = build(zero, nodes=nodes, bf16=bf16)
-    optimizer = optimizer_of(model)
+def train(zero: ZeroConfig | None, micro_batches: int, nodes: int = 2) -> Weights:
+    """Without `zero` in one process."""
+    bf16 = zero is not None and zero.zero_weight_delta == "lossless"
+    model, sharding, dims = build(zero, nodes=nodes, bf16=bf16) if zero else (Partly(), None, None)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
     for step in range(STEPS):
         for index, part in enumerate(samples(step).chunk(micro_batches)):
-            sharding.begin_micro_batch(last=index == micro_batches - 1)
-            mine = part.chunk(dims.data_size)[dims.data_rank]
-            model(mine.bfloat16() if bf16 else mine, takes_branch(step, index, micro_batches)).backward()
+            last, mine = index == micro_batches - 1, part
+            if zero:
+                sharding.begin_micro_batch(last=last)
+                mine = part.chunk(dims.data_size)[dims.data_rank]
+            take_branch = step % 2 == 0 if micro_batches == 1 else not last
+            model(mine.bfloat16() if bf16 else mine, take_branch).backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+        optimizer.zero_grad(set_to_none=False)  # no gradient is a gradient of zero to the momentum
+    return {name: p.detach().full_tensor() if zero else p.detach() for name, p in model.named_parameters()}
 
 
-def assert_trained_alike(found: Weights, expected: Weights) -> None:
+def assert_trained_alike(found: list[Weights], expected: Weights) -> None:
     """Sums over ranks and samples in another order, over 4 steps: 1e-5 in fp32."""
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(found, [expected] * len(found), rtol=1e-5, atol=1e-5)
 
 
 def train_in_all_stages() -> list[Weights]:
-    return [train_sharded(ZeroConfig(zero_stage=stage), 3, nodes=1) for stage in range(4)]
+    return [train(ZeroConfig(zero_stage=stage), 3, nodes=1) for stage in range(4)]
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_with_fsdp2_s_own_collectives_training_is_that_of_one_process(world_size):
-    expected = train_plain(3)
-    for weights in ranks(world_size).run(train_in_all_stages):
-        for of_stage in weights:
-            assert_trained_alike(of_stage, expected)
+    for of_stages in ranks(world_size).run(train_in_all_stages):
+        assert_trained_alike(of_stages, train(None, 3))
 
 
 @needs_unused_parameters
 @pytest.mark.parametrize("micro_batches", [slow(1), 3])
 def test_with_exact_hops_training_is_that_of_one_process(micro_batches):
-    expected = train_plain(micro_batches)
-    for weights in ranks(4).run(train_sharded, EXACT, micro_batches):
-        assert_trained_alike(weights, expected)
+    assert_trained_alike(ranks(4).run(train, EXACT, micro_batches), train(None, micro_batches))
 
 
 @needs_unused_parameters
-@pytest.mark.parametrize("delta", ["none", "lossless"])
-def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(delta):
+@pytest.mark.parametrize("zero", [QUANTIZED, LOSSLESS], ids=["quantized", "lossless"])
+def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(zero):
     """8-bit weights and 8/4-bit gradients, whose errors come back over five steps: near the way of 4 steps."""
-    start, expected = dict(Partly().named_parameters()), train_plain(3)
-    frozen = {name for name, p in start.items() if not p.requires_grad}
-    assert len(frozen) == 3 + 6
-    for weights in ranks(4).run(train_sharded, ZeroConfig(zeropp=True, zero_weight_delta=delta), 3):
+    start, expected = dict(Partly().named_parameters()), train(None, 3)
+    assert sum(not p.requires_grad for p in start.values()) == 3 + 6
+    for weights in ranks(4).run(train, zero, 3):
         for name, weight in weights.items():
-            if name in frozen:
-                assert torch.equal(weight, start[name])
-                continue
-            way = (expected[name] - start[name]).norm()
+            way = (expected[name] - start[name]).norm()  # nothing, of a frozen one
             assert (weight - expected[name]).norm() <= 0.15 * way, name
 
 
-def cross_bytes(zero: ZeroConfig) -> list[dict[str, int]]:
-    """What each step sends between nodes, by unit."""
-    sent: list[dict[str, int]] = [{}]
-    original = MeshAxis.all_gather
-
-    def counted(axis: MeshAxis, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        if axis.name == "cross":
-            sent[-1][of] = sent[-1].get(of, 0) + x.nbytes
-        return original(axis, x, out=out, of=of)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MeshAxis, "all_gather", counted)
-        after_steps = register_optimizer_step_post_hook(lambda *_: sent.append({}))
-        train_sharded(zero, 1)
-        after_steps.remove()
-    return sent[:STEPS]
+def times_that_each_unit_crosses(zero: ZeroConfig) -> Counter[str]:
+    with mock.patch.object(MeshAxis, "all_gather", autospec=True, side_effect=MeshAxis.all_gather) as gathers:
+        train(zero, 1)
+    return Counter(call.kwargs["of"] for call in gathers.call_args_list if call.args[0].name == "cross")
 
 
 @needs_unused_parameters
 def test_with_differences_a_frozen_unit_sends_once_and_the_others_once_per_step():
-    first, *rest = ranks(4).run(cross_bytes, ZeroConfig(zeropp=True, zero_weight_delta="lossless"))[0]
-    assert {*first} == {"trained", "partly", "frozen", "last", "the rest"}
-    assert [{*sent} for sent in rest] == [{*first} - {"frozen"}] * len(rest)
+    expected = {**dict.fromkeys(["trained", "partly", "last", "the rest"], STEPS), "frozen": 1}
+    assert ranks(4).run(times_that_each_unit_crosses, LOSSLESS) == [expected] * 4
 
 
 def train_without_switch() -> None:
     said = "the rest: gradients of 76 elements per rank, planned 80: a parameter got no gradient.*torch 2.13"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FSDPModule, "set_reduce_scatter_unused_params", None, raising=False)
-        with pytest.raises(RuntimeError, match=said):
-            train_sharded(QUANTIZED, 1)
+    with (
+        mock.patch.object(FSDPModule, "set_reduce_scatter_unused_params", None, create=True),
+        pytest.raises(RuntimeError, match=said),
+    ):
+        train(QUANTIZED, 1)
 
 
 def test_where_torch_cannot_reduce_them_a_parameter_without_a_gradient_is_refused():
     ranks(4).run(train_without_switch)
 
 
-def freed_after_evaluation() -> list[tuple[bool, bool, float]]:
-    """By stage: whether a forward's weights stay gathered, inside `kept_gathered` and after it.
-
-    And the output after all shards have been doubled.
-    """
-    found = []
+def freed_after_evaluation() -> None:
     for stage in (1, 2, 3):
         model, sharding, _ = build(ZeroConfig(zero_stage=stage), nodes=1)
         with torch.no_grad():
             with sharding.kept_gathered():
                 model(samples(0), True)
-                kept = not isinstance(model.last.main.weight, DTensor)
+                assert not isinstance(model.last.main.weight, DTensor)
             model(samples(0), True)
-            gathered = not isinstance(model.last.main.weight, DTensor)
+            assert isinstance(model.last.main.weight, DTensor) == (stage == 3)  # which frees after each use by itself
             sharding.free_gathered()
             torch._foreach_mul_([parameter.to_local() for parameter in model.parameters()], 2.0)
-            found.append((kept, gathered, model(samples(0), True).item()))
-    return found
+            doubled = Partly()
+            torch._foreach_mul_(list(doubled.parameters()), 2.0)
+            expected = doubled(samples(0), True).item()
+            assert model(samples(0), True).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_after_an_evaluation_the_next_forward_reads_the_shards():
-    doubled = Partly()
-    with torch.no_grad():
-        torch._foreach_mul_(list(doubled.parameters()), 2.0)
-        expected = pytest.approx(doubled(samples(0), True).item(), rel=1e-5)
-    for found in ranks(2).run(freed_after_evaluation):
-        assert found == [(True, stage < 3, expected) for stage in (1, 2, 3)]  # stage 3 frees after each use by itself
+    ranks(2).run(freed_after_evaluation)
 
 
-class Counted(TorchDispatchMode):
-    """How often an operation with a tensor result ran, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.name().split(".")[0]
-        if name == "aten::_to_copy" and isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:
-            name = "to bf16"
-        self.counts[name] += 1
-        return result
-
-
-def one_step(replicas: int) -> Counter[str]:
-    """Operations of a step of three micro-batches in bf16 under stage 3."""
+def one_step(replicas: int) -> None:
+    """Three micro-batches in bf16 under stage 3."""
     model, sharding, _ = build(ZeroConfig(), nodes=1, replicas=replicas, bf16=True)
-    batches = [part.bfloat16() for part in samples(0).chunk(3)]
-    with Counted() as ran:
+    batches = samples(0).bfloat16().chunk(3)
+    with Launches() as launches:
         for index, batch in enumerate(batches):
             sharding.begin_micro_batch(last=index == 2)
             model(batch, True).backward()
     assert isinstance(model.last.main.weight, DTensor)  # after the last one the update finds the shards
-    return ran.counts
+    assert launches.found["_to_copy.default torch.bfloat16"] == len(list(model.parameters()))
+    assert replicas > 1 or not any("div" in name for name in launches.found)
 
 
 def test_copies_of_one_rank_cast_their_weights_once_per_step_and_one_alone_divides_by_nothing():
     for replicas in (1, 2):
-        for counts in ranks(replicas).run(one_step, replicas):
-            assert counts["to bf16"] == len(list(Partly().parameters()))
-            assert replicas > 1 or not any("div" in name for name in counts)
+        ranks(replicas).run(one_step, replicas)
 
 
 def num_two_hop_gathers(wire: WirePlan | None) -> int:
@@ -262,5 +198,5 @@ def num_two_hop_gathers(wire: WirePlan | None) -> int:
 
 def test_the_wire_plan_that_was_shown_is_the_one_that_is_used():
     """It is not made a second time out of the flags: an empty plan leaves FSDP2's collectives, whatever they say."""
-    assert ranks(2).run(num_two_hop_gathers, None) == [5, 5]
-    assert ranks(2).run(num_two_hop_gathers, WirePlan()) == [0, 0]
+    for wire, found in ((None, 5), (WirePlan(), 0)):
+        assert ranks(2).run(num_two_hop_gathers, wire) == [found] * 2
