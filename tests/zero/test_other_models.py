@@ -35,12 +35,13 @@ class Block(nn.Module):
 class Words(nn.Module):
     """Predicts the next word from the present one."""
 
+    checkpointing = False
+
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words, self.output = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.checkpointing = False
         if tied:
             self.output.weight = self.words.weight
 
@@ -67,111 +68,109 @@ def loss_of(model: nn.Module, sample: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def train(rank: int, size: int, *, config: dict[str, Any] | None, accumulate: int, signal: str, **kind: Any) -> Any:
-    """The losses of `STEPS` steps, of 4 samples x `accumulate` over all ranks, and the bytes that crossed nodes."""
-    model = llama() if kind.get("llama") else Words(tied=kind.get("tied", False))
-    if kind.get("frozen"):
+def train(
+    config: dict[str, Any] | None = None,
+    *,
+    kind: str = "",
+    accumulate: int = 1,
+    signal: str = "",
+    bf16: bool = False,
+    bare: bool = False,
+) -> tuple[list[float], int]:
+    """The losses of `STEPS` steps, of 4 samples x `accumulate`, and the bytes that crossed nodes.
+
+    In one process without `config`. `signal` is the method that announces a step's last backward; a `bare` model is not
+    wrapped before.
+    """
+    model = llama() if kind == "llama" else Words(tied=kind == "tied")
+    model.checkpointing = kind == "checkpointing"
+    if kind == "frozen":
         model.blocks[0].up.requires_grad_(False)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if kind.get("bf16") else MixedPrecisionPolicy()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp")) if kind.get("tp") and size > 1 else None
-    if mesh is not None:
-        for block in model.blocks:
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        rank, size = mesh["data"].get_local_rank(), 2
-    if kind.get("checkpointing"):
-        model.checkpointing = True
-    if size > 1 and not kind.get("bare"):
-        data_mesh = None if mesh is None else mesh["data"]
-        for block in model.blocks:
-            fully_shard(block, mesh=data_mesh, mp_policy=policy)
-        fully_shard(model, mesh=data_mesh, mp_policy=policy)
-    sharding = None
+    rank, size, sharding = 0, 1, None
     if config is not None:
+        rank, size = dist.get_rank(), RANKS
+        fsdp: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if bf16 else {}
+        if kind == "tp":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+            for block in model.blocks:
+                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            rank, size, fsdp["mesh"] = mesh["data"].get_local_rank(), 2, mesh["data"]
+        for module in () if bare else (*model.blocks, model):
+            fully_shard(module, **fsdp)
         zero = megazpp.ZeroConfig(zeropp=True, **config)
-        arguments = {"mp_policy": policy} if kind.get("bare") else {}
-        sharding = megazpp.zeropp(model, ranks_per_node=2, config=zero, **arguments)
+        sharding = megazpp.zeropp(model, ranks_per_node=2, config=zero, **(fsdp if bare else {}))
     # steps of SGD have the length of the gradients, which Adam's and clipped ones would hide
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     losses = []
     for step in range(STEPS):
-        total = 0.0
+        mean = torch.zeros(())
         for i in range(accumulate):
-            if size > 1:
-                last = i == accumulate - 1
-                if signal == "sync":
-                    model.set_requires_gradient_sync(last)
-                elif signal == "last":
-                    model.set_is_last_backward(last)
-            mine = range(rank, RANKS, size)
-            loss = sum(loss_of(model, (step * accumulate + i) * RANKS + sample) for sample in mine) / len(mine)
+            if sharding and signal:
+                getattr(model, signal)(i == accumulate - 1)
+            samples = range((step * accumulate + i) * RANKS + rank, (step * accumulate + i + 1) * RANKS, size)
+            loss = sum(loss_of(model, sample) for sample in samples) / len(samples)
             (loss / accumulate).backward()
-            total += loss.item() / accumulate
-        if kind.get("clips"):
+            mean += loss.detach() / accumulate
+        if kind == "clips":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        mean = torch.tensor(total)
-        if size > 1:
+        if sharding:
             dist.all_reduce(mean)
-        losses.append(mean.item() / (RANKS if size > 1 else 1))
-    return losses, 0 if sharding is None else sharding.counter.sent_bytes("cross")
-
-
-def on_rank(**case: Any) -> Any:
-    return train(dist.get_rank(), dist.get_world_size(), **case)
+            mean /= RANKS
+        losses.append(mean.item())
+    return losses, sharding.counter.sent_bytes("cross") if sharding else 0
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        {"accumulate": 1, "signal": "", "clips": True},
-        {"accumulate": 3, "signal": "sync", "tied": True},
-        {"accumulate": 3, "signal": "last", "frozen": True},
-        {"accumulate": 2, "signal": "", "checkpointing": True},
-        {"accumulate": 2, "signal": "last", "tp": True},
-        slow({"accumulate": 2, "signal": "last", "llama": True, "bare": True}),
+        {"kind": "clips"},
+        {"kind": "tied", "accumulate": 3, "signal": "set_requires_gradient_sync"},
+        {"kind": "frozen", "accumulate": 3, "signal": "set_is_last_backward"},
+        {"kind": "checkpointing", "accumulate": 2},
+        {"kind": "tp", "accumulate": 2, "signal": "set_is_last_backward"},
+        slow({"kind": "llama", "accumulate": 2, "signal": "set_is_last_backward", "bare": True}),
     ],
     ids=str,
 )
 def test_exact_hops_change_no_loss(case):
     """Means of means over ranks; fp32 sums in another order, 1e-5 over 4 steps."""
-    expected, _ = train(0, 1, config=None, **case)
-    for losses, sent in ranks(RANKS).run(on_rank, config=EXACT, **case):
+    expected, _ = train(**case)
+    for losses, sent in ranks(RANKS).run(train, EXACT, **case):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert sent > 0
 
 
 def test_gradients_wait_for_the_last_backward():
     """Weights and gradients of one crossing per step, whatever is accumulated before; without a signal one each."""
-    cases = ((1, ""), (3, "last"), (3, ""))
-    runs = (ranks(RANKS).run(on_rank, config=EXACT, accumulate=count, signal=signal) for count, signal in cases)
-    once, kept, each = (sum(sent for _, sent in run) for run in runs)
+    signal = "set_is_last_backward"
+    once, kept, each = (
+        sum(sent for _, sent in ranks(RANKS).run(train, EXACT, **case))
+        for case in ({}, {"accumulate": 3, "signal": signal}, {"accumulate": 3})
+    )
     assert kept == once
     assert each == 2 * once  # weights once, gradients three times
 
 
 def test_bf16_weights_of_eight_bits_and_fewer_bytes():
     """Not wrapped before: blocks are found. 8-bit weights, 8- and 4-bit gradients: 0.5 % of the loss over 4 steps."""
-    expected, _ = train(0, 1, config=None, accumulate=1, signal="")
-    exact = ranks(RANKS).run(on_rank, config=EXACT, accumulate=1, signal="", bf16=True)
-    found, config = {"bf16": True, "bare": True}, {"zero_error_feedback": False}
-    quantized = ranks(RANKS).run(on_rank, config=config, accumulate=1, signal="", **found)
+    expected, _ = train()
+    exact = ranks(RANKS).run(train, EXACT, bf16=True)
+    quantized = ranks(RANKS).run(train, {"zero_error_feedback": False}, bf16=True, bare=True)
     for losses, _ in [*exact, *quantized]:
         assert losses == pytest.approx(expected, rel=5e-3)
     assert sum(sent for _, sent in quantized) < 0.62 * sum(sent for _, sent in exact)  # (0.51 + 2 x 0.26) of 2 x 16
 
 
-def resume(folder: str, config: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """The losses of two steps that went on, and of the same after a checkpoint of torch's own calls was read anew."""
+def resume(folder: str, config: dict[str, Any]) -> None:
+    """Two more steps, and the same after a checkpoint of torch's own calls was read anew."""
     policy, zero = MixedPrecisionPolicy(torch.bfloat16, torch.float32), megazpp.ZeroConfig(zeropp=True, **config)
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Words()
         megazpp.zeropp(model, ranks_per_node=2, config=zero, mp_policy=policy)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def state_of(*parts: Any) -> dict[str, Any]:
-        return dict(zip(("model", "optimizer"), get_state_dict(*parts), strict=True))
 
     def two_steps(first: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
@@ -185,49 +184,40 @@ def resume(folder: str, config: dict[str, Any]) -> tuple[list[float], list[float
 
     before, again = build(), build()
     two_steps(0, *before)
-    dcp.save(state_of(*before), checkpoint_id=folder)
-    went_on, state = two_steps(2, *before), state_of(*again)
+    dcp.save(dict(enumerate(get_state_dict(*before))), checkpoint_id=folder)
+    went_on, state = two_steps(2, *before), dict(enumerate(get_state_dict(*again)))
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(*again, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return went_on, two_steps(2, *again)
+    set_state_dict(*again, model_state_dict=state[0], optim_state_dict=state[1])
+    assert two_steps(2, *again) == went_on
 
 
 @pytest.mark.parametrize("delta", ["none", "lossless"])
 def test_a_checkpoint_of_torch_s_own_calls_goes_on_bit_for_bit(delta, tmp_path):
-    config = {"zero_weight_delta": delta, "zero_error_feedback": delta == "lossless"}
-    for went_on, read_anew in ranks(RANKS).run(resume, str(tmp_path), config):
-        assert read_anew == went_on
+    ranks(RANKS).run(resume, str(tmp_path), {"zero_weight_delta": delta, "zero_error_feedback": delta == "lossless"})
 
 
-def half_in_bf16(model: nn.Module) -> None:
-    fully_shard(model.blocks[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    fully_shard(model)
+def first_block_apart(**how: Any) -> Callable[[nn.Module], None]:
+    def wrap(model: nn.Module) -> None:
+        fully_shard(model.blocks[0], **how)
+        fully_shard(model)
 
-
-def kept_on_two_ranks(model: nn.Module) -> None:
-    fully_shard(model.blocks[0], reshard_after_forward=2)
-    fully_shard(model)
-
-
-def two_dims() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-
-
-REFUSED: dict[str, Callable[[nn.Module], Any]] = {
-    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
-    "copies (HSDP)": lambda model: fully_shard(model, mesh=two_dims()),
-    "the mesh has 2 of 4 ranks": lambda model: fully_shard(model, mesh=two_dims()["b"]),
-    "in the order": lambda model: fully_shard(model, mesh=DeviceMesh("cpu", [0, 2, 1, 3])),
-    "reshards to fewer ranks": kept_on_two_ranks,
-    "ranks_per_node 3": lambda model: None,
-    "the same dtypes": half_in_bf16,
-    "CPUOffloadPolicy": lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "before": lambda model: megazpp.zeropp(model, ranks_per_node=2) and None,
-}
+    return wrap
 
 
 def refuse_all() -> None:
-    for kind, wrap in REFUSED.items():
+    two_dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    refused: dict[str, Callable[[nn.Module], Any]] = {
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+        "copies (HSDP)": lambda model: fully_shard(model, mesh=two_dims),
+        "the mesh has 2 of 4 ranks": lambda model: fully_shard(model, mesh=two_dims["b"]),
+        "in the order": lambda model: fully_shard(model, mesh=DeviceMesh("cpu", [0, 2, 1, 3])),
+        "reshards to fewer ranks": first_block_apart(reshard_after_forward=2),
+        "ranks_per_node 3": lambda model: None,
+        "the same dtypes": first_block_apart(mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+        "CPUOffloadPolicy": lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "before": lambda model: megazpp.zeropp(model, ranks_per_node=2) and None,
+    }
+    for kind, wrap in refused.items():
         model = Words()
         wrapped = wrap(model) or model
         with pytest.raises((TypeError, ValueError), match=re.escape(kind)):
