@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,68 +9,106 @@ import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE
-from post_training.policies import Layout, PostCase, build, synthetic_batch, train_on_synthetic
+from post_training.policies import BATCH, SEQ, PostCase, build, train
 
-from megazpp.model.gpt import TokenOutputs
+from megazpp.post_training.batch import PairBatch, RolloutBatch, shortened
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.post_training.objectives import scores_of
+from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, scores_of
+from megazpp.post_training.reference import FrozenModel
 
 LLAMA = dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=32)
+
+
+def grpo(**flags: Any) -> PostTrainingConfig:
+    return PostTrainingConfig(objective="grpo", num_generations=4, **flags)
+
+
 OBJECTIVES = {
     "reward": PostCase(post=PostTrainingConfig(objective="reward", center_rewards_coefficient=0.1)),
     "reward untied": PostCase(post=PostTrainingConfig(objective="reward"), model=LLAMA),
     "dpo": PostCase(post=PostTrainingConfig(objective="dpo", beta=0.3, loss_type=("sigmoid", "sft"))),
-    "grpo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type=("grpo",), beta=0.1, num_generations=4)),
-    "dapo": PostCase(
-        post=PostTrainingConfig(objective="grpo", num_generations=4, importance_sampling_level="sequence", beta=0.1),
-        temperature=0.7,
-        model=LLAMA,
-    ),
-    "cispo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type=("cispo",), num_generations=4)),
-    "dr_grpo": PostCase(post=PostTrainingConfig(objective="grpo", loss_type=("dr_grpo",), num_generations=4)),
+    "grpo": PostCase(post=grpo(loss_type=("grpo",), beta=0.1)),
+    "dapo": PostCase(post=grpo(importance_sampling_level="sequence", beta=0.1), temperature=0.7, model=LLAMA),
+    "cispo": PostCase(post=grpo(loss_type=("cispo",))),
+    "dr_grpo": PostCase(post=grpo(loss_type=("dr_grpo",))),
     "ppo": PostCase(post=PostTrainingConfig(objective="ppo"), temperature=0.7),
     "ppo untied": PostCase(post=PostTrainingConfig(objective="ppo"), model=LLAMA),
 }
-LAYOUTS = {
-    "tp 2": Layout(world=2, tp=2),
-    "data 2": Layout(world=2, micro_batch_size=2),
-    "cp 2": Layout(world=2, cp=2),
-    "cp 2 x tp 2 x data 2": Layout(world=8, cp=2, tp=2, micro_batch_size=2),
-    "tp 2 x data 2, sequence parallel": Layout(world=4, tp=2, sequence_parallel=True),
-    "tp 2 x 2 nodes": Layout(world=4, tp=2, nodes=2, micro_batch_size=2),
-}
-IN_DEFAULT = {"tp 2": ("reward untied", "ppo", "grpo"), "data 2": ("dpo", "ppo")}
-IN_DEFAULT["cp 2"] = ("reward", "dapo", "dpo", "ppo untied")
 
 
-def assert_near(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 2e-4) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
+def synthetic_batch(case: PostCase, step: int, rows: list[int]) -> PairBatch | RolloutBatch:
+    """Rows of a global batch that depends on nothing but the step."""
+    generator, draws = torch.Generator().manual_seed(100 + step), case.post.draws
+    count = BATCH if draws else 2 * BATCH
+    tokens = torch.randint(0, 257, (count, SEQ + 1), generator=generator)
+    starts, lengths = (torch.randint(1, 9, (count, 1), generator=generator) for _ in range(2))
+    places = torch.arange(SEQ)
+    mask, values_at = (((places >= starts) & (places < starts + n)).float() for n in (lengths, lengths + 1))
+    if not draws:
+        rows = [*rows, *(row + BATCH for row in rows)]
+    positions = places.expand(len(rows), SEQ).contiguous()
+    inputs = tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous(), mask[rows], positions
+    if not draws:
+        return PairBatch(*inputs)
+    old, reference, advantages, values, returns = torch.randn(5, count, SEQ, generator=generator)[:, rows]
+    known = {"old_logps": old * 0.1 - 5.5, "ref_logps": reference * 0.1 - 5.5}
+    if case.post.objective == "grpo":
+        return RolloutBatch(*inputs, advantages=advantages[:, 0], **known)
+    known |= {"values": values, "returns": returns, "value_mask": values_at[rows]}
+    return RolloutBatch(*inputs, advantages=advantages, **known)
 
 
-def train_all(names: Iterable[str], **changed: Any) -> list[list[dict[str, Any]]]:
+def train_all(names: list[str], **changed: Any) -> list[list[dict[str, float]]]:
     return [train_on_synthetic(dataclasses.replace(OBJECTIVES[name], **changed)) for name in names]
 
 
+def train_on_synthetic(case: PostCase) -> list[dict[str, float]]:
+    built, dims = build(case)
+    if case.post.draws:
+        objective: Any = PolicyLoss(case.post, dims, temperature=case.temperature)
+    else:
+        objective = PreferenceLoss(case.post, dims, FrozenModel(build(case, scalar_head=False)[0].model).logps)
+    size, steps = case.micro_batch_size, []
+    for index in range(case.steps):
+        firsts = range(dims.data_rank * size, BATCH, dims.data_size * size)
+        steps.append([synthetic_batch(case, index, [*range(first, first + size)]) for first in firsts])
+    if case.shortens:
+        steps = [[shortened(batch, dims.tp.size * dims.cp.size) for batch in batches] for batches in steps]
+        assert all(batch.tokens.shape[1] < SEQ for batches in steps for batch in batches)
+    return train(built, dims, objective, steps)
+
+
 @functools.cache
-def in_one_process(objective: str) -> list[dict[str, Any]]:
-    return ranks(1).run(train_all, [objective], layout=Layout(micro_batch_size=8))[0][0]
+def in_one_process(objective: str) -> list[dict[str, float]]:
+    return ranks(1).run(train_all, [objective], micro_batch_size=BATCH)[0][0]
+
+
+def assert_near(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
 
 
 @pytest.mark.parametrize(
-    ("layout", "objectives"), [(x, IN_DEFAULT[x]) if x in IN_DEFAULT else slow(x, tuple(OBJECTIVES)) for x in LAYOUTS]
+    ("world", "layout", "objectives"),
+    [
+        (2, {"tp": 2}, ["reward untied", "ppo", "grpo"]),
+        (2, {"micro_batch_size": 2}, ["dpo", "ppo"]),
+        (2, {"cp": 2}, ["reward", "dapo", "dpo", "ppo untied"]),
+        slow(8, {"cp": 2, "tp": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
+        slow(4, {"tp": 2, "sequence_parallel": True}, [*OBJECTIVES]),
+        slow(4, {"tp": 2, "nodes": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
+    ],
 )
-def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(layout, objectives):
-    spread = LAYOUTS[layout]
-    expected = [in_one_process(objective) for objective in objectives]
-    for objective, (first, *_) in zip(objectives, expected, strict=True):
+def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(world, layout, objectives):
+    spread = ranks(world).run(train_all, objectives, **layout)
+    for number, objective in enumerate(objectives):
+        expected = in_one_process(objective)
+        first = expected[0]
         assert first["grad_norm"] > 1e-4
         if objective.startswith("ppo"):
             assert first["loss"] == pytest.approx(first["loss/policy_avg"] + 0.1 * first["loss/value_avg"], rel=1e-5)
-    for found in ranks(spread.world).run(train_all, objectives, layout=spread):
-        for one, other in zip(found, expected, strict=True):
-            assert_near(one, other)
+        for found in spread:
+            assert_near(found[number], expected, tolerance=2e-4)
 
 
 def test_dpo_begins_as_its_reference():
@@ -81,45 +118,38 @@ def test_dpo_begins_as_its_reference():
         assert first[name] == pytest.approx(0.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["data 2", slow("tp 2 x data 2, sequence parallel"), slow("cp 2")])
+@pytest.mark.parametrize(
+    "layout", [{"micro_batch_size": 2}, slow({"tp": 2, "sequence_parallel": True}), slow({"cp": 2})]
+)
 def test_rows_of_each_rank_s_own_length_change_no_loss(layout):
-    objectives, spread = ("reward untied", "dpo", "grpo", "dr_grpo", "ppo"), LAYOUTS[layout]
-    whole, short = (
-        ranks(spread.world).run(train_all, objectives, layout=spread, shortens=shortens) for shortens in (False, True)
-    )
-    for of_rank, shortened in zip(whole, short, strict=True):
-        for one, other in zip(of_rank, shortened, strict=True):
+    objectives, world = ["reward untied", "dpo", "grpo", "dr_grpo", "ppo"], 4 if "tp" in layout else 2
+    whole, short = (ranks(world).run(train_all, objectives, shortens=each, **layout) for each in (False, True))
+    for of_rank, shortened_rows in zip(whole, short, strict=True):
+        for one, other in zip(of_rank, shortened_rows, strict=True):
             assert_near(one, other, tolerance=2e-6)
 
 
-def plain_forward(case: PostCase) -> dict[str, torch.Tensor]:
-    """What the model says of tokens, and the same from its logits."""
+def compare_with_logits(case: PostCase) -> torch.Tensor:
+    """Losses and entropy of a batch against those of its logits, values against those alone; they are returned."""
     (model, _), _ = build(case, scalar_head=True)
     batch = synthetic_batch(case, 0, [0, 1, 2])
     model.eval()
     with torch.no_grad():
         logits = model.tp.all_gather(model(batch.tokens).flatten(0, 1).t().contiguous()).t()[:, :257]
-        logits = logits.reshape(*batch.tokens.shape, 257).float() / 0.7
+        log = (logits.reshape(*batch.tokens.shape, 257).float() / 0.7).log_softmax(dim=-1)
         own = model(batch.tokens, batch.labels, temperature=0.7, with_entropy=True, with_values=True)
-        assert isinstance(own, TokenOutputs)
         alone = model(batch.tokens, with_values=True)
-    log = logits.log_softmax(dim=-1)
-    return {
-        "losses": own.losses + log.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1),
-        "entropy": own.entropy + (log.exp() * log).sum(dim=-1),
-        "values": own.values - alone.values,
-        "own values": own.values,
-    }
+    losses = -log.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
+    expected = (losses, -(log.exp() * log).sum(dim=-1), alone.values)
+    torch.testing.assert_close((own.losses, own.entropy, own.values), expected, atol=1e-5, rtol=0)
+    return own.values
 
 
 def test_losses_and_entropy_at_a_temperature_are_those_of_the_logits_and_values_are_the_same_alone():
     case = OBJECTIVES["ppo untied"]
-    (one,) = ranks(1).run(plain_forward, case)
-    spread = dataclasses.replace(case, layout=Layout(world=2, tp=2, sequence_parallel=True))
-    for found in (one, *ranks(2).run(plain_forward, spread)):
-        for name in ("losses", "entropy", "values"):
-            assert found[name].abs().max() < 1e-5, name
-        torch.testing.assert_close(found["own values"], one["own values"], atol=1e-5, rtol=0)
+    (expected,) = ranks(1).run(compare_with_logits, case)
+    for values in ranks(2).run(compare_with_logits, dataclasses.replace(case, tp=2, sequence_parallel=True)):
+        torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
 
 
 def test_a_row_s_score_is_the_value_at_its_answer_s_last_token():

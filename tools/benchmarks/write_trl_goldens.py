@@ -7,7 +7,7 @@
 
 One file of more than 300 lines, since all cases share their parts. Each trainer's own code runs, in fp64 where it does
 not cast, on a stub of the trainer whose model gives the logits. The files are JSON in tests/post_training/, whose
-test_trl_goldens.py and test_trl_defaults.py read them.
+test_losses.py and test_trl_defaults.py read them.
 
 Legend: B rows, P tokens of a prompt, C of a completion, V of the vocabulary.
 """
