@@ -48,6 +48,7 @@ def open_loader(case: PostCase) -> RolloutLoader:
         ),
         functions=[RewardFunction("evens", evens)],
         seed=3,
+        at_once=case.post.rollouts_at_once,
     )
     return RolloutLoader(
         sampler,
@@ -249,6 +250,11 @@ def filled(post: PostTrainingConfig, **flags: Any) -> Any:
     ((_, _, rows, batch),) = ranks(1).run(fill, PostCase(post=dataclasses.replace(post, **flags), micro_batch_size=8))
     assert rows.tolist() == [*range(len(rows))]
     return batch
+
+
+def test_completions_drawn_a_few_at_once_are_those_that_are_drawn_together():
+    together, few = (filled(GRPO, rollouts_at_once=count).tokens for count in (None, 3))
+    assert torch.equal(together, few)
 
 
 def test_completions_that_the_limit_has_cut_are_left_out_of_the_loss_on_demand():
