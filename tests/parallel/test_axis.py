@@ -1,75 +1,61 @@
-"""The axis: collectives, byte counts, and the identity on one rank."""
+"""An axis: its collectives, their bytes, its process group, and the queue that runs them beside the caller."""
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from helpers.ranks import ranks
 
-from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.axis import MeshAxis, make_group
+from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
+
+
+def shard_axis(nodes: int) -> MeshAxis:
+    """Of nodes of two ranks."""
+    layout = plan_dims(ParallelConfig(), Cluster(num_nodes=nodes, ranks_per_node=2), zero_stage=3)
+    return ParallelDims(layout, device_type="cpu").shard
 
 
 def test_one_rank_is_the_identity_without_a_process_group():
     axis, x = MeshAxis("tp"), torch.arange(6.0)
-    assert axis.all_reduce_(x) is x
-    assert axis.all_gather(x) is x
-    assert axis.reduce_scatter(x) is x
-    assert axis.all_to_all(x) is x
-    out = torch.full_like(x, float("nan"))
-    assert torch.equal(axis.all_gather(x, out=out), x)
+    assert all(call(x) is x for call in (axis.all_reduce_, axis.all_gather, axis.reduce_scatter, axis.all_to_all))
+    assert torch.equal(axis.all_gather(x, out=torch.full_like(x, float("nan"))), x)
     assert axis.gather_objects("x") == ["x"]
     assert axis.counter.table() == {}
 
 
-def run_collectives() -> dict[str, object]:
-    layout = plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
-    axis = ParallelDims(layout, device_type="cpu").shard
-    mine = torch.full((3,), float(axis.rank))
-    results = {
-        "all_reduce": axis.all_reduce_(mine.clone()),
-        "all_gather": axis.all_gather(mine),
-        "reduce_scatter": axis.reduce_scatter(torch.arange(8.0)),
-        "all_to_all": axis.all_to_all(10 * axis.rank + torch.arange(4.0)),
-        "traffic": axis.counter.table(),
-        "sums": (
-            axis.counter.sent_bytes("cross"),
-            axis.counter.sent_bytes("local"),
-            axis.counter.sent_on_axis("shard"),
-        ),
-    }
-    results["objects"] = axis.gather_objects({"rank": axis.rank})
-    aliased = torch.full((4, 3), float("nan"))
-    aliased[axis.rank] = mine
-    axis.all_gather(aliased[axis.rank], out=aliased.view(-1))
-    return {**results, "aliased": aliased}
+def check_collectives() -> None:
+    axis = shard_axis(2)
+    rank, mine, aliased = axis.rank, torch.full((3,), float(axis.rank)), torch.full((4, 3), float("nan"))
+    assert axis.all_reduce_(mine.clone()).tolist() == [6.0] * 3
+    assert axis.all_gather(mine).tolist() == [r for r in range(4) for _ in range(3)]
+    assert axis.reduce_scatter(torch.arange(8.0)).tolist() == [8.0 * rank, 4 * (2.0 * rank + 1)]
+    assert axis.all_to_all(10 * rank + torch.arange(4.0)).tolist() == [10 * sender + rank for sender in range(4)]
+    # ranks 1 and 3 send to a rank of the other node; a ring moves 3/4 of the buffer, twice for all-reduce
+    wire, other = ("cross", "local") if rank in (1, 3) else ("local", "cross")
+    sent = {"all_reduce": 2 * 12 * 3 // 4, "all_gather": 48 * 3 // 4, "reduce_scatter": 24, "all_to_all": 12}
+    assert axis.counter.table() == {(wire, "shard", collective): (1, count) for collective, count in sent.items()}
+    assert axis.counter.sent_bytes(wire) == axis.counter.sent_on_axis("shard") == sum(sent.values())
+    assert axis.counter.sent_bytes(other) == 0
+    assert axis.gather_objects({"rank": rank}) == ([{"rank": r} for r in range(4)] if rank == 0 else [])
+    aliased[rank] = mine
+    axis.all_gather(aliased[rank], out=aliased.view(-1))
+    assert aliased.tolist() == [[r] * 3 for r in range(4)]
 
 
 def test_collectives_and_the_bytes_a_ring_sends():
-    for rank, result in enumerate(ranks(4).run(run_collectives)):
-        assert result["all_reduce"].tolist() == [6.0] * 3
-        assert result["all_gather"].tolist() == [r for r in range(4) for _ in range(3)]
-        assert result["reduce_scatter"].tolist() == [8.0 * rank, 4 * (2.0 * rank + 1)]
-        assert result["all_to_all"].tolist() == [10 * sender + rank for sender in range(4)]
-        assert result["objects"] == ([{"rank": r} for r in range(4)] if rank == 0 else [])
-        assert result["aliased"].tolist() == [[r] * 3 for r in range(4)]
-        # ranks 1 and 3 send to a rank of the other node; a ring moves 3/4 of the buffer, twice for all-reduce
-        wire = "cross" if rank in (1, 3) else "local"
-        assert result["traffic"] == {
-            (wire, "shard", "all_reduce"): (1, 2 * 12 * 3 // 4),
-            (wire, "shard", "all_gather"): (1, 48 * 3 // 4),
-            (wire, "shard", "reduce_scatter"): (1, 32 * 3 // 4),
-            (wire, "shard", "all_to_all"): (1, 16 * 3 // 4),
-        }
-        total = sum(sent for _, sent in result["traffic"].values())
-        assert result["sums"] == ((total, 0, total) if wire == "cross" else (0, total, total))
+    ranks(4).run(check_collectives)
 
 
 def send_under_way() -> int:
     """Bytes counted of three collectives: one under way when counting is paused, one submitted then, one after."""
-    cluster = Cluster(num_nodes=1, ranks_per_node=2)
-    axis = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu").shard
-    paused = threading.Event()
+    axis, paused = shard_axis(1), threading.Event()
     under_way = axis.queue.submit(lambda: (paused.wait(), axis.all_reduce_(torch.zeros(4))))
     with axis.counter.paused():
         paused.set()
@@ -81,3 +67,113 @@ def send_under_way() -> int:
 
 def test_a_pause_of_counting_is_of_what_is_submitted_in_it():
     assert ranks(2).run(send_under_way) == [16 + 32] * 2
+
+
+@pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
+    ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # at once for all groups of an axis
+    ([(0, 1), (2, 3)], False, [2, 3], [[0, 1], [2, 3]]),
+    ([(0, 1), (3, 2)], True, [3, 2], [[0, 1], [3, 2]]),  # split_group would sort them
+    ([(0,), (1,), (2,), (3,)], True, [2], [[2]]),
+    ([(0, 1, 2, 3)], True, "world", []),
+])  # fmt: skip
+def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(partition, bound, expected, calls, monkeypatch):
+    """On rank 2 of 4. One rank gets no communicator; all ranks have their group already."""
+    called: list[Any] = []
+
+    def split_group(*, split_ranks, pg_options, group_desc):
+        called.append(split_ranks)
+        return "split"
+
+    def new_group(ranks, **options):
+        called.append(ranks)
+        assert options.get("use_local_synchronization", False) == (len(ranks) == 1)
+        assert options["backend"] == ("gloo" if len(ranks) == 1 else None)
+        assert options.get("sort_ranks", True) == all(list(part) == sorted(part) for part in partition)
+        return ranks
+
+    world = SimpleNamespace(bound_device_id="cuda:2" if bound else None)
+    for fake in (split_group, new_group):
+        monkeypatch.setattr(dist, fake.__name__, fake)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
+    for name, answer in {"get_backend": "nccl", "get_rank": 2, "get_world_size": 4}.items():
+        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+    assert make_group(partition, "tp", "options" if calls else None) == (world if expected == "world" else expected)
+    assert called == calls
+
+
+# ---- queues ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def queue():
+    return ThreadQueue("cross", Timeline())
+
+
+def test_a_thread_queue_runs_tasks_in_order_beside_the_caller_and_after_those_of_other_queues(queue):
+    gate, done = threading.Event(), []
+    slow = ThreadQueue("local", Timeline()).submit(lambda: (gate.wait(10), done.append("slow"), 20)[-1])
+    one = queue.submit(lambda: slow.join() + 1, after=(slow,))
+    two = queue.submit(lambda: done.append("second"))
+    assert done == []  # the caller did not wait
+    gate.set()
+    two.wait()
+    assert done == ["slow", "second"]
+    assert one.wait() == 21
+
+
+def test_an_error_reaches_who_waits_and_who_depends_and_the_queue_goes_on(queue):
+    failed = queue.submit(lambda: int("lost a peer"))
+    dependent = ThreadQueue("local", Timeline()).submit(lambda: 1, after=(failed,))
+    for work in (failed, dependent):
+        with pytest.raises(ValueError, match="lost a peer"):
+            work.wait()
+    assert queue.submit(lambda: 2).wait() == 2
+
+
+def test_tasks_run_without_gradients_and_in_the_callers_inference_mode(queue):
+    weight = torch.nn.Parameter(torch.ones(2))
+    for kind in (CommQueue(), queue):
+        assert not kind.submit(lambda: weight * 2).wait().requires_grad
+        with torch.inference_mode():
+            out = torch.empty(2)  # may be written to in inference mode only
+            kind.submit(lambda out=out: out.copy_(weight)).wait()
+            assert out.tolist() == [1.0, 1.0]
+
+
+def test_a_queue_without_overlap_has_run_when_submit_returns_and_an_axis_has_one_queue():
+    done, axis = [], MeshAxis("cross")
+    CommQueue().submit(lambda: done.append(1), after=(Work(None),))
+    assert done == [1]
+    assert axis.queue is axis.queue
+
+
+def test_waiting_is_recorded_where_there_was_something_to_wait_for():
+    timeline, gate = Timeline(), threading.Event()
+    queue, recording = ThreadQueue("cross", timeline), timeline.start()
+    ready = queue.submit(lambda: 1)
+    ready.join()
+    ready.wait()  # done: nothing to wait for
+    slow = queue.submit(lambda: gate.wait(10))
+    threading.Timer(0.05, gate.set).start()
+    slow.wait()
+    (wait,) = recording.spans()
+    assert (wait.track, wait.name) == ("wait", "cross")
+    assert wait.seconds > 0.02
+
+
+@pytest.mark.gpu
+def test_on_cuda_a_task_waits_for_its_caller_and_for_other_queues_and_a_work_waits_for_its_task():
+    late = 20_000_000  # cycles: some ten milliseconds
+    cross, local = StreamQueue(), StreamQueue(priority=-1)
+    x = torch.zeros(1 << 20, device="cuda")
+    torch.cuda._sleep(late)
+    x.fill_(1.0)
+
+    def slowly(y):
+        torch.cuda._sleep(late)
+        return y * 2.0
+
+    doubled = cross.submit(lambda: slowly(x))
+    again = local.submit(lambda: slowly(doubled.join()), after=(doubled,))
+    assert not torch.cuda.current_stream().query()  # the host has not waited
+    assert bool((again.wait() == 4.0).all())

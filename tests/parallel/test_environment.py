@@ -1,13 +1,9 @@
-"""Variables that CUDA, its allocator, Triton and NCCL read once, and the options and making of process groups.
-
-On a machine that is told it is built for CUDA, and without NCCL in the build up to the calls of torch.
-"""
+"""Variables that CUDA, its allocator, Triton and NCCL read once, and NCCL's options, on a build "for CUDA"."""
 
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +12,11 @@ from helpers.refusals import not_refused
 
 from megazpp.base import run
 from megazpp.parallel import environment
-from megazpp.parallel.axis import make_group
 from megazpp.parallel.environment import (
+    ALLOCATOR,
+    CONNECTIONS,
+    LAUNCH_ORDER,
+    TRITON,
     NcclConfig,
     axis_options,
     check_connections,
@@ -28,11 +27,9 @@ from megazpp.parallel.environment import (
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
-CONNECTIONS, LAUNCH_ORDER = environment.CONNECTIONS, environment.LAUNCH_ORDER
-
 
 @pytest.fixture(autouse=True)
-def built_for_cuda(monkeypatch, tmp_path) -> None:
+def built_for_cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
 
@@ -52,45 +49,40 @@ def test_a_single_connection_is_unset_with_a_line_or_refused_once_cuda_has_start
 
 def test_programs_unset_it_before_they_look_for_a_gpu(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv(CONNECTIONS, "1")
-    for name in (*environment.ALLOCATOR, *environment.TRITON):
+    for name in (*ALLOCATOR, *TRITON):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["program"])
     assert run.run_on_ranks(lambda: 7 if CONNECTIONS not in os.environ else 1) == 7
     assert capsys.readouterr().err.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 is unset")
 
 
-def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alone(tmp_path):
+def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alone_unless_the_user_says_so(tmp_path):
     for _ in range(2):  # the second time the folder is there
         prepare_environment(env := {})
         assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
         folder = Path(env["TRITON_CACHE_DIR"])
         assert folder.is_relative_to(tmp_path)
         assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_what_the_user_has_set_stays_and_keeps_ours_away():
-    for names in (environment.ALLOCATOR, environment.TRITON):
+    for names in (ALLOCATOR, TRITON):
         for name in names:
             prepare_environment(env := {name: "mine"})
             assert {other: env[other] for other in names if other in env} == {name: "mine"}
 
 
 def test_a_folder_that_others_could_have_filled_is_refused(tmp_path):
-    own = tmp_path / f"megazpp-{os.getuid()}"
-    own.mkdir(mode=0o777)
+    own, elsewhere = tmp_path / f"megazpp-{os.getuid()}", tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    own.symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="is not a folder of this user alone"):
+        node_folder("triton")
+    own.unlink()
+    own.mkdir()
     own.chmod(0o777)
     with pytest.raises(ValueError, match="is not a folder of this user alone"):
         node_folder("triton")
-    own.rmdir()
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    own.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="is not a folder of this user alone"):
-        node_folder("triton")
 
 
-def test_where_nothing_can_be_run_from_a_temporary_folder_triton_keeps_its_own_and_a_cpu_build_changes_nothing(
-    monkeypatch,
-):
+def test_where_nothing_runs_from_a_temporary_folder_triton_keeps_its_own_and_a_cpu_build_changes_nothing(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255)))
     prepare_environment(env := {})
     assert "TRITON_CACHE_DIR" not in env
@@ -99,7 +91,7 @@ def test_where_nothing_can_be_run_from_a_temporary_folder_triton_keeps_its_own_a
     assert env == {CONNECTIONS: "1"}
 
 
-# ---- process groups -------------------------------------------------------------------------------------------------
+# ---- NCCL -----------------------------------------------------------------------------------------------------------
 
 
 def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, islands: int = 1) -> Layout:
@@ -107,38 +99,35 @@ def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, islands: int = 1) -> Lay
 
 
 FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
-
-
-PRIORITIES = [  # axis, layout, flags, whether its messages go first, what its options hold
-    ("tp", layout(), NcclConfig(), True, {}),
-    ("local", layout(), NcclConfig(), True, {}),
-    ("cross", layout(), NcclConfig(), False, {}),
-    ("shard", layout(), NcclConfig(), False, {}),  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
-    ("shard", layout(nodes=1), NcclConfig(), True, {}),
-    ("cross", layout(), FLAGS, False, {"max_ctas": 8}),
-    ("tp", layout(), FLAGS, False, {}),
+PRIORITIES = [  # axis, nodes, flags, whether its messages go first, what its options hold
+    ("tp", 2, NcclConfig(), True, {}),
+    ("local", 2, NcclConfig(), True, {}),
+    ("cross", 2, NcclConfig(), False, {}),
+    ("shard", 2, NcclConfig(), False, {}),  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
+    ("shard", 1, NcclConfig(), True, {}),
+    ("cross", 2, FLAGS, False, {"max_ctas": 8}),
+    ("tp", 2, FLAGS, False, {}),
 ]
 
 
 def test_groups_inside_a_node_go_first_and_flags_reach_theirs(monkeypatch):
-    def options(is_high_priority_stream: bool = False) -> Any:
+    def options(is_high_priority_stream=False):
         return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
-    backend = ["nccl"]
-    monkeypatch.setattr(environment.dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    monkeypatch.setattr(environment.dist, "get_backend", lambda: backend[0])
-    for axis, on, config, first, own in PRIORITIES:
-        made, another = (axis_options(axis, on, config) for _ in range(2))
-        assert (made.is_high_priority_stream, vars(made.config)) == (first, own), (axis, on, config)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    for axis, nodes, config, first, own in PRIORITIES:
+        made, another = (axis_options(axis, layout(nodes), config) for _ in range(2))
+        assert (made.is_high_priority_stream, vars(made.config)) == (first, own), (axis, nodes, config)
         assert made is not another
     assert axis_options("tp", layout(tp=1), NcclConfig()) is None  # one rank
-    backend[0] = "gloo"
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     assert axis_options("tp", layout(), NcclConfig()) is None
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
 def test_torch_s_own_options_take_every_setting(monkeypatch):
-    monkeypatch.setattr(environment.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     assert axis_options("cross", layout(), FLAGS).config.max_ctas == 8
     assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
 
@@ -155,34 +144,3 @@ def test_launches_keep_their_order_where_several_axes_have_ranks():
         assert env == ({} if on is tp_alone else {LAUNCH_ORDER: "1"}), on
         order_launches(on, env := {LAUNCH_ORDER: "0"})
         assert env == {LAUNCH_ORDER: "0"}
-
-
-@pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
-    ([(0, 2), (1, 3)], True, "split", [("split", [[0, 2], [1, 3]])]),  # at once for all groups of an axis
-    ([(0, 1), (2, 3)], False, [2, 3], [("new", [0, 1]), ("new", [2, 3])]),
-    ([(0, 1), (3, 2)], True, [3, 2], [("new", [0, 1]), ("new", [3, 2])]),  # split_group would sort them
-    ([(0,), (1,), (2,), (3,)], True, [2], [("new", [2])]),
-    ([(0, 1, 2, 3)], True, "world", []),
-])  # fmt: skip
-def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(partition, bound, expected, calls, monkeypatch):
-    """On rank 2 of 4. One rank gets no communicator; all ranks have their group already."""
-    called: list[tuple[str, Any]] = []
-
-    def split(*, split_ranks: list[list[int]], pg_options: Any, group_desc: str) -> str:
-        called.append(("split", split_ranks))
-        return "split"
-
-    def new(ranks: list[int], **options: Any) -> list[int]:
-        called.append(("new", ranks))
-        assert options.get("use_local_synchronization", False) == (len(ranks) == 1)
-        assert options["backend"] == ("gloo" if len(ranks) == 1 else None)
-        assert options.get("sort_ranks", True) == all(list(part) == sorted(part) for part in partition)
-        return ranks
-
-    world = SimpleNamespace(bound_device_id="cuda:2" if bound else None)
-    fakes = {"group": SimpleNamespace(WORLD=world), "get_backend": lambda: "nccl", "get_rank": lambda: 2}
-    for name, fake in {**fakes, "get_world_size": lambda: 4, "split_group": split, "new_group": new}.items():
-        monkeypatch.setattr(dist, name, fake)
-    group = make_group(partition, "tp", "options" if calls else None)
-    assert group == (world if expected == "world" else expected)
-    assert called == calls

@@ -1,24 +1,27 @@
-"""Who starts the workers."""
+"""The start of a job: who starts the workers, and who can reach their store and their gloo devices."""
 
 import os
 import signal
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
+from helpers.ranks import ranks
 from helpers.refusals import not_refused
+from torch.distributed import distributed_c10d
 
 from megazpp.base.program import LAUNCHER_PID
-from megazpp.parallel import launch
-from megazpp.parallel.launch import LaunchConfig, Place, find_place
+from megazpp.parallel import launch, worker
+from megazpp.parallel.launch import AGENT_STORE, LaunchConfig, Place, find_place, is_on_one_machine, open_store
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
 STARTED = Place(started=True, world_size=8, rank=5, local_rank=1)
-
-
-PLACES: list[tuple[dict[str, Any], dict[str, str], Place]] = [
+PLACES = [
     ({"nproc": 3}, {}, Place(started=False, world_size=3)),
     ({"nproc": 1}, {}, Place(started=True, world_size=1)),
     ({"nproc": 1, "max_restarts": 2}, {}, Place(started=False, world_size=1)),
@@ -27,6 +30,15 @@ PLACES: list[tuple[dict[str, Any], dict[str, str], Place]] = [
     ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),  # torchrun, which srun has started
     ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, Place(started=False, world_size=2)),  # a batch script
     ({"nproc": 8}, {**TORCHRUN, LAUNCHER_PID: "1"}, STARTED),  # our own worker
+]
+REFUSED = [
+    ({"nproc": 2}, TORCHRUN, "--nproc 2: torchrun"),
+    ({"max_restarts": 3}, SRUN, "--max-restarts 3: srun"),
+    ({"nproc": 0}, {}, "--nproc 0 is not positive"),
+    ({"max_restarts": -1}, {}, "--max-restarts -1 is negative"),
+    ({"distributed_timeout_minutes": 0}, {}, "--distributed-timeout-minutes 0 is not positive"),
+    ({"distributed_timeout_seconds_after_init": -2.5}, {}, "-timeout-seconds-after-init -2.5 is not positive"),
+    ({"distributed_backend": "nccl"}, {}, "--distributed-backend nccl needs a GPU"),
 ]
 
 
@@ -44,26 +56,9 @@ def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(mo
     assert find_place(LaunchConfig(), {}).world_size == 7
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, str], str]] = [
-    ({"nproc": 2}, TORCHRUN, "--nproc 2: torchrun"),
-    ({"nproc": 2}, SRUN, "--nproc 2: srun"),
-    ({"max_restarts": 3}, TORCHRUN, "--max-restarts 3: torchrun"),
-    ({"max_restarts": 3}, SRUN, "--max-restarts 3: srun"),
-    ({"nproc": 0}, {}, "--nproc 0 is not positive"),
-    ({"max_restarts": -1}, {}, "--max-restarts -1 is negative"),
-    ({"distributed_timeout_minutes": 0}, {}, "--distributed-timeout-minutes 0 is not positive"),
-    ({"distributed_timeout_seconds_after_init": -2.5}, {}, "-timeout-seconds-after-init -2.5 is not positive"),
-]
-
-
-def test_what_cannot_be_names_flag_and_value():
+def test_what_cannot_be_names_flag_and_value(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not_refused(REFUSED, lambda flags, env: find_place(LaunchConfig(**flags), env)) == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_nccl_without_a_gpu_is_refused():
-    with pytest.raises(ValueError, match="--distributed-backend nccl needs a GPU"):
-        find_place(LaunchConfig(distributed_backend="nccl"), {})
 
 
 def test_after_the_first_step_half_the_timeout_is_enough_unless_said_otherwise():
@@ -72,11 +67,109 @@ def test_after_the_first_step_half_the_timeout_is_enough_unless_said_otherwise()
 
 
 def test_the_first_ctrl_c_is_passed_on_to_the_workers_and_the_second_ends_all_at_once():
-    sent: list[int] = []
-    worker: Any = SimpleNamespace(send_signal=sent.append)
-    with launch._passing_signals_to([worker]) as passed:
+    sent = []
+    with launch._passing_signals_to([SimpleNamespace(send_signal=sent.append)]) as passed:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert sent == passed == [signal.SIGTERM, signal.SIGINT]
+
+
+# ---- who can reach them ---------------------------------------------------------------------------------------------
+
+TIMEOUT = timedelta(seconds=77)
+
+
+def listening() -> set[tuple[str, int]]:
+    """The addresses and ports at which this process listens."""
+    return {(c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}
+
+
+def test_the_launchers_store_listens_on_the_loopback_only_and_its_workers_find_it(monkeypatch):
+    before = listening()
+    store = launch.loopback_store()
+    assert listening() - before == {("127.0.0.1", store.port)}
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), AGENT_STORE: "True"}.items():
+        monkeypatch.setenv(name, value)
+    place = Place(started=True, world_size=2, rank=1)
+    opened, rank, size = open_store(place, TIMEOUT)
+    opened.set("key", "value")
+    assert (store.get("key"), rank, size) == (b"value", 1, 2)
+    assert is_on_one_machine(place)
+
+
+def test_rank_0_that_opens_the_store_at_the_loopback_listens_there_only_and_one_process_nowhere():
+    assert isinstance(open_store(Place(started=True, world_size=1), TIMEOUT, {})[0], dist.HashStore)
+    before = listening()
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    store, _, _ = open_store(Place(started=True, world_size=2, rank=0), TIMEOUT, env)
+    assert listening() - before == {("127.0.0.1", store.port)}
+
+
+def test_srun_on_one_node_meets_on_the_loopback(monkeypatch):
+    for hosts, address in (("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")):
+        answer = SimpleNamespace(stdout=hosts)
+        monkeypatch.setattr(launch.subprocess, "run", lambda *args, answer=answer, **kwargs: answer)
+        env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
+        launch._set_missing_address(env)
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
+        assert is_on_one_machine(Place(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
+
+
+def check_lazy_group_on_the_loopback() -> None:
+    rank, before = dist.get_rank(), listening()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        patch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # put back afterwards
+        worker.share_gloo_device(loopback=True, lazy=True)
+        group = dist.new_group([0, 1, 2, 3], backend="gloo")
+    ((address, _),) = listening() - before
+    assert address == "127.0.0.1"
+    values = [None] * 4 if rank == 0 else None
+    dist.gather_object(rank, values, dst=0, group=group)
+    box = [values]
+    dist.broadcast_object_list(box, src=0, group=group)
+    assert box == [[0, 1, 2, 3]]
+
+
+def test_on_one_machine_gloo_listens_on_the_loopback_only_and_ranks_connect_when_they_first_send():
+    ranks(4).run(check_lazy_group_on_the_loopback)
+
+
+def device_threads() -> list[int]:
+    names = Path("/proc/self/task").glob("*/comm")  # torch 2.11 gives gloo's threads no names
+    return [int(file.parent.name) for file in names if file.read_text().strip() == "gloo_tcp_loop"]
+
+
+def check_new_groups() -> None:
+    before, values = device_threads(), [torch.tensor(float(index + dist.get_rank())) for index in range(3)]
+    groups = [dist.new_group([0, 1], timeout=TIMEOUT) for _ in values]
+    for work in [dist.all_reduce(x, group=group, async_op=True) for x, group in zip(values, groups, strict=True)]:
+        work.wait()
+    assert values == [1.0, 3.0, 5.0]
+    assert groups[0]._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
+    assert device_threads() == before
+    assert {os.sched_getscheduler(thread) for thread in before} <= {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_new_groups_share_one_thread_that_waits_its_turn_and_keep_their_timeout():
+    ranks(2).run(check_new_groups)
+
+
+def test_a_kernel_without_that_policy_is_no_failure(monkeypatch):
+    def refuse(pid, policy, param):
+        if policy != os.SCHED_OTHER:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with worker._threads_that_wait_their_turn():
+        pass
+
+
+def test_the_interface_that_the_environment_names_is_used(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # put back afterwards
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        worker.share_gloo_device()

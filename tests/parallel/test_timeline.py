@@ -1,7 +1,6 @@
 """The timeline: what is recorded, from which thread, and how much of it was hidden."""
 
-from __future__ import annotations
-
+import contextlib
 import itertools
 import threading
 import time
@@ -32,7 +31,7 @@ def test_a_span_that_nobody_listens_to_makes_nothing():
     assert timeline.span("cross", "all_gather") is timeline.span("compute", "forward")
 
 
-def test_spans_that_begin_while_a_recording_is_attached_are_kept_by_their_beginning_in_the_monotonic_clock_s_time():
+def test_spans_that_begin_while_a_recording_is_attached_are_kept_in_the_monotonic_clock_s_time():
     timeline = Timeline()
     with timeline.span("compute", "too early"):
         recording = timeline.start()
@@ -54,23 +53,23 @@ def test_spans_that_begin_while_a_recording_is_attached_are_kept_by_their_beginn
 
 
 def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking():
-    timeline, threads, each = Timeline(), 4, 100
+    timeline, each = Timeline(), 100
     recording = timeline.start()
 
-    def work(index: int) -> None:
+    def work(track):
         for _ in range(each):
-            with timeline.span(f"track {index}", "work"):
+            with timeline.span(track, "work"):
                 pass
 
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
-    for worker in workers:
-        worker.start()
-    work(threads)
-    for worker in workers:
-        worker.join()
+    threads = [threading.Thread(target=work, args=(f"track {index}",)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    work("compute")
+    for thread in threads:
+        thread.join()
     spans = recording.spans()
-    assert len(spans) == each * (threads + 1)
-    assert {s.track for s in spans if s.blocking} == {f"track {threads}"}
+    assert len(spans) == each * 5
+    assert {s.track for s in spans if s.blocking} == {"compute"}
     assert [s.start_seconds for s in spans] == sorted(s.start_seconds for s in spans)
 
 
@@ -96,38 +95,36 @@ def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
     assert spans["wait"].start_seconds == pytest.approx(spans["compute"].end_seconds, abs=1e-3)
 
 
-class FakeEvent:
-    """A CUDA event of a device whose clock is `now` milliseconds."""
+def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_another_stream_does_not_block(monkeypatch):
+    now, stream, synchronized = [5000.0], ["compute"], []
 
-    now = 0.0
+    class Event:
+        """Of a device whose clock is `now`, in milliseconds."""
 
-    def __init__(self, *, enable_timing: bool) -> None:
-        assert enable_timing
+        def __init__(self, *, enable_timing):
+            assert enable_timing
 
-    def record(self) -> None:
-        self.at = FakeEvent.now
+        def record(self):
+            self.at = now[-1]
 
-    def synchronize(self) -> None: ...
+        def synchronize(self): ...
 
-    def elapsed_time(self, later: FakeEvent) -> float:
-        return later.at - self.at
+        def elapsed_time(self, later):
+            return later.at - self.at
 
-
-def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_a_stream_of_its_own_does_not_block(monkeypatch):
-    stream, synchronized = ["compute"], []
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[-1])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(FakeEvent.now))
-    FakeEvent.now, timeline = 5000.0, Timeline("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(now[-1]))
+    timeline = Timeline("cuda")
     recording = timeline.start()
     started = time.perf_counter()
-    FakeEvent.now = 5100.0
+    now.append(5100.0)
     with timeline.span("compute", "forward"):
         stream.append("side")
         with timeline.span("cross", "all_gather"):
-            FakeEvent.now = 5130.0
+            now.append(5130.0)
         stream.pop()
-        FakeEvent.now = 5150.0
+        now.append(5150.0)
     forward, gather = recording.spans()
     assert synchronized == [5000.0, 5150.0]  # before and after, never between
     assert (forward.name, forward.blocking, gather.name, gather.blocking) == ("forward", True, "all_gather", False)
@@ -140,55 +137,41 @@ def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
     timeline.attach(activity)
     recording = timeline.start()
     with timeline.span("cross", "all_gather layers.3"):
-        pass
-    second = timeline.start()
+        second = timeline.start()
     with timeline.span("compute", "forward"):
-        pass
-    assert [span.name for span in second.spans()] == ["forward"]
-    assert [span.name for span in recording.spans()] == ["all_gather layers.3", "forward"]
-    timeline.detach(activity)
+        timeline.detach(activity)
     with timeline.span("compute", "backward"):
         pass
+    assert [span.name for span in second.spans()] == ["forward", "backward"]
+    assert [span.name for span in recording.spans()] == ["all_gather layers.3", "forward", "backward"]
     assert activity.entered == {"cross": 1, "compute": 1}
 
 
-def test_the_innermost_open_span_of_each_thread_is_seen_and_nothing_afterwards():
-    timeline = Timeline()
-    timeline.attach(activity := Activity())
+def test_the_innermost_open_span_of_each_thread_is_seen_since_it_last_moved_and_nothing_afterwards(monkeypatch):
+    timeline, activity, now = Timeline(), Activity(), [100.0]
+    monkeypatch.setattr(timeline_module.time, "monotonic", lambda: now[-1])
+    timeline.attach(activity)
     inside, leave = threading.Event(), threading.Event()
 
-    def other() -> None:
+    def other():
         with timeline.span("cross", "all_gather"):
             inside.set()
             leave.wait()
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=other, daemon=True)
     with timeline.span("step", "step 1"), timeline.span("compute", "forward"):
         thread.start()
         inside.wait()
-        assert {(d.track, d.name, d.number) for d in activity.now()} == {
-            ("compute", "forward", 1),
-            ("cross", "all_gather", 1),
-        }
+        now.append(107.0)
+        with contextlib.suppress(ValueError), timeline.span("tp", "all_reduce"):
+            now.append(108.0)
+            raise ValueError  # closes its span, which is a movement of this thread
+        now.append(109.0)
+        assert activity.now() == [Doing("cross", "all_gather", 1, 9.0), Doing("compute", "forward", 1, 1.0)]
     leave.set()
     thread.join()
     assert activity.now() == []
-    assert activity.entered == {"step": 1, "compute": 1, "cross": 1}
-
-
-def test_a_thread_that_opens_or_closes_a_span_has_moved_and_an_error_closes_its_span(monkeypatch):
-    timeline, now = Timeline(), [100.0]
-    monkeypatch.setattr(timeline_module.time, "monotonic", lambda: now[0])
-    timeline.attach(activity := Activity())
-    recording = timeline.start()
-    with timeline.span("step", "step 1"):
-        now[0] += 7.0
-        assert activity.now() == [Doing("step", "step 1", 1, 7.0)]
-        with pytest.raises(RuntimeError), timeline.span("tp", "all_reduce"):
-            raise RuntimeError
-        now[0] += 2.0
-        assert activity.now() == [Doing("step", "step 1", 1, 2.0)]
-    assert [s.name for s in recording.spans()] == ["step 1", "all_reduce"]
+    assert activity.entered == {"step": 1, "compute": 1, "cross": 1, "tp": 1}
 
 
 # ---- the arithmetic of spans: what was busy, what hides behind what, one clock for all hosts -------------------------
@@ -207,9 +190,6 @@ STEP = [
     span("local", 8, 8.5, blocking=True),
     span("local", 9, 9.5),  # on another thread: keeps nobody
 ]
-
-
-SECONDS_OF_STEP = {"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1}
 HOPS = [span("cross", 0, 10), span("wait", 2, 8), span("local", 3, 5), span("local", 4, 6)]
 HELD = [span("compute", 0, 4, blocking=True), span("cross", 1, 3, blocking=True)]
 SHARED = [span("cross", 0, 4), span("cross", 1, 3), span("cross", 3, 6), *[span("wait", 3, 4)] * 2]
@@ -232,7 +212,8 @@ def test_what_is_hidden_behind_compute_and_behind_any_work():
 
 
 def test_computing_is_counted_without_waits_and_blocking_collectives_and_shared_time_once():
-    assert track_seconds(STEP) == pytest.approx(SECONDS_OF_STEP)
+    busy = {"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1}
+    assert track_seconds(STEP) == pytest.approx(busy)
     assert track_seconds(SHARED) == pytest.approx({"cross": 6, "wait": 1})
 
 

@@ -10,7 +10,7 @@ from helpers.program import Program
 from megazpp.parallel.timeline import Doing
 from megazpp.parallel.watchdog import RankState, describe_hang
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import Layout, plan_layout
+from megazpp.topology.layout import plan_layout
 
 JOB = str(Path(__file__).parents[1] / "helpers" / "hanging_job.py")
 SECONDS = 30  # for a loaded machine; the limit is 1.5, and a rank that does not answer is waited for for 5
@@ -40,21 +40,24 @@ def test_ranks_that_hang_are_named_with_the_collectives_that_wait_for_them_and_t
 
 # ---- the report ----------------------------------------------------------------------------------------------------
 
-LAYOUT: Layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)  # local 0 1, 2 3; cross 0 2, 1 3
 
-
-def state(*doing: tuple[str, str, int], **entered: int) -> RankState:
-    return RankState([Doing(*each, 9.0) for each in doing], entered, "thread MainThread:\n  a stack\n")
+def report(*ranks: tuple[tuple[str, str, int], dict[str, int]]) -> str:
+    """Of two nodes of two ranks, by what each rank is doing and the spans that each track has had."""
+    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)  # local 0 1, 2 3; cross 0 2, 1 3
+    states = {
+        rank: RankState([Doing(*doing, 9.0)], entered, "thread MainThread:\n  a stack\n")
+        for rank, (doing, entered) in enumerate(ranks)
+    }
+    return describe_hang(states, layout, 60.0)
 
 
 def test_only_ranks_that_wait_for_nobody_are_taken_to_be_the_cause():
-    states = {
-        0: state(("local", "all_gather", 5), local=5, cross=7),
-        1: state(("cross", "all_to_all", 8), local=4, cross=8),
-        2: state(("local", "all_gather", 5), local=5, cross=7),
-        3: state(("compute", "forward", 2), local=4, cross=7),
-    }
-    text = describe_hang(states, LAYOUT, 60.0)
+    text = report(
+        (("local", "all_gather", 5), {"local": 5, "cross": 7}),
+        (("cross", "all_to_all", 8), {"local": 4, "cross": 8}),
+        (("local", "all_gather", 5), {"local": 5, "cross": 7}),
+        (("compute", "forward", 2), {"local": 4, "cross": 7}),
+    )
     assert "all_gather number 5 on axis local: rank 0 waiting, rank 1 did not arrive\n" in text
     assert "all_gather number 5 on axis local: rank 2 waiting, rank 3 did not arrive\n" in text
     assert "all_to_all number 8 on axis cross: rank 1 waiting, rank 3 did not arrive\n" in text
@@ -62,11 +65,10 @@ def test_only_ranks_that_wait_for_nobody_are_taken_to_be_the_cause():
 
 
 def test_a_collective_that_all_have_entered_is_the_network_s():
-    everyone = {rank: state(("shard", "reduce_scatter", 3), shard=3) for rank in range(4)}
-    text = describe_hang(everyone, LAYOUT, 60.0)
+    text = report(*[(("shard", "reduce_scatter", 3), {"shard": 3})] * 4)
     assert "axis shard: ranks 0, 1, 2, 3 waiting, all ranks are in it, and it does not finish" in text
 
 
 def test_where_the_host_waits_for_the_device_the_rank_that_launched_less_is_named():
-    states = {rank: state(("compute", "norm", 4), shard=40 - (rank == 2), step=4) for rank in range(4)}
-    assert "  shard: rank 2 started fewer than the others' 40\n" in describe_hang(states, LAYOUT, 60.0)
+    text = report(*[(("compute", "norm", 4), {"shard": 40 - (rank == 2), "step": 4}) for rank in range(4)])
+    assert "  shard: rank 2 started fewer than the others' 40\n" in text
