@@ -69,7 +69,7 @@ INSTEAD = [
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
     (r"^python tools/(evaluate|generate).py.*", r"\g<0> --nproc 1 --tensor-model-parallel-size 1"),
     (r"^python tools/evaluate.py.*", r"\g<0> --eval-iters 1"),
-    (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/test_gpu_check_parts.py rehearses its parts
+    (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/test_gpu_check.py rehearses its parts
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]
 PYTHON_INSTEAD = {"zeropp(model)": "zeropp(model, ranks_per_node=2)"}

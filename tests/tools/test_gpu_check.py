@@ -1,21 +1,25 @@
-"""tools/gpu_check.py: what becomes of parts that fail, hang or are killed; which parts a budget has; flags."""
+"""gpu_check.py: parts that fail, hang or are killed, what a budget has, and every part at its smallest on a CPU."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import gpu_check
+import gpu_check_parts
+import gpu_check_sides
 import pytest
 import torch
 from gpu_check import Part
-from gpu_check_parts import Check
+from gpu_check_parts import FLOAT8, OVERLAP_OFF, Check, on_two_nodes, train
+from helpers.fork_python import forked_python
+from helpers.program import ROOT, Program
 
-TOOLS = Path(gpu_check.__file__).parent
+from megazpp.base.arguments import parse_run_config
+from megazpp.base.program import EXIT_USER_ERROR
+from megazpp.model.gpt import GPTModel
+from megazpp.parallel.axis import MeshAxis
 
 
 def good(check: Check) -> None:
@@ -32,31 +36,25 @@ def raising(check: Check) -> None:
     raise RuntimeError("no memory\nat all")
 
 
-def hanging(check: Check) -> None:
-    check.row(figure=4)
-    program = check.folder / "hang.py"
-    program.write_text("import subprocess\nsubprocess.run(['sleep', '611'])")
-    code = check.run(str(program), check.folder / "log.txt", check.left())
-    check.fail(f"ended with {code}")
-
-
-@pytest.fixture(autouse=True)
-def _stays_as_it_was(monkeypatch):
+@pytest.fixture
+def run_parts(tmp_path, monkeypatch):
+    """Runs parts, and returns the exit code and what each has found."""
     monkeypatch.setattr(gpu_check, "exit_on_signals", lambda: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.chdir(TOOLS)
+    monkeypatch.chdir(ROOT)
+
+    def run(parts: tuple[Part, ...], *flags: str) -> tuple[int, list[dict[str, object]]]:
+        monkeypatch.setattr(gpu_check, "PARTS", parts)
+        out = tmp_path / "".join(["out", *flags])
+        code = gpu_check.main(["--out", str(out), "--device", "cpu", *flags])
+        return code, json.loads((out / "results.json").read_text())["parts"]
+
+    return run
 
 
-def check(parts: tuple[Part, ...], out: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[int, list[Any]]:
-    monkeypatch.setattr(gpu_check, "PARTS", parts)
-    code = gpu_check.main(["--out", str(out), "--device", "cpu", *flags])
-    return code, json.loads((out / "results.json").read_text())["parts"]
-
-
-def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(tmp_path, monkeypatch, capsys):
+def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(run_parts, capsys):
     parts = tuple(Part(part.__name__, "A title", part, (60, 60), 1) for part in (failing, raising, good))
-    late = Part("late", "", good, (60, 60), 1000)
-    code, found = check((*parts, late), tmp_path, monkeypatch)
+    code, found = run_parts((*parts, Part("late", "", good, (60, 60), 1000)))
     assert code == 1
     assert [part["status"] for part in found] == ["failed", "failed", "passed", "skipped"]
     assert [part["rows"] for part in found] == [[{"figure": 2}], [{"other": 3}], [{"figure": 1}], []]
@@ -67,65 +65,53 @@ def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(tmp_path, 
     assert "## failing: A title (failed, 0 s)\n\n| figure |\n|---|\n| 2 |\n\n- FAILED: the bits differ\n" in shown
 
 
-def test_a_budget_has_its_parts_and_only_what_ran_counts(tmp_path, monkeypatch):
+def test_a_budget_has_its_parts_which_fill_it_and_only_what_ran_counts(run_parts):
+    for long, minutes in ((False, 8), (True, 30)):
+        assert sum(part.seconds[long] for part in gpu_check.PARTS) == 60 * minutes
     parts = (Part("good", "", good, (60, 60), 1), Part("failing", "", failing, (0, 60), 1))
-    for folder, flags, names in (
-        ("short", ("--budget-minutes", "8"), ["good"]),
-        ("long", ("--budget-minutes", "30"), ["good", "failing"]),
-        ("asked", ("--budget-minutes", "8", "--parts", "failing"), ["failing"]),
-    ):
-        code, found = check(parts, tmp_path / folder, monkeypatch, *flags)
+    for flags, names in (("8", ["good"]), ("30", ["good", "failing"]), ("8 --parts failing", ["failing"])):
+        code, found = run_parts(parts, "--budget-minutes", *flags.split())
         assert (code, [part["name"] for part in found]) == (int("failing" in names), names)
 
 
-def test_the_programs_of_8_and_30_minutes_fill_them():
-    for long, minutes in ((False, 8), (True, 30)):
-        assert sum(part.seconds[long] for part in gpu_check.PARTS) == 60 * minutes
+HANGING = """
+import sys
+
+sys.path.insert(1, "tools")
+import gpu_check
+
+def hanging(check, program="import subprocess; subprocess.run(['sleep', '600'])"):
+    check.row(figure=4)
+    (check.folder / "hang.py").write_text(program)
+    code = check.run(f"{check.folder}/hang.py", check.folder / "log.txt", check.left())
+    check.fail(f"ended with {code}")
+
+def waiting(check):
+    hanging(check, "import time; time.sleep(600)")
+
+parts = ((hanging, (1, 1)), (waiting, (59, 59)))
+gpu_check.PARTS = tuple(gpu_check.Part(part.__name__, "", part, seconds, 1) for part, seconds in parts)
+gpu_check.main()
+"""
 
 
 @pytest.mark.slow
-def test_a_program_that_hangs_is_ended_with_what_it_has_started(tmp_path, monkeypatch):
-    parts = Part("hanging", "", hanging, (2, 2), 1), Part("good", "", good, (1, 1), 1)  # 4 of 6 s
-    code, found = check(parts, tmp_path, monkeypatch, "--budget-minutes", "0.1")
-    assert code == 1
-    assert [part["status"] for part in found] == ["failed", "passed"]
-    assert found[0]["failures"] == ["ended with None"]
-    assert not running(b"sleep\x00611")
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_keeps_what_its_part_had_found(tmp_path):
+def test_what_hangs_is_ended_with_what_it_has_started_and_a_run_that_is_killed_keeps_what_was_found(tmp_path):
     out = tmp_path / "out"
-    program = (
-        f"import sys; sys.path[:0] = [{str(TOOLS)!r}, {str(TOOLS.parent)!r}, {str(Path(__file__).parent)!r}]\n"
-        "import gpu_check, test_gpu_check as here\n"
-        "parts = (here.good, here.hanging)\n"
-        "gpu_check.PARTS = tuple(gpu_check.Part(part.__name__, '', part, (9, 9), 1) for part in parts)\n"
-        f"gpu_check.main(['--out', {str(out)!r}, '--device', 'cpu'])\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not running(b"hang.py") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    found = json.loads((out / "results.json").read_text())["parts"]
-    assert [part["status"] for part in found] == ["passed", "running"]
-    assert [part["rows"] for part in found] == [[{"figure": 1}], [{"figure": 4}]]
+    flags = ["--out", str(out), "--device", "cpu", "--budget-minutes", "1"]
+    program = Program("-c", HANGING, *flags, folder=tmp_path)
+    try:
+        program.wait_for("waiting: at most 59 of 59 s")
+        while len(program.left_behind()) < 2:  # its program has not begun
+            assert program.process.poll() is None
+        program.process.kill()
+        assert program.seconds_until_all_are_gone(10) < 10
+    finally:
+        program.kill()
+    hung, killed = json.loads((out / "results.json").read_text())["parts"]
+    assert (hung["status"], hung["failures"]) == ("failed", ["ended with None"])
+    assert (killed["status"], killed["rows"]) == ("running", [{"figure": 4}])
     assert "| 4 |" in (out / "table.md").read_text()
-    time.sleep(0.5)
-    assert not running(b"hang.py")
-
-
-def running(words: bytes) -> list[Path]:
-    """Processes whose command line has these words."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += [path] if words in path.read_bytes() else []
-        except OSError:  # it has ended meanwhile
-            continue
-    return found
 
 
 @pytest.mark.slow
@@ -133,7 +119,104 @@ def test_a_checkout_that_is_not_installed_is_enough(tmp_path):
     for absent in ("wandb", "torchao"):
         (tmp_path / f"{absent}.py").write_text("raise ImportError")
     paths = f"{tmp_path}:{Path(torch.__file__).parents[1]}"  # without site (-S) no .pth file leads to the checkout
-    command = [sys.executable, "-S", str(TOOLS / "gpu_check.py"), "--help"]
+    command = [sys.executable, "-S", str(ROOT / "tools/gpu_check.py"), "--help"]
     done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--budget-minutes" in done.stdout
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch) -> Check:
+    monkeypatch.chdir(ROOT)
+    paths = [str(ROOT / name) for name in ("", "tools", "tools/benchmarks", "tests")]
+    env = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name, value in (env | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
+    return Check(tmp_path / "part", "", "cpu", 600.0, False, lambda: None)
+
+
+@pytest.fixture
+def forking_check(check, monkeypatch) -> Check:
+    """Its programs start in milliseconds."""
+    monkeypatch.setattr(sys, "executable", str(forked_python()))
+    return check
+
+
+def ending(check: Check, code: int | None, text: str) -> None:
+    """Have its programs end so, with this in their log."""
+
+    def run(words: str, log: Path, *more: object, **options: object) -> int | None:
+        log.write_text(text)
+        return code
+
+    check.run = run
+
+
+LOG = """\
+tests/kernels/test_a.py::test_x[8-128-dtype0] PASSED                     [ 33%]
+[gw3] [ 66%] FAILED tests/kernels/test_a.py::test_x[8-256-dtype0]
+[gw0] [ 67%] PASSED tests/kernels/test_a.py::test_x[2-256-dtype0]
+tests/model/test_b.py::test_y SKIPPED (no)                               [ 99%]
+tests/model/test_b.py::test_z """
+
+
+def test_tests_are_counted_also_if_they_were_ended(check):
+    ending(check, None, LOG)
+    gpu_check_parts.correct(check)
+    assert check.found["rows"] == [{"passed": 2, "failed": 1, "error": 0, "skipped": 1}]
+    assert "the time was over" in check.found["notes"][0]
+    assert len(check.found["failures"]) == 1
+
+
+def test_only_float8_may_be_refused(check):
+    for side, flags, code in (("a", FLOAT8, EXIT_USER_ERROR), ("b", FLOAT8, 1), ("c", "", EXIT_USER_ERROR)):
+        ending(check, code, "needs torchao\n")
+        assert train(check, side, f"pretrain_gpt.py @configs/gpt_125m.args {flags}", 60) == []
+    assert check.found["notes"] == ["a: skipped, needs torchao"]
+    assert check.found["failures"] == ["b: exit code 1, needs torchao", "c: exit code 2, needs torchao"]
+
+
+def test_the_baseline_is_of_the_same_size():
+    for name in ("gpt_125m", "llama_1b", "llama_8b"):
+        config = parse_run_config([f"@configs/{name}.args"], ROOT).config
+        with torch.device("meta"):
+            ours = GPTModel(config.model, vocab_size=50304, tp=MeshAxis("tp"))
+            theirs = gpu_check_sides.PlainModel(config.model, 50304, config.data.seq_length)
+        counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
+        assert counts[0] == counts[1], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["ours", "baseline", "pretended --zeropp"])
+def test_a_side_trains_and_logs(forking_check, side):
+    kind, _, flags = side.partition(" ")
+    program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_sides {kind}"
+    lines = train(forking_check, side, f"{program} @configs/llama_1b.args --mock-data {flags}", 300)
+    assert forking_check.found["failures"] == []
+    assert [line["iteration"] for line in lines] == [2, 3, 4]
+    assert [line["consumed_tokens"] for line in lines] == [2 * 4 * 32, 3 * 4 * 32, 4 * 4 * 32]
+
+
+@pytest.mark.slow
+def test_kernels_are_timed_beside_a_copy_and_saves_and_generation_from_the_host_are_measured(forking_check):
+    gpu_check_parts.kernels(forking_check)
+    gpu_check_parts.checkpoint(forking_check)
+    rows = forking_check.found["rows"]
+    assert forking_check.found["failures"] == []
+    kernels = [row["kernel"] for row in rows if "kernel" in row]
+    assert kernels.count("memcpy fp32") == kernels.count("quantize bf16 to int8, base bf16") == 2
+    assert [row["goal"] for row in rows if row.get("kernel") == "dequantize int8 to bf16"] == ["90%"] * 2
+    saves, places = ([row for row in rows if name in row] for name in ("save", "weights on"))
+    assert [row["save"] for row in saves] == ["--save", "--async-save"]
+    assert [row["weights on"] for row in places] == ["device", "host", "host --weight-bits 8", "host --weight-bits 4"]
+    assert places[1]["same text"] == "yes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "same"), [("gpu_check_sides streams", True), ("helpers.impatient", False)])
+def test_disturbances_change_no_bit_unless_something_does_not_wait(forking_check, program, same):
+    ways = [f"{way} --num-layers 2" for way in (OVERLAP_OFF, "--zeropp --disturbed")]
+    off, on = on_two_nodes(forking_check, f"-m {program}", ways)
+    assert len(off) == len(on) == 4
+    equal = [(a["lm_loss"], a["grad_norm"]) == (b["lm_loss"], b["grad_norm"]) for a, b in zip(off, on, strict=True)]
+    assert all(equal) == same
