@@ -54,6 +54,7 @@ train_tokenizer --input a.jsonl --vocab-size 100000 | --vocab-size 100000 does n
 train_tokenizer --input a.jsonl --vocab-size 0 | --vocab-size 0 is not positive
 train_tokenizer --input a.jsonl --output-prefix there | there.model exists (--overwrite replaces it)
 train_tokenizer --input a.jsonl --model-type word | 'word' is not one of bpe, unigram
+convert_checkpoint --output x | --input
 report none | none is no folder
 report junk_run | metrics.jsonl: no line is a JSON object
 report run --output run/metrics.jsonl | metrics.jsonl exists and is no report
