@@ -27,6 +27,7 @@ from helpers.tensor_parallel import (
     losses_of,
     packed,
     sample,
+    saved_tensors,
     tp_axis,
 )
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
@@ -79,20 +80,17 @@ def aot_eager() -> Iterator[None]:
 def eager_and_compiled(model: GPTConfig, sequence_parallel: bool) -> dict[str, Any]:
     """What two steps of each sent and made; graph breaks, and what the compiled one kept of a whole sequence."""
     found: dict[str, Any] = {}
-    kept: set[tuple[int, ...]] = set()
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        kept.add(tuple(x.shape))
-        return x
-
     for name, config in (("eager", model), ("compiled", compiled(model))):
         tp = tp_axis()
-        with aot_eager(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        with aot_eager(), saved_tensors() as saved:
             gpt = build_gpt(config, tp, vocab_size=VOCAB, sequence_parallel=sequence_parallel)
-            kept.clear()
+            saved.clear()
             losses = [step(gpt, documents) for documents in (False, True)]
         found[name] = (losses, local_gradients(gpt), tp.counter.table())
-    return found | {"breaks": dict(torch._dynamo.utils.counters["graph_break"]), "kept": kept}
+    return found | {
+        "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
+        "kept": {tuple(x.shape) for x in saved},
+    }
 
 
 NORMS_AND_ACTIVATION = {"recompute_granularity": "selective"}

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import SEQ, VOCAB, build_gpt, counted, local_gradients, losses_of, packed, sample, tp_axis
+from helpers.tensor_parallel import (
+    SEQ,
+    VOCAB,
+    build_gpt,
+    counted,
+    local_gradients,
+    losses_of,
+    packed,
+    sample,
+    saved_tensors,
+    tp_axis,
+)
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks
 
 from megazpp.model.config import GPTConfig
@@ -105,16 +116,11 @@ def test_the_chosen_layers_run_twice_with_their_forward_collectives():
 
 def saved_bytes(model: GPTConfig) -> int:
     """Bytes that autograd keeps between forward and backward."""
-    kept: dict[int, int] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
     gpt = build_gpt(model, MeshAxis("tp"), vocab_size=VOCAB)
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with saved_tensors() as saved:
         gpt(*sample())
+    kept = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
     return sum(size for pointer, size in kept.items() if pointer not in weights)
 
 
