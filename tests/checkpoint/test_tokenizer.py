@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import record_of
+from helpers.pairs import TEXT
 from helpers.training import Case
 
 from megazpp.base.files import DamagedError
@@ -17,8 +18,6 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.data.text import train_sentencepiece
 from megazpp.data.tokenizer import SentencePieceTokenizer, load_tokenizer
 from megazpp.parallel.axis import MeshAxis
-
-TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 import sentencepiece
 import tokenizers
 import transformers
+from helpers.pairs import TEXT
 
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.text import read_documents, resolve_text_paths, train_sentencepiece
@@ -22,7 +23,6 @@ from megazpp.data.tokenizer import (
 )
 from megazpp.data.tokenizer_folder import find_tokenizer
 
-TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 TEXTS = ["Call me  Ishmael\nSome", " two", "naïve—日本語 🐳", "", "a\ttab"]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.pairs import write_jsonl
+from helpers.pairs import TEXT, write_jsonl
 from helpers.refusals import not_refused
 
 from megazpp.data.indexed_dataset import IndexedDataset
@@ -18,8 +18,6 @@ from megazpp.data.text import (
     train_sentencepiece,
 )
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
-
-TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 
 
 def test_the_shipped_corpus_is_one_chapter_a_document():

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import transformers
 from helpers.hf_models import write_llama_tokenizer
-from helpers.pairs import write_jsonl
+from helpers.pairs import TEXT, write_jsonl
 from helpers.refusals import not_refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -31,7 +31,6 @@ from megazpp.data.tokenizer import (
 )
 from megazpp.data.tokenizer_folder import find_tokenizer
 
-TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 BPE = tokenizers.ByteLevelBPETokenizer
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00"), max_size=60)
 

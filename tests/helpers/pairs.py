@@ -1,4 +1,4 @@
-"""Documents where the data path reads them: JSON lines, a .bin/.idx pair, memory."""
+"""Texts and documents where the data path reads them: JSON lines, a .bin/.idx pair, memory."""
 
 import itertools
 import json
@@ -8,6 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder
+
+TEXT = (
+    "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
+)  # enough for a tokenizer
 
 
 def write_jsonl(path: Path, *texts: str) -> Path:

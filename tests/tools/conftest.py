@@ -7,9 +7,8 @@ import convert_checkpoint
 import pytest
 import tokenizers
 from helpers.hf_models import make_llama, save
+from helpers.pairs import TEXT
 from helpers.trained import Trained, train
-
-TEXT = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import preprocess_data
 import pytest
 import report
 import train_tokenizer
+from helpers.pairs import TEXT
 from helpers.program import Program
 
 from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -117,8 +118,7 @@ def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_ag
 
 
 def test_a_trained_tokenizer_gives_text_back(run_main):
-    text = "Call me Ishmael. Some years ago--never mind how long precisely--having little or no money.\n" * 9
-    Path("a.txt").write_text(text)
+    Path("a.txt").write_text(TEXT)
     Path("b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "Zanzibar! " * 50}).encode()))
     flags = ["--input", "a.txt", "b.jsonl.gz", "--vocab-size", 292, "--output-prefix", "my", "--overwrite"]
     for model_type in ("bpe", "unigram"):
@@ -128,7 +128,7 @@ def test_a_trained_tokenizer_gives_text_back(run_main):
         assert re.fullmatch(said, err)
         tokenizer = load_tokenizer(MY_MODEL)
         assert (tokenizer.vocab_size, tokenizer.eod) == (292, 1)
-        for example in (text, "Zanzibar", "  naïve—日本語 🐳\n\n", "<eod>"):
+        for example in (TEXT, "Zanzibar", "  naïve—日本語 🐳\n\n", "<eod>"):
             assert tokenizer.decode(tokenizer.encode(example)) == example
         assert len(tokenizer.encode("Zanzibar")) < 8  # of 8 letters of which Z, z and b are only in the second file
         assert {path.name for path in Path().iterdir()} == {"a.txt", "b.jsonl.gz", "my.model"}
