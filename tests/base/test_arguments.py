@@ -1,11 +1,9 @@
 """All flags of a run together: parsed, and compared with Megatron's."""
 
 import dataclasses
-import shlex
 import typing
 from typing import Any
 
-import pytest
 from helpers.refusals import not_refused
 from helpers.small_run import ROOT, SMALL, parse
 from train_tokenizer import TrainTokenizerConfig
@@ -13,7 +11,7 @@ from train_tokenizer import TrainTokenizerConfig
 from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import check_run_config
 from megazpp.base.command_line import FlagParser, read_megatron_flags
-from megazpp.base.flags import FlagSpec, flag_name
+from megazpp.base.flags import flag_name
 from megazpp.convert.convert import ConvertConfig
 from megazpp.data.preprocess import PreprocessConfig
 from megazpp.post_training.start import EXTRA
@@ -32,54 +30,43 @@ OTHER_DEFAULTS = {
 }
 
 
-def defaults_by_flag() -> dict[str, Any]:
-    """Every supported spelling -> the default of its field."""
-    found: dict[str, Any] = {}
-    for config in CLASSES:
-        for field in dataclasses.fields(config):
-            spec: FlagSpec = field.metadata["flag"]
-            found |= dict.fromkeys((flag_name(field), *spec.aliases), field.default)
-    return found
-
-
-def megatron_defaults() -> dict[str, str]:
-    text = (ROOT / "tests" / "helpers" / "megatron_defaults.txt").read_text(encoding="utf-8")
-    rows = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("--")]
-    return {name: default.strip() for name, default in rows}
+# Megatron's most used flags and their defaults
+MEGATRON = dict(
+    line.split(maxsplit=1)
+    for line in (ROOT / "tests/helpers/megatron_defaults.txt").read_text(encoding="utf-8").splitlines()
+    if line.startswith("--")
+)
 
 
 # ---- names and defaults -----------------------------------------------------------------------------------------
 
 
 def test_every_field_has_a_sentence_of_help_and_every_config_a_title_and_words_are_checked_in_python_too():
-    tried = 0
+    rows = []
     for config in (*CLASSES, *EXTRA, PreprocessConfig, TrainTokenizerConfig, ConvertConfig):
         assert config.__doc__
         for field in dataclasses.fields(config):
             assert len(field.metadata["flag"].help) > 4, field.name
             hint = str(typing.get_type_hints(config)[field.name])
             if "Literal" in hint:
-                tried += 1
                 value = ("mlp",) if "tuple" in hint else "mlp"
-                with pytest.raises(ValueError, match=f"^{flag_name(field)} mlp is not one of "):
-                    config(**{field.name: value})
-    assert tried > 30
+                rows.append((config, {field.name: value}, f"{flag_name(field)} mlp is not one of "))
+    assert len(rows) > 30
+    assert not not_refused(rows, lambda config, values: config(**values))
 
 
 def test_megatrons_most_used_flags_are_known_and_none_is_both_ours_and_in_the_table():
-    ours, others, most_used = FlagParser(CLASSES, program="x").spellings, read_megatron_flags(), megatron_defaults()
-    assert not ours & others.keys()
-    assert len(most_used) == 195
-    assert not most_used.keys() - ours - others.keys()
+    ours, others = FlagParser(CLASSES, program="x").spellings, read_megatron_flags().keys()
+    assert not ours & others
+    assert not MEGATRON.keys() - ours - others
 
 
 def test_our_defaults_are_megatrons():
-    ours, compared = defaults_by_flag(), 0
-    for name, megatron in megatron_defaults().items():
-        on = name.replace("--no-", "--", 1)
-        if on != name and on in ours:
-            assert megatron in ("flag(off)", "flag")  # what it turns off is on
-            assert ours[on] is True
+    fields, compared = [field for config in CLASSES for field in dataclasses.fields(config)], 0
+    ours = {name: field.default for field in fields for name in (flag_name(field), *field.metadata["flag"].aliases)}
+    for name, megatron in MEGATRON.items():
+        if name.startswith("--no-") and (switch := name.replace("--no-", "--")) in ours:
+            assert (megatron.removesuffix("(off)"), ours[switch]) == ("flag", True)  # what it turns off is on
         elif name in ours and name not in OTHER_DEFAULTS:
             compared += 1
             assert same_default(ours[name], megatron), (name, ours[name], megatron)
@@ -90,9 +77,8 @@ def same_default(ours: Any, megatron: str) -> bool:
     if isinstance(ours, bool):
         return megatron in ("flag", "flag(off)") and not ours
     if isinstance(ours, float):
-        return ours == (2**32 if megatron == "2 ** 32" else float(megatron))
-    shown = str(list(ours)) if isinstance(ours, tuple) else str(ours)
-    return megatron == shown or (ours == "" and megatron == "None")
+        return ours == float(megatron)
+    return megatron == (str(list(ours)) if isinstance(ours, tuple) else str(ours) or "None")
 
 
 # ---- parsing ----------------------------------------------------------------------------------------------------
@@ -101,13 +87,12 @@ def same_default(ours: Any, megatron: str) -> bool:
 def test_values_and_origins_come_from_the_last_place_that_gives_them():
     """Without flag file and model from the tiny config."""
     parsed = parse("@configs/gpt_125m.args --lr 1e-4")
-    config, origins = parsed.config, parsed.origins
+    config, origins, values = parsed.config, parsed.origins, parsed.values()
     assert (config.schedule.lr, config.model.num_layers, config.data.seq_length) == (1e-4, 12, 2048)
     assert origins["lr"] == "command line"
     assert origins["num_layers"].split(":")[0].endswith("configs/gpt_125m.args")
     assert "configs/common/gpt3.args:" in origins["seq_length"]
-    assert {"adam_eps", "sgd_momentum"} & origins.keys() == {"adam_eps"}
-    assert (parsed.values()["lr"], parsed.values()["sgd_momentum"]) == (1e-4, 0.9)
+    assert ("sgd_momentum" in origins, values["lr"], values["sgd_momentum"]) == (False, 1e-4, 0.9)
     tiny, small = parse("--train-iters 7"), parse(SMALL)
     assert (tiny.config.batches.train_iters, tiny.config.model.num_layers) == (7, 2)
     assert (parsed.name, tiny.name, small.name) == ("gpt_125m", "gpt_tiny", "run")
@@ -116,42 +101,32 @@ def test_values_and_origins_come_from_the_last_place_that_gives_them():
 
 def test_the_args_txt_of_4e7c419_still_repeats_its_run():
     """With a line for each flag that had an effect then and has none now."""
-    parsed = parse(f"@{ROOT / 'tests' / 'fixtures' / 'args_4e7c419.txt'}")
+    parsed = parse(f"@{ROOT}/tests/fixtures/args_4e7c419.txt")
     assert (parsed.config.islands.diloco_steps, parsed.config.model.hidden_size) == (2, 16)
     assert parsed.config.stop.exit_interval is None
     ignored = {notice.split()[1] for notice in parsed.notices}
     assert {"--manual-gc", "--no-use-flash-attn", "--timing-log-option"} <= ignored
-    with pytest.raises(ValueError, match="--nccl-cross-min-ctas is gone: "):
-        parse("--nccl-cross-min-ctas 2")
-    with pytest.raises(ValueError, match=r"--zero-check-secondary is gone: .*Sharding.weights_changed\(\)"):
-        parse("--zero-check-secondary")
 
 
 def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path):
     parsed = parse("@configs/llama_8b.args --print-config --data-path 0.3 a 0.7 'b c' --no-bf16")
-    assert parsed.show.print_config
     (tmp_path / "flags.args").write_text(parsed.report())
     again = parse(f"@{tmp_path}/flags.args")
-    assert not again.show.print_config
+    assert (parsed.show.print_config, again.show.print_config) == (True, False)
     assert again.config == parsed.config
-    line = next(line for line in parsed.report().splitlines() if line.startswith("--data-path"))
-    assert line.split() == shlex.split("--data-path 0.3 a 0.7 \"'b\" \"c'\" '#' command line")
 
 
 def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path):
     (tmp_path / "pasted.args").write_text(
         """
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --sequence-parallel \\
-        --use-distributed-optimizer --overlap-grad-reduce --num-layers 24 --hidden-size 1024 \\
-        --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 \\
-        --micro-batch-size 8 --global-batch-size 64 --rampup-batch-size 32 32 1000 \\
-        --lr 0.00015 --train-samples 500000 --lr-decay-samples 320000 --lr-decay-style cosine \\
-        --min-lr 1.0e-5 --lr-warmup-fraction .01 --DDP-impl local --no-query-key-layer-scaling \\
-        --no-masked-softmax-fusion --transformer-impl transformer_engine --use-mcore-models \\
-        --attention-backend auto --fp16 --loss-scale-window 500 --init-method-std 0.006 \\
-        --data-path 0.5 my-gpt2_text_document 0.5 "other corpus" --data-impl mmap --split 949,50,1 \\
-        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer \\
-        --distributed-backend gloo
+        --use-distributed-optimizer --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \\
+        --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 64 \\
+        --rampup-batch-size 32 32 1000 --lr 0.00015 --train-samples 500000 --lr-decay-samples 320000 \\
+        --min-lr 1.0e-5 --lr-warmup-fraction .01 --DDP-impl local --use-mcore-models \\
+        --attention-backend auto --fp16 --loss-scale-window 500 --data-impl mmap --split 949,50,1 \\
+        --data-path 0.5 my-gpt2_text_document 0.5 "other corpus" --distributed-backend gloo \\
+        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer
         """
     )
     parsed = parse(f"@{tmp_path}/pasted.args")
@@ -159,7 +134,7 @@ def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path)
     assert (plan.layout.tp, plan.layout.data, parsed.config.zero.stage) == (2, 4, 1)
     assert parsed.config.data.data_path == ("0.5", "my-gpt2_text_document", "0.5", "other corpus")
     assert (parsed.config.launch.distributed_backend, parsed.config.loss_scale.loss_scale_window) == ("gloo", 500.0)
-    assert len(parsed.notices) == 7
+    assert len(parsed.notices) == 4
 
 
 EXCLUDED = [  # a file's flags, and those by hand that take their place
@@ -202,17 +177,3 @@ def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path):
     (tmp_path / "a.args").write_text(f"{SMALL} --bf16 --swiglu --lr-warmup-fraction 0.1")
     found = parse(f"@{tmp_path}/a.args --no-fp16 --no-squared-relu --data-path --lr-warmup-fraction none")
     assert (found.config.precision.bf16, found.config.model.swiglu, found.notices) == (True, True, ())
-
-
-# ---- checks -----------------------------------------------------------------------------------------------------
-
-
-def test_a_config_that_contradicts_itself_is_refused_when_it_is_read():
-    rows = [
-        ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
-        ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only"),
-        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 needs --bf16"),
-        ("--load-tag here", "command line: --load-tag is a Megatron flag that is not supported"),
-        ("--numlayers 3", "did you mean --num-layers"),
-    ]
-    assert not not_refused(rows, lambda flags: parse(f"{SMALL} {flags}"))

@@ -3,6 +3,7 @@
 import os
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from helpers.refusals import not_refused
@@ -31,17 +32,11 @@ def test_the_first_free_name_has_the_lowest_number_that_nothing_has(tmp_path):
     assert first_free(lambda number: tmp_path / f"a.{number}") == tmp_path / "a.3"
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_what_was_there(tmp_path):
     path = tmp_path / "a"
     write_whole(path, b"old")
-
-    def full(_: int) -> None:
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="disk full"):
-            write_whole(path, b"new")
+    with mock.patch("os.fsync", side_effect=OSError("disk full")), pytest.raises(OSError, match="disk full"):
+        write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     write_whole(path, b"new")
     assert path.read_bytes() == b"new"

@@ -25,34 +25,32 @@ class PipeConfig:
     data_path: tuple[str, ...] = flag((), "many texts", nargs="*")
 
 
+ORIGINS = {"learning_rate": "configs/a.args:3", "data_path": "command line", "name": "command line"}
+
+
 def test_the_report_shows_names_values_and_origins_and_reads_back_as_a_flag_file(tmp_path):
-    configs = (PumpConfig(learning_rate=3e-4), PipeConfig(data_path=("a b", "c")))
-    origins = {"learning_rate": "configs/a.args:3", "data_path": "command line"}
-    assert render_flags(configs, origins) == (
+    assert render_flags((PumpConfig(learning_rate=3e-4), PipeConfig(data_path=("a b", "c"))), ORIGINS) == (
         "# Pump: how water moves.\n"
         "--learning-rate 0.0003  # configs/a.args:3\n"
         "--no-b_f16              # default\n"
-        "--name ''               # default\n"
+        "--name ''               # command line\n"
         "\n"
         "# Pipes.\n"
         "--data-path 'a b' c     # command line\n"
     )
-    parser = FlagParser([PumpConfig, PipeConfig], program="pump")
     odd = PumpConfig(learning_rate=1e-05, bf16=True, name="--it's # @x"), PipeConfig(data_path=("x y#z", "a\n\nb\r\t'"))
     for wanted in (odd, (PumpConfig(), PipeConfig())):
         (tmp_path / "flags.args").write_text(render_flags(wanted, {}))
+        parser = FlagParser([PumpConfig, PipeConfig], program="pump")
         assert parser.read([f"@{tmp_path}/flags.args"], tmp_path, {}).configs == wanted
 
 
 def test_the_log_shows_the_flags_that_differ_from_their_defaults_and_where_they_come_from():
-    configs = (PumpConfig(learning_rate=3e-4, name=""), PipeConfig(data_path=("a" * 70,)))
-    origins = {"learning_rate": "configs/a.args:3", "data_path": "command line", "name": "command line"}
-    assert render_arguments_block(configs, origins).splitlines() == [
-        "------------------------ arguments ------------------------",
+    long = PipeConfig(data_path=("a" * 70,))
+    assert render_arguments_block((PumpConfig(learning_rate=3e-4), long), ORIGINS).splitlines()[1:-1] == [
         f"  {'--learning-rate 0.0003':60}  # configs/a.args:3",
         f"  --data-path {'a' * 70}  # command line",
         "  and 2 flags at their defaults: --print-config shows all",
-        "-------------------- end of arguments ---------------------",
     ]
 
 
@@ -68,10 +66,8 @@ def test_numbers_out_of_range_are_refused_by_the_flag_s_spelling():
         (check_positive, {"how_many": math.nan}, "--how-many nan is not positive"),
         (check_positive, {"how_many": math.inf}, "--how-many inf is not positive"),
         (check_positive, {"odd": -1}, "--odd_spelling -1 is not positive"),
-        (check_not_negative, {"how_many": -1}, "--how-many -1 is negative"),
         (check_not_negative, {"how_many": math.nan}, "--how-many nan is negative"),
     ]
     assert not not_refused(rows, lambda check, values: check(NumberConfig(**values), "how_many", "odd"))
-    for value in (None, 1, 0.5):
-        check_positive(NumberConfig(how_many=value), "how_many", "odd")
+    check_positive(NumberConfig(how_many=0.5), "how_many", "odd")
     check_not_negative(NumberConfig(how_many=0), "how_many", "odd")
