@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
 
 from megazpp.data.loader import MicroBatch, make_micro_batch
 from megazpp.islands.config import IslandsConfig, IslandsPlan, plan_islands
@@ -227,14 +226,10 @@ def train_on_ranks(case: Case) -> dict[str, Any]:
         norms.append(result.grad_norm)
         skipped += result.skipped
     sent = {wire: dims.counter.sent_bytes(wire) for wire in ("tp", "local", "cross")}
-    # FSDP2 pads dim 0 of each parameter to a multiple of the ranks
-    padded = [
-        -(-(p.shape[0] // (dims.tp.size if is_split(p) else 1)) // dims.shard.size) * p.shape[1:].numel()
-        for p in step.model.parameters()
-    ]
-    return {"loss": losses, "grad_norm": norms, "skipped": skipped, "sent": sent, "shard_elements": sum(padded)}
-
-
-def is_split(parameter: torch.nn.Parameter) -> bool:
-    """Whether tp splits dim 0."""
-    return any(isinstance(placement, Shard) and placement.dim == 0 for placement in parameter.placements[1:])
+    return {
+        "loss": losses,
+        "grad_norm": norms,
+        "skipped": skipped,
+        "sent": sent,
+        "shard_elements": step.sharding.shard_elements,
+    }

@@ -5,19 +5,20 @@ Tolerance 5e-6 relative: fp32 sums in another order over 3 steps of AdamW at a h
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from helpers.faults import launch, poison_output, state
 from helpers.ranks import ranks
-from helpers.tiers import chosen, slow
+from helpers.tiers import chosen
 from helpers.training import (
     GPT2_STYLE,
     LLAMA_STYLE,
     Case,
     FixedBatches,
+    build_on_ranks,
     build_step,
     dims_on_ranks,
     train_on_ranks,
@@ -40,11 +41,7 @@ def llama(**fields: Any) -> GPTConfig:
     return dataclasses.replace(LLAMA_STYLE, **fields)
 
 
-STYLES = {
-    "gpt2": GPT2_STYLE,
-    "llama": LLAMA_STYLE,
-    "norms of heads": llama(qk_layernorm=True, use_rope_scaling=True),
-}
+STYLES = (GPT2_STYLE, LLAMA_STYLE, llama(qk_layernorm=True, use_rope_scaling=True))
 RECOMPUTED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "selective": {"recompute_granularity": "selective"},
@@ -55,18 +52,20 @@ SPREADS = [  # over four ranks: (tp, cp, sequence parallel), data takes the rest
     *((1, 1, False), (2, 1, False), (2, 1, True), (4, 1, False), (4, 1, True)),
     *((1, 2, False), (1, 4, False), (2, 2, False), (2, 2, True)),
 ]
-# (spread, recomputed, stage, style, micro-batches, documents): every pair of two settings
-GRID = [
-    (spread, kind, (i + j) % 4, [*STYLES][(i + 2 * j) % 3], 1 + (i + j // 2) % 2, (i // 2 + j) % 2 == 1)
-    for i, spread in enumerate(SPREADS)
-    for j, kind in enumerate(RECOMPUTED)
-]
-DEFAULT = [GRID[4 * i + (3 * i + i // 2) % 4] for i in range(len(SPREADS))]  # every spread once, half of all pairs
-
-
-def test_the_grid_has_every_pair_of_settings():
-    for first, second in itertools.combinations(zip(*GRID, strict=True), 2):
-        assert {*zip(first, second, strict=True)} == {*itertools.product(first, second)}
+GRID = {  # every pair of two settings
+    f"tp {tp}, cp {cp}{', sequence' * sequence_parallel}, {recomputed} recomputed": Case(
+        model=dataclasses.replace(STYLES[(i + 2 * j) % 3], **RECOMPUTED[recomputed]),
+        tp=tp,
+        cp=cp,
+        sequence_parallel=sequence_parallel,
+        stage=(i + j) % 4,
+        micro_batches=1 + (i + j // 2) % 2,
+        documents=(i // 2 + j) % 2 == 1,
+    )
+    for i, (tp, cp, sequence_parallel) in enumerate(SPREADS)
+    for j, recomputed in enumerate(RECOMPUTED)
+}
+EVERY_SPREAD = [[*GRID][4 * i + (3 * i + i // 2) % 4] for i in range(len(SPREADS))]  # with half of all pairs
 
 
 @functools.cache
@@ -74,7 +73,7 @@ def plain(model: GPTConfig, *, documents: bool, learning_rate: float = 1e-2) -> 
     return train_plain(Case(model=model, documents=documents, learning_rate=learning_rate, steps=STEPS))
 
 
-def assert_equal_to_plain(case: Case, *, world_size: int = 4) -> None:
+def assert_equal_to_plain(world_size: int, case: Case) -> None:
     recomputed = dict.fromkeys(field.name for field in dataclasses.fields(GPTConfig) if "recompute" in field.name)
     expected = plain(dataclasses.replace(case.model, **recomputed), documents=case.documents)
     for result in ranks(world_size).run(train_on_ranks, dataclasses.replace(case, steps=STEPS)):
@@ -84,16 +83,10 @@ def assert_equal_to_plain(case: Case, *, world_size: int = 4) -> None:
     assert expected["loss"][-1] < 0.97 * expected["loss"][0]  # it did learn, so equality says something
 
 
-@pytest.mark.parametrize(
-    ("spread", "recomputed", "stage", "style", "micro_batches", "documents"),
-    [row if row in DEFAULT else slow(*row) for row in GRID],
-)
-def test_losses_and_norms_equal_one_process(spread, recomputed, stage, style, micro_batches, documents):
+@pytest.mark.parametrize("case", chosen(GRID, *EVERY_SPREAD))
+def test_losses_and_norms_equal_one_process(case):
     """With documents the number of tokens that count differs between ranks and micro-batches, the mean does not."""
-    tp, cp, sequence_parallel = spread
-    model = dataclasses.replace(STYLES[style], **RECOMPUTED[recomputed])
-    layout: dict[str, Any] = {"tp": tp, "cp": cp, "sequence_parallel": sequence_parallel, "stage": stage}
-    assert_equal_to_plain(Case(model=model, micro_batches=micro_batches, documents=documents, **layout))
+    assert_equal_to_plain(4, case)
 
 
 ZEROPP_16 = ZeroConfig(zeropp=True, zero_weight_bits=(16, 16), zero_gradient_bits=(16, 16))
@@ -111,10 +104,7 @@ BESIDE = {
     "a copy on every node, tp": (4, Case(nodes=2, replicas=2, micro_batches=2, tp=2, stage=2)),
     "a copy on two nodes each, tp": (8, Case(nodes=4, replicas=2, micro_batches=2, tp=2)),
     "cp, zeropp in 16 bits": (4, Case(cp=2, nodes=2, zero=ZEROPP_16, micro_batches=2, documents=True)),
-    "cp, zeropp in 16 bits, tp": (
-        4,
-        Case(model=LLAMA_STYLE, cp=2, tp=2, nodes=2, zero=ZEROPP_16, sequence_parallel=True),
-    ),
+    "cp, tp, zeropp in 16 bits": (4, Case(cp=2, tp=2, nodes=2, zero=ZEROPP_16, sequence_parallel=True)),
     "cp across nodes": (4, Case(model=LLAMA_STYLE, cp=4, nodes=2)),
     "cp across copies of a node": (4, Case(cp=4, replicas=2)),
     "cp, one key for 4 ranks": (4, Case(model=llama(num_query_groups=1), cp=4)),
@@ -126,21 +116,14 @@ BESIDE = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "case"),
-    [
-        pytest.param(*each.values[0], id=each.id, marks=each.marks)
-        for each in chosen(
-            BESIDE, "2 ranks", "a copy on every node", "cp, zeropp in 16 bits", "cp, 2 groups for 4 ranks"
-        )
-    ],
+    "beside", chosen(BESIDE, "2 ranks", "a copy on every node", "cp, zeropp in 16 bits", "cp, 2 groups for 4 ranks")
 )
-def test_it_equals_one_process_beside(world_size, case):
-    assert_equal_to_plain(case, world_size=world_size)
+def test_it_equals_one_process_beside(beside):
+    assert_equal_to_plain(*beside)
 
 
 BF16, ALL_BF16 = PrecisionConfig(bf16=True), PrecisionConfig(bf16=True, grad_reduce_in_bf16=True)
 HALF = {
-    "bf16": Case(precision=BF16),
     "bf16, whole copies": Case(model=LLAMA_STYLE, stage=0, precision=ALL_BF16),
     "bf16, tp": Case(model=LLAMA_STYLE, stage=1, tp=4, precision=BF16),
     "bf16, tp and shards": Case(tp=2, sequence_parallel=True, precision=ALL_BF16),
@@ -193,29 +176,24 @@ def test_context_parallelism_equals_the_same_ranks_without_it(case):
 def exchange(heads: int, groups: int) -> None:
     """Heads for tokens and back, by a function of heads that also sums keys and values of the same head."""
     dims, seq, batch, channels = dims_on_ranks(Case(cp=4)), 20, 3, 5
-    generator = torch.Generator().manual_seed(1)
-    whole = [
-        torch.randn(seq, batch, count, channels, generator=generator).requires_grad_()
-        for count in (heads, groups, groups)
-    ]
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(1))
+    whole = [draw(seq, batch, count, channels).requires_grad_() for count in (heads, groups, groups)]
     mine = [x.detach().chunk(4)[dims.cp.rank].clone().requires_grad_() for x in whole]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         return (q.cumsum(0) * k + v.cumsum(0)).flatten(2)
 
-    expected = attend(*whole)
-    weight = torch.randn(expected.shape, generator=generator)
-    (expected * weight).sum().backward()
-    before = dims.counter.sent_on_axis("cp")
+    expected, gradient = attend(*whole), draw(seq, batch, heads * channels)
+    expected.backward(gradient)
     found = tokens_for_heads(attend(*heads_for_tokens(*mine, dims.cp)), dims.cp)
-    sent = dims.counter.sent_on_axis("cp") - before
-    (found * weight.chunk(4)[dims.cp.rank]).sum().backward()
+    keys = groups // math.gcd(groups, 4)  # that a rank needs of each token; gathered, they would be all groups
+    sent = 3 * seq // 4 * 4 * batch * channels * (2 * heads // 4 + 2 * keys)
+    assert dims.counter.sent_on_axis("cp") == sent
+    found.backward(gradient.chunk(4)[dims.cp.rank])
+    assert dims.counter.sent_on_axis("cp") == 2 * sent
     for ours, theirs in zip((found, *(x.grad for x in mine)), (expected, *(x.grad for x in whole)), strict=True):
         torch.testing.assert_close(ours, theirs.chunk(4)[dims.cp.rank], rtol=0, atol=1e-5)
-    keys = groups // math.gcd(groups, 4)  # that a rank needs of each token; gathered, they would be all groups
-    assert sent == 3 * seq // 4 * 4 * batch * channels * (2 * heads / 4 + 2 * keys)
-    assert dims.counter.sent_on_axis("cp") - before - sent == sent
 
 
 def test_an_exchange_brings_every_head_of_every_token_and_sends_the_least_of_keys():
@@ -223,42 +201,32 @@ def test_an_exchange_brings_every_head_of_every_token_and_sends_the_least_of_key
         ranks(4).run(exchange, heads, groups)
 
 
-def dropped(case: Case) -> list[bool]:
+def dropped(case: Case) -> tuple[bool, ...]:
     """Where a dropout layer of this rank kept ones."""
-    step, _ = build_step(case)
-    step.model.train()
-    return step.model.layers[0].dropout(torch.ones(64)).bool().tolist()
+    model, *_ = build_on_ranks(case)
+    return tuple(model.layers[0].dropout(torch.ones(64)).bool().tolist())
 
 
 def test_ranks_with_other_tokens_drop_other_things_and_tp_ranks_the_same():
     for tp in (1, 2):
         case = Case(model=dataclasses.replace(GPT2_STYLE, hidden_dropout=0.5), cp=2, tp=tp)
-        assert len({tuple(kept) for kept in ranks(4).run(dropped, case)}) == 4 // tp
+        assert len({*ranks(4).run(dropped, case)}) == 4 // tp
 
 
-def step_with_a_nan_on_the_last_rank(case: Case) -> None:
-    """Without a guard."""
+def three_steps_with_a_nan_in_the_second(case: Case) -> None:
+    """On the last rank, without a guard."""
     step, dims = build_step(case)
-    batch, poisoned = case.batch(0, dims.data_rank, 1), dims.world.rank == dims.world.size - 1
-
-    def weights() -> dict[str, torch.Tensor]:
-        return {name: p.detach().to_local().clone() for name, p in step.model.named_parameters()}
-
-    before = weights()
-    factor = float("nan") if poisoned else 1.0
-    hook = step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * factor)
-    result = step([batch], learning_rate=case.learning_rate, weight_decay=0.1)
-    assert result.skipped
-    assert not math.isfinite(result.grad_norm)
-    torch.testing.assert_close(weights(), before, rtol=0, atol=0)
-    hook.remove()
-    step([batch], learning_rate=case.learning_rate, weight_decay=0.1)
-    assert any(not torch.equal(before[name], p) for name, p in weights().items())
+    if dims.world.rank == 3:
+        poison_output(step.model.final_norm, when=2)
+    for index, taken in enumerate((True, False, True)):
+        before, record = state(step), launch(step, case, index).wait()
+        assert (record.skipped, math.isfinite(record.grad_norm)) == (not taken, taken)
+        assert (state(step) != before) == taken
 
 
 def test_a_nan_on_one_rank_is_seen_by_all_and_changes_no_weight():
     for case in (Case(stage=0), Case(stage=1), Case(tp=2)):
-        ranks(4).run(step_with_a_nan_on_the_last_rank, case)
+        ranks(4).run(three_steps_with_a_nan_in_the_second, case)
 
 
 def train_with_evaluations(case: Case) -> dict[str, Any]:
@@ -266,7 +234,7 @@ def train_with_evaluations(case: Case) -> dict[str, Any]:
     step, dims = build_step(case)
     losses, evaluated = [], []
     for index in range(STEPS):
-        losses.append(step(case.batches(index, dims), learning_rate=case.learning_rate, weight_decay=0.01).loss)
+        losses.append(launch(step, case, index).wait().loss)
         ahead = FixedBatches(case.batches(index + 1, dims))
         evaluator = Evaluator(step.model, step.sharding, ahead, dims, iterations=1, batch_size=1)
         evaluated.append(evaluator())
