@@ -11,25 +11,20 @@ import torch
 from helpers.pretended_run import Run
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
+from helpers.training import Case, dims_on_ranks
 
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.topology.cluster import Cluster
 from megazpp.training import loop
+from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.loop import StopConditions, StopConfig
 
 
 def test_each_step_gets_the_next_samples_and_a_line_is_logged_every_interval_and_at_the_end():
     run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
     batches = [batch for call in run.fake.calls for batch in call["batch"]]
-    assert [(batch.first, len(batch.tokens)) for batch in batches] == [
-        (0, 1),
-        (2, 1),
-        (4, 1),
-        (6, 1),
-        (8, 1),
-    ]  # of one data rank
+    samples = [(batch.first, len(batch.tokens)) for batch in batches]
+    assert samples == [(first, 1) for first in (0, 2, 4, 6, 8)]  # of one data rank
     assert run.progress == TrainingProgress(iteration=5, consumed_samples=10, scheduled_samples=10, micro_batches=5)
     assert [(r["iteration"], r["lm_loss"]) for r in run.tracker.records] == [(2, 4.5), (4, 2.5), (5, 1.0)]
     assert run.out.getvalue().count(" consumed samples: ") == 3
@@ -42,6 +37,25 @@ def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
     assert [call["learning_rate"] for call in run.fake.calls] == [0.0, 0.25, 0.25, 0.5]
     assert run.progress == TrainingProgress(iteration=4, consumed_samples=8, scheduled_samples=6, micro_batches=4)
     assert "number of skipped iterations:   1 |" in run.out.getvalue()
+
+
+def test_the_loop_reads_late_but_before_a_log_line_a_checkpoint_an_evaluation_and_the_end():
+    run = Run([1.0] * 8, log_interval=5, eval_interval=4)
+    assert run.fake.events == [
+        *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3", "save 3"),
+        *("launch 4", "read 4", "launch 5", "read 5", "launch 6", "read 6", "save 6"),
+        *("launch 7", "launch 8", "read 7", "read 8", "save 8"),
+    ]
+    assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]  # none is lost
+
+
+def test_a_step_that_is_not_finite_is_never_saved():
+    for bad in (2, 3, 6, 8):
+        events: list[str] = []
+        with pytest.raises(NotFiniteError, match=f"iteration {bad}"):
+            Run([1.0] * 8, bad=bad, events=events, log_interval=100, eval_interval=100)
+        assert [event for event in events if event.startswith("save")] == [f"save {n}" for n in (3, 6, 8) if n < bad]
+        assert events[-1] == f"read {bad}"
 
 
 def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step_and_observers_stand_around_every_one():
@@ -83,8 +97,7 @@ def test_a_signal_stops_after_the_step_and_hurries():
 
 
 def reasons(signalled_rank: int) -> list[str | None]:
-    config, cluster = ParallelConfig(tensor_model_parallel_size=2), Cluster(num_nodes=1, ranks_per_node=4)
-    dims = ParallelDims(plan_dims(config, cluster, zero_stage=3), device_type="cpu")
+    dims = dims_on_ranks(Case(tp=2))
     with StopConditions(StopConfig()) as stops:
         first = stops.reason(1, dims)
         if dims.world.rank == signalled_rank:

@@ -1,20 +1,24 @@
-"""A step's spans: Megatron's timers, slow ranks, the timeline of one step."""
+"""A step's spans as Megatron's timers, slow ranks and the timeline of one step; torch's profiler around steps."""
 
+import contextlib
+import gzip
+import json
 import re
-import threading
 import time
-from types import SimpleNamespace
+from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
 from helpers.chrome_trace import read_chrome_trace
 from helpers.context import context
+from helpers.faults import launch
+from helpers.pretended_run import FakeDims
 from helpers.ranks import ranks
-from helpers.training import Case, build_step
+from helpers.training import Case, build_step, dims_on_ranks
 
-from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.timeline import COMPUTE, Span, Timeline
-from megazpp.topology.cluster import Cluster
+from megazpp.parallel.timeline import COMPUTE, Span
+from megazpp.training.profiler import Profiler, ProfilerConfig
 from megazpp.training.step_recorder import (
     MAIN_TIMERS,
     OTHER_TIMERS,
@@ -30,44 +34,19 @@ from megazpp.training.step_recorder import (
 from megazpp.zero.config import ZeroConfig
 
 
-class OneRank:
-    """What a StepRecorder needs of the dims."""
-
-    def __init__(self) -> None:
-        self.timeline, self.world = Timeline(), MeshAxis("world")
-        self.layout = SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=1))
-
-    @property
-    def open(self) -> int:
-        """How many recordings there are."""
-        return len(self.timeline._listeners)
-
-
-def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_left_in_flight(tmp_path):
-    dims = OneRank()
+def test_only_the_step_that_was_asked_for_is_drawn_with_what_the_one_before_left_in_flight(tmp_path):
+    dims, gather, listeners = FakeDims(), contextlib.ExitStack(), []
     run, said = context(dims, tmp_path)
-    steps = StepRecorder(TimingConfig(timeline_step=3), run, interval=1)
-    go_on, ends = threading.Event(), threading.Event()
-
-    def gather_that_lasts_into_the_next_step() -> None:
-        with dims.timeline.span("cross", "gather"):
-            ends.set()
-            go_on.wait()
-
-    recording = []
+    recorder = StepRecorder(TimingConfig(timeline_step=3), run, interval=1)
     for iteration in range(1, 6):
-        with steps.step(iteration):
-            recording.append(dims.open)
-            with dims.timeline.span("compute", f"forward {iteration}"):
-                if iteration == 2:
-                    thread = threading.Thread(target=gather_that_lasts_into_the_next_step)
-                    thread.start()
-                    ends.wait()
-                if iteration == 3:
-                    time.sleep(0.01)
-                    go_on.set()
-                    thread.join()
-    assert recording == [0, 1, 1, 0, 0]
+        with recorder.step(iteration), dims.timeline.span(COMPUTE, f"forward {iteration}"):
+            listeners.append(len(dims.timeline._listeners))
+            if iteration == 2:
+                gather.enter_context(dims.timeline.span("cross", "gather"))
+            if iteration == 3:
+                time.sleep(0.01)
+                gather.close()
+    assert listeners == [0, 1, 1, 0, 0]
     (spans,) = read_chrome_trace(tmp_path / "timeline.json").values()
     by_name = {span.name: span for span in spans}
     assert set(by_name) == {"step 3", "forward 3", "gather"}
@@ -75,71 +54,118 @@ def test_only_the_step_that_was_asked_for_is_recorded_with_what_the_one_before_l
     assert by_name["gather"].seconds >= 0.01
     (text,) = said
     assert text.startswith("timeline of step 3: ")
-    assert "100% hidden behind compute" in text
 
 
 def test_a_step_is_recorded_once_for_all_who_read_it_and_not_where_nobody_does():
     everyone = TimingConfig(timing_log_level=1, log_straggler=True, timeline_step=2)
-    for config, recordings, lines, timers in (
-        (TimingConfig(), [0, 0, 0], [], []),
-        (TimingConfig(timeline_step=1), [1, 0, 0], [], []),
-        (everyone, [1, 1, 1], ["compute seconds of iteration 2"], ["forward-backward", "optimizer"]),
+    for config, listeners, lines, timers in (
+        (TimingConfig(), 0, [], []),
+        (everyone, 1, ["compute seconds of iteration 2"], ["forward-backward", "optimizer"]),
     ):
-        dims, found = OneRank(), []
+        dims = FakeDims()
         run, said = context(dims)
         recorder = StepRecorder(config, run, interval=2)
         for iteration in (1, 2, 3):
             with recorder.step(iteration), dims.timeline.span(COMPUTE, "forward"):
-                found.append(dims.open)
+                assert len(dims.timeline._listeners) == listeners
                 with dims.timeline.span(COMPUTE, "norm"):
                     time.sleep(0.001)
-        assert found == recordings, config
-        assert [line.split(":")[0] for line in said] == lines, config
-        assert timers_of(recorder.report_timers()) == timers, config
+        assert [line.split(":")[0] for line in said] == lines
+        assert timers_of(recorder.report_timers()) == timers
         recorder.close()
-        assert dims.open == 0, config
+        assert dims.timeline._listeners == ()
 
 
 def timers_of(report: str | None) -> list[str]:
     return [line.split()[0] for line in (report or "").splitlines()[1:]]
 
 
-def train_recorded(folder: str) -> tuple[list[str], str | None, str | None]:
-    """ZeRO++ on two nodes of two, with two micro-batches: what was said on this rank, and two reports."""
-    case = Case(steps=3, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
+class Recorded(NamedTuple):
+    """What a rank says, how many listened in each step, the losses, and two reports of timers at the end."""
+
+    said: list[str]
+    listeners: list[int]
+    losses: list[float]
+    reports: list[str | None]
+
+
+def train(folder: Path, timing: TimingConfig, profiling: ProfilerConfig, *iterations: int) -> Recorded:
+    """ZeRO++ on two nodes, with two micro-batches."""
+    case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
     run, said = context(dims, folder)
-    recorder = StepRecorder(TimingConfig(timing_log_level=2, timeline_step=2), run, interval=1)
-    for index in range(case.steps):
-        with recorder.step(index + 1):
-            step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.01)
-    return said, recorder.report_timers(), recorder.report_timers()
+    recorder, listeners, losses = StepRecorder(timing, run, interval=1), [], []
+    with Profiler(profiling, run) as profiler:
+        for iteration in iterations:
+            with recorder.step(iteration), profiler.step(iteration):
+                listeners.append(len(dims.timeline._listeners))
+                losses.append(launch(step, case, iteration).wait().loss)
+    return Recorded(said, listeners, losses, [recorder.report_timers() for _ in range(2)])
 
 
-def test_real_steps_show_every_rank_s_phases_and_axes_on_one_clock_and_in_timers_that_are_the_same_on_all(tmp_path):
-    results = ranks(4).run(train_recorded, str(tmp_path))
-    assert [len(said) for said, *_ in results] == [1, 0, 0, 0]
-    by_rank = read_chrome_trace(tmp_path / "timeline.json")
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Path, list[Recorded]]:
+    """The run folder, and what four ranks have seen."""
+    folder, timing = tmp_path_factory.mktemp("run"), TimingConfig(timing_log_level=2, timeline_step=2)
+    profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3, profile_ranks=(0, 3))
+    return folder, ranks(4).run(train, folder, timing, profiling, 1, 2, 3)
+
+
+def test_records_change_no_loss_and_cost_nothing_where_they_were_not_asked_for(recorded):
+    folder, results = recorded
+    plain = ranks(4).run(train, folder, TimingConfig(), ProfilerConfig(), 1, 2, 3)
+    assert [each.losses for each in results] == [each.losses for each in plain]
+    assert [each.listeners for each in plain] == [[0, 0, 0]] * 4
+    assert [each.listeners for each in results] == [[1, 2, 2], [1, 1, 1], [1, 1, 1], [1, 2, 2]]
+    said = [line.partition(":")[0] for line in results[0].said]
+    assert said == ["timeline of step 2", "profile of iterations 2 to 3, rank 0 3"]
+
+
+def test_a_timeline_shows_every_rank_s_phases_and_hops_on_one_clock(recorded):
+    by_rank = read_chrome_trace(recorded[0] / "timeline.json")
     assert list(by_rank) == ["rank 0, node 0", "rank 1, node 0", "rank 2, node 1", "rank 3, node 1"]
+    hops = {f"{hop} {unit}" for hop in ("all_gather", "all_to_all") for unit in ("layers.0", "the rest")}
     for spans in by_rank.values():
-        phases = [s.name for s in spans if s.track == "compute"]
+        phases = [span.name for span in spans if span.track == COMPUTE]
         assert phases == ["forward", "backward", "forward", "backward", "norm", "optimizer"]
-        for track in ("cross", "local"):  # each unit's hops by their names
-            names = {s.name for s in spans if s.track == track}
-            assert names >= {
-                f"{hop} {unit}" for hop in ("all_gather", "all_to_all") for unit in ("layers.0", "the rest")
-            }
+        for track in ("cross", "local"):
+            assert {span.name for span in spans if span.track == track} >= hops
     whole = [span for spans in by_rank.values() for span in spans if span.track == "step"]
     # a step ends with collectives of all ranks, so none can begin after another has ended
-    assert max(s.start_seconds for s in whole) < min(s.end_seconds for s in whole)
-    assert min(s.start_seconds for s in whole) > 0  # the barrier before the recording is the zero
-    ((report, again),) = {result[1:] for result in results}
-    assert again is None  # nothing since
+    assert max(span.start_seconds for span in whole) < min(span.end_seconds for span in whole)
+    assert min(span.start_seconds for span in whole) > 0  # the barrier before the recording is the zero
+
+
+def test_timers_are_the_same_on_all_ranks_and_begin_again_after_a_report(recorded):
+    ((report, again),) = {tuple(each.reports) for each in recorded[1]}
+    assert again is None
     used = {name for name in OTHER_TIMERS if "-shard" not in name and name != "batch-generator"}
     assert set(timers_of(report)) == {*MAIN_TIMERS, *used}
     times = re.findall(r"\((\S+), (\S+)\)$", report, re.MULTILINE)
     assert len(times) == len(timers_of(report))
     assert all(0 < float(least) <= float(most) for least, most in times)
+
+
+def test_a_profiled_rank_leaves_a_trace_with_operators_and_the_hops_by_name(recorded):
+    files = sorted(recorded[0].glob("profile*"))
+    assert [file.name for file in files] == [f"profile-rank{rank}-iterations2-3.json.gz" for rank in (0, 3)]
+    for file in files:
+        events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+        names = [event["name"] for event in events if event["ph"] == "X"]
+        for hop, count in {"cross all_gather": 2, "local all_gather": 8, "local all_to_all": 4}.items():
+            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops once a step, from the queues' own threads
+                assert names.count(f"{hop} {unit}") == count
+        assert names.count("compute forward") == 4
+        assert any(name.startswith("aten::") for name in names)
+
+
+def test_a_run_that_ends_early_or_continues_another_records_what_there_is_and_replaces_no_trace(tmp_path):
+    profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
+    for iteration in (3, 3, 4):
+        first, _ = ranks(2).run(train, tmp_path, TimingConfig(), profiling, iteration)
+    assert first.said == ["--profile: iteration 2 was not reached here, nothing was recorded"]
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["profile-rank0-iterations3-3-2.json.gz", "profile-rank0-iterations3-3.json.gz"]
 
 
 def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_time():
@@ -158,14 +184,13 @@ def test_a_trace_has_a_process_per_rank_a_thread_per_track_in_one_order_and_time
     first = [Span("step", "step 3", 0.0, 1.0, True), Span("cross", "all_gather", 0.25, 0.5)]
     tracks = ["zebra", "cross", "compute", "wait", "another", "tp", "local", "step"]
     events = chrome_trace([first, [Span(track, "x", 0.0, 0.125) for track in tracks]], ["rank 0", "rank 1"])
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events["traceEvents"] if e["name"] == "thread_name"}
+    named = [(e["name"], e["pid"], e.get("tid"), e["args"].get("name")) for e in events["traceEvents"]]
     below = ["step", "compute", "wait", "tp", "local", "cross", "another", "zebra"]
-    assert list(names.values()) == ["step", "cross", *below]
-    processes = [e for e in events["traceEvents"] if e["name"] == "process_name"]
-    assert {e["pid"]: e["args"]["name"] for e in processes} == {0: "rank 0", 1: "rank 1"}
+    threads = [(0, 0, "step"), (0, 1, "cross"), *((1, index, track) for index, track in enumerate(below))]
+    assert [place for name, *place in named if name == "process_name"] == [[0, None, "rank 0"], [1, None, "rank 1"]]
+    assert [tuple(place) for name, *place in named if name == "thread_name"] == threads
     (gather,) = (e for e in events["traceEvents"] if e["name"] == "all_gather")
-    assert (gather["ph"], gather["ts"], gather["dur"]) == ("X", 250_000, 500_000)
-    assert names[gather["pid"], gather["tid"]] == "cross"
+    assert [gather[key] for key in ("ph", "pid", "tid", "ts", "dur")] == ["X", 0, 1, 250_000, 500_000]
 
 
 def test_spans_that_cross_get_rows_of_their_own_and_nested_ones_do_not():
@@ -221,21 +246,20 @@ def test_the_lines_are_megatron_s_and_leave_out_what_nobody_used():
     assert timer_lines(names, [[0.0] * 3] * 2) is None
 
 
-def steps_with_a_slow_rank(slow_rank: int) -> list[str]:
-    """Four steps, in every second of which one rank computes 0.3 s, and the others wait for it."""
-    cluster = Cluster(num_nodes=1, ranks_per_node=4)
-    dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
+def steps_with_a_slow_rank() -> list[str]:
+    """Four steps, in every second of which rank 2 computes 0.3 s, and the others wait for it."""
+    dims = dims_on_ranks(Case())
     run, said = context(dims)
     recorder = StepRecorder(TimingConfig(log_straggler=True), run, interval=2)
     for iteration in range(1, 5):
         with recorder.step(iteration), dims.timeline.span(COMPUTE, "forward"):
-            time.sleep(0.3 if dims.world.rank == slow_rank and iteration % 2 == 0 else 0.01)
+            time.sleep(0.3 if dims.world.rank == 2 and iteration % 2 == 0 else 0.01)
             dims.shard.all_reduce_(torch.ones(1))
     return said
 
 
 def test_a_slow_rank_is_named_every_interval_and_those_that_wait_for_it_are_not():
-    (said, *_) = ranks(4).run(steps_with_a_slow_rank, 2)
+    (said, *_) = ranks(4).run(steps_with_a_slow_rank)
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2", "compute seconds of iteration 4"]
     for line in said:
         assert "(rank 2); slow: rank 2 " in line
