@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import signal
+from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -43,3 +44,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     uses_ranks = any(hasattr(getattr(item, "module", None), "ranks") for item in session.items)
     if uses_ranks and not session.config.option.collectonly:
         start_server()
+
+
+@pytest.fixture
+def run_main(tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
+    """Runs a main in an empty folder: its exit code, stdout and stderr, which SentencePiece writes to itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+    def run(main: Callable[[], int], *words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", [f"{main.__module__}.py", *map(str, words)])
+        return main(), *capfd.readouterr()
+
+    return run

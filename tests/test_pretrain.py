@@ -5,6 +5,7 @@ Users' starts are tested of one run by torchrun, one by `python -m`, one at a te
 
 import contextlib
 import datetime
+import functools
 import gzip
 import json
 import os
@@ -15,15 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
-from html import escape
+from pathlib import Path
 
 import pytest
 from helpers.chrome_trace import read_chrome_trace
-from helpers.pretrain import TOY, Home, Main, Run
+from helpers.pretrain import TOY, Home, Run
 from helpers.program import ROOT, Program, run_forked, run_program
 from helpers.refusals import table
 from helpers.small_run import parse
-from helpers.wandb_files import offline_runs
 
 import pretrain_gpt
 from megazpp.planner.dry_run import DryRun
@@ -36,20 +36,7 @@ MAIN_JOB = shlex.split(
     "@configs/gpt_tiny.args --global-batch-size 8 --train-iters 6 --log-interval 2 --eval-interval 4 --eval-iters 1 "
     "--sample-tokens 8"
 )
-METRICS = shlex.split(
-    "iteration lm_loss grad_norm max_grad_norm learning_rate consumed_samples consumed_tokens steps step_seconds "
-    "tokens_per_second skipped tp_bytes local_bytes cross_bytes peak_memory_bytes"
-)
-SUMMARY = shlex.split(
-    "final_loss validation_loss unigram_entropy tokens_per_second cpu_seconds_per_token peak_memory_bytes "
-    "tp_bytes_per_step cross_bytes_per_step local_bytes_per_step"
-)
 REDUCTION_ORDER = 1e-5  # relative: fp32 sums in another order over 6 steps
-
-
-@pytest.fixture
-def main(monkeypatch, capsys) -> Main:
-    return Main(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +54,6 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job, home):
     output = main_job.output
     for text in (
         "using world size: 2, data-parallel size: 2, tensor-model-parallel size: 1",
-        "------------------------ arguments ------------------------\n",
         "note: --emulate-nodes auto: 2 ranks on one machine are treated as 2 nodes\n",
         "ZeRO stage 3",
         "torch.optim.AdamW(fused=True)",
@@ -75,97 +61,52 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job, home):
         "no MFU: the peak of CPU in this precision is not known",
         "validation loss at iteration 4 | lm loss value: ",
         "timeline of step 3: ",
-        "trained 6 iterations in ",
-        "of the time waiting for data",
-        "; unigram entropy of the validation text: ",
         "a sample of text:\nCall me",
         f"records of this run: {home.path / 'main'}\n",
         f"tokenizer and data indices: {home.path / 'cache'}\n",
-        f"see its curves: python tools/report.py {home.path / 'main'}\n",
-        f"let it write: python tools/generate.py --load {home.path / 'main/checkpoints'} --prompt 'Call me'\n",
     ):
         assert output.count(text) == 1, f"{text!r} in:\n{output}"
-    assert re.search(r"\n  --train-iters 6 +# command line\n", output)
     assert re.search(r"\n  --num-layers 2 +# configs/gpt_tiny.args:5\n", output)
-    assert "--num-workers" not in output  # at its default
-    assert "Traceback" not in output
-    assert "\r" not in output  # no progress bar without a terminal
+    for text in ("--num-workers", "Traceback", "\r"):  # at its default; no progress bar without a terminal
+        assert text not in output
 
 
-def test_the_log_lines_split_into_megatron_s_fields(main_job):
-    lines = [line for line in main_job.output.splitlines() if line.startswith(" iteration ")]
-    assert len(lines) == 3
-    for line, row in zip(lines, main_job.metrics, strict=True):
-        head, *fields = line.rstrip(" |").split(" | ")
-        assert re.fullmatch(rf" iteration +{row['iteration']}/ +6", head)
-        values = dict(field.strip().split(": ", 1) for field in fields)
-        assert int(values["consumed samples"]) == row["consumed_samples"]
-        assert float(values["lm loss"]) == pytest.approx(row["lm_loss"], rel=1e-6)
-        assert float(values["grad norm"]) == pytest.approx(row["grad_norm"], abs=1e-3)
-        assert float(values["elapsed time per iteration (ms)"]) == pytest.approx(1e3 * row["step_seconds"], abs=0.1)
-        assert float(values["tokens/s per rank"]) == pytest.approx(row["tokens_per_second"] / 2, abs=0.1)
-        assert values["number of skipped iterations"].strip() == "0"
-        assert "MFU" not in values
-
-
-def test_metrics_summary_and_args_have_the_promised_fields_with_sane_values(main_job):
+def test_metrics_and_summary_have_sane_values_and_the_log_has_the_same(main_job):
     rows, summary = main_job.metrics, main_job.summary
     assert [row["iteration"] for row in rows] == [2, 4, 6]
     for row in rows:
-        assert list(row) == METRICS
         assert row["consumed_samples"] == 8 * row["iteration"]
         assert row["consumed_tokens"] == 128 * row["consumed_samples"]
         assert row["tokens_per_second"] == pytest.approx(8 * 128 / row["step_seconds"])
         assert min(row["step_seconds"], row["grad_norm"], row["learning_rate"]) > 0
         assert row["cross_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
         assert row["tp_bytes"] == row["local_bytes"] == row["skipped"] == 0  # two nodes of one rank each
+        assert f" | tokens/s per rank: {row['tokens_per_second'] / 2:.1f} | " in main_job.output
     assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048
     assert rows[2]["lm_loss"] < rows[0]["lm_loss"] - 0.3
-
-    assert set(summary) >= set(SUMMARY)
-    assert summary["final_loss"] == rows[-1]["lm_loss"]
+    assert summary["final_loss"] == rows[2]["lm_loss"]
     assert 5 < summary["validation_loss"] < 8
     assert 5 < summary["unigram_entropy"] < 7.62
     assert summary["tokens"] == 6 * 8 * 128
-    assert summary["tokens_per_second"] > 5 / 6 * summary["tokens"] / summary["seconds"]  # the first step is left out
     assert 1e-6 < summary["cpu_seconds_per_token"] < 1e-2
     assert 1e8 < summary["peak_memory_bytes"] < 1e10
     assert summary["cross_bytes_per_step"] == pytest.approx(rows[0]["cross_bytes"], rel=0.01)
 
-    args = json.loads((main_job.folder / "args.json").read_text())
-    expected = {"train_iters": 6, "zero_stage": 3, "nproc": 2, "micro_batch_size": None, "global_batch_size": 8}
-    assert {name: args[name] for name in expected} == expected
-    assert len(args) > 100
-
 
 def test_what_the_run_has_recorded_makes_a_report(main_job):
     (run,) = read_runs([main_job.folder])
-    assert run.state == "finished"
+    assert (run.state, run.notes) == ("finished", [])
     assert [row["iteration"] for row in run.validations] == [4, 6]
     assert run.validations[1]["lm_loss"] == main_job.summary["validation_loss"]
-    assert run.layout is not None
     assert run.layout.describe() in main_job.output
-    assert run.notes == []
     page = report_html([run], datetime.datetime(2026, 1, 2))
     for chart in ("lm_loss", "validation", "tokens_per_second", "grad_norm", "cross_bytes", "peak_memory_bytes"):
         assert f'"{chart}":[[[' in page
-    assert escape(run.layout.describe()) in page
 
 
-def test_the_timeline_is_a_trace_of_both_ranks_and_lasts_as_long_as_the_step(main_job):
+def test_the_timeline_and_the_profile_are_of_the_steps_asked_for_and_timers_follow_each_log_line(main_job):
     by_rank = read_chrome_trace(main_job.folder / "timeline.json")
-    assert list(by_rank) == ["rank 0, node 0", "rank 1, node 1"]
-    for spans in by_rank.values():
-        (whole,) = (span for span in spans if span.track == "step")
-        assert whole.name == "step 3"
-        inside = [span for span in spans if span.track == "compute"]
-        assert {span.name for span in inside} == {"forward", "backward", "norm", "optimizer"}
-        assert 0.5 < sum(span.seconds for span in inside) / whole.seconds <= 1
-        hops = {span.name.split()[0] for span in spans if span.track == "shard"}
-        assert hops == {"all_gather", "reduce_scatter", "all_reduce"}
-
-
-def test_the_profile_has_operators_and_the_hops_and_the_timers_follow_each_log_line(main_job):
+    assert [[span.name for span in spans if span.track == "step"] for spans in by_rank.values()] == [["step 3"]] * 2
     with gzip.open(main_job.folder / "profile-rank0-iterations5-5.json.gz", "rt") as file:
         names = {event["name"] for event in json.load(file)["traceEvents"]}
     assert names >= {"compute forward", "shard all_gather layers.0", "shard reduce_scatter the rest", "aten::mm"}
@@ -173,41 +114,19 @@ def test_the_profile_has_operators_and_the_hops_and_the_timers_follow_each_log_l
     assert len(re.findall(timers, main_job.output, re.MULTILINE)) == 3
 
 
-@pytest.fixture(scope="module")
-def repeated(main_job, home) -> tuple[Run, bytes]:
-    """The main job again, from the flag file it left, in the same folder, with wandb; and the old metrics."""
-    before = (main_job.folder / "metrics.jsonl").read_bytes()
-    flags = (f"@{main_job.folder / 'args.txt'}", "--wandb-project", "a-project")
-    return home.pretrain(*flags, run="main", nproc=None), before
-
-
 @pytest.mark.slow
-def test_a_run_folder_used_again_loses_nothing_and_args_txt_gives_the_same_losses(repeated):
+def test_a_run_folder_used_again_loses_nothing_and_args_txt_gives_the_same_losses(main_job, home):
     """Bit for bit, with the cached tokenizer."""
-    run, before = repeated
+    before = (main_job.folder / "metrics.jsonl").read_bytes()
+    run = home.pretrain(f"@{main_job.folder / 'args.txt'}", "--sample-tokens", "3", run="main", nproc=None)
     assert (run.folder / "metrics.jsonl").read_bytes().startswith(before)
     for key in ("lm_loss", "grad_norm", "learning_rate"):
         assert run.values(key)[:3] == run.values(key)[3:]
     assert "training a SentencePiece tokenizer" not in run.output
-    assert json.loads((run.folder / "args.1.json").read_text())["wandb_project"] == ""
-    assert json.loads((run.folder / "args.json").read_text())["wandb_project"] == "a-project"
-    assert (run.folder / "summary.1.json").exists()
-    assert (run.folder / "timeline.1.json").exists()
+    args = [json.loads((run.folder / name).read_text()) for name in ("args.1.json", "args.json")]
+    assert [values["sample_tokens"] for values in args] == [8, 3]
+    assert {"summary.1.json", "timeline.1.json"} <= {path.name for path in run.folder.iterdir()}
     assert run.summary["final_loss"] == run.metrics[-1]["lm_loss"]
-
-
-@pytest.mark.slow
-def test_wandb_records_offline_without_a_terminal_or_an_account_under_megatron_s_names(repeated):
-    run, _ = repeated
-    (kept,) = offline_runs(run.folder)
-    assert [row["_step"] for row in kept.history] == [1, 2, 3, 4, 5, 6]
-    names = {"train/loss", "train/grad_norm", "train/learning_rate", "train/batch_size", "train/loss_scale", "samples"}
-    assert all(names <= set(row) for row in kept.history)
-    assert kept.history[5]["train/grad_norm"] == pytest.approx(run.values("grad_norm")[-1])
-    assert [row["_step"] for row in kept.history if "eval/loss" in row] == [4, 6]
-    assert kept.config == json.loads((run.folder / "args.json").read_text()) | {"_wandb": kept.config["_wandb"]}
-    assert list(kept.run.tags) == ["zero3", "2 nodes x 1 ranks"]
-    assert kept.summary["final_loss"] == run.summary["final_loss"]
 
 
 @pytest.mark.slow
@@ -235,7 +154,6 @@ def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job, h
     """Its losses follow ZeRO-3's (the main job) to 0.5 %, with a tenth of the traffic."""
     run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "1", run="zeropp", nproc=4)
     assert run.values() == pytest.approx(main_job.values()[:3], rel=5e-3)
-    assert re.search(r"^block quantization +(C, compiled by|the reference in torch)", run.output, re.MULTILINE)
     assert "weights are gathered in two hops, int8 in blocks of 256, kept" in run.output
 
     rows = {(row["collective"], row["axis"]): row for row in run.summary["traffic"]}
@@ -256,9 +174,6 @@ def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job, h
     assert zero3["micro_batches"] == 12
     assert zero3["weight_bytes"] == pytest.approx(4 * 0.675e6, rel=0.03)
     assert cross < 0.1 * zero3["cross_bytes"]
-    for row in run.summary["traffic"]:
-        cells = [row["collective"], row["axis"], row["wire"], str(row["calls"]), f"{row['sent_bytes'] / 1e6:.3f}"]
-        assert sum(line.split() == cells for line in run.output.splitlines()) == 1, run.output
     assert f"ZeRO-3 would have sent {zero3['cross_bytes'] / 1e6:.3f} MB" in run.output
     assert zero3["formula"] in run.output
 
@@ -266,30 +181,23 @@ def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job, h
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py")
 
 
-@pytest.fixture(scope="module")
-def torchrun_job(home) -> Run:
+@pytest.mark.slow
+def test_torchrun_s_ranks_stop_at_exit_interval_with_the_same_losses_and_log_the_cluster_as_they_found_it(
+    main_job, home
+):
     flags = ("--exit-interval", "4", "--emulate-nodes", "none", "--measure-links")
-    return home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None, start=run_program)
-
-
-@pytest.mark.slow
-def test_exit_interval_under_torchrun_stops_early_with_the_same_losses(main_job, torchrun_job):
-    assert torchrun_job.output.count("stopped by --exit-interval 4\n") == 1
-    assert torchrun_job.summary["stop_reason"] == "--exit-interval 4"
-    assert torchrun_job.values() == main_job.values()[:2]
-
-
-@pytest.mark.slow
-def test_the_log_shows_the_cluster_as_the_ranks_found_and_measured_it(torchrun_job):
-    output = torchrun_job.output
-    assert f"note: hosts: {socket.gethostname()} (rank 0 1); " in output
-    assert output.count("1 node(s) x 2 rank(s): ") == 1
-    assert output.count("measured local (2 ranks, slowest link: domain): ") == 1
+    run = home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None, start=run_program)
+    assert run.summary["stop_reason"] == "--exit-interval 4"
+    assert run.values() == main_job.values()[:2]
+    hosts = f"note: hosts: {socket.gethostname()} (rank 0 1); "
+    measured = "measured local (2 ranks, slowest link: domain): "
+    for line in ("stopped by --exit-interval 4\n", hosts, "1 node(s) x 2 rank(s): ", measured):
+        assert run.output.count(line) == 1
     found = r"domain .* GB/s, .* us \(measured over local\)|none known"  # none: where other work drowns the times
-    assert re.search(rf"^links: ({found})$", output, re.MULTILINE)
-    kept = read_cluster(torchrun_job.folder / "cluster.yaml")
+    assert re.search(rf"^links: ({found})$", run.output, re.MULTILINE)
+    kept = read_cluster(run.folder / "cluster.yaml")
     assert (kept.world_size, kept.num_nodes) == (2, 1)
-    assert (kept.links is None) == ("links: none known\n" in output)
+    assert (kept.links is None) == ("links: none known\n" in run.output)
 
 
 @pytest.mark.slow
@@ -303,27 +211,25 @@ def test_skip_train_only_evaluates(home):
     assert not re.search(r"\bnan\b", run.output.lower().replace("number of nan", ""))
 
 
-def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(main, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def main(run_main, monkeypatch):
+    """Runs main in an empty folder, which must not come as far as starting workers."""
+    monkeypatch.setattr("megazpp.base.run.launch_workers", lambda *_, **__: pytest.fail("started workers"))
+    return functools.partial(run_main, pretrain_gpt.main)
+
+
+def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(main, capfd):
     code, out, _ = main("--print-config")
     assert code == 0
     with pytest.raises(SystemExit) as stop:
         main("--help")
     assert stop.value.code == 0
-    for said in (out, capsys.readouterr().out):
+    for said in (out, capfd.readouterr().out):
         assert "--tensor-model-parallel-size" in said
-    assert list(tmp_path.iterdir()) == []
+    assert os.listdir() == []
 
 
-CLUSTER = """
-nodes: 2
-ranks_per_node: 2
-links:
-  domain: {gigabytes_per_second: 100, source: none}
-  network: {gigabits_per_second: 10, source: none}
-device: {name: a GPU, teraflops: 10, gigabytes: 1, gigabytes_per_second: 100, source: none}
-"""
-PLANNED = "@configs/gpt_tiny.args --bf16 --num-layers 2 --seq-length 16 --cluster-file"
+PLANNED = f"@configs/gpt_tiny.args --bf16 --seq-length 16 --cluster-file {ROOT}/configs/clusters/two_laptops.yaml"
 REFUSED = """
 --no-such-flag 3 --train-iter 4 | --no-such-flag is not a flag | did you mean --train-iters?
 --train-iters 0x | --train-iters
@@ -336,46 +242,38 @@ REFUSED = """
 --data-cache-path BAD | --data-cache-path: cannot write
 @missing.args | missing.args
 --plan --cluster-file BAD | --cluster-file BAD cannot be read
---dry-run --cluster-file EMPTY | is not a list of key: value
---dry-run --cluster-file ALONE | --cluster-file ALONE: key ranks_per_node
 --dry-run PLANNED --tensor-model-parallel-size 8 | --tensor-model-parallel-size 8
 --dry-run PLANNED --micro-batch-size 3 | --global-batch-size
---dry-run PLANNED --vocab-size none | needs --vocab-size
---plan PLANNED --vocab-size none | needs --vocab-size
---dry-run PLANNED --num-attention-heads 3 | --num-attention-heads
 --plan PLANNED --num-attention-heads 3 | --num-attention-heads
 --plan PLANNED --price-per-gpu-hour 2 | --price-per-gpu-hour is gone: give the device
 """
 
 
-def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(main, tmp_path):
+def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(main):
     """A flag's name and value, what a config sees, what lies between configs, the machine, files: each in one line."""
-    (tmp_path / "BAD").write_bytes(b"\xff\xfe")
-    (tmp_path / "EMPTY").touch()
-    (tmp_path / "ALONE").write_text("nodes: 2\n")
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    text = re.sub("BAD|EMPTY|ALONE", lambda name: str(tmp_path / name[0]), REFUSED)
-    for flags, *named in table(text.replace("PLANNED", f"{PLANNED} {tmp_path}/cluster.yaml")):
-        lines = main.refusal("--run-dir", str(tmp_path / "run"), "--nproc", "2", *flags.split())
-        assert [words in line for words, line in zip(named, lines, strict=True)] == [True] * len(named), lines
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ALONE", "BAD", "EMPTY", "cluster.yaml"]
+    Path("BAD").write_bytes(b"\xff\xfe")
+    for flags, *named in table(REFUSED.replace("PLANNED", PLANNED)):
+        code, out, err = main("--run-dir", "run", "--nproc", "2", *flags.split())
+        assert (code, out) == (2, ""), flags
+        for words, line in zip(named, err.splitlines(), strict=True):
+            assert line.startswith("pretrain_gpt.py: error: "), err
+            assert words in line
+    assert os.listdir() == ["BAD"]
 
 
 @pytest.mark.slow
-def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(main, monkeypatch, tmp_path):
+def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(main, monkeypatch):
     """A dry run ends with 0 as planned, and with 1 where the plan is wrong."""
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    flags = (*PLANNED.split(), str(tmp_path / "cluster.yaml"))
-    code, out, err = main("--plan", *flags, "--zeropp", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save")
+    code, out, err = main("--plan", *PLANNED.split(), "--zeropp", "--run-dir", "run", "--save", "save")
     assert (code, err) == (0, "")
-    assert "2 node(s) x 2 rank(s)" in out
+    assert "2 node(s) x 1 rank(s)" in out
     assert "best with these flags otherwise" in out
-    code, out, _ = main("--dry-run", *flags, "--dry-run-rank", "3")
+    code, out, _ = main("--dry-run", *PLANNED.split(), "--dry-run-rank", "1")
     assert code == 0
-    assert "rank 3 of 4, one optimizer step:" in out
+    assert "rank 1 of 2, one optimizer step:" in out
     monkeypatch.setattr(DryRun, "agrees", False)
-    assert main("--dry-run", *flags)[0] == 1
-    assert os.listdir(tmp_path) == ["cluster.yaml"]
+    assert main("--dry-run", *PLANNED.split())[0] == 1
+    assert os.listdir() == []
 
 
 def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch):
@@ -392,34 +290,42 @@ def test_under_torchrun_wrong_flags_are_reported_by_one_rank(tmp_path):
     assert output.count("pretrain_gpt.py: error: ") == 1
 
 
+def interrupt(home: Home, iteration: int, *flags: str) -> Program:
+    """A run with wandb that gets Ctrl-C once it has made an iteration."""
+    job = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
+    program = Program("pretrain_gpt.py", *job, *flags, *home.places("interrupted"), folder=home.path)
+    program.wait_for(f" iteration {iteration:8d}/")
+    assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
+    os.killpg(program.process.pid, signal.SIGINT)
+    return program
+
+
 @pytest.mark.slow
-def test_ctrl_c_finishes_the_step_and_once_more_ends_all_not_leaving_even_wandb_s_process(home):
-    flags = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
-    saving = ["--save", str(home.path / "kept")]
-    long_steps = ["--global-batch-size", "256"]  # the second signal comes before the step's end
-    for times, more, seen in ((1, saving, 20), (2, long_steps, 1)):
-        program = Program("pretrain_gpt.py", *flags, *more, *home.places("interrupted"), folder=home.path)
-        program.wait_for(f" iteration {seen:8d}/")
-        assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
-        os.killpg(program.process.pid, signal.SIGINT)
-        if times == 2:
-            program.wait_for("Ctrl-C again ends all at once")
-            os.killpg(program.process.pid, signal.SIGINT)
-        assert program.seconds_until_all_are_gone(30) < 30
-        output = program.finish()
-        assert "Traceback" not in output
-        if times == 2:
-            assert program.process.returncode == 130
-            assert output.endswith("ended by SIGINT\n")
-            continue
-        assert program.process.returncode == 0
-        assert "the step that is running is finished first; Ctrl-C again ends all at once\n" in output
-        assert "stopped by SIGINT\n" in output
-        (command,) = re.findall("^to go on: python (.*)$", output, re.MULTILINE)
-        assert command.endswith(f"--load {home.path / 'kept'}")
-        following = max(map(int, re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE))) + 1
-        goes_on = home.pretrain(*shlex.split(command)[1:], "--exit-interval", str(following), run="goes on", nproc=None)
-        assert f" iteration {following:8d}/" in goes_on.output
+def test_ctrl_c_finishes_the_step_saves_leaves_no_process_and_the_command_that_is_said_goes_on(home):
+    program = interrupt(home, 20, "--save", str(home.path / "kept"))
+    assert program.seconds_until_all_are_gone(30) < 30
+    output = program.finish()
+    assert program.process.returncode == 0
+    assert "Traceback" not in output
+    assert "the step that is running is finished first; Ctrl-C again ends all at once\n" in output
+    assert "stopped by SIGINT\n" in output
+    (command,) = re.findall("^to go on: python (.*)$", output, re.MULTILINE)
+    assert command.endswith(f"--load {home.path / 'kept'}")
+    following = max(map(int, re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE))) + 1
+    goes_on = home.pretrain(*shlex.split(command)[1:], "--exit-interval", str(following), run="goes on", nproc=None)
+    assert f" iteration {following:8d}/" in goes_on.output
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_all_at_once_and_leaves_not_even_wandb_s_process(home):
+    program = interrupt(home, 1, "--global-batch-size", "256")  # the second comes before the step's end
+    program.wait_for("Ctrl-C again ends all at once")
+    os.killpg(program.process.pid, signal.SIGINT)
+    assert program.seconds_until_all_are_gone(30) < 30
+    output = program.finish()
+    assert program.process.returncode == 130
+    assert output.endswith("ended by SIGINT\n")
+    assert "Traceback" not in output
 
 
 def test_a_run_that_is_stopped_without_save_says_that_nothing_was_saved(tmp_path):

@@ -1,13 +1,15 @@
 """A run that is interrupted and continued by the program, as a user does it: the same run, in the same folder."""
 
+import json
 import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.pretrain import TOY, Main, Run
+from helpers.pretrain import TOY, Run
 from helpers.program import ROOT, run_forked
 from helpers.wandb_files import offline_runs
+
+import pretrain_gpt
 
 pytestmark = pytest.mark.slow
 
@@ -88,18 +90,23 @@ def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(
 
 
 def test_a_continued_run_goes_on_as_the_same_wandb_run(continued):
+    """Offline, without a terminal or an account."""
     before, after = offline_runs(continued.folder)
     assert before.run.run_id == after.run.run_id
     assert [[row["_step"] for row in kept.history] for kept in (before, after)] == [[1, 2, 3], [4, 5, 6]]
     assert [kept.summary["iteration"] for kept in (before, after)] == [3, 6]
+    assert [row["train/grad_norm"] for row in after.history] == pytest.approx(continued.values("grad_norm")[3:])
+    assert [row["_step"] for row in after.history if "eval/loss" in row] == [6]
+    assert after.config == json.loads((continued.folder / "args.json").read_text()) | {"_wandb": after.config["_wandb"]}
+    assert list(after.run.tags) == ["zeropp", "2 nodes x 1 ranks"]
 
 
-def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(home, continued, monkeypatch, capsys):
+def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(home, continued, run_main, monkeypatch):
     monkeypatch.chdir(home)
-    refusal = partial(Main(monkeypatch, capsys).refusal, *FLAGS)
     for flags, said in (
         ("--save saved", "--save saved holds checkpoints already (up to iteration 6): --load saved goes on from there"),
         ("--load saved --hidden-size 24", "--hidden-size is 24, was 16 in saved"),
         ("--load missing --use-checkpoint-args", "--use-checkpoint-args: --load missing has no checkpoint"),
     ):
-        assert refusal(*flags.split())[0].startswith(said)
+        code, _, err = run_main(pretrain_gpt.main, *FLAGS, *flags.split())
+        assert (code, err.startswith(f"pretrain_gpt.py: error: {said}")) == (2, True), err

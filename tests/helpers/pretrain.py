@@ -6,10 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 from helpers.program import ROOT, run_forked
-
-import pretrain_gpt
 
 TOY = shlex.split(
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --mock-data "
@@ -58,25 +55,3 @@ class Home:
 
     def places(self, run: str) -> tuple[str, ...]:
         return ("--run-dir", str(self.path / run), "--data-cache-path", str(self.path / "cache"))
-
-
-class Main:
-    """Calls main() here, which must not come as far as starting workers; (exit status, stdout, stderr)."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
-        self._patch, self._capture = patch, capture
-        for start in ("launch_workers", "run_worker"):
-            patch.setattr(f"megazpp.base.run.{start}", lambda *_, **__: pytest.fail("started workers"))
-
-    def __call__(self, *flags: str) -> tuple[int, str, str]:
-        self._patch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
-        code = pretrain_gpt.main()
-        return code, *self._capture.readouterr()
-
-    def refusal(self, *flags: str) -> list[str]:
-        """The lines of a refusal, less what each begins with."""
-        code, out, err = self(*flags)
-        assert (code, out) == (2, ""), flags
-        lines = err.splitlines()
-        assert all(line.startswith("pretrain_gpt.py: error: ") for line in lines), err
-        return [line.removeprefix("pretrain_gpt.py: error: ") for line in lines]

@@ -1,6 +1,5 @@
 """What several tools' tests begin with."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import convert_checkpoint
@@ -27,16 +26,3 @@ def converted(tmp_path_factory) -> Path:
     (home / "text.txt").write_text(TEXT)
     assert convert_checkpoint.main(["--input", str(home / "theirs"), "--output", str(home / "ours")]) == 0
     return home
-
-
-@pytest.fixture
-def run_main(tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
-    """Runs a tool's main in an empty folder: its exit code, stdout and stderr, which SentencePiece writes to itself."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-
-    def run(main: Callable[[], int], *words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", [f"{main.__module__}.py", *map(str, words)])
-        return main(), *capfd.readouterr()
-
-    return run
