@@ -8,7 +8,6 @@ import ast
 import dataclasses
 import functools
 import gzip
-import os
 import re
 import shlex
 import shutil
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import tokenizers
@@ -24,7 +23,7 @@ import torch
 import yaml
 from helpers.fork_python import forked_python
 from helpers.megatron_files import VOCAB, make_weights, write_megatron
-from helpers.program import LAUNCHER_VARIABLES
+from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
 
 from megazpp.base.arguments import parse_run_config
@@ -36,19 +35,10 @@ from megazpp.planner.variants import for_planning, with_recompute
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 TUTORIAL = "docs/tutorial.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
 PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))]
 SECONDS = 300
-
-# Commands that the rest of the suite runs, and what does.
-ELSEWHERE = {
-    "pip install -e . && python pretrain_gpt.py": (
-        "tests/test_pretrain.py::test_the_main_job_says_what_runs_and_what_came_out"
-    ),
-    "pip install -e '.[test]' && python -m pytest": "tests/test_docs.py::test_a_page_s_commands_run",
-}
 
 # A part of a command -> what runs instead; \g<0> is what has matched. `torchrun` is helpers/checked_launch.py here:
 # it parses and checks every flag, and starts nothing.
@@ -57,7 +47,10 @@ EIGHT = "--nproc-per-node 8 pretrain_gpt.py"
 TINY = "--nproc-per-node 4 pretrain_gpt.py @configs/gpt_tiny.args"
 SMALL_RUN = "--nproc 2 --train-iters 4 --eval-interval 4 --eval-iters 1 --global-batch-size 16 --sample-tokens 4"
 INSTEAD = [
+    (r"^pip install .* && ", ""),
+    (r"^python -m pytest$", ""),
     (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),
+    (r"^python pretrain_gpt.py$", f"torchrun {TINY}"),
     (r"pretrain_gpt.py \.\.\.", "pretrain_gpt.py @book.args"),
     (r" \.\.\.$", f" {DATA}"),
     (r"^(python tools/convert_checkpoint.py .*--output) checkpoints/", r"\1 $(mktemp -d)/checkpoints/"),  # is there
@@ -72,7 +65,6 @@ INSTEAD = [
     (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/test_gpu_check.py rehearses its parts
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]
-PYTHON_INSTEAD = {"zeropp(model)": "zeropp(model, ranks_per_node=2)"}
 
 
 def text_of(page: str) -> str:
@@ -95,35 +87,18 @@ def prose(page: str) -> str:
     return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S)
 
 
-class Scratch:
-    """A folder like a checkout in which a reader has put what the pages take for granted."""
+def run(folder: Path, script: str) -> str:
+    """What a script prints in a folder; it must end well."""
+    command = ("-euo", "pipefail", "-c", script)
+    code, said = run_program(*command, folder=folder / "home", cwd=folder, python="bash")
+    assert code == 0, f"{script}\n{said}"
+    return said
 
-    def __init__(self, path: Path, programs: Path) -> None:
-        self.path = path
-        env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        env |= {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        self.env = env | {"XDG_CACHE_HOME": str(path / "cache"), "TMPDIR": str(path), "HF_HUB_OFFLINE": "1"}
 
-    def run(self, script: str) -> str:
-        """What a script prints; it must end well."""
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script],
-            cwd=self.path,
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        assert done.returncode == 0, f"{script}\n{done.stdout}"
-        return done.stdout
-
-    def run_page(self, page: str) -> list[str]:
-        """What each block of commands prints, then each command of the table "I want to ..."."""
-        scripts = [*blocks(page, "sh"), *wanted(page)]
-        return [self.run("\n".join(map(instead, commands(script)))) for script in scripts]
+def run_page(folder: Path, page: str) -> dict[str, str]:
+    """What each block of commands prints, then each command of the table "I want to ..."."""
+    scripts = [*blocks(page, "sh"), *wanted(page)]
+    return {script: run(folder, "\n".join(map(instead, commands(script)))) for script in scripts}
 
 
 def commands(block: str) -> list[str]:
@@ -133,9 +108,7 @@ def commands(block: str) -> list[str]:
 
 def instead(command: str) -> str:
     """The command as it runs here."""
-    if command in ELSEWHERE:
-        return ""
-    if not re.match(r"python|torchrun|srun|sbatch", command):
+    if not re.match(r"pip|python|torchrun|srun|sbatch", command):
         return command
     command = re.sub(r"\s+# .*", "", command)
     for pattern, replacement in INSTEAD:
@@ -146,98 +119,80 @@ def instead(command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("programs")
-    (folder / "python").symlink_to(forked_python())
-    launch = ROOT / "tests" / "helpers" / "checked_launch.py"
-    for name in ("torchrun", "srun", "sbatch"):
-        (folder / name).write_text(f'#!/bin/sh\nexec python {launch} {name} "$@"\n')
-    for name in ("pip", "ruff", "mypy"):  # what pip is asked for is checked below; .ci/run runs the others
-        (folder / name).write_text("#!/bin/sh\n")
-    for name in ("torchrun", "srun", "sbatch", "pip", "ruff", "mypy"):
-        (folder / name).chmod(0o755)
-    return folder
-
-
-class Followed(NamedTuple):
-    """The tutorial's folder afterwards, and what its blocks have printed."""
-
-    scratch: Scratch
-    outputs: list[str]
-
-
-@pytest.fixture(scope="module")
-def tutorial(tmp_path_factory, programs) -> Followed:
-    scratch = Scratch(tmp_path_factory.mktemp("tutorial"), programs)
+def checkout(tmp_path_factory) -> Path:
+    """A folder like a checkout, in which programs start what is here or checks their flags."""
+    folder, programs = (tmp_path_factory.mktemp(name) for name in ("checkout", "programs"))
+    (folder / "home").mkdir()
     for name in ("pretrain_gpt.py", "configs", "kernels", "megazpp", "tools"):
-        (scratch.path / name).symlink_to(ROOT / name)
-    return Followed(scratch, scratch.run_page(TUTORIAL))
+        (folder / name).symlink_to(ROOT / name)
+    (programs / "python").symlink_to(forked_python())
+    launch = ROOT / "tests" / "helpers" / "checked_launch.py"
+    for name in ("torchrun", "srun", "sbatch", "pip", "ruff", "mypy"):  # .ci/run runs the last two
+        checked = f'exec python {launch} {name} "$@"' if name in ("torchrun", "srun", "sbatch") else ""
+        (programs / name).write_text(f"#!/bin/sh\n{checked}\n")
+        (programs / name).chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.delenv("XDG_CACHE_HOME", raising=False)
+        yield folder
 
 
 @pytest.fixture(scope="module")
-def scratch(tutorial) -> Scratch:
+def tutorial(checkout) -> dict[str, str]:
+    """What its commands have printed."""
+    return run_page(checkout, TUTORIAL)
+
+
+@pytest.fixture(scope="module")
+def scratch(checkout, tutorial) -> Path:
     """The tutorial's folder, with what the other pages take for granted."""
-    path = tutorial.scratch.path
-    text = (path / "corpus/moby_dick.jsonl").read_bytes()
-    (path / "corpus/part.jsonl.gz").write_bytes(gzip.compress(text))
-    (path / "my_text.jsonl").write_bytes(b"".join(text.splitlines(keepends=True)[:3]))
-    (path / "prompts.txt").write_text("Call me\nIt was\n")
-    (path / "gpt2").symlink_to("book_gpt")
+    text = (checkout / "corpus/moby_dick.jsonl").read_bytes()
+    (checkout / "corpus/part.jsonl.gz").write_bytes(gzip.compress(text))
+    (checkout / "my_text.jsonl").write_bytes(b"".join(text.splitlines(keepends=True)[:3]))
+    (checkout / "prompts.txt").write_text("Call me\nIt was\n")
+    (checkout / "gpt2").symlink_to("book_gpt")
     config = GPTConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=16)
-    write_megatron(path / "megatron_save", make_weights(config), config, tp=2)
+    write_megatron(checkout / "megatron_save", make_weights(config), config, tp=2)
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train_from_iterator([text.decode()], vocab_size=VOCAB, special_tokens=["<|endoftext|>"])
-    bpe.save_model(str(path))
+    bpe.save_model(str(checkout))
+    (checkout / "parts").mkdir()
     for name in ("a", "b"):
-        (path / "runs" / name).symlink_to("book")
-    (path / "parts").mkdir()
-    for name in ("a_text_document", "b_text_document"):
+        (checkout / "runs" / name).symlink_to("book")
         for suffix in (".bin", ".idx"):
-            shutil.copy(path / f"book_text_document{suffix}", path / "parts" / f"{name}{suffix}")
-    return tutorial.scratch
+            (checkout / f"parts/{name}_text_document{suffix}").symlink_to(checkout / f"book_text_document{suffix}")
+    return checkout
 
 
 @pytest.mark.slow
-def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_continues_alike(tutorial):
-    path, printed = tutorial.scratch.path, "".join(tutorial.outputs)
+def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_continues_alike(checkout, tutorial):
     made = "book.model book_text_document.bin checkpoints runs/book/report.html answers short book_gpt more"
-    assert [name for name in made.split() if not (path / name).exists()] == []
+    assert [name for name in made.split() if not (checkout / name).exists()] == []
+    printed = "".join(tutorial.values())
     assert "ZeRO-3 would have sent" in printed
     assert printed.count("bits per byte: ") == 3
     assert "completion at iteration 1 (short " in printed
-    generated = dict(zip(blocks(TUTORIAL, "sh"), tutorial.outputs, strict=True))
-    greedy = next(output for block, output in generated.items() if "--temperature 0" in block)
+    greedy = next(said for script, said in tutorial.items() if "--temperature 0" in script)
     ours = re.findall(r"^Call me.*", greedy, re.M)[-1]
-    python = blocks(TUTORIAL, "python")[0]
-    (path / "load.py").write_text(python)
-    assert ours in tutorial.scratch.run("python load.py")
+    (checkout / "load.py").write_text(blocks(TUTORIAL, "python")[0])
+    assert ours in run(checkout, "python load.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL and (blocks(page, "sh") or wanted(page))])
 def test_a_page_s_commands_run(page, scratch):
-    scratch.run_page(page)
-
-
-def test_commands_that_are_run_elsewhere_stand_in_a_page_and_so_does_their_test():
-    lines = [line for page in PAGES for block in blocks(page, "sh") for line in commands(block)]
-    for command, test in ELSEWHERE.items():
-        assert command in lines
-        file, name = test.split("::")
-        assert f"def {name}(" in (ROOT / file).read_text()
+    run_page(scratch, page)
 
 
 def test_links_lead_to_files_and_headings():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
-            if target.startswith("http"):
-                continue
-            file, _, heading = target.partition("#")
+        for file, heading in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", text_of(page)):
             path = (ROOT / page).parent / file if file else ROOT / page
-            assert path.exists(), f"{page}: {target}"
-            titles = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), re.M) if heading else []
+            assert path.exists(), f"{page}: {file}"
+            titles = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), re.M) if heading else [""]
             slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-            assert not heading or heading in slugs, f"{page}: {target}"
+            assert heading in slugs, f"{page}: {file}#{heading}"
 
 
 def test_files_that_contributors_are_sent_to_are_there():
@@ -258,8 +213,8 @@ def test_pip_installs_what_there_is_and_the_page_of_tools_says_what_each_extra_i
 
 
 @pytest.mark.slow
-def test_a_command_in_the_text_has_flags_that_its_program_knows(tutorial):
-    help_of = functools.cache(lambda program: tutorial.scratch.run(f"python {program} --help"))
+def test_a_command_in_the_text_has_flags_that_its_program_knows(checkout):
+    help_of = functools.cache(lambda program: run(checkout, f"python {program} --help"))
     for command in re.findall(r"`(python tools/[^`]+)`", "".join(map(prose, PAGES))):
         _, program, *words = command.split()
         known = help_of(program) + help_of("pretrain_gpt.py")
@@ -294,9 +249,8 @@ def run_python(code: str) -> bool:
 @pytest.mark.slow
 def test_a_page_s_python_runs_on_four_ranks():
     for code in [code for page in sorted({*PAGES} - {TUTORIAL, "CONTRIBUTING.md"}) for code in blocks(page, "python")]:
-        for gpu, cpu in PYTHON_INSTEAD.items():
-            assert gpu in code
-            code = code.replace(gpu, cpu)
+        assert "zeropp(model)" in code
+        code = code.replace("zeropp(model)", "zeropp(model, ranks_per_node=2)")
         code = re.sub(r'torch.device\("cuda".*\)', 'torch.device("cpu")', code)
         assert all(ranks(4).run(run_python, code))
 
@@ -359,60 +313,51 @@ def test_the_memory_of_each_config_is_the_planner_s():
 def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
     page = text_of("docs/zeropp.md")
     zero3, zeropp = planned("gpt_1b3", 2), planned("gpt_1b3", 2, "--zeropp")
-    kinds = zeropp.memory
+    kinds, micro_batches = zeropp.memory, zero3.micro_batches
     shards = sum(kinds[kind] for kind in (Memory.PARAMETERS, Memory.MOMENTS, Memory.GRADIENTS)) / 1e9
     assert f"| {zero3.node_cross_bytes / 1e6:.1f} | {zeropp.node_cross_bytes / 1e6:.1f} |" in page
     assert f"| {shards:.3f} | {shards:.3f} |" in page
-    for kind in (Memory.SECONDARY, Memory.PARTIAL_SUMS, Memory.FEEDBACK):
-        assert f"| | {kinds[kind] / 1e9:.3f} |" in page
 
-    parameters, nodes, local, micro_batches = kinds[Memory.PARAMETERS] / 4 * 16, 2, 8, zero3.micro_batches
-    crossing = (nodes - 1) / nodes * parameters * (1.0078 + 0.5156)
-    assert f"is {crossing / 1e6:.0f} MB" in page
     close = functools.partial(pytest.approx, rel=0.005)  # 1-D parameters travel exact, shards are padded
+    parameters = kinds[Memory.PARAMETERS] / 4 * 16
+    crossing = 1 / 2 * parameters * (1.0078 + 0.5156)
+    assert f"is {crossing / 1e6:.0f} MB" in page
     assert zeropp.node_cross_bytes == close(crossing)
     assert zero3.node_cross_bytes == close(15 / 16 * micro_batches * parameters * 8)
-    inside = (local - 1) / local * parameters * micro_batches * (2 * 1.0078 + 1.0156)
-    assert zeropp.wires["local"] == close(inside)
-    factors = {Memory.SECONDARY: 1.0078, Memory.PARTIAL_SUMS: 4.0, Memory.FEEDBACK: 1.0156}
-    for kind, factor in factors.items():
-        assert kinds[kind] == close(factor * parameters / local)
+    assert zeropp.wires["local"] == close(7 / 8 * micro_batches * parameters * (2 * 1.0078 + 1.0156))
+    for kind, factor in ((Memory.SECONDARY, 1.0078), (Memory.PARTIAL_SUMS, 4.0), (Memory.FEEDBACK, 1.0156)):
+        assert f"| | {kinds[kind] / 1e9:.3f} |" in page
+        assert kinds[kind] == close(factor * parameters / 8)
 
 
 # ---- words ----
 
 
 @functools.cache
+def sources() -> list[str]:
+    """The files of the product."""
+    folders = [ROOT / name for name in ("megazpp", "kernels", "tools")]
+    return [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
+
+
+@functools.cache
 def source_strings() -> str:
-    """Every string of the product, a zero byte for each value in an f-string."""
-    found = []
-    for folder in ("megazpp", "kernels", "tools"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
-                elif isinstance(node, ast.JoinedStr):
-                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
-    return "\n".join(found)
+    """Every string of the product; an f-string's parts are apart."""
+    nodes = [node for source in sources() for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return "\n".join(node.value for node in nodes if isinstance(node.value, str))
 
 
-def test_a_quoted_message_s_fixed_parts_stand_in_the_source():
-    page = text_of("docs/troubleshooting.md")
-    tables = page[: page.index("## Slow or out of memory")]
+def test_the_fixed_parts_of_quoted_messages_and_the_fields_of_the_log_line_stand_in_the_source():
+    tables, _, log = text_of("docs/troubleshooting.md").partition("## Slow or out of memory")
     messages = re.findall(r"^\| `([^`]+)` \|", tables, re.M)
     assert len(messages) > 20
     for message in messages:
         for part in message.split("..."):
             assert part.strip() in source_strings(), f"{message}: {part.strip()!r}"
-
-
-def test_the_fields_of_the_log_line_stand_in_the_source():
-    page = text_of("docs/troubleshooting.md")
-    table = page[page.index("| field |") :]
-    for row in re.findall(r"^\| (`.*?) \| ", table, re.M):
-        for field in re.findall(r"`([^`]+)`", row):
-            name = re.sub("^(tp|local|cross|island) ", "", field)
-            assert re.search(rf"(?m)(^| ){re.escape(name)}", source_strings()), field
+    rows = re.findall(r"^\| (`.*?) \| ", log.partition("| field |")[2], re.M)
+    for field in re.findall(r"`([^`]+)`", " ".join(rows)):
+        name = re.sub("^(tp|local|cross|island) ", "", field)
+        assert re.search(rf"(?m)(^| ){re.escape(name)}", source_strings()), field
 
 
 def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
@@ -424,17 +369,19 @@ def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
 
 OTHERS_FLAGS = (
     "--job-name --master-port --nnodes --nproc-per-node --node-rank --rdzv-backend --rdzv-conf --master-addr "
-    "--num_gpus --ntasks-per-node --gpus-per-task"
+    "--num_gpus --ntasks-per-node --gpus-per-task --strict"
 )
 
 
+def bare(flag: str) -> str:
+    return flag.removeprefix("--").removeprefix("no-").replace("_", "-")
+
+
 def test_every_flag_that_a_page_names_exists():
-    sources = "".join(p.read_text(encoding="utf-8") for f in ("megazpp", "tools") for p in (ROOT / f).rglob("*.py"))
-    fields = set(re.findall(r"\w+", source_strings())) | set(re.findall(r"\b(\w+): [^=\n]+ = flag\(", sources))
-    known = set(read_megatron_flags()) | set(re.findall(r"--[\w-]+", sources)) | set(OTHERS_FLAGS.split())
+    fields, flags = (re.findall(pattern, "".join(sources())) for pattern in (r"\b(\w+): [^=\n]+ = flag\(", r"--[\w-]+"))
+    known = {bare(name) for name in (*fields, *flags, *read_megatron_flags(), *OTHERS_FLAGS.split())}
     for page in set(PAGES) - {"CONTRIBUTING.md"}:  # it adds one
         for name in re.findall(r"(?<![\w-])--[a-z][\w-]*\*?", " ".join(re.findall(r"`([^`]+)`", prose(page)))):
-            plain = name.removeprefix("--no-").removeprefix("--")
-            field = plain.rstrip("*-").replace("-", "_")
-            beginning = name.endswith(("*", "-")) and any(each.startswith(field) for each in fields)
-            assert beginning or {name, f"--{plain}"} & known or plain.replace("-", "_") in fields, f"{page}: {name}"
+            family = bare(name).rstrip("*-")  # `--zero-*`, `--no-...`
+            found = any(flag.startswith(family) for flag in known) if name[-1] in "*-" else family in known
+            assert found, f"{page}: {name}"

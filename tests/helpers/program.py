@@ -15,7 +15,7 @@ from helpers.fork_python import forked_python
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "MEGAZPP_TEST_MARKER"
-SECONDS_PER_RUN = 120
+SECONDS_PER_RUN = 300
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_MODE")
 
 
@@ -96,16 +96,13 @@ class Program:
             return False
 
 
-def run_program(*command: str, folder: Path, cwd: Path = ROOT) -> tuple[int, str]:
+def run_program(*command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> tuple[int, str]:
     """(exit code, output) of a program that ends by itself."""
-    return _finished(Program(*command, folder=folder, cwd=cwd))
+    program = Program(*command, folder=folder, cwd=cwd, python=python)
+    output = program.finish()
+    return program.process.returncode, output
 
 
 def run_forked(*command: str, folder: Path, cwd: Path = ROOT) -> tuple[int, str]:
     """The same for a program whose start is not what is tested: its processes do not each import torch."""
-    return _finished(Program(*command, folder=folder, cwd=cwd, python=str(forked_python())))
-
-
-def _finished(program: Program) -> tuple[int, str]:
-    output = program.finish()
-    return program.process.returncode, output
+    return run_program(*command, folder=folder, cwd=cwd, python=str(forked_python()))
