@@ -1,12 +1,13 @@
-"""Flags become tokenizers and datasets, and what cannot be is said with flag and value."""
+"""Flags and text become tokenizers and datasets, and what cannot be is said with flag and value."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.pairs import write_pair
+from helpers.pairs import TEXT, write_jsonl, write_pair
 from helpers.refusals import not_refused
 
 from megazpp.data.dataset import (
@@ -18,7 +19,15 @@ from megazpp.data.dataset import (
     parse_split,
     unigram_entropy,
 )
-from megazpp.data.text import read_documents, resolve_text_paths
+from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.text import (
+    cached_indexed_dataset,
+    cached_sentencepiece,
+    first_characters,
+    read_documents,
+    resolve_text_paths,
+    train_sentencepiece,
+)
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TokenizerConfig
 
 
@@ -117,7 +126,6 @@ def test_flags_that_contradict_each_other_and_too_few_or_foreign_tokens_are_refu
         ({"mock_data": True, "text_path": ("x",)}, "--text-path and --mock-data are given"),
         ({"data_path": ("a",), "valid_data_path": ("b",)}, "--data-path and --train-data-path"),
         ({"mock_data": True, "split": "x"}, "--split 'x'"),
-        ({"data_path": ("1", "a", "b")}, "--data-path 1 a b: give a weight before every"),
         ({"valid_data_path": ("0", "a")}, "--valid-data-path 0 a: weights must be positive"),
         ({"data_path": (a,), "split": "1", "seq_length": 200}, "too few for one sample of --seq-length 200"),
         ({"data_path": (a,), "split": "97,2,1"}, "a (valid) has 4 tokens, too few for one sample"),
@@ -144,10 +152,77 @@ def test_unusable_files_are_found_before_anything_is_built(tmp_path):
     assert not Path(cache).exists()
 
 
-def test_data_without_their_tokenizer_or_without_an_end_of_documents_are_refused():
-    with pytest.raises(ValueError, match="--tokenizer-model is missing"):
-        build_tokenizer(TokenizerConfig(), DataConfig(data_path=("a",), seq_length=8), log=print)
-    tokenizer, config = ByteTokenizer(), DataConfig(mock_data=True, seq_length=8, reset_position_ids=True)
-    tokenizer.eod = None
-    with pytest.raises(ValueError, match="--reset-position-ids needs a tokenizer with an end-of-document token"):
-        build_datasets(config, tokenizer, num_samples=Splits(1, 0, 0), seed=1, log=print)
+# ---- plain text ----
+
+
+def test_the_shipped_corpus_is_one_chapter_a_document():
+    (path,) = resolve_text_paths(["builtin:moby_dick"])
+    documents = list(read_documents(path))
+    assert len(documents) == 138
+    assert documents[2].startswith("CHAPTER 1. Loomings.\n\nCall me Ishmael.")
+    assert documents[-1].rstrip().endswith("only found another orphan.")
+
+
+def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path):
+    said: list[str] = []
+
+    def tokenize(path: Path) -> Path:
+        return cached_indexed_dataset([path], ByteTokenizer(), cache_dir=tmp_path / "cache", log=said.append)
+
+    first = tokenize(write_jsonl(tmp_path / "a.jsonl", "one"))
+    assert tokenize(write_jsonl(tmp_path / "renamed.jsonl", "one")) == first
+    assert said == ["tokenizing a.jsonl"]
+    second = tokenize(write_jsonl(tmp_path / "a.jsonl", "two"))
+    assert [bytes(IndexedDataset(pair).get(0)[:3].tolist()) for pair in (first, second)] == [b"one", b"two"]
+    # the same bytes in a file that is not JSON lines are another document
+    assert tokenize((tmp_path / "a.jsonl").rename(tmp_path / "a.txt")) != second
+
+
+def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tmp_path):
+    path, said = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000), []  # 55,000 characters without a break
+
+    def train(size: int) -> SentencePieceTokenizer:
+        return cached_sentencepiece([path], size, cache_dir=tmp_path / "cache", log=said.append)
+
+    assert train(280).identity == train(280).identity != train(281).identity
+    assert len(said) == 2
+    assert len(train(281).encode("abracadabra" * 10)) < 50
+    assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)  # so nodes have the same
+
+
+def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_own_files_and_lines():
+    for text, size, reason in (
+        (TEXT, 100_000, "Vocabulary size too high (100000). Please set it to a value <= "),
+        (TEXT, 10, "Vocabulary size is smaller than required_chars. 10 vs "),
+        ("\n\n", 300, "it is blank"),
+    ):
+        message = re.escape(f"--vocab-size {size} does not suit this text: {reason}")
+        with pytest.raises(ValueError, match=f"^{message}") as raised:
+            train_sentencepiece(iter([text]), size)
+        assert "trainer_interface" not in str(raised.value)
+
+
+def test_the_first_characters_may_end_inside_a_text():
+    wanted = {1: ["a"], 2: ["ab"], 3: ["ab", "", "c"], 5: ["ab", "", "cde"], 9: ["ab", "", "cde", "f"]}
+    for limit, cut in wanted.items():
+        texts = iter(["ab", "", "cde", "f"])
+        assert list(first_characters(texts, limit)) == cut
+        assert (next(texts, None) is None) == (limit == 9)  # no further than needed
+
+
+def test_text_that_cannot_be_read_is_refused_by_its_name(tmp_path):
+    path, empty = tmp_path / "a.jsonl", [write_jsonl(tmp_path / "empty.jsonl")]
+    path.write_bytes(b'{"text": "a"}\n{"text": ""}\n{"text": \n')
+    documents, cache = read_documents(path), {"cache_dir": tmp_path, "log": print}
+    assert next(documents) == "a"
+    rows = [
+        (lambda: next(documents), f"--text-path {path}, line 3: not JSON"),
+        (lambda: resolve_text_paths([f"{tmp_path}/none"]), "none does not exist"),
+        (lambda: resolve_text_paths([f"{tmp_path}"]), "is a directory"),
+        (lambda: resolve_text_paths(["builtin:hamlet"]), "there is no such corpus; there are builtin:moby_dick"),
+        (lambda: cached_indexed_dataset(empty, ByteTokenizer(), **cache), "--text-path empty.jsonl holds no text"),
+        (lambda: cached_sentencepiece(empty, 300, **cache), "--text-path empty.jsonl holds no text"),
+    ]
+    assert not not_refused(rows, lambda ask: ask())
+    with pytest.raises(ValueError, match=f"^--text-path {path}, line 3"):  # not the vocabulary's fault
+        train_sentencepiece(read_documents(path), 300)

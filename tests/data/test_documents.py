@@ -19,7 +19,6 @@ from megazpp.data.documents import (
     BadLine,
     Block,
     check_readable,
-    kind_of,
     parse_block,
     read_blocks,
     read_records,
@@ -49,6 +48,8 @@ def documents(path: Path, *keys: str, block_bytes: int = 1 << 20) -> list[tuple[
 CONTAINERS = {
     **dict.fromkeys(("a.jsonl", "a.json", "a.ndjson", "a"), JSON_LINES),  # the last begins with {
     "a.part-1": b"\xef\xbb\xbf" + JSON_LINES,
+    "a.dump": b"\n " + JSON_LINES,
+    "a.gz": gzip.compress(JSON_LINES),
     "a.jsonl.gz": gzip.compress(JSON_LINES[:HALF]) + gzip.compress(JSON_LINES[HALF:]),
     "a.jsonl.zst": zstd.compress(JSON_LINES[:HALF]) + zstd.compress(JSON_LINES[HALF:]),
 }
@@ -83,6 +84,7 @@ def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path):
     for suffix, pack in {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}.items():
         path = write(tmp_path / f"a.txt{suffix}", pack(content))
         assert documents(path, block_bytes=1) == [('{"text": 1}\nb\nc\n\n',)]
+    assert documents(write(tmp_path / "a.md", b"# {")) == [("# {",)]
 
 
 def test_blank_lines_foreign_line_ends_and_marks_do_no_harm(tmp_path):
@@ -107,9 +109,7 @@ BAD_LINES = [
     ('{"text": "a"}'.encode("utf-16"), "not UTF-8"),
     (b'{"txt": "a"}', "there is no 'text'"),
     (b'{"text": 5}', "'text' is 5, not a string"),
-    (b'{"text": null}', "'text' is null, not a string"),
     (b'{"text": ["a"]}', 'is ["a"], not a string'),
-    (b'{"text": true}', "'text' is true, not a string"),
     (b'["text"]', '["text"], not an object'),
     (b'{"text": "\\ud800"}', "half of a surrogate pair, and no text"),
     (b'{"text": ' + b"[" * 100_000, "not JSON: it is nested too deeply"),
@@ -124,6 +124,8 @@ def test_a_line_that_is_no_document_is_named_and_the_others_are_read(tmp_path):
         assert (first, last) == (("a",), ("b",))
         assert str(bad) == f"{path}, line 3: {bad.reason}"
         assert reason in bad.reason
+    for name in ("a.jsonl", "a.json", "a.ndjson"):  # whatever it begins with
+        assert [bad.reason[:8] for bad in documents(write(tmp_path / name, b"text"))] == ["not JSON"]
     (bad,) = documents(write(tmp_path / "a.txt", b"a\nb\n\xff\n"))
     assert (bad.number, bad.reason[:9]) == (3, "not UTF-8")
 
@@ -143,20 +145,6 @@ def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path,
             assert lines.startswith(b"".join(block.content for block in blocks))
     with pytest.raises(ValueError, match=r"a.txt.gz, line 1: the file cannot be read"):
         documents(write(tmp_path / "a.txt.gz", gzip.compress(b"a\n" * 10_000)[:-1]))
-
-
-def test_the_name_and_else_the_beginning_say_what_a_file_holds(tmp_path):
-    for name, content, kind in (
-        ("a.jsonl", b"text", "json lines"),
-        ("a.b.json.zst", b"", "json lines"),
-        ("a.parquet", b"", "parquet"),
-        ("a.txt", b'{"text": 1}', "text"),
-        ("a.txt.gz", b"", "text"),
-        ("a.md", b"# {", "text"),
-        ("a.gz", gzip.compress(b' {"a', mtime=0), "json lines"),
-        ("a.dump", b'\n{"a', "json lines"),
-    ):
-        assert kind_of(write(tmp_path / name, content)) == kind, name
 
 
 def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):

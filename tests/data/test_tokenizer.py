@@ -52,13 +52,9 @@ def one_of_each(sentencepiece_model, byte_level_bpe) -> list[Tokenizer]:
     return [SentencePieceTokenizer(sentencepiece_model), HFTokenizer(byte_level_bpe.to_str()), ByteTokenizer()]
 
 
-def flags_of(folder: Path, **flags: Any) -> TokenizerConfig:
-    return dataclasses.replace(find_tokenizer(folder), **flags)
-
-
 def load(folder: Path, **flags: Any) -> Any:
     """The tokenizer of a Hugging Face folder."""
-    return load_tokenizer(flags_of(folder, **flags))
+    return load_tokenizer(dataclasses.replace(find_tokenizer(folder), **flags))
 
 
 @settings(max_examples=100)
@@ -97,23 +93,36 @@ def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model, byt
 
 
 def test_flags_choose_the_tokenizer(tmp_path, sentencepiece_model, byte_level_bpe):
-    model, definition = tmp_path / "spm.model", tmp_path / "tokenizer.json"
-    model.write_bytes(sentencepiece_model)
-    definition.write_text(byte_level_bpe.to_str(), encoding="utf-8")
+    (tmp_path / "spm.model").write_bytes(sentencepiece_model)
+    byte_level_bpe.save(f"{tmp_path}/tokenizer.json")
     byte_level_bpe.save_model(str(tmp_path))
+    by_type, by_model, here = "tokenizer_type", "tokenizer_model", str(tmp_path)
     for flags, kind in (
-        ({}, None),
-        ({"tokenizer_type": "SentencePieceTokenizer"}, None),  # to be trained
-        ({"tokenizer_type": "NullTokenizer"}, ByteTokenizer),
-        ({"tokenizer_model": str(model)}, SentencePieceTokenizer),
-        ({"tokenizer_model": str(model), "tokenizer_type": "GPTSentencePieceTokenizer"}, SentencePieceTokenizer),
-        ({"tokenizer_model": str(tmp_path)}, HFTokenizer),
-        ({"tokenizer_model": str(definition)}, HFTokenizer),
-        ({"vocab_file": f"{tmp_path}/vocab.json", "merge_file": f"{tmp_path}/merges.txt"}, HFTokenizer),
+        ({}, type(None)),
+        ({by_type: "SentencePieceTokenizer"}, type(None)),  # to be trained
+        ({by_type: "NullTokenizer"}, ByteTokenizer),
+        ({by_model: f"{here}/spm.model"}, SentencePieceTokenizer),
+        ({by_model: f"{here}/spm.model", by_type: "GPTSentencePieceTokenizer"}, SentencePieceTokenizer),
+        ({by_model: here}, HFTokenizer),
+        ({by_model: f"{here}/tokenizer.json"}, HFTokenizer),
+        ({"vocab_file": f"{here}/vocab.json", "merge_file": f"{here}/merges.txt"}, HFTokenizer),
     ):
         tokenizer = load_tokenizer(TokenizerConfig(**flags))
-        assert isinstance(tokenizer, kind or type(None)), flags
+        assert isinstance(tokenizer, kind), flags
     assert (tokenizer.encode(TEXT), tokenizer.eod) == (byte_level_bpe.encode(TEXT).ids, 0)
+    (tmp_path / "junk.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    rows = [
+        ({by_model: f"{here}/none"}, "none does not exist"),
+        ({by_model: f"{here}/merges.txt"}, "merges.txt is not a SentencePiece model"),
+        ({by_model: f"{here}/junk.json"}, "not a usable tokenizer.json"),
+        ({by_model: f"{here}/empty"}, "there is no tokenizer.json"),
+        ({by_model: here, by_type: "SentencePieceTokenizer"}, "is a directory"),
+        ({by_type: "HuggingFaceTokenizer"}, "HuggingFaceTokenizer needs --tokenizer-model"),
+        ({by_type: "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
+        ({"vocab_file": f"{here}/none", "merge_file": f"{here}/junk"}, f"--vocab-file {here}/none is not a file"),
+    ]
+    assert not not_refused(rows, lambda flags: load_tokenizer(TokenizerConfig(**flags)))
 
 
 def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path):
@@ -122,23 +131,6 @@ def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path):
     for description, eod in (({}, 1), ({"eos_token": "money"}, 5), ({"eos_token": {"content": "money"}}, 5)):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(description))
         assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (eod, 6)  # ids have holes
-
-
-def test_unusable_tokenizers_are_refused_with_flag_and_reason(tmp_path):
-    (tmp_path / "junk").write_bytes(b"junk")
-    (tmp_path / "junk.json").write_text("{}")
-    here = str(tmp_path)
-    rows = [
-        ({"tokenizer_model": f"{here}/none"}, "none does not exist"),
-        ({"tokenizer_model": f"{here}/junk"}, "junk is not a SentencePiece model"),
-        ({"tokenizer_model": f"{here}/junk.json"}, "not a usable tokenizer.json"),
-        ({"tokenizer_model": here}, "there is no tokenizer.json"),
-        ({"tokenizer_model": here, "tokenizer_type": "SentencePieceTokenizer"}, "is a directory"),
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, "HuggingFaceTokenizer needs --tokenizer-model"),
-        ({"tokenizer_type": "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
-        ({"vocab_file": f"{here}/none", "merge_file": f"{here}/junk"}, f"--vocab-file {here}/none is not a file"),
-    ]
-    assert not not_refused(rows, lambda flags: load_tokenizer(TokenizerConfig(**flags)))
 
 
 def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(one_of_each, byte_level_bpe):
@@ -177,9 +169,9 @@ GPT2: list[dict[str, object]] = [
 def test_a_folder_gives_transformers_ids(tmp_path, byte_level_bpe):
     cases = [("llama", config) for config in LLAMA] + [(kind, each) for kind in ("json", "merges") for each in GPT2]
     for number, (kind, described) in enumerate(cases):
-        folder, config = tmp_path / str(number), dict(described)
+        folder, config = tmp_path / str(number), {"model_type": "llama"} | described
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"model_type": config.pop("model_type", "llama")}))
+        (folder / "config.json").write_text(json.dumps({"model_type": config.pop("model_type")}))
         if kind == "llama":
             write_llama_tokenizer(folder, TEXT, **config)
         else:
@@ -188,14 +180,13 @@ def test_a_folder_gives_transformers_ids(tmp_path, byte_level_bpe):
             if kind == "json":
                 byte_level_bpe.save(str(folder / "tokenizer.json"))
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        ours, plain = load(folder), load(folder, add_special_tokens=False)
-        assert ours.vocab_size == plain.vocab_size == len(theirs)
-        ids, bare = ([tokenizer.encode(text) for text in SPECIAL] for tokenizer in (ours, plain))
-        assert ids == [theirs(text)["input_ids"] for text in SPECIAL], (kind, described)
-        assert ids == [ours.encode_spans(text).ids for text in SPECIAL], (kind, described)
-        assert bare == [theirs(text, add_special_tokens=False)["input_ids"] for text in SPECIAL], (kind, described)
-        assert bare == [ours.encode_spans(text, marked=False).ids for text in SPECIAL], (kind, described)
-        assert (ours.identity != plain.identity) == (ids != bare)
+        ours = {marked: load(folder, add_special_tokens=marked) for marked in (True, False)}
+        for marked, tokenizer in ours.items():
+            ids = [theirs(text, add_special_tokens=marked)["input_ids"] for text in SPECIAL]
+            assert [tokenizer.encode(text) for text in SPECIAL] == ids, (kind, described)
+            assert [ours[True].encode_spans(text, marked=marked).ids for text in SPECIAL] == ids, (kind, described)
+            assert tokenizer.vocab_size == len(theirs)
+        assert (ours[True].identity != ours[False].identity) == bool(theirs("")["input_ids"])
 
 
 def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_path):
@@ -228,45 +219,36 @@ def test_a_truncating_call_before_save_pretrained_cuts_and_pads_nothing_here(tmp
 
 
 def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_refused(tmp_path):
-    folder, texts = write_llama_tokenizer(tmp_path / "their", TEXT), tmp_path / "a.jsonl"
-    write_jsonl(texts, "Call me", "", "money")
+    folder, texts = write_llama_tokenizer(tmp_path / "their", TEXT), write_jsonl(tmp_path / "a.jsonl", "Call me", "")
     for adds, note, refusal in (
         (True, "note: texts get the special tokens [1] before them", "all texts begin with"),
         (False, "--no-add-special-tokens: texts do not get the special tokens [1] before them", "no text begins with"),
     ):
-        out, lines = tmp_path / f"{adds}_text_document", list[str]()
-        tokenizer, config = load(folder, add_special_tokens=adds), flags_of(folder, add_special_tokens=adds)
-        source = PreprocessConfig(input=(str(texts),), output_prefix=f"{tmp_path}/{adds}", append_eod=True)
-        preprocess(source, config, lines.append)
-        written = IndexedDataset(out)
-        ids = [written.get(i).tolist() for i in range(len(written))]
-        assert ids == [[*tokenizer.encode(text), 2] for text in ("Call me", "money")]
-        assert [document[0] == 1 for document in ids] == [adds, adds]
+        config = dataclasses.replace(find_tokenizer(folder), add_special_tokens=adds)
+        prefix, tokenizer, lines = tmp_path / f"{adds}_text_document", load_tokenizer(config), list[str]()
+        flags = {"input": (str(texts),), "output_prefix": f"{tmp_path}/{adds}", "append_eod": True}
+        preprocess(PreprocessConfig(**flags), config, lines.append)
+        ids = IndexedDataset(prefix).get(0).tolist()
+        assert (ids, ids[0] == 1, ids.count(1)) == ([*tokenizer.encode("Call me"), 2], adds, adds)
         assert note in lines[0]
-        write_indexed_dataset(iter(["Call me", "money"]), tokenizer, tmp_path / "streamed")
-        assert (tmp_path / "streamed.bin").read_bytes() == written.bin_path.read_bytes()
-        data = DataConfig(data_path=(str(out),))
+        write_indexed_dataset(iter(["Call me"]), tokenizer, tmp_path / "streamed")
+        assert IndexedDataset(tmp_path / "streamed").get(0).tolist() == ids
+        data = DataConfig(data_path=(str(prefix),))
         check_inputs(data, config)
-        with pytest.raises(ValueError, match=f"{out}: {refusal} the special tokens"):
-            check_inputs(data, flags_of(folder, add_special_tokens=not adds))
+        with pytest.raises(ValueError, match=f"{prefix}: {refusal} the special tokens"):
+            check_inputs(data, dataclasses.replace(config, add_special_tokens=not adds))
 
 
-def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself(tmp_path, byte_level_bpe):
-    byte_level_bpe.save_model(str(tmp_path))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(GPT2[1]))
-    tokenizer = load(tmp_path)
-    write_indexed_dataset(iter(["money"]), tokenizer, tmp_path / "a")
-    ids = IndexedDataset(tmp_path / "a").get(0).tolist()
-    assert ids == tokenizer.encode("money")
-    assert ids[0] == ids[-1] == tokenizer.eod != ids[-2]
-    for after, end in (([7, 0], []), ([0, 7], [0])):
-        tokenizer.marks = Marks([], after, used=True)
+def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself():
+    tokenizer = ByteTokenizer()
+    for after, used, end in (([256], True, []), ([7, 256], True, []), ([256, 7], True, [256]), ([256], False, [256])):
+        tokenizer.marks = Marks([], after, used)
         assert document_end(tokenizer) == end
 
 
 def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path):
     folder = write_llama_tokenizer(tmp_path, TEXT, pad_token="[PAD]")
-    rows = len(transformers.AutoTokenizer.from_pretrained(folder)) - 1
+    rows = load(folder).vocab_size - 1
     tokenizer = load(folder, model_vocab_size=rows)
     assert tokenizer.vocab_size == rows
     assert tokenizer.encode("money")
