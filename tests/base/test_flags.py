@@ -54,20 +54,9 @@ def test_the_log_shows_the_flags_that_differ_from_their_defaults_and_where_they_
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumberConfig:
-    how_many: float | None = flag(None, "a number")
-    odd: int = flag(1, "a number", name="--odd_spelling")
-
-
 def test_numbers_out_of_range_are_refused_by_the_flag_s_spelling():
-    rows = [
-        (check_positive, {"how_many": 0}, "--how-many 0 is not positive"),
-        (check_positive, {"how_many": math.nan}, "--how-many nan is not positive"),
-        (check_positive, {"how_many": math.inf}, "--how-many inf is not positive"),
-        (check_positive, {"odd": -1}, "--odd_spelling -1 is not positive"),
-        (check_not_negative, {"how_many": math.nan}, "--how-many nan is negative"),
-    ]
-    assert not not_refused(rows, lambda check, values: check(NumberConfig(**values), "how_many", "odd"))
-    check_positive(NumberConfig(how_many=0.5), "how_many", "odd")
-    check_not_negative(NumberConfig(how_many=0), "how_many", "odd")
+    rows = [(check_positive, value, f"--learning-rate {value} is not positive") for value in (0, math.nan, math.inf)]
+    rows += [(check_not_negative, value, f"--learning-rate {value} is negative") for value in (-1, math.nan)]
+    assert not not_refused(rows, lambda check, value: check(PumpConfig(learning_rate=value), "learning_rate"))
+    check_positive(PumpConfig(learning_rate=0.5), "learning_rate")
+    check_not_negative(PumpConfig(learning_rate=0), "learning_rate")

@@ -80,11 +80,6 @@ def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_
     plan_dims(ParallelConfig(tensor_model_parallel_size=2), cyclic, zero_stage=3)  # tp {0 2} {1 3}, shard {0 1} {2 3}
 
 
-def test_a_degree_that_is_not_positive_names_its_flag():
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size 0"):
-        ParallelConfig(tensor_model_parallel_size=0)
-
-
 def timeouts(minutes: int) -> list[timedelta]:
     layout = plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
     dims = ParallelDims(layout, device_type="cpu", timeout=timedelta(minutes=minutes))

@@ -5,6 +5,7 @@ import signal
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -50,7 +51,7 @@ def test_the_environment_says_who_starts_the_workers():
 def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for cores, workers in ((1, 2), (3, 3), (64, 4)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=range(cores)))
         assert find_place(LaunchConfig(), {}).world_size == workers
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     assert find_place(LaunchConfig(), {}).world_size == 7
@@ -109,8 +110,7 @@ def test_rank_0_that_opens_the_store_at_the_loopback_listens_there_only_and_one_
 
 def test_srun_on_one_node_meets_on_the_loopback(monkeypatch):
     for hosts, address in (("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")):
-        answer = SimpleNamespace(stdout=hosts)
-        monkeypatch.setattr(launch.subprocess, "run", lambda *args, answer=answer, **kwargs: answer)
+        monkeypatch.setattr("subprocess.run", mock.Mock(return_value=SimpleNamespace(stdout=hosts)))
         env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
         launch._set_missing_address(env)
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
@@ -159,11 +159,7 @@ def test_new_groups_share_one_thread_that_waits_its_turn_and_keep_their_timeout(
 
 
 def test_a_kernel_without_that_policy_is_no_failure(monkeypatch):
-    def refuse(pid, policy, param):
-        if policy != os.SCHED_OTHER:
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(os, "sched_setscheduler", mock.Mock(side_effect=[OSError(22, "Invalid argument"), None]))
     with worker._threads_that_wait_their_turn():
         pass
 

@@ -1,11 +1,10 @@
 """The ranks' own answers become the cluster: what a host says of itself and its GPU, and how all come together."""
 
 import ctypes
-import dataclasses
-import json
 import os
 import pickle
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -25,31 +24,31 @@ from megazpp.topology.hosts import SWITCH, Gpu, HostInfo
 CPU = torch.device("cpu")
 
 
-def survey(hosts: list[str]) -> list[Cluster | str]:
+def survey(hosts: str, gpus: Sequence[Gpu | None] = (None,) * 4) -> list[Cluster | str]:
     """What each rank gets that says it is on its one of `hosts`; a thread is a rank."""
     store = dist.HashStore()
 
-    def share(rank, host):
-        info = HostInfo(host=host, boot_id=host, local_rank=hosts[:rank].count(host), notice=f"{host} is odd")
+    def share(rank, host, gpu):
+        place = {"host": host, "boot_id": host, "local_rank": hosts[:rank].count(host)}
         try:
-            return share_survey(store, rank, len(hosts), info)
+            return share_survey(store, rank, len(hosts), HostInfo(**place, gpu=gpu, notice=f"{host} is odd"))
         except ValueError as error:
             return str(error)
 
     with ThreadPoolExecutor(len(hosts)) as pool:
-        return list(pool.map(share, range(len(hosts)), hosts))
+        return list(pool.map(share, range(len(hosts)), hosts, gpus))
 
 
 def test_all_ranks_get_the_cluster_of_a_launcher_that_deals_ranks_out():
-    found = survey(["a", "b", "a", "b"])
+    found = survey("abab")
     assert found == [Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))] * 4
     hosts = "hosts: a (rank 0 2), b (rank 1 3); no GPU"
     assert found[3].notices == (hosts, "a is odd", "b is odd")  # each host's notice once
 
 
 def test_what_is_wrong_with_a_host_reaches_every_rank_in_the_same_words():
-    found = survey(["a", "a", "a", "lonely"])
-    assert "1 on lonely (rank 3)" in found[0]
+    found = survey("aaab")
+    assert "1 on b (rank 3)" in found[0]
     assert found == found[:1] * 4
 
 
@@ -71,14 +70,9 @@ def test_the_survey_overrules_what_the_launcher_announced_but_not_the_flags():
     assert found == [Cluster(num_nodes=2, ranks_per_node=2)] * 4
 
 
-HOST = HostInfo(host="a", local_rank=3, gpu=Gpu(uuid="u", nvlink_peers=("x", "switch")), notice="ä")
-
-
-def test_answers_in_the_store_come_back_as_they_were():
-    store, other = dist.HashStore(), dataclasses.replace(HOST, host="b", gpu=None)
-    dist.PrefixStore("megazpp/survey", store).set("host/1", json.dumps(dataclasses.asdict(other)))
-    with pytest.raises(ValueError, match=r"a GPU on a .*; none on b "):
-        share_survey(store, 0, 2, HOST)
+def test_what_nvlink_joins_is_a_domain_of_its_own():
+    gpus = [Gpu(f"u{index}", "A40", pci=f"{index}", nvlink_peers=(f"{index ^ 1}",)) for index in range(4)]
+    assert survey("aaaa", gpus) == [Cluster(num_nodes=1, ranks_per_node=4, domain_size=2)] * 4
 
 
 class Evil:
