@@ -120,15 +120,8 @@ def test_sequences_at_once_and_one_by_one_give_the_same_bytes(tmp_path, monkeypa
 
 def test_files_are_synced_then_named_and_the_index_comes_last(tmp_path, monkeypatch):
     said, replace = list[str](), os.replace
-
-    def noting_replace(source: Path, target: Path) -> None:
-        said.append(f"name {target.name}")
-        replace(source, target)
-
-    monkeypatch.setattr(
-        os, "fsync", lambda file: said.append("sync " + Path(os.readlink(f"/proc/self/fd/{file}")).name)
-    )
-    monkeypatch.setattr(os, "replace", noting_replace)
+    monkeypatch.setattr(os, "fsync", lambda file: said.append(f"sync {Path(f'/proc/self/fd/{file}').readlink().name}"))
+    monkeypatch.setattr(os, "replace", lambda old, new: (said.append(f"name {new.name}"), replace(old, new)))
     write_pair(tmp_path / "a", [[1]])
     synced = ["sync a.bin.unfinished", "sync a.idx.unfinished"]
     assert said == [*synced, "name a.bin", "name a.idx", f"sync {tmp_path.name}"]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -155,14 +156,6 @@ def double_slowly_at_first(number: int) -> tuple[int, int]:
     return 2 * number, os.getpid()
 
 
-def send_much(number: int) -> bytes:
-    return bytes([number]) * (1 << 24)  # far more than a pipe holds
-
-
-def fail_at_three(number: int) -> float:
-    return 1 / (3 - number)
-
-
 def print_own_and_wait(_: int) -> None:
     print(os.getpid(), flush=True)
     time.sleep(100)
@@ -184,7 +177,7 @@ def test_results_come_in_order_and_who_stops_listening_ends_the_workers():
 
 
 def test_workers_killed_while_they_hand_over_much_are_noticed():
-    results = map_in_processes(send_much, range(100), 2)
+    results = map_in_processes(bytes, [1 << 24] * 100, 2)  # far more than a pipe holds
     next(results)
     for process in workers():
         process.kill()
@@ -193,17 +186,16 @@ def test_workers_killed_while_they_hand_over_much_are_noticed():
     assert workers() == []
 
 
-def test_exceptions_and_full_disks_of_workers_are_told(monkeypatch):
-    with pytest.raises(ZeroDivisionError) as caught:
-        list(map_in_processes(fail_at_three, range(9), 1))
-    assert "in fail_at_three" in str(caught.value.__cause__)
-
-    def full(self: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ValueError, match=r"--workers: .*/0: No space left on device; TMPDIR names another folder"):
-        list(map_in_processes(fail_at_three, range(9), 1))
+def test_exceptions_and_full_disks_of_workers_are_told():
+    with pytest.raises(json.JSONDecodeError, match="line 1 column 1") as caught:
+        list(map_in_processes(json.loads, ["1", "junk", "2"], 1))
+    assert "in raw_decode" in str(caught.value.__cause__)
+    full = mock.patch.object(Path, "write_bytes", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with (
+        full,
+        pytest.raises(ValueError, match=r"--workers: .*/0: No space left on device; TMPDIR names another folder"),
+    ):
+        list(map_in_processes(json.loads, ["1"], 1))
 
 
 def test_workers_end_with_a_main_process_that_is_killed(tmp_path):
