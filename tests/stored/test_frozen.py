@@ -1,6 +1,7 @@
 """Frozen units compute what trained weights do whose gradients nobody wants, and send each weight inside nodes only."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -20,21 +21,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.sharding import shard_model
 
-
-def rows_of(weights: dict[str, torch.Tensor]) -> LoadRows:
-    return lambda name, rows: weights[name][rows]
-
-
-def make_dims(nodes: int) -> ParallelDims:
-    cluster = Cluster(num_nodes=nodes, ranks_per_node=torch.distributed.get_world_size() // nodes)
-    return ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
-
-
 WIDTH = 101  # divides nothing
-
-
-def assert_freed(frozen: FrozenUnits) -> None:
-    assert not any(unit.is_unpacked for unit in frozen.units)
 
 
 class Stack(nn.Module):
@@ -53,73 +40,71 @@ class Stack(nn.Module):
         return x * self.scale
 
 
+@functools.cache
 def stack_weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Stack().named_parameters()}
-    return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: 0.2 * torch.randn(p.shape, generator=generator) for name, p in Stack().named_parameters()}
+
+
+def rows_of_stack(name: str, rows: slice) -> torch.Tensor:
+    return stack_weights()[name][rows]
 
 
 def frozen_stack(
-    axis: MeshAxis, *, recompute: bool = False, bits: int | None = None, load: LoadRows | None = None
+    axis: MeshAxis, *, recompute: bool = False, bits: int | None = None, load: LoadRows = rows_of_stack
 ) -> tuple[Stack, FrozenUnits]:
     with torch.device("meta"):
         model = Stack(recompute)
-    units = [[layer] for layer in model.layers]
-    return model, freeze(model, units, axis, load or rows_of(stack_weights()), device=CPU, bits=bits)
+    return model, freeze(model, [[layer] for layer in model.layers], axis, load, device=CPU, bits=bits)
 
 
-def plain_stack(weights: dict[str, torch.Tensor]) -> Stack:
-    model = Stack()
-    model.load_state_dict(weights)
+def plain_stack(bits: int | None) -> Stack:
+    """Of the same weights, of which the matrices have been in packed rows."""
+    model, rows = Stack(), plan_rows(WIDTH, *at_rest(bits, torch.float32))
+    model.load_state_dict(stack_weights())
+    for layer in model.layers:
+        rows.unpack(rows.pack(layer.weight.detach()), layer.weight.data)
     return model
 
 
-def rounded_to(weights: dict[str, torch.Tensor], bits: int | None) -> dict[str, torch.Tensor]:
-    """The weights, of which the matrices have been in packed rows."""
-    found = dict(weights)
-    for name, weight in weights.items():
-        if weight.dim() == 2:
-            rows = plan_rows(WIDTH, *at_rest(bits, torch.float32))
-            found[name] = rows.unpack(rows.pack(weight), torch.empty_like(weight))
-    return found
-
-
-def message_bytes(bits: int | None) -> int:
-    """Bytes of the messages of all weights, of 51 rows of the 101 each."""
-    row_bytes = {None: 4 * WIDTH, 8: 144, 4: 80}[bits]  # 128 + 4 and 64 + 8, to a multiple of 16
-    vector = 208  # 51 elements of fp32, to a multiple of 16
-    return 3 * (-(-51 * row_bytes // 16) * 16 + vector) + vector
-
-
-def assert_same(model: Stack, plain: Stack, x: torch.Tensor) -> None:
-    """Outputs and gradients of inputs, bit for bit."""
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [each(one) for each, one in zip((model, plain), inputs, strict=True)]
-    for y in outputs:
+def assert_same(model: Stack, frozen: FrozenUnits, bits: int | None) -> None:
+    """As a plain one: outputs and gradients of inputs, bit for bit; and nothing stays unpacked."""
+    x, found = torch.randn(5, WIDTH, requires_grad=True), []
+    for each in (model, plain_stack(bits)):
+        y, x.grad = each(x), None
         y.square().sum().backward()
-    assert torch.equal(*outputs)
-    assert torch.equal(inputs[0].grad, inputs[1].grad)
+        found.append((y, x.grad))
+    assert all(map(torch.equal, *found))
+    assert not any(unit.is_unpacked for unit in frozen.units)
+
+
+def make_dims(nodes: int) -> ParallelDims:
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=torch.distributed.get_world_size() // nodes)
+    return ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
+
+
+def gathers(dims: ParallelDims) -> tuple[int, int]:
+    """Calls and bytes so far."""
+    return dims.counter.table()["local", "frozen", "all_gather"]
 
 
 def use_stack(bits: int | None, recompute: bool) -> None:
-    dims, weights, held = make_dims(2), stack_weights(), []
-    asked: list[tuple[str, int]] = []
-
-    def load(name: str, rows: slice) -> torch.Tensor:
-        asked.append((name, rows.stop - rows.start))
-        return weights[name][rows]
-
+    """Of 101 rows each of two ranks has 51, the last of which is padding; a message has a multiple of 16 bytes."""
+    dims, held = make_dims(2), list[int]()
+    load = mock.Mock(side_effect=rows_of_stack)
     model, frozen = frozen_stack(dims.twin("local", "frozen"), bits=bits, recompute=recompute, load=load)
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: held.append(sum(u.is_unpacked for u in frozen.units)), prepend=True)
 
-    assert_same(model, plain_stack(rounded_to(weights, bits)), torch.randn(5, WIDTH))
+    assert_same(model, frozen, bits)
 
-    assert sorted(name for name, _ in asked) == sorted(weights)
-    assert {rows for _, rows in asked} in ({51}, {50})  # of 101, over two ranks
-    assert frozen.kept_bytes == message_bytes(bits)
-    assert dims.counter.table()["local", "frozen", "all_gather"] == (8, 2 * message_bytes(bits))
+    assert sorted(call.args[0] for call in load.call_args_list) == sorted(stack_weights())
+    assert {rows.stop - rows.start for (_, rows), _ in load.call_args_list} == {51 - dims.local.rank}
+    row_bytes = {None: 4 * WIDTH, 8: 128 + 2 * 2 + 12, 4: 64 + 4 * 2 + 8}[bits]  # elements, bf16 scales, padding
+    vector = 208  # 51 elements of fp32
+    message_bytes = 3 * (-(-51 * row_bytes // 16) * 16 + vector) + vector
+    assert frozen.kept_bytes == message_bytes
+    assert gathers(dims) == (8, 2 * message_bytes)  # forward and again backward, to one other rank
     assert dims.counter.sent_bytes("cross") == 0
     assert max(held) == 2  # the layer and the model's own
     assert sum(whole.untyped_storage().nbytes() for unit in frozen.units for _, whole, _ in unit.weights) == 0
@@ -129,26 +114,21 @@ def use_stack(bits: int | None, recompute: bool) -> None:
     ("bits", "recompute"), [(None, False), (8, False), slow(4, False), (None, True)], ids=["16", "8", "4", "again"]
 )
 def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(bits, recompute):
-    """Four messages forward and again backward: (L - 1) of each from each rank, L = 2."""
     ranks(4).run(use_stack, bits, recompute)
 
 
 def generate() -> None:
     dims = make_dims(1)
     model, frozen = frozen_stack(dims.twin("local", "frozen"))
-
-    def calls() -> int:
-        return dims.counter.table()["local", "frozen", "all_gather"].calls
-
     with torch.inference_mode():
         with frozen.kept_gathered():
             for _ in range(3):
                 model(torch.ones(1, WIDTH))
-        assert calls() == 4
-        assert_freed(frozen)
+        assert gathers(dims)[0] == 4
+        assert not any(unit.is_unpacked for unit in frozen.units)
         model(torch.ones(1, WIDTH))
-    assert calls() == 8
-    assert_same(model, plain_stack(stack_weights()), torch.ones(2, WIDTH))  # outside of inference mode
+    assert gathers(dims)[0] == 8
+    assert_same(model, frozen, None)  # outside of inference mode
 
 
 def test_kept_weights_travel_once_for_any_number_of_tokens():
@@ -161,10 +141,10 @@ def use_upper_layers() -> None:
     with torch.no_grad():
         x = model.layers[0](torch.ones(1, WIDTH))
     y = model.layers[2](model.layers[1](x.requires_grad_()))
-    before = dims.counter.table()["local", "frozen", "all_gather"].calls
+    before = gathers(dims)[0]
     y.sum().backward()
     dims.world.share_object(None)
-    assert dims.counter.table()["local", "frozen", "all_gather"].calls - before == 2
+    assert gathers(dims)[0] - before == 2
 
 
 def test_below_the_first_gradient_nothing_is_gathered_in_backward():
@@ -172,19 +152,16 @@ def test_below_the_first_gradient_nothing_is_gathered_in_backward():
 
 
 def test_one_rank_holds_the_weights_as_they_are_and_packs_them_where_bits_are_fewer():
-    weights, x = stack_weights(), torch.randn(3, WIDTH)
     model, frozen = frozen_stack(MeshAxis("frozen"))
-    padding = frozen.kept_bytes - sum(weight.nbytes for weight in weights.values())
+    padding = frozen.kept_bytes - sum(weight.nbytes for weight in stack_weights().values())
     assert 0 <= padding < 7 * 16  # each weight begins at 16 bytes
-    assert_same(model, plain_stack(weights), x)
-    model, frozen = frozen_stack(MeshAxis("frozen"), bits=8)
-    assert_same(model, plain_stack(rounded_to(weights, 8)), x)
-    assert_freed(frozen)
+    assert_same(model, frozen, None)
+    assert_same(*frozen_stack(MeshAxis("frozen"), bits=8), 8)
 
 
 def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
     """Of two forwards before their backwards, and one that has none: as of chosen and rejected texts, evaluated too."""
-    inputs = [torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in range(2)]
+    inputs = [torch.full((3, WIDTH), value, requires_grad=True) for value in (0.5, -1.0)]
     a, b = model(inputs[0]).sum(), model(inputs[1]).square().sum()
     with torch.no_grad():
         model(inputs[0])
@@ -193,12 +170,11 @@ def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
     return [x.grad for x in inputs]
 
 
-def test_two_forwards_before_their_backwards_and_one_that_has_none():
+@pytest.mark.parametrize("together", [False, True])
+def test_two_forwards_before_their_backwards_and_one_that_has_none(together):
     model, frozen = frozen_stack(MeshAxis("frozen"), bits=8)
-    plain = plain_stack(rounded_to(stack_weights(), 8))
-    for together in (False, True):
-        assert all(map(torch.equal, gradients_of_two(model, together), gradients_of_two(plain, together)))
-        assert_freed(frozen)
+    assert all(map(torch.equal, gradients_of_two(model, together), gradients_of_two(plain_stack(8), together)))
+    assert not any(unit.is_unpacked for unit in frozen.units)
 
 
 def test_a_weight_in_two_places_stays_one():
@@ -229,19 +205,17 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.trained(x))
 
 
-def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[dict[str, torch.Tensor], int]:
+def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], int]:
+    """The trained weights after three steps of two micro-batches, and the bytes sent between nodes."""
     dims = make_dims(2)
     torch.manual_seed(0)
     model = nn.Sequential(*(Adapted() for _ in range(3)))
-    for layer in model:
-        layer.base.requires_grad_(False)
+    bases = nn.ModuleList(layer.base for layer in model).requires_grad_(False)
     if freezes:
-        bases = nn.ModuleList(layer.base for layer in model)
-        weights = {name: p.detach() for name, p in bases.named_parameters()}
-        freeze(bases, [[base] for base in bases], dims.twin("local", "frozen"), rows_of(weights), device=CPU)
+        weights, axis = {name: p.detach() for name, p in bases.named_parameters()}, dims.twin("local", "frozen")
+        freeze(bases, [[base] for base in bases], axis, lambda name, rows: weights[name][rows], device=CPU)
     sharding = shard_model(model, [[layer] for layer in model], dims, zero=zero)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(trained) == 3
+    trained = [layer.trained.weight for layer in model]
     optimizer = torch.optim.AdamW(trained, lr=0.01)
     for step in range(3):
         for micro_batch in range(2):
@@ -251,8 +225,7 @@ def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[dict[str, torch.Tens
             model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = {name: p.detach().full_tensor() for name, p in model.named_parameters() if p.requires_grad}
-    return found, dims.counter.sent_bytes("cross")
+    return [weight.detach().full_tensor() for weight in trained], dims.counter.sent_bytes("cross")
 
 
 @pytest.mark.parametrize(("zero", "tolerance"), [(ZeroConfig(), 0.0), slow(ZeroConfig(zeropp=True), 0.05)])
