@@ -14,12 +14,16 @@ That the host waits for a stream (`.item()`) orders nothing here: nobody should 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -32,96 +36,118 @@ from megazpp.parallel import axis
 from megazpp.parallel.comm_queue import StreamQueue
 from megazpp.zero import wire
 
-Clock = dict[int, int]  # stream -> how many of its operations are done
+# the first arguments of each are read, the others may be written
+KERNELS = {"pack": 2, "unpack": 2, "unpack_onto": 2, "unpack_sum": 2, "encode": 2, "decode": 1}
+
+
+class Stream:
+    """As `torch.cuda.Stream`; `clock` counts the operations of every stream that its next one comes after."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.number, self.clock = streams, next(streams.numbers), Counter[Stream]()
+        self.freed: list[Access] = []  # uses of other streams that may not be over, of memory that it gets next
+
+    def record_event(self) -> Event:
+        event = Event(self.streams)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.streams.free_what_is_gone()
+        self.clock |= event.clock
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+class Event:
+    """As `torch.cuda.Event`."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.clock = streams, Counter[Stream]()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = (stream or self.streams.current).clock.copy()
 
 
 class Access(NamedTuple):
-    stream: int
+    """A use of some bytes of an allocation."""
+
+    stream: Stream
     time: int
     start: int
     stop: int
     writes: bool
     what: str
 
+    def is_done_before(self, stream: Stream) -> bool:
+        return stream.clock[self.stream] >= self.time
+
 
 @dataclass
 class Memory:
-    """One allocation."""
+    """One allocation; its stream comes first, then those that were recorded."""
 
     alive: StorageWeakRef
-    stream: int
+    streams: list[Stream]
     accesses: list[Access] = field(default_factory=list)
-    recorded: set[int] = field(default_factory=set)
 
 
 class Streams(TorchDispatchMode):
-    """All streams of a process.
-
-    Attributes:
-        found: what is wrong, in words, each once.
-    """
+    """All streams of a process; `found` says what is wrong, each once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.clocks: list[Clock] = [{}]
-        self.current = Stream(self, 0)
+        self.numbers = itertools.count()
+        self.current = Stream(self)
         self.found: list[str] = []
         self._memory: dict[int, Memory] = {}
-        self._shared: set[int] = set()  # the keys of what more than one stream has used
-        self._freed: dict[int, list[tuple[str, Access]]] = {}  # stream -> who may still use what it gets next
-
-    def new(self, *args: object, **kwargs: object) -> Stream:
-        """As `torch.cuda.Stream()`."""
-        self.clocks.append({})
-        return Stream(self, len(self.clocks) - 1)
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
         """As `torch.cuda.stream()`."""
-        self.free_what_is_gone(self._memory)
-        before, self.current = self.current, stream
-        try:
+        self.free_what_is_gone()
+        with mock.patch.object(self, "current", stream):
             yield
-        finally:
-            self.current = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        reads, writes = find_uses(func, args, kwargs or {}, result)
-        self.use(str(func), reads, writes, result)
+        self.use(str(func), *find_uses(func, args, kwargs or {}, result), result)
         return result
+
+    def kernel(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call one of ours, which are C on the CPU, and take pointers that torch does not see."""
+        reads = KERNELS[kernel.__name__]
+        self.use(kernel.__name__, args[:reads], [args[reads:], kwargs])
+        return kernel(*args, **kwargs)
 
     def use(self, what: str, reads: Sequence[object], writes: Sequence[object], made: object = None) -> None:
         """Note one kernel on the current stream."""
-        stream = self.current.index
-        clock = self.clocks[stream]
-        clock[stream] = time = clock.get(stream, 0) + 1
-        what = f"{what} at {caller()}"
+        stream = self.current
+        stream.clock[stream] += 1
+        what = f"{what} on stream {stream.number} at {caller()}"
         for tensor in tensors_in(made):
             self._memory_of(tensor)
         for used, is_write in ((reads, False), (writes, True)):
             for tensor in tensors_in(used):
                 if tensor.numel():
-                    memory = self._memory_of(tensor)
-                    if memory.stream != stream:
-                        self._shared.add(tensor.untyped_storage()._cdata)
-                    self._touch(memory, Access(stream, time, *extent(tensor), is_write, what))
+                    access = Access(stream, stream.clock[stream], *extent(tensor), is_write, what)
+                    self._touch(self._memory_of(tensor), access)
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
         """As `Tensor.record_stream`."""
-        self._memory_of(tensor).recorded.add(stream.index)
+        self._memory_of(tensor).streams.append(stream)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """FSDP2 frees and allocates parameters' memory by resizing their storage."""
-        key = storage._cdata
-        if key in self._memory:
-            self._free(key)
+        if storage._cdata in self._memory:
+            self._free(storage._cdata)
         if num_bytes:
             self._allocate(storage)
 
-    def free_what_is_gone(self, keys: Iterable[int] | None = None) -> None:
-        """Before anything that may order streams, or hand out memory again: what only one stream used can wait."""
-        for key in [key for key in (self._shared if keys is None else keys) if self._memory[key].alive.expired()]:
+    def free_what_is_gone(self) -> None:
+        """Call before anything that may order streams, or hand out memory again."""
+        for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
             self._free(key)
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory:
@@ -132,76 +158,39 @@ class Streams(TorchDispatchMode):
 
     def _allocate(self, storage: torch.UntypedStorage) -> None:
         self.free_what_is_gone()
-        stream = self.current.index
-        for freed, use in self._freed.pop(stream, ()):
-            if not self._done_before(use, stream):
-                self._report(f"early reuse on {stream} at {caller()}: {freed}, {use.what} on {use.stream}")
-        self._memory[storage._cdata] = Memory(StorageWeakRef(storage), stream)
+        stream = self.current
+        for use in stream.freed:
+            if not use.is_done_before(stream):
+                self._report(f"early reuse on stream {stream.number} at {caller()}: {use.what}")
+        stream.freed = []
+        self._memory[storage._cdata] = Memory(StorageWeakRef(storage), [stream])
 
     def _free(self, key: int) -> None:
         memory = self._memory.pop(key)
-        self._shared.discard(key)
         for use in memory.accesses:
-            if not any(self._done_before(use, stream) for stream in (memory.stream, *memory.recorded)):
-                self._freed.setdefault(memory.stream, []).append((f"freed at {caller()}", use))
+            if not any(map(use.is_done_before, memory.streams)):
+                memory.streams[0].freed.append(use._replace(what=f"freed at {caller()}, {use.what}"))
 
     def _touch(self, memory: Memory, new: Access) -> None:
         kept = []
         for old in memory.accesses:
-            overlap = old.start < new.stop and new.start < old.stop
-            ordered = self._done_before(old, new.stream)
-            if overlap and (old.writes or new.writes) and not ordered:
-                self._report(f"race: {new.what} on {new.stream}, {old.what} on {old.stream}")
+            ordered = old.is_done_before(new.stream)
+            if old.start < new.stop and new.start < old.stop and (old.writes or new.writes) and not ordered:
+                self._report(f"race: {new.what}; {old.what}")
             covered = new.start <= old.start and old.stop <= new.stop and (new.writes or not old.writes)
             if not (covered and ordered):
                 kept.append(old)
         memory.accesses = [*kept, new]
-
-    def _done_before(self, use: Access, stream: int) -> bool:
-        return use.stream == stream or self.clocks[stream].get(use.stream, 0) >= use.time
 
     def _report(self, text: str) -> None:
         if text not in self.found:
             self.found.append(text)
 
 
-class Event:
-    """As `torch.cuda.Event`."""
-
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
-        self.clock: Clock = {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict(self.streams.clocks[(stream or self.streams.current).index])
-
-
-class Stream:
-    """As `torch.cuda.Stream`."""
-
-    def __init__(self, streams: Streams, index: int) -> None:
-        self.streams, self.index = streams, index
-
-    def record_event(self) -> Event:
-        event = Event(self.streams)
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        self.streams.free_what_is_gone()
-        clock = self.streams.clocks[self.index]
-        for stream, time in event.clock.items():
-            clock[stream] = max(clock.get(stream, 0), time)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
-
-
 @contextmanager
 def simulated_streams() -> Iterator[Streams]:
     """Streams for our queues and for FSDP2, in this process; build the model inside."""
-    streams = Streams()
-    resize = torch.UntypedStorage.resize_
+    streams, resize = Streams(), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         streams.resized(storage, size)
@@ -209,7 +198,7 @@ def simulated_streams() -> Iterator[Streams]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (torch.cuda, torch.cpu):  # FSDP2 takes streams from the module of its device
-            patch.setattr(module, "Stream", streams.new)
+            patch.setattr(module, "Stream", lambda *args, **kwargs: Stream(streams))
             patch.setattr(module, "Event", lambda **kwargs: Event(streams))
             patch.setattr(module, "stream", streams.using)
             patch.setattr(module, "current_stream", lambda: streams.current)
@@ -217,44 +206,25 @@ def simulated_streams() -> Iterator[Streams]:
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream))
         patch.setattr(torch.UntypedStorage, "resize_", resize_)
         patch.setattr(axis, "ThreadQueue", lambda name, timeline: StreamQueue())
-        for name in ("pack", "unpack", "unpack_onto", "unpack_sum"):
-            patch.setattr(wire, name, note_kernel(streams, name, getattr(wire, name)))
+        for name in KERNELS:
+            patch.setattr(wire, name, partial(streams.kernel, getattr(wire, name)))
         with streams:
             yield streams
 
 
-def note_kernel(streams: Streams, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Our kernels for the CPU are C and take pointers, which torch does not see."""
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        streams.use(name, [args], [kwargs])  # what they write is given by name
-        return kernel(*args, **kwargs)
-
-    return noted
-
-
 def find_uses(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[object], list[object]]:
     """What an operation reads and what it writes."""
-    schema = func._schema
-    if func.namespace == "c10d":  # these do not say what they write
-        named = list(zip((argument.name for argument in schema.arguments), args, strict=False))
-        reads = [value for name, value in named if name.startswith("input")]
-        return reads, [value for name, value in named if not name.startswith("input")]
+    schema, name = func._schema, func.__name__
     given = [*zip(schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-    reads, writes = [], []
-    makes_nothing = "empty" in func.__name__
-    for argument, value in given:
-        alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            writes.append(value)
-        elif alias is None and not makes_nothing and "_like" not in func.__name__:
-            reads.append(value)
+    if func.namespace == "c10d":  # these do not say what they write
+        inputs = [value for argument, value in given if argument.name.startswith("input")]
+        return inputs, [value for argument, value in given if not argument.name.startswith("input")]
     results = result if isinstance(result, tuple) and len(schema.returns) > 1 else (result,)
-    for returned, value in zip(schema.returns, results, strict=False):
-        if returned.alias_info is None and not makes_nothing:
-            writes.append(value)
-    return reads, writes
+    reads = [value for argument, value in given if argument.alias_info is None and "_like" not in name]
+    writes = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+    new = [value for each, value in zip(schema.returns, results, strict=False) if each.alias_info is None]
+    return ([], writes) if "empty" in name else (reads, [*writes, *new])
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:
@@ -271,10 +241,6 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def caller() -> str:
     """The line of ours or of FSDP2 that is running."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        path = Path(frame.f_code.co_filename)
-        if "megazpp" in path.parts or "_fully_shard" in path.parts:
-            return f"{path.name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "elsewhere"
+    lines = ((Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(None))
+    ours = (f"{path.name}:{line}" for path, line in lines if {"megazpp", "_fully_shard"} & {*path.parts})
+    return next(ours, "elsewhere")
