@@ -7,33 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.block_quant import many_segments, segments
+from helpers.block_quant import layout_of
 from helpers.refusals import not_refused
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import block_quant
-from kernels.block_quant import (
-    Feedback,
-    RangeTable,
-    backend,
-    native,
-    pack,
-    range_table,
-    reference,
-    unpack,
-    unpack_onto,
-    unpack_sum,
-)
+from kernels.block_quant import Feedback, backend, native, pack, range_table, reference, unpack, unpack_onto, unpack_sum
+from kernels.block_quant.range_table import RangeTable
 from kernels.c_library import CLibrary, CLibraryError
 from kernels.formats import BlockFormat, plan_row
 
-FMT = BlockFormat(8, 32)
 SIZES = (0, 1, 63, 257)
 
 
-def table_of(n: int, fmt: BlockFormat = FMT) -> RangeTable:
-    return range_table(plan_row(n, fmt), torch.float32)
+def table_of(n: int, bits: int = 8) -> RangeTable:
+    return range_table(plan_row(n, BlockFormat(bits, 32)), torch.float32)
 
 
 def empty(*lead: int, table: RangeTable) -> Tensor:
@@ -41,18 +30,14 @@ def empty(*lead: int, table: RangeTable) -> Tensor:
 
 
 def largest_step(messages: Tensor, table: RangeTable) -> float:
-    if not messages.numel():
-        return 0.0
-    ((_, scales),) = segments(messages, table.layout)
-    return float(scales.float().abs().max())
+    return float(Feedback(messages, table).scales.float().abs().max()) if messages.numel() else 0.0
 
 
 def test_segments_of_any_length_with_up_to_two_leading_dims_make_the_round_trip():
     for lead, n in itertools.product([(), (3,), (2, 3), (0,)], SIZES):
         x, table = torch.randn(*lead, n), table_of(n)
-        messages = empty(*lead, table=table)
+        messages, out, total = empty(*lead, table=table), torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
         pack(x, table, messages=messages, errors=Feedback.zeros(lead, table))
-        out, total = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
         unpack(messages, table, out=out)
         torch.testing.assert_close(out, x, rtol=0, atol=largest_step(messages, table))
         many = messages.expand(3, *messages.shape).contiguous()
@@ -65,7 +50,7 @@ def test_segments_of_any_length_with_up_to_two_leading_dims_make_the_round_trip(
 def test_a_base_that_receives_every_difference_follows_what_is_sent():
     """Both ends hold the same bits, and what one message loses is in the next: the error is that of one message."""
     for lead, n, bits in itertools.product([(), (2, 3)], SIZES, (8, 4)):
-        table, generator = table_of(n, BlockFormat(bits, 32)), torch.Generator().manual_seed(n)
+        table, generator = table_of(n, bits), torch.Generator().manual_seed(n)
         x = torch.randn(*lead, n, generator=generator)
         base = x.bfloat16()
         received, messages = base.clone(), empty(*lead, table=table)
@@ -80,13 +65,12 @@ def test_a_base_that_receives_every_difference_follows_what_is_sent():
 
 
 def test_what_is_not_quantized_is_replaced_by_differences_and_summed_by_sums():
-    layout = many_segments([(40, True), (7, False)], FMT, 4)
-    table, x = range_table(layout, torch.float32), torch.randn(layout.size)
-    messages, base = empty(table=table), torch.randn(layout.size)
+    table = range_table(layout_of([(40, True), (7, False)], BlockFormat(8, 32)), torch.float32)
+    x, base, total = torch.randn(47), torch.randn(47), torch.ones(47)
+    messages = empty(table=table)
     pack(x, table, messages=messages, base=base)
     unpack_onto(messages, table, out=base)
     assert torch.equal(base[40:], x[40:])
-    total = torch.ones(layout.size)
     unpack_sum(messages.expand(2, -1), table, out=total, accumulate=True)
     assert torch.equal(total[40:], 1 + x[40:] + x[40:])
 
@@ -141,8 +125,8 @@ def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypa
 
 
 def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monkeypatch):
-    x, table = torch.randn(3, 257), table_of(257)
-    expected, got = empty(3, table=table), empty(3, table=table)
+    x, table = torch.randn(257), table_of(257)
+    expected, got = empty(table=table), empty(table=table)
     reference.pack(x, table, expected)
     monkeypatch.setattr(native, "library", lambda: CLibraryError("no C compiler found"))
     monkeypatch.delattr(native, "pack")
@@ -154,16 +138,13 @@ def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monk
 
 def test_threads_may_call_at_once():
     """A communication thread and the main thread share nothing."""
-    inputs = [torch.randn(50_000, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+    rows, table = torch.randn(32, 50_000), table_of(50_000)
 
-    def run(x: Tensor) -> Tensor:
-        table = table_of(x.numel())
-        messages, out = empty(table=table), torch.empty_like(x)
-        pack(x, table, messages=messages)
-        unpack(messages, table, out=out)
-        return out
+    def packed(row: Tensor) -> Tensor:
+        messages = empty(table=table)
+        pack(row, table, messages=messages)
+        return messages
 
-    alone = [run(x) for x in inputs]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(run, inputs * 4))
-    assert all(torch.equal(a, b) for a, b in zip(alone * 4, together, strict=True))
+        together = list(pool.map(packed, rows))
+    assert all(map(torch.equal, together, map(packed, rows)))

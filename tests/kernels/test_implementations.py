@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.block_quant import (
-    assert_same,
-    difficult,
-    many_segments,
-    one_segment,
-    pack_both,
-    quantize_both,
-    segments,
-    unpack_both,
-)
+from helpers.block_quant import assert_same, difficult, layout_of, pack_both, unpack_both
 
 from kernels import block_quant
 from kernels.block_quant import TRITON, Feedback, pack, range_table, reference, unpack, unpack_sum
@@ -39,16 +30,19 @@ each_implementation = pytest.mark.parametrize(
 
 
 def module_of(name: str) -> ModuleType:
-    library = block_quant.native.library()
-    if name == "native" and isinstance(library, CLibraryError):
-        pytest.skip(str(library))
-    if name == "triton" and TRITON is None:
-        pytest.skip("Triton is not installed")
-    return block_quant.native if name == "native" else TRITON
+    found = TRITON if name == "triton" else block_quant.native
+    if found is None or (name == "native" and isinstance(found.library(), CLibraryError)):
+        pytest.skip(f"{name}: there is no Triton or no C compiler")
+    return found
 
 
 def cases(name: str, every: list[Any], few: list[Any]) -> list[Any]:
     return few if name == "triton" and not ON_GPU else every
+
+
+def pack_one(name: str, x: torch.Tensor, fmt: BlockFormat, **how: Any) -> None:
+    """Compare messages of one segment."""
+    pack_both(module_of(name), x, layout_of([(x.shape[-1], True)], fmt), DEVICES[name], **how)
 
 
 @each_implementation
@@ -60,7 +54,7 @@ def test_blocks_of_any_kind_are_the_reference_s(name):
     few += [((1, 2), 4096, BF16, 128, 8, False), ((1, 2), 4101, FP32, 1024, 4, False)]
     for seed, (lead, n, dtype, block_size, bits, clip) in enumerate(cases(name, every, few)):
         x, fmt = difficult(lead, n, dtype, seed=2 * seed), BlockFormat(bits, block_size, clip)
-        quantize_both(module_of(name), x, fmt, DEVICES[name], swapped=n % 2 == 0, offset=n % 7)
+        pack_one(name, x, fmt, swapped=n % 2 == 0, offset=n % 7)
 
 
 @each_implementation
@@ -69,7 +63,7 @@ def test_errors_that_are_fed_back_are_the_reference_s(name):
     few = [(300, BF16, KINDS[0], 0.8), (130, FP32, KINDS[1], 0.0), (300, FP16, KINDS[2], 0.8)]
     for seed, (n, dtype, (bits, clip), beta) in enumerate(cases(name, every, few)):
         x, fmt = difficult((2, 2), n, dtype, seed=4 * seed), BlockFormat(bits, 128, clip)
-        quantize_both(module_of(name), x, fmt, DEVICES[name], swapped=True, offset=1, steps=3, beta=beta)
+        pack_one(name, x, fmt, swapped=True, offset=1, steps=3, beta=beta)
 
 
 @each_implementation
@@ -80,7 +74,7 @@ def test_differences_are_the_reference_s(name):
         x, fmt = difficult((2, 2), n, dtype, seed=4 * seed), BlockFormat(bits, BLOCK_SIZES[n % 7])
         close, far = x.to(base_dtype), difficult((2, 2), n, base_dtype, seed=4 * seed + 3)
         for base in cases(name, [close, far], [(close, far)[seed % 2]]):
-            quantize_both(module_of(name), x, fmt, DEVICES[name], swapped=n % 2 == 0, offset=n % 3, base=base)
+            pack_one(name, x, fmt, swapped=n % 2 == 0, offset=n % 3, base=base)
 
 
 @each_implementation
@@ -90,7 +84,7 @@ def test_sums_are_the_reference_s(name):
     few = [(1, 4, 257, FP32), (2, 8, 4101, FP32), (3, 4, 257, BF16), (8, 8, 130, FP16)]
     for num_parts, bits, n, dtype in cases(name, every, few):
         parts = difficult((num_parts, 9 if name == "native" else 2), n, FP32, seed=num_parts)
-        unpack_both(module_of(name), parts, one_segment(n, BlockFormat(bits, 128)), DEVICES[name], dtype, FP32)
+        unpack_both(module_of(name), parts, layout_of([(n, True)], BlockFormat(bits, 128)), DEVICES[name], dtype, FP32)
 
 
 MANY = [
@@ -109,7 +103,7 @@ def test_many_segments_are_packed_and_unpacked_like_the_reference_s(name):
     few = [(0, FEW, 4, FP32, FP32), (1, [(70, False), (200, True)], 8, BF16, FP16)]
     implementation, device = module_of(name), DEVICES[name]
     for seed, sizes, bits, dtype, exact in cases(name, every, few):
-        layout = many_segments(sizes, BlockFormat(bits, 128), exact.itemsize)
+        layout = layout_of(sizes, BlockFormat(bits, 128), exact.itemsize)
         lead = (2, 2) if name == "native" else (1, 2)
         x, base = (difficult(lead, layout.size, kind, seed=4 + 2 * seed) for kind in (dtype, BF16))
         pack_both(implementation, x, layout, device, dtype=exact, swapped=seed % 2 == 0, offset=seed, steps=2)
@@ -124,8 +118,7 @@ def test_native_reads_every_sixteen_bit_number_like_the_reference():
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(1, 1, -1)
     for dtype in (BF16, FP16):
         for bits, clip in KINDS:
-            x, fmt = patterns.view(dtype), BlockFormat(bits, 32, clip)
-            quantize_both(module_of("native"), x, fmt, "cpu", swapped=False, offset=1, steps=2)
+            pack_one("native", patterns.view(dtype), BlockFormat(bits, 32, clip), offset=1, steps=2)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -135,7 +128,7 @@ def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(bit
     near = every_scale[(torch.arange(2**16) + torch.randint(-300, 300, (2**16,), generator=generator)) % 2**16]
     layout = plan_row(2**21, BlockFormat(bits, 32))
     sent = torch.randint(256, (2, 1, 1, layout.message_bytes), generator=generator, dtype=torch.uint8)
-    segments(sent, layout)[0][1].copy_(torch.stack([every_scale, near]).view(2, 1, 1, -1))
+    Feedback(sent, range_table(layout, FP32)).scales.copy_(torch.stack([every_scale, near]).view(2, 1, 1, -1))
     how = {"onto_quantized": False, "onto_exact": False}
     for dtype in DTYPES:
         for num_parts in (1, 2):
@@ -155,15 +148,15 @@ def test_offsets_beyond_two_to_the_31_are_right(bits):
     n, fmt = 2**31 + 257, BlockFormat(bits, 128)
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("needs 16 GiB of free GPU memory")
-    x = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+    x = torch.zeros(n, dtype=BF16, device="cuda")
     x[-5000:] = torch.randn(5000, device="cuda")
     tail = x[-(4096 + 257) :].clone()  # from a block's start on
     sent = []
     for data in (x, tail):
-        table = range_table(plan_row(len(data), fmt), torch.bfloat16)
+        table = range_table(plan_row(len(data), fmt), BF16)
         messages = torch.empty(table.layout.message_bytes, dtype=torch.uint8, device="cuda")
         pack(data, table, messages=messages, errors=Feedback.zeros((), table, "cuda"))
-        sent.append(segments(messages, table.layout)[0])
+        sent += Feedback(messages, table).segments()
         unpack(messages, table, out=data)
     for whole, part in zip(*sent, strict=True):
         assert torch.equal(whole[-part.numel() :], part)
@@ -174,7 +167,7 @@ def test_offsets_beyond_two_to_the_31_are_right(bits):
 @pytest.mark.gpu
 def test_rows_that_lie_beyond_two_to_the_31_bytes_are_right():
     """Strides, not only offsets within a row, need 64 bits."""
-    table, apart = range_table(plan_row(1000, BlockFormat(8, 256)), torch.float32), 2**31 + 16
+    table, apart = range_table(plan_row(1000, BlockFormat(8, 256)), FP32), 2**31 + 16
     buffer = torch.zeros(2 * apart, dtype=torch.uint8, device="cuda")
     messages = buffer.as_strided((2, table.layout.message_bytes), (apart, 1))
     x = torch.randn(2, 1000, device="cuda")
@@ -182,6 +175,5 @@ def test_rows_that_lie_beyond_two_to_the_31_bytes_are_right():
     out, expected = torch.empty_like(x[0]), torch.empty_like(x[0])
     unpack_sum(messages, table, out=out)
     unpack_sum(messages.contiguous(), table, out=expected)
-    assert_same("the sum", out, expected)
-    ((_, scales),) = segments(messages, table.layout)
-    torch.testing.assert_close(out, x.sum(0), rtol=0, atol=2 * float(scales.max()))
+    assert_same("the sum", out, expected.cpu())
+    torch.testing.assert_close(out, x.sum(0), rtol=0, atol=2 * float(Feedback(messages, table).scales.max()))

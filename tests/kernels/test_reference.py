@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,33 +11,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.block_quant import reference
-from kernels.formats import BlockFormat, feedback_format
+from kernels.formats import BlockFormat
 
 INT8, INT4 = BlockFormat(8, 32), BlockFormat(4, 32)
 
-
-class Segment(NamedTuple):
-    payload: Tensor
-    scales: Tensor
+Sent = tuple[Tensor, Tensor]  # payload, scales
 
 
-def no_error(n: int, fmt: BlockFormat) -> Segment:
-    stored = feedback_format(fmt)
-    scales = torch.zeros(stored.num_blocks(n), dtype=torch.bfloat16)
-    return Segment(torch.zeros(stored.payload_bytes(n), dtype=torch.uint8), scales)
+def zeros(n: int, fmt: BlockFormat) -> Sent:
+    scales = torch.zeros(fmt.num_blocks(n), dtype=torch.bfloat16)
+    return torch.zeros(fmt.payload_bytes(n), dtype=torch.uint8), scales
 
 
-def quantize(x: Tensor, fmt: BlockFormat, error: Segment | None = None, **how: Any) -> Segment:
-    payload = torch.empty(*x.shape[:-1], fmt.payload_bytes(x.shape[-1]), dtype=torch.uint8)
-    scales = torch.empty(*x.shape[:-1], fmt.num_blocks(x.shape[-1]), dtype=torch.bfloat16)
-    reference.quantize(x, fmt, payload, scales, error, **how)
-    return Segment(payload, scales)
+def quantize(x: Tensor, fmt: BlockFormat, error: Sent | None = None, **how: Any) -> Sent:
+    sent = zeros(len(x), fmt)
+    reference.quantize(x, fmt, *sent, error, **how)
+    return sent
 
 
-def there_and_back(x: Tensor, fmt: BlockFormat, feedback: Segment | None = None) -> Tensor:
-    out = torch.full_like(x, float("nan"))
-    reference.dequantize(*quantize(x, fmt, feedback), fmt, out)
+def dequantize(sent: Sent, fmt: BlockFormat, n: int) -> Tensor:
+    out = torch.full((n,), torch.nan)
+    reference.dequantize(*sent, fmt, out)
     return out
+
+
+def there_and_back(x: Tensor, fmt: BlockFormat, error: Sent | None = None) -> Tensor:
+    return dequantize(quantize(x, fmt, error), fmt, len(x))
 
 
 def block(*head: float) -> Tensor:
@@ -70,7 +69,7 @@ def test_a_block_of_one_size_keeps_the_length_of_both_signs():
     signs = torch.randint(0, 2, (4, 32), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     signs[3, 16:] *= 0.1  # half of them are enough
     step = 1e-3 * signs
-    sent = there_and_back(step, INT4)
+    sent = torch.stack([there_and_back(row, INT4) for row in step])
     torch.testing.assert_close(sent[:3], step[:3], rtol=2**-8, atol=0)
     torch.testing.assert_close(sent[3, :16], step[3, :16], rtol=2**-8, atol=0)
 
@@ -116,13 +115,11 @@ def test_errors_stay_within_the_documented_bound(bits, block_size, n, exponent, 
 
 
 def test_clipping_sends_nine_steps_as_eight_or_seven_and_gives_the_rest_to_the_error():
-    fmt, error = BlockFormat(4, 32, clip=True), no_error(32, BlockFormat(4, 32))
-    payload, scales = quantize(block(-9.0, 8.5, 3.2), fmt, error)
+    error = zeros(32, INT8)
+    payload, scales = quantize(block(-9.0, 8.5, 3.2), BlockFormat(4, 32, clip=True), error)
     assert scales.tolist() == [1.0]
     assert (payload[:3] & 15).tolist() == [0, 15, 11]
-    lost = torch.empty(32)
-    reference.dequantize(*error, feedback_format(fmt), lost)
-    torch.testing.assert_close(lost[:3], torch.tensor([-1.0, 1.5, 0.2]), rtol=0, atol=0.02)
+    torch.testing.assert_close(dequantize(error, INT8, 3), torch.tensor([-1.0, 1.5, 0.2]), rtol=0, atol=0.02)
     with pytest.raises(ValueError, match="clip is for 4 bits, not 8"):
         BlockFormat(8, 32, clip=True)
 
@@ -130,10 +127,9 @@ def test_clipping_sends_nine_steps_as_eight_or_seven_and_gives_the_rest_to_the_e
 def test_signal_to_noise_on_gaussian_data():
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
     expected = {(8, 128): 43.7, (8, 256): 43.1, (8, 2048): 41.6, (4, 128): 19.9, (4, 64): 20.6, (4, 32): 21.4}
-    for (bits, block_size), decibels in expected.items():
-        noise = there_and_back(x, BlockFormat(bits, block_size)) - x
-        found = 10 * math.log10(x.square().sum() / noise.square().sum())
-        assert found == pytest.approx(decibels, abs=0.1), (bits, block_size)
+    for kind, decibels in expected.items():
+        noise = there_and_back(x, BlockFormat(*kind)) - x
+        assert 10 * math.log10(x.square().sum() / noise.square().sum()) == pytest.approx(decibels, abs=0.1), kind
 
 
 def test_a_difference_is_taken_in_fp32_whatever_the_dtypes():
@@ -147,21 +143,19 @@ def test_a_difference_is_added_to_what_a_row_holds_and_rounded_once():
     """Out of any bytes as integers; where either is NaN the sum is."""
     generator, n = torch.Generator().manual_seed(1), 257
     for fmt, dtype in itertools.product((INT8, INT4), (torch.float32, torch.bfloat16, torch.float16)):
-        payload = torch.randint(256, (1, 2, fmt.payload_bytes(n)), generator=generator, dtype=torch.uint8)
-        scales = (0.01 * torch.randn(1, 2, fmt.num_blocks(n), generator=generator)).bfloat16()
-        scales[0, 1, -1] = math.nan
-        rows, product = torch.randn(2, n, generator=generator).to(dtype), torch.empty(2, n)
-        rows[0, 7] = math.nan
-        reference.dequantize(payload[0], scales[0], fmt, product)  # exact in fp32
-        expected = (rows.float() + product).to(dtype)
-        reference.dequantize_sum(payload, scales, fmt, rows, True)
-        torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
-        assert rows.isnan().sum(1).tolist() == [1, 1], (fmt, dtype)
+        payload = torch.randint(256, (fmt.payload_bytes(n),), generator=generator, dtype=torch.uint8)
+        scales = (0.01 * torch.randn(fmt.num_blocks(n), generator=generator)).bfloat16()
+        row = torch.randn(n, generator=generator).to(dtype)
+        row[7] = scales[-1] = math.nan
+        expected = (row.float() + dequantize((payload, scales), fmt, n)).to(dtype)  # the product is exact in fp32
+        reference.dequantize_sum(payload[None], scales[None], fmt, row, True)
+        torch.testing.assert_close(row, expected, rtol=0, atol=0, equal_nan=True)
+        assert row.isnan().nonzero().flatten().tolist() == [7, 256], (fmt, dtype)
 
 
 def test_a_difference_that_is_not_finite_is_sent_as_nan():
     bad, good = (block(math.nan), block(math.inf)), block(1.0)
-    for x, base in itertools.chain(((x, good) for x in bad), ((good, x) for x in bad), ((x, x) for x in bad)):
+    for x, base in [*itertools.product(bad, [good]), *itertools.product([good], bad), *zip(bad, bad, strict=True)]:
         payload, scales = quantize(x, INT8, base=base)
         assert scales.isnan().all()
         assert payload.eq(0).all()
@@ -169,53 +163,38 @@ def test_a_difference_that_is_not_finite_is_sent_as_nan():
 
 def test_error_feedback_returns_what_was_lost():
     """The sum of many quantized steps keeps the error of one step, instead of one error per step."""
-    fmt = BlockFormat(4, 128)
-    generator = torch.Generator().manual_seed(0)
-    steps = [torch.randn(1024, generator=generator) for _ in range(32)]
-    total = sum(steps, torch.zeros(1024))
-    feedback = no_error(1024, fmt)
-    with_feedback = sum((there_and_back(x, fmt, feedback) for x in steps), torch.zeros(1024))
-    without = sum((there_and_back(x, fmt) for x in steps), torch.zeros(1024))
-    assert (with_feedback - total).norm() < 0.3 * (without - total).norm()
+    fmt, error = BlockFormat(4, 128), zeros(1024, BlockFormat(8, 128))
+    steps = torch.randn(32, 1024, generator=torch.Generator().manual_seed(0))
+    with_feedback = sum(there_and_back(x, fmt, error) for x in steps) - steps.sum(0)
+    without = sum(there_and_back(x, fmt) for x in steps) - steps.sum(0)
+    assert with_feedback.norm() < 0.3 * without.norm()
 
 
 def test_a_bad_step_leaves_no_error_behind():
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     for bad in (math.nan, math.inf, 3.4e38):
-        feedback, poisoned = no_error(64, INT4), x.clone()
-        there_and_back(x, INT4, feedback)
-        poisoned[3] = bad
-        there_and_back(poisoned, INT4, feedback)
-        assert feedback.scales.isfinite().all(), bad
-        assert feedback.scales[1] != 0, "the neighbour keeps its error"
+        payload, scales = error = zeros(64, INT8)
+        there_and_back(x, INT4, error)
+        there_and_back(x.index_fill(0, torch.tensor([3]), bad), INT4, error)
+        assert scales.isfinite().all(), bad
+        assert scales[1] != 0, "the neighbour keeps its error"
         if not math.isfinite(bad):
-            assert feedback.scales[0] == 0, bad
-            assert feedback.payload[:32].eq(0).all(), bad
-        assert there_and_back(x, INT4, feedback).isfinite().all(), bad
+            assert scales[0] == 0, bad
+            assert payload[:32].eq(0).all(), bad
+        assert there_and_back(x, INT4, error).isfinite().all(), bad
 
 
 def test_a_moving_average_keeps_the_share_beta_of_the_earlier_error():
     """To half a step of the int8 blocks in which each of the three is kept, and their scales' rounding."""
-    x, beta, generator = (
-        torch.randn(256, generator=torch.Generator().manual_seed(3)),
-        0.8,
-        torch.Generator().manual_seed(4),
-    )
-    earlier, latest, averaged = (no_error(256, INT4) for _ in range(3))
-    reference.quantize(0.1 * torch.randn(256, generator=generator), INT8, *earlier)
-    for kept in (latest, averaged):
-        for part, source in zip(kept, earlier, strict=True):
-            part.copy_(source)
-    assert all(map(torch.equal, quantize(x, INT4, latest), quantize(x, INT4, averaged, beta=beta)))
-    old, new, kept = (torch.empty(256) for _ in range(3))
-    for feedback, out in ((earlier, old), (latest, new), (averaged, kept)):
-        reference.dequantize(*feedback, feedback_format(INT4), out)
-    torch.testing.assert_close(kept, beta * old + (1 - beta) * new, rtol=0, atol=float(new.abs().max()) / 127)
+    x, before = torch.randn(2, 256, generator=torch.Generator().manual_seed(3))
+    earlier, latest, averaged = (quantize(0.1 * before, INT8) for _ in range(3))
+    assert all(map(torch.equal, quantize(x, INT4, latest), quantize(x, INT4, averaged, beta=0.8)))
+    old, new, kept = (dequantize(error, INT8, 256) for error in (earlier, latest, averaged))
+    torch.testing.assert_close(kept, 0.8 * old + 0.2 * new, rtol=0, atol=float(new.abs().max()) / 127)
 
 
 def test_a_feedback_buffer_that_is_itself_damaged_heals_after_one_step():
-    x = torch.ones(32)
-    feedback = no_error(32, INT8)
-    feedback.scales.fill_(float("nan"))
-    assert there_and_back(x, INT8, feedback).isnan().all()
-    assert torch.equal(there_and_back(x, INT8, feedback), there_and_back(x, INT8))
+    x, error = torch.ones(32), zeros(32, INT8)
+    error[1].fill_(torch.nan)
+    assert there_and_back(x, INT8, error).isnan().all()
+    assert torch.equal(there_and_back(x, INT8, error), there_and_back(x, INT8))
