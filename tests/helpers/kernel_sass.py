@@ -21,31 +21,25 @@ from kernels import weight_delta
 from kernels.block_quant import triton
 
 DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-DATA = ("x", "base", "out")
-BYTES = ("messages", "errors")
-TABLES = ("table", "error_table")
-FLOATS = ("beta", "rest")
-OF_DIFFERENCES = {"*i16": ("new", "old", "weights"), "*i32": ("plan", "words", "starts"), "*i64": ("numbers",)}
-OF_DIFFERENCES["*u8"] = ("kinds", "halves", "body")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
+TYPES = {  # of arguments, by name; of the others i32
+    **dict.fromkeys(("messages", "errors", "kinds", "halves", "body"), "*u8"),
+    **dict.fromkeys(("table", "error_table", "numbers"), "*i64"),
+    **dict.fromkeys(("plan", "words", "starts"), "*i32"),
+    **dict.fromkeys(("new", "old", "weights"), "*i16"),
+    **dict.fromkeys(("beta", "rest"), "fp32"),
+}
 
 
 def instructions(kernel: Any, dtype: str, **constants: Any) -> dict[str, int]:
     """Instructions of `kernel` compiled for data of `dtype` on aligned segments."""
     names = kernel.arg_names
-    types = dict.fromkeys(names, "i32")
-    types |= dict.fromkeys(DATA, f"*{dtype}") | dict.fromkeys(BYTES, "*u8") | dict.fromkeys(TABLES, "*i64")
-    types |= dict.fromkeys(FLOATS, "fp32")
-    types |= {name: each for each, which in OF_DIFFERENCES.items() for name in which}
-    constants = {name: value for name, value in constants.items() if name in names}
-    types |= dict.fromkeys(constants, "constexpr")
-    aligned = [name for name in names if name not in (*constants, *FLOATS)]
-    source = ASTSource(
-        kernel,
-        {name: types[name] for name in names},
-        constexprs=constants,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    given = {name: value for name, value in constants.items() if name in names}
+    types = TYPES | dict.fromkeys(("x", "base", "out"), f"*{dtype}") | dict.fromkeys(given, "constexpr")
+    signature = {name: types.get(name, "i32") for name in names}
+    aligned = [index for index, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
+    attrs = {(index,): [["tt.divisibility", 16]] for index in aligned}
+    source = ASTSource(kernel, signature, constexprs=given, attrs=attrs)
     options = {"num_warps": triton.NUM_WARPS, "enable_fp_fusion": False}
     compiled = triton_package.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -55,16 +49,18 @@ def instructions(kernel: Any, dtype: str, **constants: Any) -> dict[str, int]:
     return Counter(INSTRUCTION.findall(listing))
 
 
-def main() -> None:
-    def pack(bits: int, base: int = 0, feedback: int = 0, average: int = 0) -> dict[str, int]:
-        switches = {"BASE": base, "FEEDBACK": feedback, "AVERAGE": average}
-        return instructions(triton._pack_kernel, "bf16", BITS=bits, BLOCK=128, EXACT=tl.bfloat16, **switches)
+def pack(bits: int, base: int = 0, feedback: int = 0, average: int = 0) -> dict[str, int]:
+    switches = {"BASE": base, "FEEDBACK": feedback, "AVERAGE": average}
+    return instructions(triton._pack_kernel, "bf16", BITS=bits, BLOCK=128, EXACT=tl.bfloat16, **switches)
 
-    def unpack(bits: int, dtype: str, num_messages: int = 1, onto: int = 0) -> dict[str, int]:
-        switches = {"K": num_messages, "ONTO_QUANTIZED": onto, "ONTO_EXACT": 0}
-        exact = tl.float32 if dtype == "fp32" else tl.bfloat16
-        return instructions(triton._unpack_sum_kernel, dtype, BITS=bits, BLOCK=128, EXACT=exact, **switches)
 
+def unpack(bits: int, dtype: str, num_messages: int = 1, onto: int = 0) -> dict[str, int]:
+    switches = {"K": num_messages, "ONTO_QUANTIZED": onto, "ONTO_EXACT": 0}
+    exact = tl.float32 if dtype == "fp32" else tl.bfloat16
+    return instructions(triton._unpack_sum_kernel, dtype, BITS=bits, BLOCK=128, EXACT=exact, **switches)
+
+
+if __name__ == "__main__":
     found = {
         "exact": pack(0),
         "exact_sum": unpack(0, "fp32", 8),
@@ -78,9 +74,5 @@ def main() -> None:
     }
     for name in ("measure", "start", "place", "find", "decode"):
         kernel = getattr(weight_delta.TRITON, f"_{name}_kernel")
-        found[name] = instructions(kernel, "bf16", **dict(zip(("SHIFT", "MASK", "ABOVE"), (7, 255, 0), strict=True)))
+        found[name] = instructions(kernel, "bf16", SHIFT=7, MASK=255, ABOVE=0)
     json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,13 +5,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +16,9 @@ def kernels(tmp_path_factory) -> dict[str, dict[str, int]]:
     """Kernel name -> SASS instruction -> count."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(ROOT / "tests" / "helpers" / "kernel_sass.py")]
+    paths = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | paths
+    command = [sys.executable, "-m", "helpers.kernel_sass"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if "nvdisasm" in done.stderr:
         pytest.skip("this Triton carries no disassembler")
