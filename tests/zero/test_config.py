@@ -70,7 +70,7 @@ def test_impossible_combinations_name_the_flags():
         wire_backends(plan(zeropp=True), "xpu")
 
 
-UNUSED = {
+UNUSED: dict[str, tuple[Any, str]] = {
     "zero_weight_bits": (16, "--zero-weight-bits 16"),
     "zero_weight_keyframe_interval": (9, "--zero-weight-keyframe-interval 9"),
     "zero_gradient_bits": ((4, 4), "--zero-gradient-bits 4 4"),
@@ -82,14 +82,10 @@ UNUSED = {
 }
 
 
-def test_flags_that_change_nothing_without_zeropp_are_noted():
-    flags = {name: value for name, (value, _) in UNUSED.items()}
+def test_flags_that_change_nothing_without_zeropp_are_noted_and_have_their_effect_with_it():
     for stage in range(4):
-        (notice,) = plan(zero_stage=stage, **flags).notices
+        (notice,) = plan(zero_stage=stage, **{name: value for name, (value, _) in UNUSED.items()}).notices
         assert notice.endswith(", ".join(words for _, words in UNUSED.values())), stage
-
-
-def test_with_zeropp_each_of_them_has_its_effect():
     for name, (value, _) in UNUSED.items():
         delta = "lossless" if name == "zero_weight_keyframe_interval" else "none"
         assert plan(zeropp=True, zero_weight_delta=delta, **{name: value}).notices == (), name
@@ -110,22 +106,16 @@ def test_what_one_switch_alone_does_not_use_is_noted():
 
 
 def test_a_combination_that_cannot_pay_says_what_it_does_instead():
-    one_node = plan(layout_of(nodes=1), zeropp=True)
-    assert (one_node.gather, one_node.reduce) == (None, None)
-    assert "no traffic crosses nodes here" in one_node.notices[0]
-    assert "as in ZeRO-3" in plan(layout_of(replicas=2), zeropp=True).notices[0]
+    for where in ({"nodes": 1}, {"replicas": 2}):
+        found = plan(layout_of(**where), zeropp=True)
+        assert (found.gather, found.reduce) == (None, None), where
+        assert "no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3" in found.notices[0], where
     alone = plan(layout_of(tp=4), zeropp=True)
     assert alone.gather is not None
     assert "whole copy" in alone.notices[0]
     copies = plan(layout_of(replicas=2), overlap_grad_reduce=True)
     assert not copies.overlap_reduce, "sums over copies are not overlapped"
     assert copies.notices[0].endswith("--overlap-grad-reduce")
-
-
-def test_the_plan_says_what_travels():
-    found = plan(zeropp=True, zero_weight_delta="lossless").describe()
-    for words in ("two hops", "not quantized inside nodes", "lossless differences across", "kept inside"):
-        assert words in found
 
 
 def test_the_table_of_back_ends_names_block_quantization_where_something_is_quantized():
@@ -162,10 +152,9 @@ def test_the_flags_choose_compute_and_reduction_formats():
 
 
 def test_contradictory_formats_name_the_flags():
-    in_bf16, in_fp32 = "grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"
     wrong: list[Any] = [
         (["fp16", "bf16"], "--fp16 and --bf16"),
-        ([in_bf16], "--grad-reduce-in-bf16 needs --bf16"),
-        (["bf16", in_bf16, in_fp32], "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32"),
+        (["grad_reduce_in_bf16"], "--grad-reduce-in-bf16 needs --bf16"),
+        (["bf16", "grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"], "--accumulate-allreduce-grads-in-fp32"),
     ]
     assert not_refused(wrong, lambda names: PrecisionConfig(**dict.fromkeys(names, True))) == []

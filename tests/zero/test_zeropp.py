@@ -1,8 +1,9 @@
 """ZeRO++ in training: what is exact is equal, what is kept is never stale, what is counted is what is sent."""
 
+import copy
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen, slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, FixedBatches, build_step, train_on_ranks
 
-from megazpp.model.config import GPTConfig
 from megazpp.training.objective import Evaluator
 from megazpp.zero import wire
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -20,12 +20,7 @@ ALL = ZeroConfig(zeropp=True)
 
 
 def run(world: int, **case: Any) -> dict[str, Any]:
-    return _run_once(world, Case(**case))
-
-
-@functools.cache
-def _run_once(world: int, case: Case) -> dict[str, Any]:
-    results = ranks(world).run(train_on_ranks, case)
+    results = ranks(world).run(train_on_ranks, Case(**case))
     assert all(r["loss"] == results[0]["loss"] for r in results)
     return results[0]
 
@@ -55,7 +50,7 @@ def test_without_quantization_two_hops_equal_plain_fsdp2(nodes, per_node, tp, of
     assert two_hops["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
 
 
-RECOMPUTE = GPTConfig(**{**GPT2_STYLE.__dict__, "recompute_granularity": "full"})
+RECOMPUTE = dataclasses.replace(GPT2_STYLE, recompute_granularity="full")
 BESIDES: dict[str, dict[str, Any]] = {
     "sequence parallel": {"sequence_parallel": True, "tp": 2},
     "documents, recompute": {"documents": True, "model": RECOMPUTE, "micro_batches": 2},
@@ -99,12 +94,12 @@ def test_copies_of_the_model_talk_once_per_optimizer_step():
 def train_with_evaluation_and_load(case: Case) -> list[float]:
     """8 steps with an evaluation after the 3rd and the weights of after the 2nd loaded after the 6th."""
     step, dims = build_step(case)
-    losses, saved = [], {}
+    losses = []
     for index in range(8):
         batches = case.batches(index, dims)
         losses.append(step(batches, learning_rate=case.learning_rate, weight_decay=0.01).loss)
         if index == 1:
-            saved = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
+            saved = copy.deepcopy(step.model.state_dict())
         if index == 2:
             evaluator = Evaluator(step.model, step.sharding, FixedBatches(batches), dims, iterations=1, batch_size=1)
             losses.append(evaluator())
@@ -115,14 +110,10 @@ def train_with_evaluation_and_load(case: Case) -> list[float]:
 
 @pytest.mark.parametrize(("quantized", "micro_batches"), [(True, 1), slow(False, 4)])
 def test_hpz_is_bit_identical_to_no_hpz(quantized, micro_batches):
-    case = Case(nodes=2, micro_batches=micro_batches, model=LLAMA_STYLE)
-    expected, found = (
-        ranks(4).run(train_with_evaluation_and_load, dataclasses.replace(case, zero=zero))[0]
-        for zero in (
-            ZeroConfig(zero_quantized_weights=quantized),
-            ZeroConfig(zero_quantized_weights=quantized, zero_hpz_partition_size="auto"),
-        )
-    )
+    zero = ZeroConfig(zero_quantized_weights=quantized, zero_hpz_partition_size="auto")
+    case = Case(nodes=2, micro_batches=micro_batches, model=LLAMA_STYLE, zero=zero)
+    without = dataclasses.replace(case, zero=ZeroConfig(zero_quantized_weights=quantized))
+    found, expected = (ranks(4).run(train_with_evaluation_and_load, each)[0] for each in (case, without))
     assert found == expected
     assert expected[7] > expected[5]  # the load did take the weights back
 
@@ -130,50 +121,48 @@ def test_hpz_is_bit_identical_to_no_hpz(quantized, micro_batches):
 # ---- bytes --------------------------------------------------------------------------------------------------------
 
 
-def bytes_of_one_step(case: Case) -> dict[str, Any]:
-    """Counted bytes of one step, and what the messages of all units come to."""
+class Sent(NamedTuple):
+    by: dict[tuple[str, str], int]  # axis and collective -> bytes
+    planned: tuple[int, int, int]  # of all units' messages: weights, gradients inside and across nodes
+    elements: int  # of the model, padded
+
+
+def bytes_of_one_step(case: Case) -> Sent:
     step, dims = build_step(case)
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
-    table = dims.counter.table()
-    inside, across = zip(*(reduce.message_bytes for reduce in step.sharding._reduces), strict=True)
-    return {
-        "table": {(axis, collective): traffic for (_, axis, collective), traffic in table.items() if axis != "shard"},
-        "planned": (sum(gather.message_bytes for gather in step.sharding._gathers), sum(inside), sum(across)),
-        "sizes": (dims.cross.size, dims.local.size),
-        "elements": step.sharding.shard_elements * dims.shard.size * dims.tp.size,
-        "wires": {axis: wire for wire, axis, _ in table},
-    }
+    table, sharding = dims.counter.table(), step.sharding
+    assert all(wire == "cross" for wire, axis, _ in table if axis == "cross")
+    inside, across = zip(*(reduce.message_bytes for reduce in sharding._reduces), strict=True)
+    return Sent(
+        by={
+            (axis, collective): t.sent_bytes for (_, axis, collective), t in table.items() if axis in ("cross", "local")
+        },
+        planned=(sum(gather.message_bytes for gather in sharding._gathers), sum(inside), sum(across)),
+        elements=sharding.shard_elements * dims.shard.size * dims.tp.size,
+    )
 
 
 @pytest.mark.slow  # the next test is the default tier's
 @pytest.mark.parametrize(("nodes", "tp", "micro_batches"), [(2, 1, 8), (2, 2, 1), (4, 1, 1), (4, 2, 8)])
 def test_bytes_are_a_function_of_the_layout_and_on_the_cross_axis_not_of_the_micro_batches(nodes, tp, micro_batches):
     case = Case(nodes=nodes, tp=tp, micro_batches=micro_batches, zero=ALL, model=LLAMA_STYLE, global_batch=64)
-    for result in ranks(8).run(bytes_of_one_step, case):
-        (num_nodes, num_local), (weights, inside, across) = result["sizes"], result["planned"]
-        assert (num_nodes, num_local) == (nodes, 8 // nodes // tp)
-        table = {key: traffic.sent_bytes for key, traffic in result["table"].items() if key[0] != "tp"}
-        expected = {
-            ("cross", "all_gather"): (num_nodes - 1) * weights,
-            ("cross", "all_to_all"): (num_nodes - 1) * across,
-        }
-        if num_local > 1:  # every use of the weights, and every micro-batch's gradients
-            expected |= {
-                ("local", "all_gather"): 2 * micro_batches * (num_local - 1) * num_nodes * weights,
-                ("local", "all_to_all"): micro_batches * (num_local - 1) * num_nodes * inside,
-            }
-        assert table == expected
-        assert result["wires"]["cross"] == "cross"
+    others = 8 // nodes // tp - 1  # data ranks of the node
+    for sent in ranks(8).run(bytes_of_one_step, case):
+        weights, inside, across = sent.planned
+        expected = {("cross", "all_gather"): (nodes - 1) * weights, ("cross", "all_to_all"): (nodes - 1) * across}
+        if others:  # every use of the weights, and every micro-batch's gradients
+            expected["local", "all_gather"] = 2 * micro_batches * others * nodes * weights
+            expected["local", "all_to_all"] = micro_batches * others * nodes * inside
+        assert sent.by == expected
 
 
 def test_a_large_enough_model_moves_three_quarters_of_its_16_bit_bytes_between_nodes():
     """0.5 M + 0.25 M and the scales, times (N - 1) / N, whatever k; the padding of a tiny model comes on top."""
-    wide = GPTConfig(**{**LLAMA_STYLE.__dict__, "hidden_size": 256, "ffn_hidden_size": 512, "kv_channels": 32})
-    case = Case(nodes=2, micro_batches=4, zero=ALL, model=wide, vocab_size=512)
-    results = ranks(4).run(bytes_of_one_step, case)
-    sent = sum(t.sent_bytes for r in results for (axis, _), t in r["table"].items() if axis == "cross") / 2
-    model_bytes = 2 * results[0]["elements"]
-    assert sent / model_bytes / (1 / 2) == pytest.approx(0.766, abs=0.012)  # (8.0625 + 4.125) / 16, 1-D exact
+    wide = dataclasses.replace(LLAMA_STYLE, hidden_size=256, ffn_hidden_size=512, kv_channels=32)
+    results = ranks(4).run(bytes_of_one_step, Case(nodes=2, micro_batches=4, zero=ALL, model=wide, vocab_size=512))
+    of_a_node = sum(sent for result in results for (axis, _), sent in result.by.items() if axis == "cross") / 2
+    share = of_a_node / (2 * results[0].elements)
+    assert share / (1 / 2) == pytest.approx(0.766, abs=0.012)  # (8.0625 + 4.125) / 16, 1-D exact
 
 
 def test_flags_of_the_cross_hop_change_its_bytes():
@@ -181,7 +170,7 @@ def test_flags_of_the_cross_hop_change_its_bytes():
 
     def sent(**flags: Any) -> int:
         case = Case(nodes=2, micro_batches=2, zero=dataclasses.replace(EXACT, **flags))
-        return ranks(2).run(bytes_of_one_step, case)[0]["table"]["cross", "all_to_all"].sent_bytes
+        return ranks(2).run(bytes_of_one_step, case)[0].by["cross", "all_to_all"]
 
     once = sent()
     assert sent(zero_cross_every_microbatch=True) == 2 * once
@@ -191,19 +180,27 @@ def test_flags_of_the_cross_hop_change_its_bytes():
 # ---- kernels that are compiled ahead --------------------------------------------------------------------------------
 
 
+def traits(x: Any) -> Any:
+    """What decides which kernel is compiled: types, strides, alignment, switches."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, tuple(x.shape), x.stride(), x.storage_offset() * x.element_size() % 16
+    return repr([traits(part) for part in x]) if isinstance(x, tuple) else repr(x)
+
+
 def compiled(case: Case) -> tuple[bool, set[Any]]:
     """Whether kernels compiled before each of two steps change nothing, and calls of kernels that were not foreseen."""
     calls: set[Any] = set()
 
-    def noted(name: str, kernel: Any, *tensors: Any, **others: Any) -> None:
-        """Note what decides which kernel is compiled: types, strides, alignment, switches."""
-        calls.add((name, *(_traits(x) for x in [*tensors, *others.values()])))
-        kernel(*tensors, **others)
+    def noted(kernel: Any) -> Any:
+        def call(*tensors: Any, **others: Any) -> None:
+            calls.add((kernel.__name__, *map(traits, [*tensors, *others.values()])))
+            kernel(*tensors, **others)
+
+        return call
 
     results = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("pack", "unpack", "unpack_onto", "unpack_sum"):
-            patch.setattr(wire, name, functools.partial(noted, name, getattr(wire, name)))
+    kernels = {name: noted(getattr(wire, name)) for name in ("pack", "unpack", "unpack_onto", "unpack_sum")}
+    with mock.patch.multiple(wire, **kernels):
         for ahead in (False, True):
             step, dims = build_step(case)
             losses, foreseen = [], set[Any]()
@@ -212,18 +209,11 @@ def compiled(case: Case) -> tuple[bool, set[Any]]:
                 if ahead:
                     step.sharding.compile_kernels(torch.device("cpu"))
                     foreseen = calls.copy()
-                calls.clear()
                 losses.append(step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0).loss)
             feedback = {name: buffer.tolist() for name, buffer in step.sharding.rank_state().items()}
             results.append((losses, feedback, dims.counter.table()))
     assert calls
     return results[0] == results[1], calls - foreseen
-
-
-def _traits(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.dtype, tuple(x.shape), x.stride(), x.storage_offset() * x.element_size() % 16
-    return repr([_traits(part) for part in x]) if isinstance(x, tuple) else repr(x)
 
 
 @pytest.mark.parametrize("delta", ["none", "lossless"])
