@@ -3,8 +3,9 @@
 import dataclasses
 import random
 import time
-from types import SimpleNamespace
+from collections import defaultdict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +15,12 @@ from helpers.torch_versions import needs_unused_parameters
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on_ranks
 from torch import nn
 
-from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.schedule import GatherSchedule
-from megazpp.zero.sharding import shard_model
+from megazpp.zero.sharding import Sharding, shard_model
 
 ALL = ZeroConfig(zeropp=True)
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
@@ -29,7 +29,7 @@ OFF = {"overlap_param_gather": False, "overlap_grad_reduce": False}
 ON = {"overlap_param_gather": True, "overlap_grad_reduce": True}
 
 
-RECOMPUTE = GPTConfig(**{**GPT2_STYLE.__dict__, "recompute_granularity": "full"})
+RECOMPUTE = dataclasses.replace(GPT2_STYLE, recompute_granularity="full")
 OVERLAPS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-3": (4, {"zero": ZeroConfig(), "model": LLAMA_STYLE}),
     "qwZ": (4, {"zero": ZeroConfig(zero_quantized_weights=True), "micro_batches": 4}),
@@ -62,21 +62,20 @@ def test_overlap_changes_neither_bits_nor_bytes(setting):
 
 def train_with_delays(case: Case) -> dict[str, Any]:
     """Every collective of the two hops starts late by a time of its own on each rank; the order of calls is kept."""
-    called: dict[str, list[str]] = {}
+    called: dict[str, list[str]] = defaultdict(list)
     clock = random.Random(torch.distributed.get_rank())
 
     def delayed(original: Any) -> Any:
-        def call(axis: MeshAxis, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def call(axis: MeshAxis, x: torch.Tensor, **how: Any) -> torch.Tensor:
             if axis.name in ("cross", "local"):
-                called.setdefault(axis.name, []).append(f"{original.__name__} {x.nbytes}")
+                called[axis.name].append(f"{original.__name__} {x.nbytes}")
                 time.sleep(clock.random() * 0.005)
-            return original(axis, x, **kwargs)
+            return original(axis, x, **how)
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "all_to_all"):
-            patch.setattr(MeshAxis, name, delayed(getattr(MeshAxis, name)))
+    hops = {name: delayed(getattr(MeshAxis, name)) for name in ("all_gather", "all_to_all")}
+    with mock.patch.multiple(MeshAxis, **hops):
         return {**train_on_ranks(case), "called": called}
 
 
@@ -93,45 +92,39 @@ def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor
     assert called == called[:1] * 8
 
 
-def order_of_cross_hops(case: Case) -> tuple[list[int], int, int]:
+def order_of_cross_hops(case: Case) -> tuple[list[int], int]:
     """Sizes of the cross gathers of the second step; how many had started when the first layer's forward began."""
     step, dims = build_step(case)
-    cross, gather, submit = dims.cross, dims.cross.all_gather, dims.cross.queue.submit
-    sizes, submitted, started = [], [], []
+    cross, started = dims.cross, []
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
-    cross.all_gather = lambda x, **how: (sizes.append(x.numel()), gather(x, **how))[1]
-    cross.queue.submit = lambda task, **how: (submitted.append(task), submit(task, **how))[1]
-    step.model.layers[0].register_forward_pre_hook(lambda *_: started.append(len(submitted)))
-    step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
-    return sizes, started[0], len(step.sharding._gathers)
+    with (
+        mock.patch.object(cross, "all_gather", side_effect=cross.all_gather) as gather,
+        mock.patch.object(cross.queue, "submit", side_effect=cross.queue.submit) as submit,
+    ):
+        step.model.layers[0].register_forward_pre_hook(lambda *_: started.append(submit.call_count))
+        step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
+    return [call.args[0].numel() for call in gather.call_args_list], started[0]
 
 
 def test_after_a_step_all_cross_gathers_start_with_the_first_use_in_forward_order():
-    case = Case(nodes=2, model=LLAMA_STYLE, zero=ALL)
-    for sizes, started, units in ranks(4).run(order_of_cross_hops, case):
-        assert len(sizes) == units == 4  # embedding, two layers, output: each crosses once
-        assert sizes[1] == sizes[2]  # the layers
-        assert sizes[0] != sizes[1]
-        assert started == units  # although only the embedding has been used yet
+    for (embedding, *layers, output), started in ranks(4).run(
+        order_of_cross_hops, Case(nodes=2, model=LLAMA_STYLE, zero=ALL)
+    ):
+        assert layers == [layers[0]] * 2  # each unit crosses once
+        assert layers[0] not in (embedding, output)
+        assert started == 4  # although only the embedding has been used yet
 
 
-def test_a_step_forgets_the_cross_hops_that_have_not_started():
-    """On CUDA each use starts two; those of the others would send weights of before the step."""
-
-    class Gather:
-        def start_early(self, since: Any) -> bool:
-            started.append(self)
-            return True
-
-    started: list[Gather] = []
-    gathers = [Gather() for _ in range(5)]
-    schedule = GatherSchedule(overlap=True, queue=SimpleNamespace(blocks_host=False, moment=lambda: None))
+def test_on_cuda_each_use_starts_two_cross_hops_and_a_step_forgets_those_that_have_not_started():
+    """They would send weights of before the step."""
+    gathers = [mock.Mock(**{"start_early.return_value": True}) for _ in range(5)]
+    schedule = GatherSchedule(overlap=True, queue=mock.Mock(blocks_host=False))
     for gather in gathers:
         schedule.add(gather)
     schedule.used(gathers[0], crossed=True)
     schedule.forget_stale()
     schedule.used(gathers[1], crossed=False)
-    assert started == gathers[1:3]
+    assert [gather.start_early.called for gather in gathers] == [False, True, True, False, False]
 
 
 # ---- other people's models ----------------------------------------------------------------------------------------
@@ -153,30 +146,41 @@ class Skipping(nn.Module):
         return x.sum()
 
 
-def make(nodes: int, flags: dict[str, Any], *, units: bool = True) -> tuple[Skipping, Any, ParallelDims]:
-    cluster = Cluster(num_nodes=nodes, ranks_per_node=torch.distributed.get_world_size() // nodes)
-    dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
+def build_skipping(flags: dict[str, Any], *, units: bool = True) -> tuple[Skipping, Sharding, ParallelDims]:
+    dims = ParallelDims(
+        plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3), device_type="cpu"
+    )
     model = Skipping()
-    groups = [[layer] for layer in model.layers] if units else []
     precision = PrecisionConfig(bf16=flags.get("zero_weight_delta") == "lossless")
-    sharding = shard_model(model, groups, dims, zero=ZeroConfig(zeropp=True, **flags), precision=precision)
-    return model, sharding, dims
+    groups = [[layer] for layer in model.layers] if units else []
+    return model, shard_model(model, groups, dims, zero=ZeroConfig(zeropp=True, **flags), precision=precision), dims
 
 
-def train_while_skipping(flags: dict[str, Any], units: bool) -> list[float]:
-    model, sharding, dims = make(2, flags, units=units)
+def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[float]:
+    """Between steps the model is evaluated in inference mode, written to by hand, and saved and loaded."""
+    model, sharding, dims = build_skipping(flags, units=units)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for step in range(7):
         model.skip = step in (2, 3, 5)
         x = torch.randn(3, 64, generator=torch.Generator().manual_seed(10 * step + dims.data_rank))
-        x = x.to(torch.bfloat16 if flags.get("zero_weight_delta") == "lossless" else torch.float32)
-        sharding.begin_micro_batch(last=True)
-        loss = model(x)
-        loss.backward()
+        x = x.bfloat16() if flags.get("zero_weight_delta") == "lossless" else x
+        for last in (False, True):
+            sharding.begin_micro_batch(last=last)
+            loss = model(x)
+            loss.backward()
+            losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        if step == 3:
+            with torch.inference_mode():
+                losses.append(model(x).item())
+        if step == 4:
+            with torch.no_grad():
+                model.layers[0].weight.mul_(0.5)
+        if step == 5:
+            sharding.free_gathered()
+            sharding.load_secondary_state(sharding.secondary_state())
     return losses
 
 
@@ -185,12 +189,12 @@ def train_while_skipping(flags: dict[str, Any], units: bool) -> list[float]:
     [("none", True), pytest.param("none", False, marks=needs_unused_parameters), ("lossless", True)],
 )
 def test_a_layer_that_is_skipped_now_and_then_is_never_used_stale(delta, units):
-    on, off = ({**flags, "zero_weight_delta": delta} for flags in (ON, OFF))
-    assert ranks(4).run(train_while_skipping, on, units) == ranks(4).run(train_while_skipping, off, units)
+    on, off = (ranks(4).run(train_while_skipping, {**flags, "zero_weight_delta": delta}, units) for flags in (ON, OFF))
+    assert on == off
 
 
 def gradient_hook(flags: dict[str, bool]) -> str:
-    model, sharding, dims = make(2, flags)
+    model, sharding, dims = build_skipping(flags)
     model.layers[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     sharding.begin_micro_batch(last=True)
     try:
@@ -203,23 +207,7 @@ def gradient_hook(flags: dict[str, bool]) -> str:
 
 
 def test_a_hook_that_wants_reduced_gradients_early_is_refused():
-    assert all(
-        "layers.1.weight" in said and "--no-overlap-grad-reduce" in said for said in ranks(4).run(gradient_hook, ON)
-    )
+    for said in ranks(4).run(gradient_hook, ON):
+        assert "layers.1.weight" in said
+        assert "--no-overlap-grad-reduce" in said
     assert ranks(4).run(gradient_hook, OFF) == [""] * 4
-
-
-def evaluate_in_inference_mode() -> list[float]:
-    model, sharding, _ = make(2, ON)
-    values = [model(torch.ones(2, 64)).item()]  # FSDP2's own buffers have to be made outside
-    sharding.weights_changed()
-    with torch.inference_mode():
-        values.append(model(torch.ones(2, 64)).item())
-    model(torch.ones(2, 64)).backward()
-    sharding.weights_changed()
-    return [*values, model(torch.ones(2, 64)).item()]
-
-
-def test_an_evaluation_in_inference_mode_gathers_anew_and_does_not_spoil_training():
-    for values in ranks(4).run(evaluate_in_inference_mode):
-        assert values[0] == values[1] == values[2] != 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,17 +11,13 @@ from helpers.stream_races import Stream, simulated_streams
 from helpers.tiers import chosen, slow
 from helpers.training import LLAMA_STYLE, Case, build_step, train_on_ranks
 from zero.test_diloco import full, train_islands
-from zero.test_schedule import ON, make
+from zero.test_schedule import ALL, BF16, LOSSLESS, ON, train_while_skipping
 
 from megazpp.islands.config import IslandsConfig
-from megazpp.model.config import GPTConfig
 from megazpp.parallel import comm_queue
 from megazpp.zero import schedule
-from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.config import ZeroConfig
 
-ALL = ZeroConfig(zeropp=True)
-BF16 = PrecisionConfig(bf16=True)
-LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 LOCAL_STEPS = IslandsConfig(diloco_steps=2, diloco_delay=1, diloco_outer_momentum=0.9)
 NO_OVERLAP = {"zero_weight_delta": "lossless", "overlap_param_gather": False}
 BREAKAGES: dict[str, tuple[Any, str, Any]] = {
@@ -92,70 +89,34 @@ def test_a_task_that_is_given_a_moment_waits_for_what_came_before_it_and_for_not
         assert len(streams.found) == 1
 
 
-def order_of_hops(case: Case) -> list[str]:
-    """The queues to which the second step's forward gives tasks."""
+def hops_of_a_forward(case: Case) -> str:
+    """The queues to which the second step's forward gives tasks: c, the cross hops', or l, those inside nodes."""
     with simulated_streams():
         step, dims = build_step(case)
-        batch = [case.batch(0, dims.data_rank * 4, 4)]
+        batch, submitted, seen = [case.batch(0, dims.data_rank * 4, 4)], mock.Mock(), []
         step(batch, learning_rate=1e-3, weight_decay=0.0)
-        submitted: list[str] = []
-        for name in ("cross", "local"):
-            queue = getattr(dims, name).queue
-
-            def submit(task: Any, *, name: str = name, given: Any = queue.submit, **when: Any) -> Any:
-                submitted.append(name)
-                return given(task, **when)
-
-            queue.submit = submit
-        forward: list[str] = []
-        step.model.register_forward_hook(lambda *_: forward.extend(submitted))
+        submitted.c.side_effect, submitted.l.side_effect = dims.cross.queue.submit, dims.local.queue.submit
+        dims.cross.queue.submit, dims.local.queue.submit = submitted.c, submitted.l
+        step.model.register_forward_hook(lambda *_: seen.extend(name for name, *_ in submitted.method_calls))
         step(batch, learning_rate=1e-3, weight_decay=0.0)
-    return forward
+    return "".join(seen)
 
 
 @pytest.mark.parametrize("zero", [ALL, slow(LOSSLESS)])
 def test_a_use_launches_its_own_hops_and_then_a_few_others_and_the_cross_queue_is_never_empty(zero):
     """The host launches: after the step's sync the GPU must not wait until it has launched every unit's cross hop."""
-    model = GPTConfig(**{**LLAMA_STYLE.__dict__, "num_layers": 4})
-    for forward in ranks(4).run(order_of_hops, Case(nodes=2, zero=zero, model=model, precision=BF16)):
-        units, uses, crossing = 6, 0, 0
-        assert forward.count("cross") == units  # embedding, layers, output: each once
-        uses_of = "".join(name[0] for name in forward).split("ll")  # a use: its local hop, its unpacking
-        assert uses_of[0] == "c", "its own cross hop, which it waits for, goes first"
-        for started in uses_of:
-            assert len(started) <= schedule.CROSS_HOPS_PER_USE
-            crossing += len(started)
-            assert crossing == units or crossing > uses, "the unit in use needs one, and there is one more"
-            uses += 1
-        assert uses == units + 1
+    case = Case(nodes=2, zero=zero, model=dataclasses.replace(LLAMA_STYLE, num_layers=4), precision=BF16)
+    # of 6 units each crosses once; the first waits for its own, then each use starts two, which are units ahead of it
+    assert ranks(4).run(hops_of_a_forward, case) == ["c" + "llcc" * 2 + "llc" + "ll" * 3] * 4
 
 
-def train_and_evaluate(flags: dict[str, Any]) -> list[str]:
-    """A model that skips a layer now and then, is evaluated in inference mode, saved, and written to by hand."""
+def race_while_skipping(delta: str) -> list[str]:
     with simulated_streams() as streams:
-        model, sharding, dims = make(2, {**ON, **flags})
-        dtype = torch.bfloat16 if flags else torch.float32
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(6):
-            model.skip = step in (1, 2, 4)
-            for last in (False, True):
-                sharding.begin_micro_batch(last=last)
-                model((torch.ones(3, 64) * dims.data_rank).to(dtype)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 3:
-                with torch.inference_mode():
-                    model(torch.ones(2, 64, dtype=dtype))
-            if step == 4:
-                with torch.no_grad():
-                    model.layers[0].weight.mul_(0.5)
-            if step > 1:
-                sharding.free_gathered()
-                sharding.load_secondary_state(sharding.secondary_state())
+        train_while_skipping({**ON, "zero_weight_delta": delta})
     return streams.found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, {"zero_weight_delta": "lossless"}])
-def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps(flags):
-    assert ranks(4).run(train_and_evaluate, flags) == [[]] * 4
+@pytest.mark.parametrize("delta", ["none", "lossless"])
+def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps(delta):
+    assert ranks(4).run(race_while_skipping, delta) == [[]] * 4
