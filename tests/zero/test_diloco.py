@@ -4,8 +4,8 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -66,10 +66,25 @@ def full(tensors: Weights) -> Weights:
     return {name: tensor.detach().full_tensor().clone() for name, tensor in tensors.items()}
 
 
-def assert_close(found: Weights, expected: Weights, tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert torch.allclose(found[name], weight, rtol=tolerance, atol=tolerance), name
+class Seen(NamedTuple):
+    common: list[Weights]  # R, as the next two after each step
+    outer: list[Weights]
+    inner: list[Weights]
+    losses: list[float]
+    feeds_back: list[bool]
+    fragments: list[list[str]]  # names of parameters
+
+
+def seen_on_islands(case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP) -> Seen:
+    seen = Seen([], [], [], [], [], [])
+    for step, islands, loss in train_islands(case, config, clip):
+        seen.common.append(full(islands.common()))
+        seen.outer.append(full(islands.weights()))
+        seen.inner.append(full(dict(step.model.named_parameters())))
+        seen.losses.append(loss)
+        seen.feeds_back.append(any(x.any() for x in islands.error_feedback().values()))
+    seen.fragments.extend([p.name for u in units for p in u.unit.parameters] for units in islands.fragments)
+    return seen
 
 
 def first_model(case: Case) -> GPTModel:
@@ -78,7 +93,9 @@ def first_model(case: Case) -> GPTModel:
     return model
 
 
-def compare_with_data_parallel_sgd(case: Case) -> None:
+def test_averaging_every_step_of_sgd_is_data_parallel_sgd():
+    flags = exact(1, outer_lr=1.0, outer_momentum=0.0)
+    case = Case(nodes=2, diloco=flags, learning_rate=0.3, steps=4)
     model = first_model(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
     for index in range(case.steps):
@@ -86,16 +103,10 @@ def compare_with_data_parallel_sgd(case: Case) -> None:
         model(batch.tokens, batch.labels).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    *_, (step, islands, _) = train_islands(case, SGD, clip=0.0)
-    common = full(islands.common())
-    assert_close(common, dict(model.named_parameters()), 1e-6)
-    assert_close(full(dict(step.model.named_parameters())), common, 0.0)
-    assert_close(full(islands.weights()), common, 0.0)
-
-
-def test_averaging_every_step_of_sgd_is_data_parallel_sgd():
-    flags = exact(1, outer_lr=1.0, outer_momentum=0.0)
-    ranks(4).run(compare_with_data_parallel_sgd, Case(nodes=2, diloco=flags, learning_rate=0.3, steps=4))
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for seen in ranks(4).run(seen_on_islands, case, SGD, 0.0):
+        for weights in (seen.common, seen.outer, seen.inner):
+            torch.testing.assert_close(weights[-1], expected, rtol=1e-6, atol=1e-6)
 
 
 def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], list[list[float]]]:
@@ -106,33 +117,20 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], lis
     islands = diloco_reference.Islands(models, fragments, diloco_plan(case))
     size, common, losses = case.global_batch // count, [], [[] for _ in models]
     for index in range(case.steps):
-        tokens = []
-        for island, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            batch = case.batch(index, island * size, size)
-            values = model(
-                batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
-            )
-            loss = (values * batch.loss_mask).sum() / batch.loss_mask.sum()
+        batches = [case.batch(index, island * size, size) for island in range(count)]
+        for model, optimizer, batch, seen in zip(models, optimizers, batches, losses, strict=True):
+            places = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
+            loss = (model(batch.tokens, batch.labels, **places) * batch.loss_mask).sum() / batch.loss_mask.sum()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             set_rates_(optimizer, learning_rate=case.learning_rate, weight_decay=ADAM.weight_decay)
             optimizer.step()
             optimizer.zero_grad()
-            losses[island].append(loss.item())
-            tokens.append(float(batch.loss_mask.sum()))
+            seen.append(loss.item())
+        tokens = [float(batch.loss_mask.sum()) for batch in batches]
         islands.after_step(index + 1, tokens, last=index + 1 == case.steps)
         common.append({name: weight.clone() for name, weight in islands.common.items()})
     return common, losses
-
-
-def seen_on_islands(case: Case) -> tuple[list[Weights], list[Weights], list[float], list[list[str]]]:
-    """R and the outer weights after each step, the losses, and the names of each fragment's parameters."""
-    common, outer, losses = [], [], []
-    for _, islands, loss in train_islands(case):
-        common.append(full(islands.common()))
-        outer.append(full(islands.weights()))
-        losses.append(loss)
-    return common, outer, losses, [[p.name for u in units for p in u.unit.parameters] for units in islands.fragments]
 
 
 MOMENTUM = exact(2, outer_lr=0.7, outer_momentum=0.9)
@@ -156,33 +154,14 @@ def test_it_is_the_simulator_of_islands(given):
     world, case = given
     case = dataclasses.replace(case, steps=7, learning_rate=3e-3)
     results = ranks(world).run(seen_on_islands, case)
-    expected, losses_of_islands = simulate(case, results[0][3])
-    for rank, (common, outer, losses, _) in enumerate(results):
-        for index, weights in enumerate(expected):
-            assert_close(common[index], weights, 1e-5)
-            assert_close(outer[index], weights, 1e-5)
-        assert losses == pytest.approx(losses_of_islands[rank * case.islands // world], rel=1e-5)
+    expected, losses = simulate(case, results[0].fragments)
+    for rank, seen in enumerate(results):
+        for weights in (seen.common, seen.outer):
+            torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-5)
+        assert seen.losses == pytest.approx(losses[rank * case.islands // world], rel=1e-5)
     moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(expected)]
     assert 0 < sum(moved) < case.steps
-    assert losses_of_islands[0] != losses_of_islands[1]
-
-
-def compare_four_bits_with_exact(case: Case) -> None:
-    start, outer = None, {}
-    not_quantized = dataclasses.replace(case.diloco, diloco_weight_bits=16, diloco_gradient_bits=16)
-    for _, islands, _ in train_islands(dataclasses.replace(case, diloco=not_quantized)):
-        start, outer = start or full(islands.common()), full(islands.weights())
-    for step, islands, _ in train_islands(case):
-        common = full(islands.common())
-        assert_close(common, step.dims.world.share_object(common), 0.0)
-    found = full(islands.weights())
-    for name, weight in outer.items():
-        change = (weight - start[name]).norm()
-        if weight.ndim > 1 and change:
-            assert (found[name] - weight).norm() < 0.25 * change, name
-            assert (common[name] - found[name]).norm() < 0.25 * change, name
-    assert_close(full(dict(step.model.named_parameters())), common, 0.0)
-    assert any(x.any() for x in islands.error_feedback().values())  # what was lost goes into the next outer gradients
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize(
@@ -193,15 +172,27 @@ def compare_four_bits_with_exact(case: Case) -> None:
     ],
 )
 def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights(world, case):
-    ranks(world).run(compare_four_bits_with_exact, dataclasses.replace(case, steps=4, learning_rate=3e-3))
+    case = dataclasses.replace(case, steps=4, learning_rate=3e-3)
+    sixteen = dataclasses.replace(case.diloco, diloco_weight_bits=16, diloco_gradient_bits=16)
+    exact = ranks(world).run(seen_on_islands, dataclasses.replace(case, diloco=sixteen))[0]
+    results = ranks(world).run(seen_on_islands, case)
+    common, outer = results[0].common[-1], results[0].outer[-1]
+    for seen in results:
+        torch.testing.assert_close(seen.common, results[0].common, rtol=0, atol=0)
+        torch.testing.assert_close(seen.inner[-1], common, rtol=0, atol=0)
+        assert seen.feeds_back[-1]  # what was lost goes into the next outer gradients
+    for name, weight in exact.outer[-1].items():
+        change = (weight - exact.common[0][name]).norm()
+        if weight.ndim > 1 and change:
+            assert (outer[name] - weight).norm() < 0.25 * change, name
+            assert (common[name] - outer[name]).norm() < 0.25 * change, name
 
 
 def test_islands_with_no_tokens_send_finite_numbers():
-    sent = []
-    unit = SimpleNamespace(send=lambda weight, correction: sent.extend((weight.item(), correction.join().item())))
-    no_tokens = torch.zeros((), dtype=torch.float64)
-    send_fragment([unit], MeshAxis("island"), SimpleNamespace(tokens=8.0), no_tokens)
-    assert sent == [0.0, 8.0]
+    unit = mock.Mock()
+    send_fragment([unit], MeshAxis("island"), mock.Mock(tokens=8.0), torch.zeros((), dtype=torch.float64))
+    weight, correction = unit.send.call_args.args
+    assert (weight.item(), correction.join().item()) == (0.0, 8.0)
 
 
 def count_what_is_sent(case: Case, bits: int) -> None:
