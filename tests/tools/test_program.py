@@ -5,26 +5,16 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from helpers.program import ROOT
+from helpers.program import ROOT, Program, run_program
 
 from megazpp.base.program import JobError, in_words, program
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
-
-CHILD = """
-import os, time
-from megazpp.base.program import end_with
-end_with(os.getppid())
-print(os.getpid(), flush=True)
-time.sleep(60)
-"""
-
 
 MISSING = OSError(2, "no", "/proc/x")
 ENDS: list[tuple[str, Any, int, str]] = [  # flags, what main returns or raises, exit code, stderr
@@ -66,8 +56,7 @@ def unread(*command: object, folder: Path) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_tool_or_a_worker_whose_reader_has_gone_ends_without_a_word(converted, tmp_path):
-    shown = unread("tools/show_topology.py", "--nodes", 2, "--ranks-per-node", 4, folder=tmp_path)
-    assert shown == (141, "")
+    assert unread("tools/show_topology.py", "--nodes", 2, "--ranks-per-node", 4, folder=tmp_path) == (141, "")
     flags = ["--load", converted / "ours", "--prompt", "Call me", "--sample-tokens", 30, "--nproc", 2]
     code, error = unread("tools/generate.py", *flags, folder=tmp_path)
     assert code == 141
@@ -76,19 +65,17 @@ def test_a_tool_or_a_worker_whose_reader_has_gone_ends_without_a_word(converted,
 
 
 def test_every_tool_ends_that_way():
-    programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tools/benchmarks").glob("*.py")]
-    tools = [path for path in programs if 'if __name__ == "__main__":' in path.read_text()]
+    texts = {path.name: path.read_text() for path in (ROOT / "tools").glob("**/*.py") if "examples" not in path.parts}
+    tools = [name for name, text in texts.items() if 'if __name__ == "__main__":' in text]
     assert len(tools) > 15
-    others = [path.name for path in tools if not re.search(r"^@program", path.read_text(), re.MULTILINE)]
-    assert others == ["benchmark_cluster_ranks.py"]
+    assert [name for name in tools if "\n@program" not in texts[name]] == ["benchmark_cluster_ranks.py"]
 
 
-def test_tools_for_data_start_without_torch():
+def test_tools_for_data_start_without_torch(tmp_path):
     """Every worker process of theirs begins with the same imports, which torch would make ten times as long."""
     tools = "preprocess_data, train_tokenizer, merge_datasets, inspect_dataset, report"
-    program = f"import sys; import {tools}; sys.exit('torch' in sys.modules)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT / "tools", env=env).returncode == 0
+    program = f"import sys; sys.path.append('tools'); import {tools}; sys.exit('torch' in sys.modules)"
+    assert run_program("-c", program, folder=tmp_path) == (0, "")
 
 
 def test_errors_are_in_words_and_reach_all_ranks_as_value_errors():
@@ -108,29 +95,19 @@ def test_errors_are_in_words_and_reach_all_ranks_as_value_errors():
                 raise_on_all_ranks(MeshAxis("checkpoint"), fails)
 
 
-def ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"  # whom nobody has waited for yet
-    except FileNotFoundError:
-        return True
+CHILD = "import os, time; from megazpp.base.program import end_with; end_with(os.getppid()); print('runs', flush=True)"
+LAUNCHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD + '; time.sleep(60)'!r}])"
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux keeps the promise")
-def test_a_child_ends_when_its_launcher_is_killed():
-    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
-        assert not ended(child)
-        process.kill()
-    deadline = time.monotonic() + 10
-    while not ended(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert ended(child)
+def test_a_child_ends_when_its_launcher_is_killed(tmp_path):
+    launcher = Program("-c", LAUNCHER, folder=tmp_path)
+    launcher.wait_for("runs")
+    assert len(launcher.left_behind()) == 2
+    launcher.process.kill()
+    assert launcher.seconds_until_all_are_gone(10) < 10
 
 
-def test_a_child_whose_launcher_is_gone_already_ends_at_once():
+def test_a_child_whose_launcher_is_gone_already_ends_at_once(tmp_path):
     program = "from megazpp.base.program import end_with; end_with(1 << 30); print('still here')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (1, b"")
+    assert run_program("-c", program, folder=tmp_path) == (1, "")
