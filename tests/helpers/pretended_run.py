@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from helpers.metrics import meter
 
 from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
@@ -19,7 +20,7 @@ from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.context import Console, RunContext
 from megazpp.training.loop import Evaluations, StopConditions, StopConfig, train
-from megazpp.training.metrics import Meter, StepRecord
+from megazpp.training.metrics import StepRecord
 from megazpp.training.recorder import MetricsRecorder
 from megazpp.training.tracking import TrackingConfig
 
@@ -52,18 +53,17 @@ class FakeStep:
     scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
 
     def launch(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> Any:
-        loss, norm = self.losses[len(self.calls)], 1.0 if self.norms is None else self.norms[len(self.calls)]
+        index = len(self.calls)
+        loss, norm = self.losses[index], 1.0 if self.norms is None else self.norms[index]
         self.calls.append({"learning_rate": learning_rate, "batch": micro_batches})
         self.dims.counter.add("cross", "shard", "all_gather", 100)
         self.events.append(f"launch {iteration}")
-        if len(self.calls) > 1:
+        if index:
             self._read(iteration - 1)
-        skipped = loss != loss
-        record = StepRecord(
-            iteration=iteration, loss=loss, grad_norm=norm, learning_rate=learning_rate, skipped=skipped
-        )
+        values = {"learning_rate": learning_rate, "skipped": loss != loss}
+        record = StepRecord(iteration=iteration, loss=loss, grad_norm=norm, **values)
         check = functools.partial(self._read, iteration)
-        return SimpleNamespace(skipped=skipped, record=record, check=check, wait=lambda: check() or record)
+        return SimpleNamespace(skipped=record.skipped, record=record, check=check, wait=lambda: check() or record)
 
     def _read(self, iteration: int) -> None:
         if f"read {iteration}" not in self.events:
@@ -109,53 +109,38 @@ class Run:
         events: list[str] | None = None,
         **loop: Any,
     ) -> None:
-        self.dims = FakeDims()
-        events = [] if events is None else events
+        steps, events = len(losses), [] if events is None else events
+        self.dims, self.out = FakeDims(), io.StringIO()
         self.fake = FakeStep(self.dims, losses, norms, bad, events=events)
         self.observed: list[tuple[int, int]] = []
-        batches = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=len(losses))
-        self.plan = plan_batches(batches, data_parallel_size=2)
-        schedule = build_schedule(
-            ScheduleConfig(lr=1.0, lr_decay_style="constant", lr_warmup_iters=4, lr_decay_iters=100),
-            weight_decay=0.0,
-            train_iters=len(losses),
-            train_samples=None,
-            global_batch_size=2,
-        )
-        self.out = io.StringIO()
-        meter = Meter(
-            total_iterations=len(losses), total_samples=2 * len(losses), seq_length=4, world_size=1, flops_per_token=1
-        )
-        tracker = SimpleNamespace(records=[], validations=[])
-        tracker.step = lambda record: None
-        tracker.interval = lambda record: tracker.records.append(record.fields)
-        tracker.validation = lambda loss, progress, metric: tracker.validations.append((progress.iteration, loss))
-        self.tracker = tracker
-        run = RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out))
-        tracking = TrackingConfig(log_interval=log_interval)
         self.zero3_asked: list[int] = []
-        recorder = MetricsRecorder(
-            tracking,
-            run,
-            meter,
+        self.tracker = SimpleNamespace(records=[], validations=[], step=lambda record: None)
+        self.tracker.interval = lambda record: self.tracker.records.append(record.fields)
+        self.tracker.validation = lambda loss, at, metric: self.tracker.validations.append((at.iteration, loss))
+        self.recorder = MetricsRecorder(
+            TrackingConfig(log_interval=log_interval),
+            RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out)),
+            meter(total_iterations=steps, total_samples=2 * steps, seq_length=4, world_size=1, flops_per_token=1),
             model=torch.nn.Module(),
             zero3=self.zero3_asked.append,
-            tracker=tracker,
+            tracker=self.tracker,
             validation=self.evaluate,
         )
-        self.recorder = recorder
+        batches = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=steps)
+        self.plan = plan_batches(batches, data_parallel_size=2)
+        rates = ScheduleConfig(lr=1.0, lr_decay_style="constant", lr_warmup_iters=4, lr_decay_iters=100)
+        samples = {"train_iters": steps, "train_samples": None, "global_batch_size": 2}
         stops = StopConditions(StopConfig(**loop))
-        evaluations = Evaluations(recorder, eval_interval, stops)
         self.progress = train(
             self.fake,
             FakeLoader(),
             self.plan,
-            schedule,
-            recorder,
+            build_schedule(rates, weight_decay=0.0, **samples),
+            self.recorder,
             stops,
             [self.step],  # observes
             start=start,
-            after=[FakeCheckpoints(events), evaluations],
+            after=[FakeCheckpoints(events), Evaluations(self.recorder, eval_interval, stops)],
         )
 
     @contextlib.contextmanager
