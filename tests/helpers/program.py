@@ -1,8 +1,6 @@
-"""Run a program as a user does, and see what is left of it.
+"""Run a program as a user does, and see what is left of it."""
 
-Every program gets a marker in its environment, which all its descendants inherit: `left_behind` looks for it.
-"""
-
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 from helpers.fork_python import forked_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,19 +27,16 @@ class Program:
     """
 
     def __init__(self, *command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> None:
-        self.marker = f"{MARKER}={uuid.uuid4().hex}"
-        env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        self._scratch = folder / "tmp"
+        self._marker = uuid.uuid4().hex  # in its environment, which all its descendants inherit
+        self._scratch, self._file = folder / "tmp", folder / f"output-{self._marker}.txt"
         self._scratch.mkdir(exist_ok=True)
+        env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         env |= {"HOME": str(folder), "TMPDIR": str(self._scratch), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        env |= dict([self.marker.split("=")])
-        self._file = folder / f"output-{uuid.uuid4().hex}.txt"
-        self.started = time.monotonic()
         with self._file.open("w") as out:
             self.process = subprocess.Popen(
                 [python, *command],
                 cwd=cwd,
-                env=env,
+                env=env | {MARKER: self._marker},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -75,7 +71,8 @@ class Program:
 
     def left_behind(self) -> list[int]:
         """Processes that carry the marker, in any session; zombies do not count."""
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._owns(entry)]
+        environments = {process.pid: process.info["environ"] for process in psutil.process_iter(["environ"])}
+        return [pid for pid, environment in environments.items() if (environment or {}).get(MARKER) == self._marker]
 
     def scratch_files(self) -> list[Path]:
         """What lies in its temporary folder."""
@@ -84,16 +81,8 @@ class Program:
     def kill(self) -> None:
         """End what is left."""
         for pid in self.left_behind():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-
-    def _owns(self, entry: Path) -> bool:
-        try:
-            return self.marker.encode() in (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # gone, a zombie, or another user's
-            return False
 
 
 def run_program(*command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> tuple[int, str]:
