@@ -103,9 +103,9 @@ def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_ag
         assert program.seconds_until_all_are_gone(20) < 20  # the workers, too
     finally:
         program.kill()
-    left = {path.name for path in tmp_path.glob("my*") if path.stat().st_size > 0}
-    ends = {signal.SIGKILL: (-9, {"my_text_document.bin.unfinished"})}
-    assert (program.process.returncode, left) == ends.get(how, (128 + how, set()))
+    left = {path.name: path.stat().st_size > 0 for path in tmp_path.glob("my*")}
+    killed = (-signal.SIGKILL, {"my_text_document.bin.unfinished": True})
+    assert (program.process.returncode, left) == (killed if how == signal.SIGKILL else (128 + how, {}))
     if how == signal.SIGINT:
         assert program.output().splitlines()[-1] == "preprocess_data.py: interrupted; nothing was written"
     corpus.write_text('{"text": "one"}\n')

@@ -142,7 +142,12 @@ def forking_check(check, monkeypatch) -> Check:
 
 def ending(check: Check, code: int | None, text: str) -> None:
     """Have its programs end so, with this in their log."""
-    check.run = lambda words, log, *more, **options: log.write_text(text) and code
+
+    def run(words: str, log: Path, *more: object, **options: object) -> int | None:
+        log.write_text(text)
+        return code
+
+    check.run = run
 
 
 LOG = """\
