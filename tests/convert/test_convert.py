@@ -9,32 +9,11 @@ import pytest
 from megazpp.convert.convert import whole_folder
 
 
-def fail(path: Path, failure: type[BaseException]) -> None:
-    with whole_folder(path) as folder:
-        (folder / "file").write_text("x")
-        raise failure
-
-
-def write_meanwhile(path: Path) -> None:
-    with whole_folder(path):
-        path.mkdir()
-        (path / "mine").write_text("mine")
-
-
-def test_an_error_leaves_nothing_and_an_empty_folder_empty(tmp_path):
-    path = tmp_path / "output"
-    path.mkdir()
-    for failure in (ValueError, OSError, KeyboardInterrupt):
-        with pytest.raises(failure):
-            fail(path, failure)
-    assert list(tmp_path.iterdir()) == [path]
-    assert not list(path.iterdir())
-
-
 def test_what_comes_meanwhile_is_not_touched(tmp_path):
-    with pytest.raises(ValueError, match="is not empty"):
-        write_meanwhile(tmp_path / "later")
-    assert (tmp_path / "later" / "mine").read_text() == "mine"
+    mine = tmp_path / "output/mine"
+    with pytest.raises(ValueError, match="is not empty"), whole_folder(mine.parent):
+        mine.mkdir(parents=True)
+    assert [*tmp_path.rglob("*")] == [mine.parent, mine]
 
 
 def hold(path: Path, ready: multiprocessing.Event) -> None:
@@ -47,6 +26,7 @@ def hold(path: Path, ready: multiprocessing.Event) -> None:
 
 def test_a_killed_conversion_is_cleared_away_by_the_next_and_two_at_once_exclude_each_other(tmp_path):
     path, context = tmp_path / "output", multiprocessing.get_context("fork")
+    path.mkdir()
     ready = context.Event()
     other = context.Process(target=hold, args=(path, ready), daemon=True)
     other.start()
@@ -55,7 +35,8 @@ def test_a_killed_conversion_is_cleared_away_by_the_next_and_two_at_once_exclude
         pass
     other.kill()
     other.join()
-    assert not path.exists()
+    assert not any(path.iterdir())
     with whole_folder(path) as folder:
-        assert not list(folder.iterdir())
-    assert list(tmp_path.iterdir()) == [path]
+        assert not any(folder.iterdir())
+        (folder / "whole").touch()
+    assert [*tmp_path.rglob("*")] == [path, path / "whole"]

@@ -4,7 +4,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.program import run_forked
@@ -21,50 +20,40 @@ from megazpp.convert.model import OUTPUT, WORDS, held, split_all
 from megazpp.convert.patches import WeightPatches
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
-BF16 = PrecisionConfig(bf16=True)
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
+Bits = dict[str, torch.Tensor]
 
 
-def train(case: Case, folder: Path, restart_after: int) -> list[dict[str, torch.Tensor]]:
+def train(case: Case, folder: Path, restart_after: int) -> list[Bits]:
     """By step the weights as a conversion of a checkpoint in 16 bits has them, as patches are written meanwhile."""
     step, dims = build_step(case)
-    expected = []
-
-    def new_patches() -> WeightPatches:
-        return WeightPatches(folder, 4, step.model, step.sharding, dims)
-
-    patches = new_patches()
+    pieces, expected, patches = choose_architecture(case.model).pieces(case.model), [], None
     for index in range(case.steps):
+        if patches is None or index == restart_after:
+            patches = WeightPatches(folder, 4, step.model, step.sharding, dims)
         step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.01)
         patches.after_step(TrainingProgress(iteration=index + 1), last=False)
         ours = {name: p.full_tensor().detach().bfloat16() for name, p in step.model.named_parameters()}
         ours |= {name: ours[name][: step.model.vocab_size] for name in (WORDS, OUTPUT) if name in ours}
-        pieces = choose_architecture(case.model).pieces(case.model)
         theirs = split_all(pieces, {name: held(tensor) for name, tensor in ours.items()})
-        expected.append({name: entry.read() for name, entry in theirs.items()})
-        if index + 1 == restart_after:
-            patches = new_patches()
+        expected.append({name: entry.read().view(torch.int16) for name, entry in theirs.items()})
     return expected
 
 
-def follow(folder: Path, last: int) -> dict[int, dict[str, np.ndarray]]:
-    """By step the bits that come out of the newest anchor and the patches behind it."""
-    weights: dict[str, np.ndarray] = {}
-    found = {}
-    for step in range(1, last + 1):
+def follow(folder: Path, steps: int) -> list[Bits]:
+    """By step what comes out of the newest anchor and the patches behind it."""
+    weights, found = Bits(), []
+    for step in range(1, steps + 1):
         anchor, patch = (folder / f"{kind}-{step:06d}.safetensors" for kind in ("anchor", "patch"))
         assert anchor.exists() != patch.exists()
-        path = anchor if anchor.exists() else patch
-        tensors = load_file(path)
-        arrays = {
-            name: x.view(torch.int16 if x.element_size() == 2 else x.dtype).numpy() for name, x in tensors.items()
-        }
-        if path == anchor:
-            weights = {name: array.copy() for name, array in arrays.items()}
-        for name in {name.rpartition(".")[0] for name in arrays} if path == patch else ():
-            assert arrays[f"{name}.indices"].dtype == np.int32
-            weights[name].reshape(-1)[arrays[f"{name}.indices"]] = arrays[f"{name}.values"]
-        found[step] = {name: array.copy() for name, array in weights.items()}
+        if anchor.exists():
+            weights = load_file(anchor)
+        else:
+            changes = load_file(patch)
+            for name, weight in weights.items():
+                assert changes[f"{name}.indices"].dtype == torch.int32
+                weight.view(-1)[changes[f"{name}.indices"]] = changes[f"{name}.values"]
+        found.append({name: weight.view(torch.int16).clone() for name, weight in weights.items()})
     return found
 
 
@@ -78,26 +67,20 @@ CASES: list[Any] = [
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_patches_on_an_anchor_are_the_next_weights_bit_for_bit(world, case, tmp_path):
     """And an anchor comes first, every so many iterations, and first again in a run that goes on."""
-    expected = ranks(world).run(train, Case(**case, precision=BF16, steps=6), tmp_path, 5)[0]
-    found = follow(tmp_path, 6)
+    expected = ranks(world).run(train, Case(**case, precision=PrecisionConfig(bf16=True), steps=6), tmp_path, 5)[0]
     assert sorted(path.stem for path in tmp_path.glob("anchor*")) == ["anchor-000001", "anchor-000004", "anchor-000006"]
-    for step, weights in enumerate(expected, 1):
-        assert weights.keys() == found[step].keys()
-        for name, weight in weights.items():
-            assert np.array_equal(weight.contiguous().view(torch.int16).numpy(), found[step][name]), (step, name)
+    torch.testing.assert_close(follow(tmp_path, 6), expected, rtol=0, atol=0)
 
 
 def test_weights_that_no_patch_can_say_are_refused_by_flag():
-    def ask(flags: str) -> None:
-        check(f"--save-weight-patches patches {flags}", nodes=2, ranks_per_node=2)
-
     rows = [
         ("", "--save-weight-patches needs --bf16 or --fp16"),
         ("--bf16 --zeropp", "--zero-weight-delta lossless"),
         ("--bf16 --diloco-steps 2", "--diloco-steps 2"),
         ("--bf16 --swiglu", "--swiglu"),
     ]
-    assert not_refused(rows, ask) == []
+    flags = [(f"--save-weight-patches patches {flags}", message) for flags, message in rows]
+    assert not_refused(flags, lambda flags: check(flags, nodes=2, ranks_per_node=2)) == []
 
 
 @pytest.mark.slow

@@ -13,17 +13,11 @@ from helpers.pairs import TEXT
 
 from megazpp.convert.tokenizer_files import find_differences, write_tokenizer_files
 from megazpp.data.text import read_documents, resolve_text_paths, train_sentencepiece
-from megazpp.data.tokenizer import (
-    ByteTokenizer,
-    HFTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    TokenizerConfig,
-    load_tokenizer,
-)
+from megazpp.data.tokenizer import HFTokenizer, SentencePieceTokenizer, Tokenizer, TokenizerConfig, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
 
 TEXTS = ["Call me  Ishmael\nSome", " two", "naïve—日本語 🐳", "", "a\ttab"]
+KINDS = ["bpe", "unigram", "gpt2", "huggingface"]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +30,9 @@ def files(tmp_path_factory) -> dict[str, TokenizerConfig]:
     bpe.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
     bpe.save_model(str(home), "my")
     bpe.save(str(home / "my.json"))
-    return {
-        "bpe": TokenizerConfig(tokenizer_model=str(home / "bpe.model")),
-        "unigram": TokenizerConfig(tokenizer_model=str(home / "unigram.model")),
-        "gpt2": TokenizerConfig(vocab_file=str(home / "my-vocab.json"), merge_file=str(home / "my-merges.txt")),
-        "huggingface": TokenizerConfig(tokenizer_model=str(home / "my.json")),
-        "bytes": TokenizerConfig(tokenizer_type="NullTokenizer"),
-    }
+    gpt2 = TokenizerConfig(vocab_file=str(home / "my-vocab.json"), merge_file=str(home / "my-merges.txt"))
+    models = {"bpe": "bpe.model", "unigram": "unigram.model", "huggingface": "my.json"}
+    return {"gpt2": gpt2} | {kind: TokenizerConfig(tokenizer_model=str(home / name)) for kind, name in models.items()}
 
 
 def load(config: TokenizerConfig) -> Tokenizer:
@@ -51,26 +41,31 @@ def load(config: TokenizerConfig) -> Tokenizer:
     return found
 
 
-KINDS = ["bpe", "unigram", "gpt2", "huggingface", "bytes"]
-
-
-def test_transformers_gives_the_ids_that_training_saw(files, tmp_path):
-    for kind in KINDS:
-        ours, folder = load(files[kind]), tmp_path / kind
-        folder.mkdir()
-        assert write_tokenizer_files(folder, ours) == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}, kind
-        assert find_differences(ours) == [], kind
-        assert_same(folder, ours, TEXTS)
-
-
 def assert_same(folder: Path, ours: Tokenizer, texts: list[str]) -> None:
+    assert write_tokenizer_files(folder, ours) == {"bos_token_id": ours.eod, "eos_token_id": ours.eod}
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs.eos_token_id == ours.eod
-    assert len(theirs) == ours.vocab_size
+    assert max(theirs.get_vocab().values()) == ours.vocab_size - 1
     for text in texts:
         ids = ours.encode(text)
         assert theirs(text)["input_ids"] == ids, text
-        assert theirs.decode(ids) == text
+        assert theirs.decode([*ids, ours.eod], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_gives_the_ids_that_training_saw_and_the_files_are_the_same_tokenizer(kind, files, tmp_path):
+    ours = load(files[kind])
+    for name, content in ours.files.items():
+        (tmp_path / name).write_bytes(content)
+    found = load(find_tokenizer(tmp_path))
+    assert (found.identity, found.eod, found.files) == (ours.identity, ours.eod, ours.files)
+    assert find_differences(ours) == []
+    assert_same(tmp_path, ours, TEXTS)
+
+
+@pytest.mark.parametrize("last", [256, 300])
+def test_a_byte_tokenizer_of_any_size_keeps_its_last_id(last, tmp_path):
+    assert_same(tmp_path, load(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=last)), TEXTS)
 
 
 @pytest.mark.slow
@@ -79,27 +74,9 @@ def test_of_a_whole_book_too(kind, tmp_path):
     """The tokenizer of the first run, and what is no piece of it, or looks like one that no text has."""
     book = list(read_documents(*resolve_text_paths(["builtin:moby_dick"])))[:40]
     ours = SentencePieceTokenizer(train_sentencepiece(iter(book), 2048, model_type=kind))
-    write_tokenizer_files(tmp_path, ours)
     marks = ["a <eod> b", "<unk>x", "<0x41>", "<", "<<é<eod>"]
     marks += ["\x00\x01", "\r\n\r\n x", "  lead", "trail  ", "\u00a0nb"]
     assert_same(tmp_path, ours, ["Call me", *TEXTS, *marks, *book])
-
-
-def test_a_byte_tokenizer_of_more_ids_keeps_its_last_one(tmp_path):
-    write_tokenizer_files(tmp_path, ByteTokenizer(300))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (theirs.eos_token_id, theirs("hé")["input_ids"]) == (300, [104, 195, 169])
-    assert theirs.decode([104, 300], skip_special_tokens=True) == "h"
-
-
-def test_written_files_are_the_same_tokenizer_and_are_found_again(files, tmp_path):
-    for kind in KINDS[:-1]:
-        before, folder = load(files[kind]), tmp_path / kind
-        folder.mkdir()
-        for name, content in before.files.items():
-            (folder / name).write_bytes(content)
-        after = load(find_tokenizer(folder))
-        assert (after.identity, after.eod, after.files) == (before.identity, before.eod, before.files)
 
 
 def test_what_a_folder_says_about_text_goes_both_ways(files, tmp_path):
@@ -124,15 +101,14 @@ def test_what_a_folder_says_about_text_goes_both_ways(files, tmp_path):
 
 
 def test_files_of_somebody_else_beside_a_tokenizer_stay_where_they_are(files, tmp_path):
-    for name in ("my.model", "my.json", "config.json", "generation_config.json", "special_tokens_map.json"):
+    for name in ("config.json", "generation_config.json", "special_tokens_map.json"):
         (tmp_path / name).write_text('{"eos_token_id": 3}')
-    shutil.copy(str(files["bpe"].tokenizer_model), tmp_path / "my.model")
-    shutil.copy(str(files["huggingface"].tokenizer_model), tmp_path / "my.json")
-    for name, kept in (("my.model", "tokenizer.model"), ("my.json", "tokenizer.json")):
-        assert list(load(TokenizerConfig(tokenizer_model=str(tmp_path / name))).files) == [kept]
+    for kind, kept in (("bpe", "tokenizer.model"), ("huggingface", "tokenizer.json")):
+        copy = shutil.copy(str(files[kind].tokenizer_model), tmp_path)
+        assert [*load(TokenizerConfig(tokenizer_model=copy)).files] == [kept]
 
 
-def test_where_transformers_does_something_else_it_is_said(tmp_path):
+def test_where_transformers_does_something_else_it_is_said():
     normalizing = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()), model_writer=normalizing, vocab_size=30, minloglevel=2
@@ -144,9 +120,3 @@ def test_where_transformers_does_something_else_it_is_said(tmp_path):
     (line,) = find_differences(HFTokenizer(definition.to_str(), add_special_tokens=False))
     assert "texts do not get the special tokens [0] before them that transformers gives them" in line
     assert find_differences(HFTokenizer(definition.to_str())) == []
-
-
-def test_without_files_there_is_nothing_to_find(tmp_path):
-    assert find_tokenizer(tmp_path) == TokenizerConfig()
-    assert write_tokenizer_files(tmp_path, None) == {"bos_token_id": None, "eos_token_id": None}
-    assert not list(tmp_path.iterdir())

@@ -13,7 +13,9 @@ import tokenizers
 import torch
 
 from megazpp.base.checks import check_model
+from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.convert.model import Model
+from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
@@ -33,16 +35,9 @@ _LLAMA_SIZES = {
     "max_position_embeddings": SEQ,
     "rope_theta": 5e5,
 }
+_GPT2_SIZES = {"vocab_size": VOCAB, "n_positions": SEQ, "n_embd": 32, "n_layer": 2, "n_head": 4}
 SIZES: dict[str, dict[str, Any]] = {  # by model_type
-    "gpt2": {
-        "vocab_size": VOCAB,
-        "n_positions": SEQ,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 5,
-        "eos_token_id": 5,
-    },
+    "gpt2": _GPT2_SIZES | {"bos_token_id": 5, "eos_token_id": 5},
     "llama": _LLAMA_SIZES,
     "mistral": _LLAMA_SIZES,
     "qwen2": _LLAMA_SIZES,
@@ -75,6 +70,12 @@ def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> P
     return folder
 
 
+def convert_folder(source: Path, output: Path, **flags: Any) -> Path:
+    """What tools/convert_checkpoint.py does, in silence."""
+    convert(ConvertConfig(input=str(source), output=str(output), **flags), TokenizerConfig(), lambda line: None)
+    return output
+
+
 def logits(folder: Path) -> torch.Tensor:
     """What transformers makes of a folder, in fp32: [B, S, V]."""
     import transformers
@@ -102,10 +103,8 @@ def our_logits(model: Model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 
 def file_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All that lies in the safetensors of a folder."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= safetensors.torch.load_file(file)
-    return found
+    files = map(safetensors.torch.load_file, sorted(folder.glob("*.safetensors")))
+    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -126,11 +125,10 @@ def write_llama_tokenizer(folder: Path, text: str, **config: Any) -> Path:
     space, marks = "\u2581", ["<unk>", "<s>", "</s>"]
     trained = tokenizers.SentencePieceBPETokenizer()
     trained.train_from_iterator([text], vocab_size=200, special_tokens=marks)
+    steps = [{"type": "Prepend", "prepend": space}, {"type": "Replace", "pattern": {"String": " "}, "content": space}]
     start, body = ({"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}})
-    prepend = {"type": "Prepend", "prepend": space}
-    replace = {"type": "Replace", "pattern": {"String": " "}, "content": space}
     definition = json.loads(trained.to_str()) | {
-        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]},
+        "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "post_processor": {
             "type": "TemplateProcessing",

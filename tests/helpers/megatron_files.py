@@ -1,6 +1,8 @@
 """Checkpoints as Megatron-LM's ranks have written them, made of whole weights by the layouts of its source."""
 
 import argparse
+import dataclasses
+import functools
 import random
 import re
 from collections.abc import Mapping
@@ -16,27 +18,43 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 
 VOCAB, PADDED = 300, 384
-
-# fmt: off
-NAMES = {
-    "old": {
-        "attention_norm": "input_layernorm", "attention.qkv": "attention.query_key_value",
-        "attention.proj": "attention.dense", "mlp_norm": "post_attention_layernorm",
-        "mlp.fc1": "mlp.dense_h_to_4h", "mlp.fc2": "mlp.dense_4h_to_h",
-    },
-    "new": {
-        "attention_norm": "input_norm", "attention.qkv": "self_attention.query_key_value",
-        "attention.proj": "self_attention.dense", "mlp_norm": "post_attention_norm",
-        "mlp.fc1": "mlp.dense_h_to_4h", "mlp.fc2": "mlp.dense_4h_to_h",
-    },
-    "core": {
-        "attention_norm": "self_attention.linear_qkv.layer_norm_", "attention.qkv": "self_attention.linear_qkv",
-        "attention.q_norm": "self_attention.q_layernorm", "attention.k_norm": "self_attention.k_layernorm",
-        "attention.proj": "self_attention.linear_proj", "mlp_norm": "mlp.linear_fc1.layer_norm_",
-        "mlp.fc1": "mlp.linear_fc1", "mlp.fc2": "mlp.linear_fc2",
-    },
+# what stands for parts of our names, replaced in this order; "/" for a dict in a dict
+_OLD = {
+    "embedding.word.": "language_model/embedding/word_embeddings/",
+    "embedding.position.": "language_model/embedding/position_embeddings/",
+    "output.": "language_model/output_layer/",
+    "layers.": "language_model/transformer/layers.",
+    "final_norm": "language_model/transformer/final_layernorm",
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "attention.query_key_value",
+    "attention.proj": "attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "fc1": "dense_h_to_4h",
+    "fc2": "dense_4h_to_h",
 }
-# fmt: on
+_NEW = _OLD | {
+    "layers.": "language_model/encoder/layers.",
+    "final_norm": "language_model/encoder/final_norm",
+    "attention_norm": "input_norm",
+    "attention.qkv": "self_attention.query_key_value",
+    "attention.proj": "self_attention.dense",
+    "mlp_norm": "post_attention_norm",
+}
+_CORE = {
+    "embedding.word": "embedding.word_embeddings",
+    "embedding.position": "embedding.position_embeddings",
+    "output.": "output_layer.",
+    "layers.": "decoder.layers.",
+    "final_norm": "decoder.final_layernorm",
+    "fc": "linear_fc",
+    "attention.q_norm": "self_attention.q_layernorm",
+    "attention.k_norm": "self_attention.k_layernorm",
+    "attention.qkv": "self_attention.linear_qkv",
+    "attention.proj": "self_attention.linear_proj",
+    "attention_norm.": "self_attention.linear_qkv.layer_norm_",
+    "mlp_norm.": "mlp.linear_fc1.layer_norm_",
+}
+_NAMES = {"old": _OLD, "new": _NEW, "core": _CORE}
 
 
 def make_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
@@ -52,33 +70,20 @@ def make_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
 
 
 def arguments(config: GPTConfig, tp: int, **more: Any) -> argparse.Namespace:
-    """What such a run's arguments were."""
-    return argparse.Namespace(
-        num_layers=config.layers,
-        hidden_size=config.hidden,
-        ffn_hidden_size=config.ffn_size,
-        num_attention_heads=config.heads,
-        kv_channels=config.head_size,
-        group_query_attention=config.group_query_attention,
-        num_query_groups=config.num_query_groups,
-        max_position_embeddings=config.max_position_embeddings,
-        seq_length=16,
-        position_embedding_type=config.positions,
-        rotary_base=10000,
-        normalization=config.normalization,
-        norm_epsilon=config.norm_epsilon,
-        swiglu=config.swiglu,
-        openai_gelu=False,
-        bias_gelu_fusion=config.openai_gelu,
-        untie_embeddings_and_output_weights=not config.tied,
-        add_bias_linear=config.linear_bias,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=1,
-        padded_vocab_size=PADDED,
-        params_dtype=torch.float32,
-        consumed_train_samples=4000,
-        **more,
-    )
+    """What such a run's arguments were: our flags have Megatron's names, but for a few; defaults are left out."""
+    flags = {name: value for name, value in dataclasses.asdict(config).items() if value != getattr(GPTConfig, name)}
+    others = {
+        "seq_length": 16,
+        "openai_gelu": False,
+        "bias_gelu_fusion": config.openai_gelu,
+        "add_bias_linear": config.linear_bias,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": 1,
+        "padded_vocab_size": PADDED,
+        "params_dtype": torch.float32,
+        "consumed_train_samples": 4000,
+    }
+    return argparse.Namespace(**flags | others | more)
 
 
 def write_megatron(
@@ -94,18 +99,17 @@ def write_megatron(
 ) -> Path:
     """A folder of --save with iteration 100."""
     for rank in range(tp):
+        part = _rank_part(weights, config, rank, tp, version)
         state: dict[str, Any] = {
             "args": arguments(config, tp),
             "iteration": 100,
-            "model": _named(_rank_part(weights, config, rank, tp, version), names),
+            "model": _named(part, _NAMES[names]) | ({"decoder._extra_state": None} if names == "core" else {}),
             "rng_state": [{"random": random.getstate(), "np": np.random.get_state(), "torch": torch.get_rng_state()}],
+            **({"checkpoint_version": version} if version else {}),
         }
-        if version:
-            state["checkpoint_version"] = version
-        state |= changes
         file = folder / "iter_0000100" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         file.parent.mkdir(parents=True)
-        torch.save(state, file, _use_new_zipfile_serialization=zipped)
+        torch.save(state | changes, file, _use_new_zipfile_serialization=zipped)
     (folder / "latest_checkpointed_iteration.txt").write_text("100")
     return folder
 
@@ -132,26 +136,9 @@ def _rank_part(
     return found
 
 
-def _named(part: dict[str, torch.Tensor], style: str) -> dict[str, Any]:
-    stack: dict[str, torch.Tensor] = {}
+def _named(part: dict[str, torch.Tensor], names: Mapping[str, str]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
     for name, tensor in part.items():
-        if layer := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
-            theirs = NAMES[style][layer[2]]
-            joint = "" if theirs.endswith("_") else "."
-            stack[f"layers.{layer[1]}.{theirs}{joint}{layer[3]}"] = tensor
-    final = {"old": "final_layernorm", "new": "final_norm", "core": "final_layernorm"}[style]
-    stack |= {
-        f"{final}.{kind}": part[f"final_norm.{kind}"] for kind in ("weight", "bias") if f"final_norm.{kind}" in part
-    }
-    embedding = {"word_embeddings": {"weight": part["embedding.word.weight"]}}
-    if "embedding.position.weight" in part:
-        embedding["position_embeddings"] = {"weight": part["embedding.position.weight"]}
-    output = {"output_layer": {"weight": part["output.weight"]}} if "output.weight" in part else {}
-    if style == "core":
-        flat = {f"embedding.{name}.weight": value["weight"] for name, value in embedding.items()}
-        flat |= {f"decoder.{name}": tensor for name, tensor in stack.items()}
-        flat |= {"output_layer.weight": output["output_layer"]["weight"]} if output else {}
-        return flat | {"decoder.layers.0.self_attention.linear_qkv._extra_state": None}
-    return {
-        "language_model": {"embedding": embedding, {"old": "transformer", "new": "encoder"}[style]: stack, **output}
-    }
+        *path, key = functools.reduce(lambda there, ours: there.replace(ours, names[ours]), names, name).split("/")
+        functools.reduce(lambda place, step: place.setdefault(step, {}), path, nested)[key] = tensor
+    return nested
