@@ -1,20 +1,24 @@
-"""Names, renames, the tracker and the lock."""
+"""Names, renames, the tracker, the lock, and the tokenizer beside the checkpoints."""
 
-import functools
+import contextlib
 import itertools
-import multiprocessing
+import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.refusals import not_refused
 
 import megazpp.checkpoint.folder as folder_module
 from megazpp.base.files import DamagedError
-from megazpp.checkpoint.folder import TRACKER, CheckpointFolder, kept_iterations
+from megazpp.checkpoint.folder import TRACKER, CheckpointFolder, kept_iterations, read_tokenizer, write_tokenizer
+from megazpp.data.tokenizer import TokenizerConfig
+
+TOKENIZER = {"tokenizer.model": b"pieces", "tokenizer_config.json": b"{}"}
 
 
 def save(folder: CheckpointFolder, iteration: int, text: str = "") -> Path | None:
@@ -28,33 +32,35 @@ def folder(tmp_path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path, "--save")
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_checkpoint_has_megatrons_name_and_the_tracker_says_which_is_the_latest(folder):
-    assert folder.latest() is None
-    assert folder.iterations() == []
+    assert (folder.latest(), folder.iterations()) == (None, [])
     for iteration in (100, 20, 12345678):
         assert save(folder, iteration) is None
     assert (folder.path / "iter_0000100" / "file").exists()
     assert (folder.path / TRACKER).read_text() == "12345678\n"
-    assert folder.latest() == 12345678
-    assert folder.iterations() == [20, 100, 12345678]
+    assert (folder.latest(), folder.iterations()) == (12345678, [20, 100, 12345678])
 
 
 def test_what_is_being_written_does_not_count_and_is_removed_by_the_next_run(folder):
     save(folder, 1)
     folder.begin(2)
+    (folder.path / "tokenizer-0123456789abcdef.partial").mkdir()
     (folder.path / "iter_0000003").write_text("a file")
     assert folder.iterations() == [1]
-    assert folder.recover() == [f"removed {folder.path}/iter_0000002.partial, which was not finished"]
+    unfinished = ("iter_0000002", "tokenizer-0123456789abcdef")
+    assert folder.recover() == [f"removed {folder.path}/{name}.partial, which was not finished" for name in unfinished]
     assert folder.latest() == 1
     assert folder.recover() == []
 
 
 def test_nothing_complete_is_overwritten(folder):
-    assert save(folder, 5, "first") is None
-    assert save(folder, 5, "second") == folder.path / "iter_0000005.replaced-1"
-    assert save(folder, 5, "third") == folder.path / "iter_0000005.replaced-2"
-    texts = [(folder.path / f"iter_0000005{end}" / "file").read_text() for end in ("", ".replaced-1", ".replaced-2")]
-    assert texts == ["third", "first", "second"]
+    aside = [save(folder, 5, text) for text in ("first", "second", "third")]
+    assert aside == [None, folder.path / "iter_0000005.replaced-1", folder.path / "iter_0000005.replaced-2"]
+    assert [(path / "file").read_text() for path in (folder.of(5), *aside[1:])] == ["third", "first", "second"]
     assert folder.iterations() == [5]
 
 
@@ -74,84 +80,56 @@ def killed_before(moment: int, work: Callable[[], Any]) -> bool:
 
         return guarded
 
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (
-            (Path, "rename"),
-            (Path, "unlink"),
-            (shutil, "rmtree"),
-            (folder_module, "sync_directory"),
-            (folder_module, "write_synced"),
-        ):
-            patch.setattr(owner, name, before(getattr(owner, name)))
-        try:
-            work()
-        except Killed:
-            return True
-    return False
+    changes = ((Path, "rename"), (Path, "unlink"), (shutil, "rmtree"))
+    with contextlib.ExitStack() as stack:
+        for owner, name in (*changes, (folder_module, "sync_directory"), (folder_module, "write_synced")):
+            stack.enter_context(mock.patch.object(owner, name, before(getattr(owner, name))))
+        stack.enter_context(contextlib.suppress(Killed))
+        work()
+        return False
+    return True
 
 
-def killed_at_each_moment(
-    home: Path, saved: list[tuple[int, str]], again: tuple[int, str]
-) -> Iterator[CheckpointFolder]:
-    """Folders in which a save has ended before the first thing it does to the disk, the second, and so on."""
-    for moment in itertools.count():
-        folder = CheckpointFolder(home / str(moment), "--save")
-        folder.path.mkdir()
-        for iteration, text in saved:
-            save(folder, iteration, text)
-        killed = killed_before(moment, functools.partial(save, folder, *again))
-        yield folder
-        if not killed:
-            return
-
-
-def texts(folder: CheckpointFolder) -> set[str]:
-    return {(path / "file").read_text() for path in folder.path.glob("iter_*")}
-
-
-def content(folder: CheckpointFolder) -> dict[str, str]:
-    return {str(path.relative_to(folder.path)): path.read_text() for path in folder.path.rglob("*") if path.is_file()}
-
-
-def test_a_save_killed_at_any_moment_is_finished_or_gone_and_done_again_leaves_nothing_behind(tmp_path):
-    latest = []
-    for folder in killed_at_each_moment(tmp_path, [(3, "third")], (5, "fifth")):
-        folder.recover()
-        latest.append(folder.latest())
-        assert folder.iterations() == ([3, 5] if latest[-1] == 5 else [3])
-        assert folder.recover() == []
-        if latest[-1] == 3:
-            save(folder, 5, "fifth")
-        assert {path.name for path in folder.path.iterdir()} == {"iter_0000003", "iter_0000005", TRACKER}
-        assert (folder.latest(), texts(folder)) == (5, {"third", "fifth"})
-    # syncs of the files and of the tracker to be come before the name; then nothing is done again
-    assert latest == [3, 3, 3, 3, 3, 5, 5, 5, 5]
-
-
-def test_a_save_over_a_complete_one_killed_at_any_moment_keeps_both_or_the_older_one(tmp_path):
+@pytest.mark.parametrize(
+    ("saved", "latest"),  # by the moment of the kill
+    [
+        # syncs of the files and of the tracker to be come before the name; then nothing is done again
+        ([3], [3, 3, 3, 3, 3, 5, 5, 5, 5]),
+        # an older one goes aside when the tracker names the one before it
+        ([3, 5, 7], [7, 7, 7, 3, 3, 3, 3, 3, 3, 3, 5, 5, 5, 5]),
+    ],
+)
+def test_a_save_killed_at_any_moment_is_finished_or_gone_and_loses_nothing(tmp_path, saved, latest):
     """A recovery that is killed at any moment, too, comes to what it would have come to, done again."""
-    saved, moment = [(3, "third"), (5, "fifth"), (7, "seventh")], 0
-    for moment, folder in enumerate(killed_at_each_moment(tmp_path, saved, (5, "again"))):
-        assert folder.latest() in (3, 5, 7)  # before anything is mended
-        before = shutil.copytree(folder.path, f"{folder.path} before")
+    named = []
+    for moment in itertools.count():
+        folder = CheckpointFolder(tmp_path / str(moment), "--save")
+        folder.path.mkdir()
+        for iteration in saved:
+            save(folder, iteration, f"old {iteration}")
+        killed = killed_before(moment, lambda folder=folder: save(folder, 5, "new"))
+        assert folder.latest() in {*saved, 5}  # before anything is mended
+        before = shutil.copytree(folder.path, tmp_path / f"{moment} before")
         folder.recover()
-        assert folder.latest() in (3, 5, 7)
-        assert texts(folder) >= {"third", "fifth", "seventh"}
-        if folder.latest() == 5:
-            assert (folder.of(5) / "file").read_text() == "again"
+        named.append(folder.latest())
+        found = content(folder.path)
+        assert found[f"iter_000000{named[-1]}/file"] == (b"new" if named[-1] == 5 else b"old %d" % named[-1])
+        assert {*found.values()} >= {b"old %d" % iteration for iteration in saved}
         assert not [path for path in folder.path.iterdir() if path.suffix in (".partial", ".new")]
+        assert folder.recover() == []
         for later in itertools.count():
-            again = CheckpointFolder(f"{folder.path} {later}", "--save")
-            shutil.copytree(before, again.path)
+            again = CheckpointFolder(shutil.copytree(before, tmp_path / f"{moment} {later}"), "--save")
             interrupted = killed_before(later, again.recover)
             again.recover()
-            assert content(again) == content(folder), (moment, later)
+            assert content(again.path) == found, (moment, later)
             if not interrupted:
                 break
-    assert moment > 8
+        if not killed:
+            break
+    assert named == latest
 
 
-def test_half_a_tracker_to_be_is_no_tracker_and_without_one_the_newest_counts(folder):
+def test_without_a_tracker_or_with_half_a_tracker_to_be_the_newest_counts(folder):
     save(folder, 3)
     save(folder, 15)
     for text in ("", "x", "1"):
@@ -164,16 +142,17 @@ def test_half_a_tracker_to_be_is_no_tracker_and_without_one_the_newest_counts(fo
 
 def test_a_tracker_that_names_no_iteration_or_one_that_is_missing_is_an_error(folder):
     save(folder, 7)
-    for content in ("", "x", "-3", "1e3", "7\n8", "release"):
-        (folder.path / TRACKER).write_text(content)
-        with pytest.raises(DamagedError, match=f"{TRACKER} is damaged: it says"):
-            folder.latest()
-    (folder.path / TRACKER).write_text("8")
-    with pytest.raises(DamagedError, match=r"names iteration 8, but .*iter_0000008 is missing$"):
+
+    def latest(tracker: str) -> None:
+        (folder.path / TRACKER).write_text(tracker)
         folder.latest()
-    (folder.path / "iter_0000008.replaced-1").mkdir()
-    with pytest.raises(DamagedError, match=r"is missing; .*/iter_0000008.replaced-1 may be it$"):
-        folder.latest()
+
+    rows = [(text, f"{TRACKER} is damaged: it says") for text in ("", "x", "-3", "1e3", "7\n8", "release")]
+    missing = f"names iteration 8, but {folder.of(8)} is missing"
+    assert not_refused([*rows, ("8", missing)], latest, DamagedError) == []
+    aside = folder.path / "iter_0000008.replaced-1"
+    aside.mkdir()
+    assert not_refused([("8", f"{missing}; {aside} may be it")], latest, DamagedError) == []
 
 
 def test_a_folder_that_cannot_be_written_to_names_the_flag_and_why(tmp_path):
@@ -189,37 +168,17 @@ def test_a_folder_that_cannot_be_written_to_names_the_flag_and_why(tmp_path):
     CheckpointFolder(link, "--save").lock()
 
 
-def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s(tmp_path):
-    folder = CheckpointFolder(tmp_path / "runs/save", "--save")
+def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s_until_it_ends(tmp_path):
+    folder, next_job = (CheckpointFolder(tmp_path / "runs/save", "--save") for _ in range(2))
     folder.lock()
     save(folder, 1)
     shutil.rmtree(tmp_path / "runs")
     save(folder, 2)
     assert (folder.iterations(), folder.latest()) == ([2], 2)
-    with pytest.raises(ValueError, match="is in use by process"):
-        CheckpointFolder(folder.path, "--save").lock(patience_seconds=0.0)
-    folder.unlock()
-
-
-def test_a_job_that_is_killed_gives_its_folder_back(folder):
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    job = context.Process(target=_hold, args=(folder.path, ready), daemon=True)
-    job.start()
-    assert ready.wait(20)
-    with pytest.raises(ValueError, match=f"in use by process {job.pid} "):
-        folder.lock(patience_seconds=0)
-    job.kill()
-    folder.lock(patience_seconds=20)
-    folder.unlock()
-    job.join()
-
-
-def _hold(path: Path, ready: multiprocessing.Event) -> None:
-    folder = CheckpointFolder(path, "--save")
-    folder.lock()
-    ready.set()
-    time.sleep(1000)
+    with pytest.raises(ValueError, match=f"is in use by process {os.getpid()} on "):
+        next_job.lock(patience_seconds=0.0)
+    threading.Timer(0.3, folder.unlock).start()
+    next_job.lock(patience_seconds=60.0)
 
 
 def test_a_deleted_checkpoint_is_gone_under_its_name_before_its_files_go(folder, monkeypatch):
@@ -228,14 +187,12 @@ def test_a_deleted_checkpoint_is_gone_under_its_name_before_its_files_go(folder,
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed at that moment
     folder.keep_only([3])
     assert folder.iterations() == [3]
-    assert sorted(path.name for path in folder.path.glob("*.partial")) == [
-        "iter_0000001.partial",
-        "iter_0000002.partial",
-    ]
+    assert {path.name for path in folder.path.glob("*.partial")} == {"iter_0000001.partial", "iter_0000002.partial"}
 
 
-def test_which_checkpoints_stay():
-    for newest, keep_last, retain, kept in (
+@pytest.mark.parametrize(
+    ("newest", "keep_last", "retain_interval", "kept"),
+    [
         (60, None, None, {10, 20, 30, 40, 50, 60}),
         (60, 2, None, {50, 60}),
         (60, 1, None, {60}),
@@ -244,6 +201,52 @@ def test_which_checkpoints_stay():
         (60, 2, 30, {30, 50, 60}),
         (30, 2, None, {20, 30, 40, 50, 60}),  # a run that went back
         (60, 9, None, {10, 20, 30, 40, 50, 60}),
-    ):
-        found = kept_iterations(range(10, 61, 10), newest=newest, keep_last=keep_last, retain_interval=retain)
-        assert found == kept, (newest, keep_last, retain)
+    ],
+)
+def test_which_checkpoints_stay(newest, keep_last, retain_interval, kept):
+    iterations = range(10, 61, 10)
+    assert kept_iterations(iterations, newest=newest, keep_last=keep_last, retain_interval=retain_interval) == kept
+
+
+def test_a_tokenizer_is_written_once_and_found_again_where_its_checkpoints_are(tmp_path):
+    name = write_tokenizer(tmp_path, TOKENIZER)
+    folder, when = tmp_path / name, (tmp_path / name).stat().st_mtime_ns
+    assert content(folder).keys() == {*TOKENIZER, "checksums.txt"}
+    assert write_tokenizer(tmp_path, TOKENIZER) == name
+    assert folder.stat().st_mtime_ns == when
+    assert write_tokenizer(tmp_path, {}) is None
+    other = write_tokenizer(tmp_path, TOKENIZER | {"tokenizer.model": b"others"})
+    assert {path.name for path in tmp_path.iterdir()} == {name, other}
+    elsewhere = shutil.copytree(tmp_path, tmp_path / "elsewhere")
+    found = TokenizerConfig(
+        tokenizer_type="SentencePieceTokenizer", tokenizer_model=f"{elsewhere}/{name}/tokenizer.model"
+    )
+    assert read_tokenizer(elsewhere, name) == found
+
+
+def test_a_tokenizer_that_is_damaged_is_named_and_the_next_save_keeps_it_aside(tmp_path):
+    name = write_tokenizer(tmp_path, TOKENIZER)
+    for number, file in enumerate(("tokenizer.model", "checksums.txt"), 1):
+        os.truncate(tmp_path / name / file, 3)
+        kept = content(tmp_path / name)
+        with pytest.raises(DamagedError, match=f"{name}/{file} is damaged"):
+            read_tokenizer(tmp_path, name)
+        assert write_tokenizer(tmp_path, TOKENIZER) == name
+        read_tokenizer(tmp_path, name)
+        assert content(tmp_path / f"{name}.replaced-{number}") == kept
+
+
+def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path):
+    name = write_tokenizer(tmp_path, TOKENIZER)
+    shutil.move(tmp_path / name, tmp_path / "outside")
+    names = ("outside", "../x", str(tmp_path / "outside"), f"{name}/../outside")
+    rows = [(other, "is no folder of a tokenizer") for other in names]
+    rows.append((name, f"{name} is missing, the tokenizer of these checkpoints: copy it too, or name one with --token"))
+    assert not_refused(rows, lambda name: read_tokenizer(tmp_path, name), DamagedError) == []
+
+
+def test_a_tokenizer_on_a_full_disk_leaves_nothing(tmp_path):
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with mock.patch("os.fsync", full), pytest.raises(OSError, match="No space left"):
+        write_tokenizer(tmp_path, TOKENIZER)
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What a run begins with."""
+"""What a run begins with, and flags that contradict each other or what is there."""
 
 from pathlib import Path
 from typing import Any
@@ -32,41 +32,29 @@ def choose(*, restarted: bool = False, **flags: Any) -> LoadSource | None:
     return choose_source(CheckpointConfig(**flags), restarted=restarted)
 
 
-def candidates(**flags: Any) -> list[int]:
+def candidates(**flags: Any) -> list[int] | None:
     source = choose(**flags)
-    assert source is not None
-    return source.candidates()
+    return None if source is None else source.candidates()
 
 
-def test_without_flags_training_begins_anew(tmp_path):
-    assert choose() is None
-    assert choose(save=str(tmp_path / "new")) is None
-    assert list(tmp_path.iterdir()) == []
-    assert peek(None) is None
+BOTH = {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"save": "x", "save_interval": 0}, "--save-interval 0 is not positive"),
+    ({"save": "x", "keep_last": 0}, "--keep-last 0 is not positive"),
+    ({"load": "x", "ckpt_step": -1}, "--ckpt-step -1 is negative"),
+    ({"keep_last": 5}, "--keep-last needs --save"),
+    ({"async_save": True}, "--async-save needs --save"),
+    ({"save_retain_interval": 5, "load": "x"}, "--save-retain-interval needs --save"),
+    ({"finetune": True, "save": "x"}, "--finetune needs --load"),
+    ({"load_fallback": True}, "--load-fallback needs --load"),
+    ({"ckpt_step": 0}, "--ckpt-step needs --load"),
+    ({"use_checkpoint_args": True}, "--use-checkpoint-args needs --load"),
+    (BOTH, "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"),
+]
 
 
-def test_load_takes_what_the_tracker_names_or_ckpt_step_and_fallback_the_newest_of_the_others(used):
-    for flags, expected in (
-        ({}, [20]),
-        ({"ckpt_step": 10}, [10]),
-        ({"load_fallback": True}, [20, 30, 10]),
-        ({"load_fallback": True, "ckpt_step": 10}, [10, 30, 20]),
-        ({"save": str(used)}, [20]),
-        ({"save": f"{used}/../{used.name}"}, [20]),
-    ):
-        assert candidates(load=str(used), **flags) == expected, flags
-    missing = str(used / "missing")
-    assert candidates(load=missing) == candidates(load=missing, load_fallback=True) == []
-
-
-def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback_finds_it(used):
-    (used / TRACKER).unlink()
-    assert candidates(load=str(used)) == [30]
-    for tracker in ("garbage", "99"):
-        (used / TRACKER).write_text(tracker)
-        with pytest.raises(DamagedError, match=TRACKER):
-            candidates(load=str(used))
-        assert candidates(load=str(used), load_fallback=True) == [30, 20, 10]
+def test_flags_that_contradict_each_other_are_refused_by_name_and_value():
+    assert not_refused(CONTRADICTIONS, lambda flags: CheckpointConfig(**flags)) == []
 
 
 def test_a_folder_to_load_from_or_to_save_to_that_cannot_be_meant_is_refused(used, tmp_path, monkeypatch):
@@ -94,18 +82,42 @@ def test_a_folder_to_load_from_or_to_save_to_that_cannot_be_meant_is_refused(use
     assert not_refused(rows, lambda flags: candidates(**flags)) == []
 
 
+def test_load_takes_what_the_tracker_names_or_ckpt_step_and_fallback_the_newest_of_the_others(used, tmp_path):
+    load, missing, new = (str(tmp_path / name) for name in ("used", "missing", "new"))
+    for flags, expected in (
+        ({}, None),
+        ({"save": new}, None),
+        ({"load": load}, [20]),
+        ({"load": load, "ckpt_step": 10}, [10]),
+        ({"load": load, "load_fallback": True}, [20, 30, 10]),
+        ({"load": load, "load_fallback": True, "ckpt_step": 10}, [10, 30, 20]),
+        ({"load": load, "save": f"{load}/../used"}, [20]),
+        ({"load": missing}, []),
+        ({"load": missing, "load_fallback": True}, []),
+    ):
+        assert candidates(**flags) == expected, flags
+    assert [*tmp_path.iterdir()] == [used]  # nothing is made yet
+
+
+def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback_finds_it(used):
+    (used / TRACKER).unlink()
+    assert candidates(load=str(used)) == [30]
+    for tracker in ("garbage", "99"):
+        (used / TRACKER).write_text(tracker)
+        with pytest.raises(DamagedError, match=TRACKER):
+            candidates(load=str(used))
+        assert candidates(load=str(used), load_fallback=True) == [30, 20, 10]
+
+
 def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_told(used, tmp_path):
-    source = choose(restarted=True, save=str(used), load=str(tmp_path / "base"), finetune=True, save_rng=False)
-    assert source is not None
-    assert source.folder.path == used
-    assert source[1:6] == (None, True, True, False, False)
-    source = choose(restarted=True, save=str(tmp_path / "empty"), load=str(used), finetune=True)
-    assert source is not None
-    assert (source.folder.path, source.continues) == (used, False)
+    own = choose(restarted=True, save=str(used), load=str(tmp_path / "base"), finetune=True, save_rng=False)
+    assert (own.folder.path, *own[1:6]) == (used, None, True, True, False, False)
+    told = choose(restarted=True, save=str(tmp_path / "empty"), load=str(used), finetune=True)
+    assert (told.folder.path, told.continues) == (used, False)
     assert choose(restarted=True, save=str(tmp_path / "empty")) is None
 
 
-def test_what_is_loaded(used):
+def test_flags_say_how_much_is_loaded(used):
     for flags, parts in (
         ({}, (True, True, True)),
         ({"finetune": True}, (False, False, False)),
@@ -113,24 +125,17 @@ def test_what_is_loaded(used):
         ({"load_rng": False}, (True, True, False)),
     ):
         source = choose(load=str(used), **flags)
-        assert source is not None
         assert (source.continues, source.optimizer, source.rng) == parts
 
 
-def test_peeking_at_what_cannot_be_read_is_an_error(used):
-    for fallback, iteration in ((False, 20), (True, 10)):
-        with pytest.raises(DamagedError, match=rf"iter_00000{iteration}/checksums.txt cannot be read"):
-            peek(choose(load=str(used), load_fallback=fallback))
-
-
-def test_a_record_that_was_changed_is_damage_before_anything_believes_it(tmp_path):
-    folder = CheckpointFolder(tmp_path, "--load")
-    folder.begin(7)
-    text = record_of(Case(), progress=TrainingProgress(iteration=7)).as_json()
-    write_checksums(folder.partial(7), {NAME: write_durably(folder.partial(7) / NAME, text)})
-    folder.complete(7)
-    found = peek(choose(load=str(tmp_path)))
-    assert found is not None
-    (folder.of(7) / NAME).write_text(text.replace('"num_layers": 2', '"num_layers": 1'))
-    with pytest.raises(DamagedError, match=r"iter_0000007/run.json is damaged: its checksum is"):
-        peek(choose(load=str(tmp_path)))
+def test_a_record_that_cannot_be_read_or_was_changed_is_damage_before_anything_believes_it(used):
+    checkpoint, text = used / "iter_0000010", record_of(Case(), progress=TrainingProgress(iteration=10)).as_json()
+    write_checksums(checkpoint, {NAME: write_durably(checkpoint / NAME, text)})
+    assert peek(None) is None
+    assert peek(choose(load=str(used), load_fallback=True)).progress.iteration == 10
+    (checkpoint / NAME).write_text(text.replace('"num_layers": 2', '"num_layers": 1'))
+    rows = [
+        ({}, "iter_0000020/checksums.txt cannot be read"),
+        ({"load_fallback": True}, "iter_0000010/run.json is damaged: its checksum is"),
+    ]
+    assert not_refused(rows, lambda flags: peek(choose(load=str(used), **flags)), DamagedError) == []
