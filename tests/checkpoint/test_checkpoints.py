@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.checkpoints import Attempt, record_of, run
+from helpers.checkpoints import Attempt, record_of
 from helpers.disks import small_disk
 from helpers.ranks import ranks
 from helpers.tiers import slow
@@ -24,28 +24,23 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.parallel.dims import open_axis
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
-
-def iterations(path: Path) -> list[int]:
-    return CheckpointFolder(path, "--save").iterations()
-
-
-SETTINGS: list[tuple[dict[str, Any], list[int]]] = [
-    ({}, [7]),
-    ({"save_interval": 3}, [3, 6, 7]),
-    ({"save_interval": 7}, [7]),
-    ({"save_interval": 2, "keep_last": 2}, [6, 7]),
-    ({"save_interval": 1, "save_retain_interval": 3, "async_save": True}, [3, 6, 7]),
+SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [  # flags, number of saves, iterations that stay
+    ({}, 1, [7]),
+    ({"save_interval": 3}, 3, [3, 6, 7]),
+    ({"save_interval": 7}, 1, [7]),
+    ({"save_interval": 2, "keep_last": 2}, 4, [6, 7]),
+    ({"save_interval": 1, "save_retain_interval": 3, "async_save": True}, 7, [3, 6, 7]),
 ]
 
 
 def save_seven_steps(home: Path) -> list[list[str]]:
     """The lines of a run with each of SETTINGS, in a folder of its number; without training."""
     attempt, found = Attempt(Case()), []
-    for number, (flags, _) in enumerate(SETTINGS):
+    for number, (flags, *_) in enumerate(SETTINGS):
         config, lines = CheckpointConfig(save=str(home / str(number)), **flags), list[str]()
         checkpoints = Checkpoints(config, attempt.state, record_of(Case()), open_axis(attempt.dims), lines.append)
         checkpoints.open()
-        for iteration in range(1, 8):
+        for iteration in (*range(1, 8), 7):  # nothing is saved twice
             checkpoints.after_step(TrainingProgress(iteration=iteration), last=iteration == 7)
         checkpoints.finish()
         found.append(lines)
@@ -53,23 +48,17 @@ def save_seven_steps(home: Path) -> list[list[str]]:
 
 
 def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(tmp_path):
-    of_settings = ranks(2).run(save_seven_steps, tmp_path)[0]
-    for number, ((flags, expected), lines) in enumerate(zip(SETTINGS, of_settings, strict=True)):
-        folder = tmp_path / str(number)
-        assert iterations(folder) == expected, flags
-        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "7\n"
+    for number, lines in enumerate(ranks(2).run(save_seven_steps, tmp_path)[0]):
+        (flags, saves, stay), folder = SETTINGS[number], tmp_path / str(number)
+        tracker = folder / "latest_checkpointed_iteration.txt"
+        assert {*folder.iterdir()} == {tracker, folder / "lock", *(folder / f"iter_{i:07d}" for i in stay)}, flags
+        assert tracker.read_text() == "7\n"
         saved = [line for line in lines if "successfully saved" in line]
+        assert len(saved) == saves
         assert saved[-1].startswith(f"  successfully saved checkpoint at iteration       7 to {folder} | 0.00")
         waited = [line for line in lines if "scheduled an async checkpoint save at iteration" in line]
-        assert len(waited) == (len(saved) if "async_save" in flags else 0)
+        assert len(waited) == (saves if "async_save" in flags else 0)
         assert all(re.search(r" \| training waited \d+\.\d{3} s$", line) for line in waited)
-
-
-def test_a_run_that_is_complete_already_saves_nothing(tmp_path):
-    first, second = (ranks(2).run(run, Case(), 2, save=str(tmp_path), load=str(tmp_path))[0] for _ in range(2))
-    assert (len(first.steps), len(second.steps)) == (2, 0)
-    assert second.state == first.state
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000002", "latest_checkpointed_iteration.txt", "lock"}
 
 
 def go_on_and_back(case: Case, **flags: Any) -> None:
@@ -94,7 +83,7 @@ def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path, async
     zero, precision = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=True)
     case = Case(nodes=2, zero=zero, precision=precision, micro_batches=2)
     ranks(2).run(go_on_and_back, case, save=str(tmp_path), async_save=asynchronous)
-    assert iterations(tmp_path) == [2, 4]
+    assert CheckpointFolder(tmp_path, "--save").iterations() == [2, 4]
 
 
 def refusal(save: str) -> str:
@@ -119,9 +108,8 @@ def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path):
 def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         (disk / "ballast").write_bytes(bytes((1 << 20) - 50_000))
-        said = ranks(2).run(refusal, str(disk / "save"))
-        assert said[0] == said[1]
-        assert re.match(f"--save {disk / 'save'} has 4.*e-05 GB free, a checkpoint takes about 0.0001", said[0])
+        for said in ranks(2).run(refusal, str(disk)):
+            assert re.match(f"--save {disk} has 4.*e-05 GB free, a checkpoint takes about 0.0001", said)
 
 
 def test_copies_are_staged_in_the_same_memory_each_time_and_pinned_for_a_gpu(monkeypatch):

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from helpers.checkpoints import Attempt, record_of, run
 from helpers.disks import small_disk
 from helpers.ranks import ranks
@@ -20,7 +22,7 @@ from megazpp.base.program import UserError
 from megazpp.checkpoint.checkpoints import write_checkpoint
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.record import TrainingProgress, read_record
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.parallel.axis import MeshAxis
 
@@ -53,8 +55,7 @@ def save_forever(path: Path, pipe: Any) -> None:
 def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_complete(tmp_path):
     """Moments are spread over what the last load or save took, so that a busy machine does not miss any phase."""
     generator, context = random.Random(7), multiprocessing.get_context("fork")
-    complete, killed_in = 0, []
-    seconds = [0.1]
+    complete, seconds, killed_in = 0, 0.1, []
     for _ in range(KILLS):
         ours, theirs = context.Pipe(duplex=False)
         job = context.Process(target=save_forever, args=(tmp_path, theirs), daemon=True)
@@ -64,8 +65,8 @@ def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_c
         for _ in range(generator.choice([1, 2, 3])):
             since = time.monotonic()
             told.append(ours.recv())
-            seconds.append(time.monotonic() - since)
-        job.join(generator.uniform(0.0, 1.2 * seconds[-1]))
+            seconds = time.monotonic() - since
+        job.join(generator.uniform(0.0, 1.2 * seconds))
         assert job.exitcode is None, "the job failed"
         job.kill()
         job.join()
@@ -88,97 +89,87 @@ def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_c
     assert len(left) <= 4  # two that are kept, one that was about to be deleted, one that was being written
 
 
-def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name_and_before_the_tracker_names_it(
-    monkeypatch, tmp_path
-):
-    done: list[tuple[str, str]] = []  # in order: what was brought to the disk, and new names
-    sizes: dict[str, int] = {}  # of what was brought there
-    fsync, rename = os.fsync, os.rename
+def test_all_is_on_the_disk_before_it_has_its_name_and_a_checkpoint_before_the_tracker_names_it(monkeypatch, tmp_path):
+    fsync, rename, done = os.fsync, os.rename, []
+    sizes: dict[int, int] = {}  # of files when they were brought to the disk
 
     def record_fsync(descriptor: int) -> None:
         fsync(descriptor)
-        name = os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)
-        done.append(("sync", name))
-        sizes[name] = os.fstat(descriptor).st_size
+        sizes[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
 
     def record_rename(old: Any, new: Any, **where: Any) -> None:
         rename(old, new, **where)
-        done.append((os.path.relpath(old, tmp_path), os.path.relpath(new, tmp_path)))
+        done.append(f"{os.path.relpath(old, tmp_path)} -> {os.path.relpath(new, tmp_path)}")
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
-    record = record_of(Case(), progress=TrainingProgress(iteration=7))
-    write_checkpoint(
-        record, {"x": torch.ones(3)}, CheckpointFolder(tmp_path, "--save"), MeshAxis("all"), tokenizer={"a": b"b"}
-    )
-    partial, whole, tracker = "iter_0000007.partial", "iter_0000007", "latest_checkpointed_iteration.txt"
-    named = done.index((partial, whole))
-    written = {f"{partial}/{path.name}" for path in (tmp_path / whole).iterdir()}
-    index, unfinished = f"{partial}/.metadata", f"{partial}/.metadata.tmp"
-    assert {f"{partial}/__0_0.distcp", f"{partial}/run.json", f"{partial}/checksums.txt", index} == written
-    synced = [name for what, name in done[:named] if what == "sync"]
-    assert written - {index} | {unfinished} <= set(synced)
-    sizes[index] = sizes[unfinished]
-    assert {name: sizes[name] for name in written} == {
-        f"{partial}/{path.name}": path.stat().st_size for path in (tmp_path / whole).iterdir()
-    }
-    assert done.index(("sync", unfinished)) < done.index((unfinished, index)) < done.index(("sync", partial))
-    assert done[named - 3 :] == [
-        ("sync", partial),
-        ("sync", f"{tracker}.new"),
-        ("sync", "."),
-        (partial, whole),
-        ("sync", "."),
-        (f"{tracker}.new", tracker),
-        ("sync", "."),
+    record, folder = record_of(Case(), progress=TrainingProgress(iteration=7)), CheckpointFolder(tmp_path, "--save")
+    write_checkpoint(record, {"x": torch.ones(3)}, folder, MeshAxis("all"), tokenizer={"a": b"b"})
+    whole, tokenizer, tracker = "iter_0000007", "tokenizer-6f8892e03c3cf309", "latest_checkpointed_iteration.txt"
+    assert done == [
+        f"{whole}.partial/__0_0.distcp",
+        f"{whole}.partial/.metadata.tmp",
+        f"{whole}.partial/.metadata.tmp -> {whole}.partial/.metadata",
+        f"{tokenizer}.partial/a",
+        f"{tokenizer}.partial/checksums.txt",
+        f"{tokenizer}.partial",
+        f"{tokenizer}.partial -> {tokenizer}",
+        ".",
+        f"{whole}.partial/run.json",
+        f"{whole}.partial/checksums.txt",
+        f"{whole}.partial",
+        f"{tracker}.new",
+        ".",
+        f"{whole}.partial -> {whole}",
+        ".",
+        f"{tracker}.new -> {tracker}",
+        ".",
     ]
+    files = [path.stat() for path in tmp_path.rglob("*") if path.is_file()]
+    assert {file.st_ino: file.st_size for file in files}.items() <= sizes.items()
+    assert read_record(tmp_path / whole).tokenizer_folder == tokenizer
 
 
-def fill_and_save(disk: Path, *, left: int, **flags: Any) -> dict[str, Any]:
-    """Save once, leave `left` bytes on the disk, save again; then, with space again, once more."""
-    attempt = Attempt(Case(), **flags)
-    progress, ballast, folder = attempt.load(), disk / "ballast", CheckpointFolder(disk / "save", "--save")
-    checkpoints, world = attempt.checkpoints, attempt.dims.world
+def fill_and_save(disk: Path, left: int, **flags: Any) -> tuple[str, int | None, list[str], int | None]:
+    """Save, again with `left` bytes on the disk, and with space once more; what the second said and left, the last."""
+    attempt, ballast, folder = Attempt(Case(), **flags), disk / "ballast", CheckpointFolder(disk / "save", "--save")
+    progress, first = attempt.load(), attempt.dims.world.rank == 0
 
-    def barrier() -> None:
-        world.max_(torch.zeros(1))
+    def save(iteration: int) -> str:
+        try:
+            attempt.checkpoints.after_step(progress._replace(iteration=iteration), last=True)
+            attempt.checkpoints._finish_writing()
+        except UserError as error:
+            return str(error)
+        finally:
+            dist.barrier()
+        return "saved"
 
-    def save(iteration: int) -> None:
-        checkpoints.after_step(progress._replace(iteration=iteration), last=True)
-        checkpoints.finish()
-
-    checkpoints.after_step(progress._replace(iteration=1), last=True)
-    checkpoints._finish_writing()
-    if world.rank == 0:
+    assert save(1) == "saved"
+    if first:
         ballast.write_bytes(bytes(shutil.disk_usage(disk).free - left))
-    barrier()
-    try:
-        save(2)
-        said = "saved"
-    except UserError as error:
-        said = str(error)
-    barrier()
-    names = sorted(path.name for path in folder.path.iterdir())
-    found = {"said": said, "latest": folder.latest(), "names": names}
-    barrier()
-    if world.rank == 0:
+    dist.barrier()
+    said, latest, names = save(2), folder.latest(), sorted(path.name for path in folder.path.iterdir())
+    dist.barrier()
+    if first:
         ballast.unlink()
-    barrier()
-    save(3)
-    return found | {"at last": folder.latest()}
+    dist.barrier()
+    assert save(3) == "saved"
+    attempt.checkpoints.finish()
+    return said, latest, names, folder.latest()
 
 
-def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it_and_says_so_and_no_more(tmp_path):
-    """Whatever part of torch's archives it is that has no space."""
-    full = re.compile(r"(rank [01]: )?\[Errno 28\] No space left on device")
-    for left, asynchronous in ((0, False), (4_096, False), (8_192, True), (20_000, True), (100_000, False)):
-        with small_disk(tmp_path / str(left), "1m") as disk:
-            save = str(disk / "save")
-            for found in ranks(2).run(fill_and_save, disk, left=left, save=save, async_save=asynchronous):
-                where, could_not, lines = found["said"].partition(": iteration 2 could not be saved: ")
-                assert (where, bool(could_not)) == (f"--save {save}", True)
-                assert all(full.fullmatch(line) for line in lines.splitlines()), (left, lines)
-                assert (found["latest"], found["at last"]) == (1, 3)
-                assert found["names"] == ["iter_0000001", "latest_checkpointed_iteration.txt", "lock"]
-            result, _ = ranks(2).run(run, Case(), 3, load=save)
-            assert result.start.iteration == 3
+@pytest.mark.parametrize(
+    ("left", "asynchronous"), [(0, False), (4_096, False), (8_192, True), (20_000, True), (100_000, False)]
+)
+def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it_and_says_so(tmp_path, left, asynchronous):
+    """And no more, whatever part of torch's archives it is that has no space."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        save = str(disk / "save")
+        for said, latest, names, at_last in ranks(2).run(fill_and_save, disk, left, save=save, async_save=asynchronous):
+            line = r"(rank [01]: )?\[Errno 28\] No space left on device"
+            assert re.fullmatch(rf"--save {save}: iteration 2 could not be saved: {line}(\n{line})*", said)
+            assert (latest, at_last) == (1, 3)
+            assert names == ["iter_0000001", "latest_checkpointed_iteration.txt", "lock"]
+        assert [result.start.iteration for result in ranks(2).run(run, Case(), 3, load=save)] == [3, 3]
