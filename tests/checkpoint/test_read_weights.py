@@ -1,7 +1,7 @@
 """A checkpoint's weights without what trains them, on any layout."""
 
 import dataclasses
-import json
+import re
 import shutil
 
 import pytest
@@ -70,16 +70,15 @@ def test_another_tokenizer_or_model_or_none_is_refused(load, tmp_path):
 def test_a_record_of_another_model_than_the_tensors_is_refused(load, tmp_path):
     """With checksums that are right: someone has written it, or a folder was put together from two."""
     rows = []
-    for changes, problem in (
-        ({"num_layers": 1}, "layers.1.attention.proj.bias has no place in it"),
-        ({"num_layers": 3}, "layers.2.attention.proj.bias is missing"),
-        ({"ffn_hidden_size": 40}, "layers.0.mlp.fc1.bias has shape (44,), not (40,)"),
-        ({"max_position_embeddings": 15}, "embedding.position.weight has shape (16, 20), not (15, 20)"),
+    for flag, value, problem in (
+        ("num_layers", 1, "layers.1.attention.proj.bias has no place in it"),
+        ("num_layers", 3, "layers.2.attention.proj.bias is missing"),
+        ("ffn_hidden_size", 40, "layers.0.mlp.fc1.bias has shape (44,), not (40,)"),
+        ("max_position_embeddings", 15, "embedding.position.weight has shape (16, 20), not (15, 20)"),
     ):
-        copy = shutil.copytree(load, tmp_path / str(len(rows)))
-        checkpoint = copy / "iter_0000002"
-        record = json.loads((checkpoint / "run.json").read_text())
-        (checkpoint / "run.json").write_text(json.dumps(record | {"flags": record["flags"] | changes}))
+        copy = shutil.copytree(load, tmp_path / f"{flag} {value}")
+        checkpoint, record = copy / "iter_0000002", copy / "iter_0000002/run.json"
+        record.write_text(re.sub(f'"{flag}": \\d+', f'"{flag}": {value}', record.read_text()))
         write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in read_checksums(checkpoint)})
         rows.append((str(copy), f"the tensors are not of the model that run.json describes: model.{problem}"))
     assert ranks(1).run(not_refused, rows, load_as_described) == [[]]
