@@ -1,6 +1,7 @@
 """When checkpoints are written, which stay, and going back."""
 
 import functools
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,9 @@ import torch
 from helpers.checkpoints import Attempt, record_of
 from helpers.disks import small_disk
 from helpers.ranks import ranks
+from helpers.refusals import not_refused
 from helpers.tiers import slow
 from helpers.training import Case
-from torch.distributed.checkpoint.staging import StagingOptions
 
 from megazpp.checkpoint import checkpoints
 from megazpp.checkpoint.checkpoints import Checkpoints
@@ -86,47 +87,40 @@ def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path, async
     assert CheckpointFolder(tmp_path, "--save").iterations() == [2, 4]
 
 
-def refusal(save: str) -> str:
-    """Why the folder of --save, for which nobody waits, cannot be had."""
-    at_once = functools.partialmethod(CheckpointFolder.lock, patience_seconds=0.0)
-    try:
-        with mock.patch.object(CheckpointFolder, "lock", at_once):
-            Attempt(Case(), save=save).load()
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+def open_at_once(save: str) -> None:
+    """Take a folder of --save for which nobody waits."""
+    lock = functools.partialmethod(CheckpointFolder.lock, patience_seconds=0.0)
+    with mock.patch.object(CheckpointFolder, "lock", lock):
+        Attempt(Case(), save=save).load()
 
 
 def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path):
     other = CheckpointFolder(tmp_path, "--save")
     other.lock()
-    for said in ranks(2).run(refusal, str(tmp_path)):
-        assert said.startswith(f"--save {tmp_path} is in use by process ")
-    other.unlock()
+    rows = [(str(tmp_path), f"--save {tmp_path} is in use by process {os.getpid()} on ")]
+    assert ranks(2).run(not_refused, rows, open_at_once) == [[], []]
 
 
 def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
-        (disk / "ballast").write_bytes(bytes((1 << 20) - 50_000))
-        for said in ranks(2).run(refusal, str(disk)):
-            assert re.match(f"--save {disk} has 4.*e-05 GB free, a checkpoint takes about 0.0001", said)
+        (disk / "ballast").write_bytes(bytes((1 << 20) - 12 * 4096))  # the lock takes one of the pages
+        rows = [(str(disk), f"--save {disk} has 4.51e-05 GB free, a checkpoint takes about 0.0001")]
+        assert ranks(2).run(not_refused, rows, open_at_once) == [[], []]
 
 
-def test_copies_are_staged_in_the_same_memory_each_time_and_pinned_for_a_gpu(monkeypatch):
-    asked: list[StagingOptions] = []
-    state: Any = SimpleNamespace(device=torch.device("cpu"))
-    opened: list[Any] = [CheckpointConfig(save="x", async_save=True), state, None, None, print]
-    stager, tensors = Checkpoints(*opened)._stager, {"weight": torch.arange(4.0)}
-    assert stager is not None
+def test_copies_are_staged_in_the_same_memory_each_time_and_pinned_for_a_gpu():
+    def open_on(device: str) -> Checkpoints:
+        state: Any = SimpleNamespace(device=torch.device(device))
+        return Checkpoints(CheckpointConfig(save="x", async_save=True), state, None, None, print)
+
+    stager, tensors = open_on("cpu")._stager, {"weight": torch.arange(4.0)}
     first = stager.stage(tensors)["weight"]
     tensors["weight"].add_(1)  # training goes on
     assert first.tolist() == [0, 1, 2, 3]
     assert stager.stage(tensors)["weight"].data_ptr() == first.data_ptr()
     assert first.tolist() == [1, 2, 3, 4]
-    monkeypatch.setattr(checkpoints, "DefaultStager", asked.append)
-    monkeypatch.setattr(checkpoints, "threads_on", lambda *_: None)
-    state.device = torch.device("cuda")
-    Checkpoints(*opened)
-    (options,) = asked
+    with mock.patch.object(checkpoints, "DefaultStager") as made, mock.patch.object(checkpoints, "threads_on"):
+        open_on("cuda")
+    options = made.call_args.args[0]
     assert (options.use_pinned_memory, options.use_non_blocking_copy) == (True, True)
     assert (options.use_async_staging, options.use_shared_memory) == (False, False)
