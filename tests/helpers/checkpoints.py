@@ -52,11 +52,7 @@ class Attempt:
         return self.progress
 
     def train(self, steps: int, *, saves: bool = True, evaluates: bool = False) -> list[tuple[float, float]]:
-        """(loss, gradient norm) of each step up to the `steps`th; dropout draws, and so do others.
-
-        Args:
-            evaluates: each step's weights are used before a checkpoint is saved.
-        """
+        """(loss, gradient norm) up to the `steps`th step; with `evaluates` weights are used before they are saved."""
         case, results = self.case, []
         while self.progress.iteration < steps:
             now = self.progress.iteration + 1
@@ -67,7 +63,7 @@ class Attempt:
             if self.diloco is not None:
                 self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
                 self.diloco.after_step(now)
-            random.random(), np.random.rand()
+            random.random(), np.random.rand()  # dropout draws, and so do others
             done = case.global_batch * now
             self.progress = self.progress._replace(iteration=now, consumed_samples=done, scheduled_samples=done)
             if evaluates:
@@ -86,7 +82,7 @@ class Attempt:
     def fingerprint(self) -> dict[str, str]:
         """What every bit of the state hashes to on this rank, and the next draw of every generator."""
         tensors = self.state.tensors(optimizer=True, rng=True)
-        found = {key: digest(x.to_local() if isinstance(x, DTensor) else x) for key, x in tensors.items()}
+        found = {key: digest(x) for key, x in tensors.items()}
         return found | {"scale": str(self.step.scaler.state_dict()), "losses": str(self.losses.state_dict())}
 
     def whole(self) -> dict[str, str]:
@@ -124,24 +120,27 @@ def run(
     return Outcome(start, loaded, results, hashes(), attempt.lines, attempt.dims.island.rank)
 
 
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def digest(x: torch.Tensor) -> str:
-    return hashlib.sha1(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    """Of this rank's part."""
+    return hashlib.sha1(local_part(x).contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def record_of(case: Case, **values: Any) -> RunRecord:
     """run.json of such a run, at its beginning or with other values."""
     flags = dataclasses.asdict(case.model) | dataclasses.asdict(case.optimizer)
-    record = RunRecord(
-        progress=TrainingProgress(),
-        scaler={},
-        groups=[],
-        schedule=schedule().state_dict(),
-        flags=flags | ({"objective": "reward"} if case.scalar_head else {}),
-        vocab_size=case.vocab_size,
-        tokenizer="ids",
-        layout={"tp": case.tp},
-    )
-    return dataclasses.replace(record, **values)
+    known: dict[str, Any] = {
+        "progress": TrainingProgress(),
+        "schedule": schedule().state_dict(),
+        "flags": flags | ({"objective": "reward"} if case.scalar_head else {}),
+        "vocab_size": case.vocab_size,
+        "tokenizer": "ids",
+        "layout": {"tp": case.tp},
+    }
+    return RunRecord(**{"scaler": {}, "groups": []} | known | values)
 
 
 @functools.cache

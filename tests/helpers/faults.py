@@ -1,13 +1,12 @@
 """Guards of a step, and faults in its model."""
 
+import itertools
 from pathlib import Path
-from typing import Any
 
 import torch
-from helpers.checkpoints import digest
+from helpers.checkpoints import digest, local_part
 from helpers.context import context
 from helpers.training import Case
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from megazpp.training.anomalies import AnomalyConfig, Guard, LossHistory
@@ -35,18 +34,18 @@ def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:
 
 def state(step: TrainStep) -> dict[str, str]:
     """What every bit of this rank's weights and moments hashes to."""
-    found = {name: p.detach() for name, p in step.model.named_parameters()}
+    found = {}
     for name, parameter in step.model.named_parameters():
-        found |= {f"{name}.{key}": value for key, value in step.optimizer.state.get(parameter, {}).items()}
-    return {key: digest(x.to_local() if isinstance(x, DTensor) else x) for key, x in found.items()}
+        tensors = {"weight": parameter.detach(), **step.optimizer.state.get(parameter, {})}
+        found |= {f"{name}.{key}": digest(x) for key, x in tensors.items()}
+    return found
 
 
 def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
     """Make one element of the gradient of its weight NaN."""
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        local.view(-1)[5] = float("nan")
+        local_part(gradient).view(-1)[5] = float("nan")
         return gradient
 
     return module.register_forward_pre_hook(lambda m, inputs: m.weight.register_hook(poison) and None)
@@ -54,10 +53,5 @@ def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
 
 def poison_output(module: torch.nn.Module, when: int) -> RemovableHandle:
     """Make the `when`th output NaN."""
-    calls: list[int] = []
-
-    def poison(m: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return output * float("nan") if len(calls) == when else output
-
-    return module.register_forward_hook(poison)
+    call = itertools.count(1)
+    return module.register_forward_hook(lambda m, inputs, output: output * torch.nan if next(call) == when else output)

@@ -122,22 +122,13 @@ def write_llama_tokenizer(folder: Path, text: str, **config: Any) -> Path:
     Args:
         config: tokenizer_config.json, beside bos_token and eos_token.
     """
-    space, marks = "\u2581", ["<unk>", "<s>", "</s>"]
-    trained = tokenizers.SentencePieceBPETokenizer()
-    trained.train_from_iterator([text], vocab_size=200, special_tokens=marks)
-    steps = [{"type": "Prepend", "prepend": space}, {"type": "Replace", "pattern": {"String": " "}, "content": space}]
-    start, body = ({"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}})
-    definition = json.loads(trained.to_str()) | {
-        "normalizer": {"type": "Sequence", "normalizers": steps},
-        "pre_tokenizer": None,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [start, body],
-            "pair": [body, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-        },
-    }
+    space, trained = "\u2581", tokenizers.SentencePieceBPETokenizer()
+    trained.train_from_iterator([text], vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"])
+    tokenizer, of = tokenizers.Tokenizer.from_str(trained.to_str()), tokenizers.normalizers
+    tokenizer.normalizer = of.Sequence([of.Prepend(space), of.Replace(" ", space)])
+    tokenizer.pre_tokenizer = None
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "$A $B:1", [("<s>", 1)])
     folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"} | config))
     return folder

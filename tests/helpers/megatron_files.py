@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.refusals import table
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -18,43 +19,28 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 
 VOCAB, PADDED = 300, 384
-# what stands for parts of our names, replaced in this order; "/" for a dict in a dict
-_OLD = {
-    "embedding.word.": "language_model/embedding/word_embeddings/",
-    "embedding.position.": "language_model/embedding/position_embeddings/",
-    "output.": "language_model/output_layer/",
-    "layers.": "language_model/transformer/layers.",
-    "final_norm": "language_model/transformer/final_layernorm",
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "attention.query_key_value",
-    "attention.proj": "attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "fc1": "dense_h_to_4h",
-    "fc2": "dense_4h_to_h",
+# parts of our names, and what stands for them in three generations, replaced in this order; "/" for a dict in a dict
+_OURS, *_THEIRS = zip(
+    *table("""
+embedding.word.     | embedding/word_embeddings/     | embedding/word_embeddings/     | embedding.word_embeddings.
+embedding.position. | embedding/position_embeddings/ | embedding/position_embeddings/ | embedding.position_embeddings.
+output.             | output_layer/                  | output_layer/                  | output_layer.
+layers.             | transformer/layers.            | encoder/layers.                | decoder.layers.
+final_norm          | transformer/final_layernorm    | encoder/final_norm             | decoder.final_layernorm
+attention_norm.     | input_layernorm.               | input_norm.                    | attention.qkv.layer_norm_
+attention.qkv       | attention.query_key_value      | self_attention.query_key_value | self_attention.linear_qkv
+attention.q_norm    |                                |                                | self_attention.q_layernorm
+attention.k_norm    |                                |                                | self_attention.k_layernorm
+attention.proj      | attention.dense                | self_attention.dense           | self_attention.linear_proj
+fc1                 | dense_h_to_4h                  | dense_h_to_4h                  | linear_fc1
+fc2                 | dense_4h_to_h                  | dense_4h_to_h                  | linear_fc2
+mlp_norm.           | post_attention_layernorm.      | post_attention_norm.           | mlp.linear_fc1.layer_norm_
+"""),
+    strict=True,
+)
+_NAMES = {
+    style: [*zip(_OURS, theirs, strict=True)] for style, theirs in zip(("old", "new", "core"), _THEIRS, strict=True)
 }
-_NEW = _OLD | {
-    "layers.": "language_model/encoder/layers.",
-    "final_norm": "language_model/encoder/final_norm",
-    "attention_norm": "input_norm",
-    "attention.qkv": "self_attention.query_key_value",
-    "attention.proj": "self_attention.dense",
-    "mlp_norm": "post_attention_norm",
-}
-_CORE = {
-    "embedding.word": "embedding.word_embeddings",
-    "embedding.position": "embedding.position_embeddings",
-    "output.": "output_layer.",
-    "layers.": "decoder.layers.",
-    "final_norm": "decoder.final_layernorm",
-    "fc": "linear_fc",
-    "attention.q_norm": "self_attention.q_layernorm",
-    "attention.k_norm": "self_attention.k_layernorm",
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.proj": "self_attention.linear_proj",
-    "attention_norm.": "self_attention.linear_qkv.layer_norm_",
-    "mlp_norm.": "mlp.linear_fc1.layer_norm_",
-}
-_NAMES = {"old": _OLD, "new": _NEW, "core": _CORE}
 
 
 def make_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
@@ -99,11 +85,11 @@ def write_megatron(
 ) -> Path:
     """A folder of --save with iteration 100."""
     for rank in range(tp):
-        part = _rank_part(weights, config, rank, tp, version)
+        model = _named(_rank_part(weights, config, rank, tp, version), names)
         state: dict[str, Any] = {
             "args": arguments(config, tp),
             "iteration": 100,
-            "model": _named(part, _NAMES[names]) | ({"decoder._extra_state": None} if names == "core" else {}),
+            "model": model | {"decoder._extra_state": None} if names == "core" else {"language_model": model},
             "rng_state": [{"random": random.getstate(), "np": np.random.get_state(), "torch": torch.get_rng_state()}],
             **({"checkpoint_version": version} if version else {}),
         }
@@ -118,17 +104,14 @@ def _rank_part(
     weights: Mapping[str, torch.Tensor], config: GPTConfig, rank: int, tp: int, version: float
 ) -> dict[str, torch.Tensor]:
     found = {}
-    for name, tensor in weights.items():
+    for name, part in weights.items():
         if re.search(r"(word|output)\.weight|(qkv|fc1|gate)\.", name):
-            part = tensor.chunk(tp)[rank]
+            part = part.chunk(tp)[rank]
         elif re.search(r"(proj|fc2)\.weight", name):
-            part = tensor.chunk(tp, dim=1)[rank]
-        else:
-            part = tensor
+            part = part.chunk(tp, dim=1)[rank]
         if ".qkv." in name and version < 2:
             rows = part.view(config.heads // tp, 3, config.head_size, *part.shape[1:])
-            rows = rows.transpose(0, 1) if version == 0 else rows.transpose(1, 2)
-            part = rows.reshape(part.shape)
+            part = rows.transpose(*((0, 1) if version == 0 else (1, 2))).reshape(part.shape)
         found[name] = part.clone()
     for name in [name for name in found if ".gate." in name]:  # one matrix for both
         fc1 = name.replace(".gate.", ".fc1.")
@@ -136,9 +119,11 @@ def _rank_part(
     return found
 
 
-def _named(part: dict[str, torch.Tensor], names: Mapping[str, str]) -> dict[str, Any]:
+def _named(part: dict[str, torch.Tensor], names: str) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, tensor in part.items():
-        *path, key = functools.reduce(lambda there, ours: there.replace(ours, names[ours]), names, name).split("/")
+        for ours, theirs in _NAMES[names]:
+            name = name.replace(ours, theirs)
+        *path, key = name.split("/")
         functools.reduce(lambda place, step: place.setdefault(step, {}), path, nested)[key] = tensor
     return nested
