@@ -196,7 +196,10 @@ def _rebuild(tokenizer: Any, *, has_bytes: bool, prefix: bool, legacy: bool) -> 
 
 
 def _add_special_tokens(tokenizer: Any, description: Mapping[str, Any], added: Mapping[str, int]) -> list[str]:
-    """Have the tokens found in texts that the description names beside those of tokenizer.json; returns them all."""
+    """Have the tokens found in texts that the description names beside those of tokenizer.json; returns them all.
+
+    Each with the names of its fields that change where it is found.
+    """
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     decoder, extra = description.get("added_tokens_decoder") or {}, description.get("extra_special_tokens")
     extra = extra or description.get("additional_special_tokens") or []
@@ -209,7 +212,7 @@ def _add_special_tokens(tokenizer: Any, description: Mapping[str, Any], added: M
     for fields in tokens:
         of_it = {name: fields[name] for name in _FIELDS if name in fields}
         (tokenizer.add_special_tokens if fields["special"] else tokenizer.add_tokens)([tokenizers.AddedToken(**of_it)])
-    return [fields["content"] for fields in tokens]
+    return [" ".join([fields["content"], *filter(fields.get, _FIELDS[1:-1])]) for fields in tokens]
 
 
 def wanted_marks(files: Mapping[str, bytes]) -> list[list[str]]:

@@ -32,7 +32,9 @@ from megazpp.data.tokenizer import (
 from megazpp.data.tokenizer_folder import find_tokenizer
 
 BPE = tokenizers.ByteLevelBPETokenizer
-ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00"), max_size=60)
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00")
+# hypothesis finds the name of eod in this file
+ANY_TEXT = st.text(CHARACTERS, max_size=60).filter(lambda text: "<|endoftext|>" not in text)
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +170,7 @@ GPT2: list[dict[str, object]] = [
 
 def test_a_folder_gives_transformers_ids(tmp_path, byte_level_bpe):
     cases = [("llama", config) for config in LLAMA] + [(kind, each) for kind in ("json", "merges") for each in GPT2]
+    of_identity: dict[str, list[list[int]]] = {}
     for number, (kind, described) in enumerate(cases):
         folder, config = tmp_path / str(number), {"model_type": "llama"} | described
         folder.mkdir()
@@ -186,7 +189,7 @@ def test_a_folder_gives_transformers_ids(tmp_path, byte_level_bpe):
             assert [tokenizer.encode(text) for text in SPECIAL] == ids, (kind, described)
             assert [ours[True].encode_spans(text, marked=marked).ids for text in SPECIAL] == ids, (kind, described)
             assert tokenizer.vocab_size == len(theirs)
-        assert (ours[True].identity != ours[False].identity) == bool(theirs("")["input_ids"])
+            assert of_identity.setdefault(tokenizer.identity, ids) == ids, (kind, described)
 
 
 def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_path):
