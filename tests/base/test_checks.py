@@ -41,6 +41,7 @@ REFUSED = """
 1 | --distributed-timeout-minutes 1e12 | --distributed-timeout-minutes 1000000000000.0 is more than a year
 1 | --distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than a year
 1 | --optimizer sgd --sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
+1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is not a number from 1 to 64
 1 | --lr -1 --min-lr 1e-4 | --lr -1.0 is negative
 1 | --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not two of 4, 8 and 16
 1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import itertools
 import json
-import lzma
 import sys
 import zipfile
 from pathlib import Path
@@ -161,7 +160,6 @@ def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):
         ("zip.jsonl", archive.read_bytes(), zipped),
         ("zip.jsonl.gz", gzip.compress(archive.read_bytes()), zipped),
         ("bz2.txt", bz2.compress(JSON_LINES), "name a compressed file"),
-        ("xz", lzma.compress(JSON_LINES), "name a compressed file"),
         ("gzip.jsonl", gzip.compress(JSON_LINES), "name a compressed file .gz"),
         ("zstd.txt", zstd.compress(JSON_LINES), "name a compressed file .gz or .zst"),
         ("parquet.data", write_parquet(tmp_path / "a", text=TEXTS).read_bytes(), "a Parquet file .parquet"),

@@ -35,10 +35,6 @@ PLACES = [
 REFUSED = [
     ({"nproc": 2}, TORCHRUN, "--nproc 2: torchrun"),
     ({"max_restarts": 3}, SRUN, "--max-restarts 3: srun"),
-    ({"nproc": 0}, {}, "--nproc 0 is not positive"),
-    ({"max_restarts": -1}, {}, "--max-restarts -1 is negative"),
-    ({"distributed_timeout_minutes": 0}, {}, "--distributed-timeout-minutes 0 is not positive"),
-    ({"distributed_timeout_seconds_after_init": -2.5}, {}, "-timeout-seconds-after-init -2.5 is not positive"),
     ({"distributed_backend": "nccl"}, {}, "--distributed-backend nccl needs a GPU"),
 ]
 

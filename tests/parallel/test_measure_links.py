@@ -27,19 +27,15 @@ def make_dims(cluster: Cluster, tp: int = 1, cp: int = 1) -> ParallelDims:
     return ParallelDims(plan_dims(degrees, cluster, zero_stage=3), device_type="cpu")
 
 
-def measure() -> Links:
+def measure() -> tuple[Links, list[str], dict]:
     dims = make_dims(NODES, tp=2)
     links, lines = measure_links(dims, CPU)
-    for axis, line in zip(("tp", "cross"), lines, strict=True):
-        assert line.startswith(f"measured {axis} (2 ranks, slowest link: ")
-        assert "GB/s per rank, " in line or "too noisy to tell" in line, "the machine has other work"
-    assert dims.counter.table() == {}
-    return links
+    return links, [line.split()[1] for line in lines], dims.counter.table()
 
 
 def test_every_axis_of_several_ranks_is_timed_alike_on_all_ranks_and_not_counted():
     found = ranks(4).run(measure)
-    assert found == found[:1] * 4
+    assert found == [(found[0][0], ["tp", "cross"], {})] * 4
 
 
 def time_all_gather(pauses: list[float]) -> float:
