@@ -41,12 +41,10 @@ MEGATRON = dict(
 # ---- names and defaults -----------------------------------------------------------------------------------------
 
 
-def test_every_field_has_a_sentence_of_help_and_every_config_a_title_and_words_are_checked_in_python_too():
+def test_another_word_than_a_field_has_is_refused_in_python_too():
     rows = []
     for config in (*CLASSES, *EXTRA, PreprocessConfig, TrainTokenizerConfig, ConvertConfig):
-        assert config.__doc__
         for field in dataclasses.fields(config):
-            assert len(field.metadata["flag"].help) > 4, field.name
             hint = str(typing.get_type_hints(config)[field.name])
             if "Literal" in hint:
                 value = ("mlp",) if "tuple" in hint else "mlp"

@@ -1,7 +1,5 @@
 """The plan of a run's flags and a cluster, and flags that do not fit together."""
 
-import re
-
 import pytest
 import torch
 from helpers.refusals import not_refused, table
@@ -65,11 +63,9 @@ def test_flags_that_do_not_fit_are_refused_by_name_and_value():
 
 
 def test_all_missing_flags_are_named_at_once():
-    with pytest.raises(ValueError, match="required flags are missing") as caught:
+    missing = "--hidden-size, --num-attention-heads, --max-position-embeddings, --seq-length, --micro-batch-size, --lr"
+    with pytest.raises(ValueError, match=f"flags are missing: {missing}, --train-iters .*, --data-path "):
         check_run_config(parse("--num-layers 2").config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu")
-    named = set(re.findall(r"--([\w-]+)", str(caught.value))) - {"train-samples", "text-path", "mock-data"}
-    sizes = {"hidden-size", "num-attention-heads", "max-position-embeddings", "seq-length", "micro-batch-size"}
-    assert named == {*sizes, "lr", "train-iters", "data-path"}
 
 
 def test_a_run_that_fits_gives_its_layout_batches_schedule_wire_formats_and_notices():

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,21 +99,15 @@ def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
 def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_another_stream_does_not_block(monkeypatch):
     now, stream, synchronized = [5000.0], ["compute"], []
 
-    class Event:
+    def event(*, enable_timing):
         """Of a device whose clock is `now`, in milliseconds."""
+        assert enable_timing
+        made = SimpleNamespace(synchronize=int)
+        made.record = lambda: setattr(made, "at", now[-1])
+        made.elapsed_time = lambda later: later.at - made.at
+        return made
 
-        def __init__(self, *, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.at = now[-1]
-
-        def synchronize(self): ...
-
-        def elapsed_time(self, later):
-            return later.at - self.at
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream[-1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronized.append(now[-1]))
     timeline = Timeline("cuda")
