@@ -137,7 +137,6 @@ def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path)
 
 EXCLUDED = [  # a file's flags, and those by hand that take their place
     ("--lr-warmup-fraction 0.06", "--lr-warmup-iters 0"),
-    ("--lr-warmup-iters 3", "--lr-warmup-fraction 0.1"),
     ("--train-samples 640 --lr-decay-samples 64 --rampup-batch-size 2 2 8", "--train-iters 10"),
     ("--lr-decay-iters 10 --lr-warmup-iters 3", "--lr-decay-samples 64 --train-samples 640"),
     ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-samples 64 --lr-decay-style WSD --train-samples 640"),
@@ -149,7 +148,6 @@ EXCLUDED = [  # a file's flags, and those by hand that take their place
     ("--use-rotary-position-embeddings", "--position-embedding-type none"),
     ("--recompute-granularity full", "--recompute-activations"),
     ("--bf16 --grad-reduce-in-bf16", "--fp16"),
-    ("--fp16", "--bf16 --grad-reduce-in-bf16"),
     ("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32 --bf16"),
     ("--zero-stage 3", "--use-distributed-optimizer"),
     ("--num-distributed-optimizer-instances 2", "--hsdp"),

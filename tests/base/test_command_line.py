@@ -64,7 +64,6 @@ class PipeConfig:
 
 PARSER = FlagParser([PumpConfig, PipeConfig], program="pump")
 READ = [
-    ("--speed 2", "speed", 2.0),
     ("--speed=-1e-3", "speed", -1e-3),
     ("--speed -1e-3", "speed", -1e-3),
     ("--velocity 3", "speed", 3.0),

