@@ -1,6 +1,7 @@
 """What the traced model does is what the whole model would do, and as much as its formula says."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -15,19 +16,20 @@ from megazpp.planner.trace import FORWARD, Trace, trace_model
 from megazpp.training.flops import model_flops_per_token
 
 VOCAB, SEQ, SAMPLES = 64, 16, 3
+STYLES = (GPT2_STYLE, LLAMA_STYLE)
+trace = functools.partial(
+    trace_model,
+    vocab_size=VOCAB,
+    seq_length=SEQ,
+    micro_batch_size=SAMPLES,
+    tp=1,
+    sequence_parallel=False,
+    dtype=torch.bfloat16,
+)
 
 
-def trace(config: GPTConfig, *, tp: int = 1, samples: int = SAMPLES, **documents: Any) -> Trace:
-    return trace_model(
-        config,
-        vocab_size=VOCAB,
-        seq_length=SEQ,
-        micro_batch_size=samples,
-        tp=tp,
-        sequence_parallel=False,
-        dtype=torch.bfloat16,
-        **documents,
-    )
+def like(config: GPTConfig, **changes: Any) -> GPTConfig:
+    return dataclasses.replace(config, num_layers=5, **changes)
 
 
 def flops(found: Trace) -> float:
@@ -38,12 +40,8 @@ def kept(found: Trace, layer: int = 2) -> int:
     return found.segments[FORWARD, layer].kept
 
 
-def like(config: GPTConfig, **changes: Any) -> GPTConfig:
-    return dataclasses.replace(config, num_layers=5, **changes)
-
-
 def test_products_come_to_the_model_s_flops():
-    for config, tp in itertools.product((GPT2_STYLE, LLAMA_STYLE), (1, 2)):
+    for config, tp in itertools.product(STYLES, (1, 2)):
         padded = config.padded_vocab_size(VOCAB, tp)
         per_token = model_flops_per_token(like(config), padded_vocab_size=padded, seq_length=SEQ)
         assert tp * flops(trace(like(config), tp=tp)) == pytest.approx(SAMPLES * SEQ * per_token, rel=0.08)
@@ -51,15 +49,14 @@ def test_products_come_to_the_model_s_flops():
 
 def test_recomputation_adds_the_layers_forward_and_keeps_less():
     plain, full = trace(like(GPT2_STYLE)), trace(like(GPT2_STYLE, recompute_granularity="full"))
-    layers = [(FORWARD, layer) for layer in range(1, 6)]
-    again = flops(plain._replace(segments={key: part for key, part in plain.segments.items() if key in layers}))
+    again = flops(plain._replace(segments={layer: plain.segments[FORWARD, layer] for layer in range(1, 6)}))
     last = 2 * SAMPLES * SEQ * 20 * 44  # the layer's last product, whose result nothing else needs, is not run again
     assert flops(full) == flops(plain) + again - 5 * last
     assert kept(full) < kept(plain) / 4
 
 
 def test_recomputing_norms_and_activation_adds_no_product_and_keeps_less():
-    for config in (GPT2_STYLE, LLAMA_STYLE):
+    for config in STYLES:
         plain, selective = trace(like(config)), trace(like(config, recompute_granularity="selective"))
         assert flops(selective) == flops(plain)
         assert kept(selective) < 0.8 * kept(plain)
@@ -67,28 +64,19 @@ def test_recomputing_norms_and_activation_adds_no_product_and_keeps_less():
 
 def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_and_all_of_it_with_float8():
     """Bytes of a GPT layer in units of tokens x hidden at T = 8: 34 / 8 and a little (Korthikanti et al. 2022)."""
-    config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None, num_layers=2)
+    config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None)
     for changes, most in (({}, 4.5), ({"recompute_granularity": "selective"}, 3.0), ({"fp8_format": "hybrid"}, 8.0)):
-        found = trace_model(
-            dataclasses.replace(config, **changes),
-            vocab_size=VOCAB,
-            seq_length=64,
-            micro_batch_size=1,
-            tp=8,
-            sequence_parallel=True,
-            dtype=torch.bfloat16,
-        )
+        changed = dataclasses.replace(config, **changes)
+        found = trace(changed, seq_length=64, micro_batch_size=1, tp=8, sequence_parallel=True)
         assert most - 1.0 < kept(found, 1) / (64 * 512) < most
 
 
 def test_rmsnorm_keeps_its_input_and_a_scale_per_row_as_the_kernel_of_cuda_does():
     """Of LayerNorm the kernel keeps one more fp32 per row, the mean, and its bias's gradient comes at the end."""
     for again, means in ((None, 2 * SAMPLES * SEQ * 4), ("full", 0)):  # two norms
-        layer_norm, rms_norm = (
-            trace(dataclasses.replace(LLAMA_STYLE, normalization=kind, recompute_granularity=again))
-            for kind in ("LayerNorm", "RMSNorm")
-        )
-        assert kept(layer_norm, 1) - kept(rms_norm, 1) == means
+        config = dataclasses.replace(LLAMA_STYLE, recompute_granularity=again)
+        layer_norm = trace(dataclasses.replace(config, normalization="LayerNorm"))
+        assert kept(layer_norm, 1) - kept(trace(config), 1) == means
 
 
 def test_of_a_block_only_the_first_layers_are_run_again():
@@ -99,7 +87,7 @@ def test_of_a_block_only_the_first_layers_are_run_again():
 
 
 def test_units_hold_every_parameter_once_under_its_name():
-    for config in (GPT2_STYLE, LLAMA_STYLE, dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, add_qkv_bias=True)):
+    for config in (*STYLES, dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, add_qkv_bias=True)):
         found = trace(like(config))
         with torch.device("meta"):
             model = GPTModel(like(config), vocab_size=VOCAB, tp=MeshAxis("tp"))
@@ -110,8 +98,8 @@ def test_units_hold_every_parameter_once_under_its_name():
 
 def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several_rows_a_copy():
     """The output layer keeps the kernel's output, which lies row by row, as the layer lies; nothing of S x S is."""
-    for config, samples in itertools.product((GPT2_STYLE, LLAMA_STYLE), (1, SAMPLES)):
-        plain, documents = (trace(like(config), samples=samples, documents=how) for how in (None, "kernel"))
+    for config, samples in itertools.product(STYLES, (1, SAMPLES)):
+        plain, documents = (trace(like(config), micro_batch_size=samples, documents=how) for how in (None, "kernel"))
         copy = 2 * samples * SEQ * config.heads * config.head_size if samples > 1 else 0
         more = kept(documents) - kept(plain)
         assert more == 0 if samples == 1 else more <= copy
@@ -119,10 +107,10 @@ def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several
 
 
 def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too():
-    for config, on_cpu in itertools.product((GPT2_STYLE, LLAMA_STYLE), (True, False)):
-        plain, documents = trace(like(config)), trace(like(config), documents="CPU's mask" if on_cpu else "mask")
+    for config, how in itertools.product(STYLES, ("CPU's mask", "mask")):
+        plain, documents = trace(like(config)), trace(like(config), documents=how)
         extra, heads, groups = 2 * SAMPLES * SEQ**2, config.heads, config.query_groups
-        if not on_cpu and heads > groups:
+        if how == "mask" and heads > groups:
             # keys, and the fused projection of which values were a part, are not needed then
             extra += (2 * heads - groups - (heads + 2 * groups)) * 2 * SAMPLES * SEQ * config.head_size
         assert kept(documents) - kept(plain) == extra
