@@ -4,11 +4,11 @@ from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.topology.layout import plan_layout
 from megazpp.topology.show import axis_wires, topology_text
 
-CYCLIC_PAIRS = Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=(0, 2, 4, 6, 1, 3, 5, 7))
-
 
 def test_the_docstring_example():
-    text = topology_text(plan_layout(CYCLIC_PAIRS, tp=2, replicas=1))
+    cluster = Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=(0, 2, 4, 6, 1, 3, 5, 7))
+    text = topology_text(plan_layout(cluster, tp=2, replicas=1))
+    assert text.startswith("2 node(s) x 4 rank(s) (fastest wire among 2), ranks in the order 0 2 4 6 1 3 5 7: ")
     assert "  node 0  [0 (0.0.0.0)  2 (0.0.0.1)]  [4 (0.0.1.0)  6 (0.0.1.1)]\n" in text
     assert "  node 1  [1 (0.1.0.0)  3 (0.1.0.1)]  [5 (0.1.1.0)  7 (0.1.1.1)]\n" in text
     rows = {line.split()[0]: line.split()[1:6] for line in text.splitlines()[-5:]}
@@ -17,11 +17,9 @@ def test_the_docstring_example():
 
 
 def test_an_axis_on_two_wires_says_how_many_ranks_send_over_each():
-    links = Links(network=Link(1.25, 5.0))
-    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4, links=links), tp=1, replicas=1)
-    assert axis_wires(layout, "shard") == (
-        "domain from 6 of 8 ranks, network (1.25 GB/s, 5 us per node) from 2 of 8 ranks"
-    )
+    cluster = Cluster(num_nodes=2, ranks_per_node=4, links=Links(network=Link(1.25, 5.0)))
+    wires = axis_wires(plan_layout(cluster, tp=1, replicas=1), "shard")
+    assert wires == "domain from 6 of 8 ranks, network (1.25 GB/s, 5 us per node) from 2 of 8 ranks"
 
 
 def test_a_domain_of_several_nodes_stands_above_its_nodes_and_notices_are_shown():
