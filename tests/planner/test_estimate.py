@@ -109,6 +109,7 @@ def test_a_synchronization_holds_steps_up_unless_it_hides_under_its_delay():
     assert plain.exposed["island"] == pytest.approx(plain.held_up / 4, rel=0.01)
     assert plain.busy["island"] == pytest.approx(late.busy["island"])
     step = plain.seconds - plain.held_up / 4
+    assert 0 < plain.exposed["shard"] < step  # faster shards do not make synchronizations faster
     assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
     assert parts.held_up == pytest.approx(plain.held_up - 4 * step, rel=0.01)  # each of two fragments has two steps
     assert plain.sufficient_gigabits * 0.05 * 4 == pytest.approx(late.sufficient_gigabits * 2, rel=0.01)

@@ -1,7 +1,6 @@
 """Run folders are read as they are: whole, cut short, damaged; what is no run folder is refused."""
 
-from typing import Any
-
+import pytest
 from helpers.refusals import not_refused
 from helpers.run_folders import make_run, row
 
@@ -14,7 +13,7 @@ def test_all_that_a_run_has_recorded_is_read(tmp_path):
     layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1)
     folder = make_run(
         tmp_path / "run",
-        rows=[row(2), row(4)],
+        [row(2), row(4)],
         validation=[{"iteration": 4, "lm_loss": 6.0}],
         args={"lr": 1.0},
         summary={"iteration": 4},
@@ -26,32 +25,32 @@ def test_all_that_a_run_has_recorded_is_read(tmp_path):
     assert [row["lm_loss"] for row in run.validations] == [6.0]
 
 
-def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(tmp_path):
-    cases: list[tuple[list[int], dict[str, Any], str]] = [
+@pytest.mark.parametrize(
+    ("iterations", "files", "state"),
+    [
         ([2, 4], {"summary": {"iteration": 4, "stop_reason": None}}, "finished"),
         ([2, 4], {"summary": {"iteration": 4, "stop_reason": "SIGTERM"}}, "stopped by SIGTERM"),
         ([2, 4, 6], {"summary": {"iteration": 4}}, "still running, or it crashed"),
         ([2], {}, "still running, or it crashed"),
-        ([], {"args": {}}, "no log line yet"),
         ([], {"tail": '{"iteration": 1'}, "no log line yet"),
         ([], {"summary": {"iteration": 0}}, "finished"),
-    ]
-    for number, (iterations, files, expected) in enumerate(cases):
-        (run,) = read_runs([make_run(tmp_path / str(number), rows=[row(i) for i in iterations], **files)])
-        assert run.state == expected, cases[number]
+    ],
+)
+def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(iterations, files, state, tmp_path):
+    (run,) = read_runs([make_run(tmp_path / "run", [row(i) for i in iterations], **files)])
+    assert run.state == state
 
 
 def test_what_is_damaged_is_left_out_with_a_note(tmp_path):
-    folder = make_run(tmp_path / "run", rows=[row(2)], tail='{"iteration": 4, "lm_l', summary={}, topology={"tp": "?"})
+    folder = make_run(tmp_path / "run", [row(2)], tail='{"iteration": 4, "lm_l', summary={}, topology={"tp": "?"})
     (folder / "summary.json").write_text('{"iteration"')
     (folder / "args.json").write_bytes(b"\xff\xfe\x00")
     (folder / "not-finite-2.json").touch()
     (run,) = read_runs([folder])
     assert ([row["iteration"] for row in run.rows], run.flags, run.summary, run.layout) == ([2], {}, {}, None)
     assert run.notes[0].startswith("metrics.jsonl: 1 line(s) cut or damaged")
-    assert [note.split()[0] for note in run.notes[1:]] == [
-        "not-finite-2.json", "topology.json", "args.json", "summary.json"
-    ]  # fmt: skip
+    noted = [note.split()[0] for note in run.notes[1:]]
+    assert noted == ["not-finite-2.json", "topology.json", "args.json", "summary.json"]
     folder = make_run(tmp_path / "other", [row(2)], tail='{"iter\n\x00\x00\n[1]\n{"iteration": "3"}\n')
     assert read_runs([folder])[0].notes[0].startswith("metrics.jsonl: 4 line(s) cut or damaged")
 
@@ -63,10 +62,12 @@ def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(tmp
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path):
-    texts = ("\x00\x01binary", "a text\n", "[1, 2]\n", '{"loss": 1}\nmore\n')
-    others = [make_run(tmp_path / str(index), tail=text) for index, text in enumerate(texts)]
+    texts = ("\x00\x01binary", "[1, 2]\n", '{"loss": 1}\nmore\n')
     rows = [
-        *((folder, "metrics.jsonl: no line is a JSON object with an iteration") for folder in others),
+        *(
+            (make_run(tmp_path / ascii(text), tail=text), "no line is a JSON object with an iteration")
+            for text in texts
+        ),
         (tmp_path / "none", "none is no folder"),
         (tmp_path, "is no run folder: it has neither metrics.jsonl nor args.json"),
     ]
