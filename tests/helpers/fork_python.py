@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 from megazpp.base.program import LAUNCHER_PID
@@ -34,40 +33,28 @@ if sys.argv[1].startswith("-") and sys.argv[1] != "-m":
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
-    socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
-    server.sendall(request)
+    socket.send_fds(server, [b" "], [0, 1, 2])
+    server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
     sys.exit(int(server.recv(8) or b"1"))
 """
-IMPORTED = (
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.optim",
-    "transformers",
-    "sentencepiece",
-    "torch._dynamo",
-    "pretrain_gpt",
-)
-SECONDS_TO_START = 120
+IMPORTED = """
+    torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.tensor torch.optim transformers sentencepiece
+    torch._dynamo pretrain_gpt
+"""
 
 
 @functools.cache
 def forked_python() -> Path:
     """The command; its server starts at first use and ends with the tests."""
     folder = tempfile.TemporaryDirectory()
-    address, client = Path(folder.name) / "socket", Path(folder.name) / "python"
-    client.write_text(CLIENT.format(python=sys.executable, address=str(address)))
+    atexit.register(folder.cleanup)
+    client, address = Path(folder.name) / "python", f"{folder.name}/socket"
+    client.write_text(CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(address)]
-    server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, start_new_session=True)
-    atexit.register(folder.cleanup)
-    deadline = time.monotonic() + SECONDS_TO_START
-    while not address.exists():
-        assert server.poll() is None, "the server has ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    command, pipe = [sys.executable, __file__, address], subprocess.PIPE
+    server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, start_new_session=True)
+    assert server.stdout.read(1), "the server has ended"
     return client
 
 
@@ -82,21 +69,19 @@ def serve(address: str) -> None:
     threading.Thread(target=end_with_tests, daemon=True).start()
     sys.path.remove(str(Path(__file__).parent))
     gc.disable()
-    for name in IMPORTED:
+    for name in IMPORTED.split():
         __import__(name)
     gc.freeze()  # a fork's own collections leave these objects alone, and so the pages that all share
     gc.enable()
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address + ".new")
+        listener.bind(address)
         listener.listen()
-        os.rename(address + ".new", address)
+        os.write(1, b"!")  # from now on it answers
         while True:
             connection, _ = listener.accept()
-            size, files, _, _ = socket.recv_fds(connection, 8, 3)
-            request = b""
-            while len(request) < int.from_bytes(size, "big"):
-                request += connection.recv(1 << 16)
-            words, cwd, env = json.loads(request)
+            _, files, _, _ = socket.recv_fds(connection, 1, 3)
+            with connection.makefile() as request:
+                words, cwd, env = json.loads(request.readline())
             child = os.fork()
             if child == 0:
                 listener.close()
