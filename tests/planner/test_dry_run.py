@@ -122,9 +122,9 @@ def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(case, monke
     steps, counts, islands = (instances(monkeypatch, name) for name in ("TrainStep", "PeakBytes", "Islands"))
     send, messages = module._send_what_is_under_way, set()
 
-    def sending(islands: Islands) -> None:
-        send(islands)
-        messages.update(unit._sent.untyped_storage()._cdata for unit in islands.units if unit._sent is not None)
+    def sending(made: Islands) -> None:
+        send(made)
+        messages.update(unit._sent.untyped_storage()._cdata for unit in made.units if unit._sent is not None)
 
     monkeypatch.setattr(module, "_send_what_is_under_way", sending)
     run = run_config(flags, cluster)
