@@ -19,21 +19,15 @@ PARAMETERS = {
 }
 
 
-def full_values() -> dict[str, torch.Tensor]:
-    """Every parameter's values; also used as its gradient. Some are exactly zero."""
-    generator = torch.Generator().manual_seed(5)
-    values = {name: torch.randn(shape, generator=generator) for name, (shape, _) in PARAMETERS.items()}
-    for value in values.values():
-        value.view(-1)[::4] = 0.0
-    return values
-
-
 def one_process_model() -> nn.Module:
-    model = nn.Module()
-    for name, value in full_values().items():
+    """Some values are exactly zero."""
+    model, generator = nn.Module(), torch.Generator().manual_seed(5)
+    for name, (shape, _) in PARAMETERS.items():
         owner, leaf = name.split(".")
         if not hasattr(model, owner):
             model.add_module(owner, nn.Module())
+        value = torch.randn(shape, generator=generator)
+        value.view(-1)[::4] = 0.0
         model.get_submodule(owner).register_parameter(leaf, nn.Parameter(value))
     return model
 
@@ -51,13 +45,10 @@ def sharded_model(tp: int, replicas: int) -> tuple[nn.Module, ParallelDims]:
     config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
     dims = ParallelDims(plan_dims(config, Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3), device_type="cpu")
     model = one_process_model()
-    for name, (_, placement) in PARAMETERS.items():
+    for name, (_, placement) in PARAMETERS.items() if tp > 1 else ():  # an axis of one rank is no dim of the mesh
         owner, leaf = name.split(".")
-        module = model.get_submodule(owner)
-        value = module.get_parameter(leaf).data
-        if tp > 1:  # an axis of one rank is no dim of the mesh
-            value = distribute_tensor(value, dims.mesh["tp"], [placement])
-        module.register_parameter(leaf, nn.Parameter(value))
+        value = distribute_tensor(model.get_parameter(name).data, dims.mesh["tp"], [placement])
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value))
     fully_shard(model, mesh=dims.data_mesh)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
