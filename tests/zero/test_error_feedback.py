@@ -1,5 +1,6 @@
 """Error feedback: what rounding has lost shares the fate of the gradient that it was lost from."""
 
+import copy
 import dataclasses
 import math
 from typing import Any, NamedTuple
@@ -26,9 +27,9 @@ def watched_steps(case: Case, clip: float) -> dict[str, Any]:
     step.clip_grad, noted, original = clip, [], step.sharding.end_step
 
     def end_step(factor: torch.Tensor | float, *, iteration: int) -> None:
-        before = {name: buffer.clone() for name, buffer in step.sharding.rank_state().items()}
+        before = copy.deepcopy(step.sharding.rank_state())
         original(factor, iteration=iteration)
-        noted.append((float(factor), before, {name: x.clone() for name, x in step.sharding.rank_state().items()}))
+        noted.append((float(factor), before, copy.deepcopy(step.sharding.rank_state())))
 
     step.sharding.end_step = end_step  # type: ignore[method-assign]
     taken = [step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0) for index in range(case.steps)]
@@ -53,12 +54,10 @@ def test_what_is_fed_back_is_clipped_with_its_gradients_once_per_step(zero, micr
 def test_of_what_the_first_step_lost_all_but_beta_is_kept():
     """To the rounding of two bf16 scales."""
     cases = [Case(nodes=2, zero=zero, steps=1) for zero in (FEEDBACK, AVERAGED)]
-    for all_of_it, share in zip(*(ranks(4).run(watched_steps, case, 0.25) for case in cases), strict=True):
-        for name, kept in share["noted"][0][1].items():
-            if name.endswith("scales"):
-                torch.testing.assert_close(
-                    kept.float(), 0.2 * all_of_it["noted"][0][1][name].float(), rtol=2**-6, atol=0
-                )
+    for of_ranks in zip(*(ranks(4).run(watched_steps, case, 0.25) for case in cases), strict=True):
+        all_of_it, share = (result["noted"][0][1] for result in of_ranks)
+        for name in filter(lambda name: name.endswith("scales"), share):
+            torch.testing.assert_close(share[name].float(), 0.2 * all_of_it[name].float(), rtol=2**-6, atol=0)
 
 
 class Seen(NamedTuple):

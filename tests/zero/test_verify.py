@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tiers import chosen
+from helpers.tiers import chosen, slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -55,21 +55,20 @@ def _error(step: Any, dims: Any) -> str:
     return "no error"
 
 
-def test_a_flipped_bit_in_the_secondary_partition_of_one_rank_names_the_unit_and_the_ranks_that_got_it():
-    """Rank 3 (node 1, local rank 1) keeps the shard of rank 1 of node 0, and hands it to ranks 2 and 3."""
-    answers = ranks(4).run(corrupt, Case(nodes=2, zero=ZEROPP), 3, 0)
-    assert len(set(answers)) == 1
-    broken, afterwards = answers[0]
-    assert broken.splitlines()[1:] == ["layers.0, shard of rank 1: other weights on rank 2, 3"]
-    assert afterwards == "no error"
-
-
-@pytest.mark.slow
-def test_with_tensor_parallelism_only_ranks_of_one_index_are_compared_and_all_ranks_learn_of_it():
-    """2 nodes x 4, tp 2: rank 6 keeps for ranks 4 and 6 what rank 2 has sent."""
-    answers = ranks(8).run(corrupt, Case(nodes=2, tp=2, zero=ZEROPP), 6, 0)
-    assert len(set(answers)) == 1
-    assert answers[0][0].splitlines()[1:] == ["layers.0, shard of rank 2: other weights on rank 4, 6"]
+@pytest.mark.parametrize(
+    ("world", "tp", "rank", "said"),
+    [
+        (4, 1, 3, "layers.0, shard of rank 1: other weights on rank 2, 3"),  # of node 1; local rank 1 keeps rank 1's
+        slow(8, 2, 6, "layers.0, shard of rank 2: other weights on rank 4, 6"),  # only ranks of one index are compared
+    ],
+)
+def test_a_flipped_bit_in_the_secondary_partition_of_one_rank_names_the_unit_and_the_ranks_that_got_it(
+    world, tp, rank, said
+):
+    """The rank keeps what one of node 0 has sent, and hands it to its whole node; all ranks learn of it."""
+    for broken, afterwards in ranks(world).run(corrupt, Case(nodes=2, tp=tp, zero=ZEROPP), rank, 0):
+        assert broken.splitlines()[1:] == [said]
+        assert afterwards == "no error"
 
 
 def write_past_one_replica(case: Case) -> str:
