@@ -1,5 +1,6 @@
 """Compiling a C file at first use: once per machine, safely by many at once, or with a readable reason not at all."""
 
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,12 @@ def source(tmp_path) -> Path:
     path = tmp_path / "answer.c"
     path.write_text("int answer(void) { return 42; }\n")
     return path
+
+
+def reason(source: Path) -> str:
+    with pytest.raises(CLibraryError) as caught:
+        load_c_library(source)
+    return str(caught.value)
 
 
 @needs_compiler
@@ -53,39 +60,31 @@ def test_many_may_compile_at_once(cache, source):
 
 def test_without_a_compiler_the_reason_says_so(cache, source, monkeypatch):
     monkeypatch.setenv("PATH", str(source.parent))
-    with pytest.raises(CLibraryError, match="no C compiler found"):
-        load_c_library(source)
+    assert reason(source) == "no C compiler found"
     monkeypatch.setenv("CC", "icx-2042 -O3")
-    with pytest.raises(CLibraryError, match="CC=icx-2042 -O3 is not found"):
-        load_c_library(source)
+    assert reason(source) == "CC=icx-2042 -O3 is not found"
     assert not cache.exists()
 
 
 @needs_compiler
 def test_what_the_compiler_complains_about_is_the_reason_and_nothing_is_kept(cache, source, capfd):
     source.write_text("int answer(void) { return fourty_two; }\n")
-    with pytest.raises(CLibraryError, match=r"failed: .*error.*fourty_two"):
-        load_c_library(source)
+    assert re.search(r"failed: .*error.*fourty_two", reason(source))
     assert list(cache.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_compiler_that_hangs_is_given_up(cache, source, monkeypatch):
-    hanging = source.with_name("hanging-cc")
-    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
-    hanging.chmod(0o700)
-    monkeypatch.setenv("CC", str(hanging))
+    monkeypatch.setenv("CC", "sh -c 'exec sleep 60'")
     monkeypatch.setattr(c_library, "SECONDS", 0.2)
-    with pytest.raises(CLibraryError, match=r"hanging-cc took longer than 0\.2 s"):
-        load_c_library(source)
+    assert reason(source) == "sh took longer than 0.2 s"
 
 
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path, source, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(CLibraryError, match=r"answer\.c: .*file"):
-        load_c_library(source)
+    assert re.match(r"answer\.c: .*file", reason(source))
 
 
 @needs_compiler
@@ -96,5 +95,4 @@ def test_a_library_that_is_damaged_is_a_reason(cache, source, tmp_path, monkeypa
     damaged = tmp_path / "other" / "megazpp" / "libraries" / compiled.name
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"no library")
-    with pytest.raises(CLibraryError, match=r"answer\.c: .*answer-"):
-        load_c_library(source)
+    assert re.match(r"answer\.c: .*answer-", reason(source))
