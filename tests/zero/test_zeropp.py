@@ -121,13 +121,12 @@ def bytes_of_one_step(case: Case) -> Sent:
     table, sharding = dims.counter.table(), step.sharding
     assert all(wire == "cross" for wire, axis, _ in table if axis == "cross")
     inside, across = zip(*(reduce.message_bytes for reduce in sharding._reduces), strict=True)
-    return Sent(
-        by={
-            (axis, collective): t.sent_bytes for (_, axis, collective), t in table.items() if axis in ("cross", "local")
-        },
-        planned=(sum(gather.message_bytes for gather in sharding._gathers), sum(inside), sum(across)),
-        elements=sharding.shard_elements * dims.shard.size * dims.tp.size,
-    )
+    sent = {
+        (axis, collective): t.sent_bytes for (_, axis, collective), t in table.items() if axis not in ("shard", "tp")
+    }
+    weights = sum(gather.message_bytes for gather in sharding._gathers)
+    elements = sharding.shard_elements * dims.shard.size * dims.tp.size
+    return Sent(sent, (weights, sum(inside), sum(across)), elements)
 
 
 @pytest.mark.slow  # the next test is the default tier's
