@@ -5,34 +5,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from helpers.training import CLIP, CPU, GPT2_STYLE
+from helpers.training import CLIP, CPU, GPT2_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
-from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.topology.cluster import Cluster
-from megazpp.training.setup import Built, ModelSpec, build_model
+from megazpp.training.setup import Built
 from megazpp.training.step import TrainStep
-from megazpp.zero.config import ZeroConfig
 
 STYLE = dataclasses.replace(GPT2_STYLE, init_method_std=0.3, max_position_embeddings=32)
 SEQ, BATCH = 24, 8  # tokens of a row, rows of a step
 
 
 @dataclass(frozen=True, kw_only=True)
-class PostCase:
+class PostCase(Case):
     """A training of one objective on all ranks."""
 
     post: PostTrainingConfig
     model: GPTConfig = STYLE
-    tp: int = 1
-    cp: int = 1
-    nodes: int = 1
-    zeropp: bool = False
-    sequence_parallel: bool = False
+    vocab_size: int = 257
     micro_batch_size: int = 4
     steps: int = 2
     shortens: bool = False
@@ -40,26 +33,15 @@ class PostCase:
 
 
 def build(case: PostCase, *, scalar_head: bool | None = None) -> tuple[Built, ParallelDims]:
-    cluster = Cluster(num_nodes=case.nodes, ranks_per_node=torch.distributed.get_world_size() // case.nodes)
-    parallel = ParallelConfig(tensor_model_parallel_size=case.tp, context_parallel_size=case.cp)
-    dims = ParallelDims(plan_dims(parallel, cluster, zero_stage=3), device_type="cpu")
-    spec = ModelSpec(
-        config=case.model,
-        vocab_size=257,
-        sequence_parallel=case.sequence_parallel,
-        zero=ZeroConfig(zeropp=case.zeropp),
-        seed=5,
-        scalar_head=case.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head,
-    )
-    return build_model(spec, dims, CPU), dims
+    headed = case.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
+    model, sharding, dims = build_on_ranks(dataclasses.replace(case, scalar_head=headed))
+    return Built(model, sharding), dims
 
 
-def train(
-    built: tuple[Any, Any], dims: ParallelDims, objective: Any, steps: Iterable[list[Any]]
-) -> list[dict[str, float]]:
+def train(built: Built, dims: ParallelDims, objective: Any, steps: Iterable[list[Any]]) -> list[dict[str, float]]:
     """Loss, gradient norm and metrics of each step; `steps` gives its micro-batches."""
     # not Adam, which makes a step of full size out of a gradient that is nothing but rounding
-    optimizer = build_optimizer(list(built[0].named_parameters()), OptimizerConfig(optimizer="sgd"), CPU)
+    optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(optimizer="sgd"), CPU)
     scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*built, optimizer, scaler, dims, clip_grad=CLIP, objective=objective)
     results = [step(batches, learning_rate=0.1, weight_decay=0.0) for batches in steps]

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,8 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import RewardFunction
 from megazpp.post_training.rollouts import Buffer, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
+from megazpp.training.setup import Built
+from megazpp.zero.config import ZeroConfig
 
 TEXTS = ("ab", "Hello", "x", "12+34=", "zz zz", "??")
 PROMPTS = [Prompt([*x.encode()], x, {"number": i}, f"p.jsonl, line {i + 1}") for i, x in enumerate(TEXTS)]
@@ -35,21 +39,16 @@ CASES = {
     "grpo, two steps twice": PostCase(post=dataclasses.replace(LATER, beta=0.1), steps=5, temperature=0.8),
     "ppo": PostCase(post=PPO, steps=3),
 }
+ZEROPP = ZeroConfig(zeropp=True)
 
 
 def open_loader(case: PostCase) -> RolloutLoader:
     built, dims = build(case)
-    sampler = PolicySampler(
-        *built,
-        dims,
-        ByteTokenizer(),
-        config=SampleConfig(
-            sample_tokens=case.post.max_completion_length, sample_temperature=case.temperature, sample_top_k=0
-        ),
-        functions=[RewardFunction("evens", evens)],
-        seed=3,
-        at_once=case.post.rollouts_at_once,
-    )
+    length = case.post.max_completion_length
+    config = SampleConfig(sample_tokens=length, sample_temperature=case.temperature, sample_top_k=0)
+    functions = [RewardFunction("evens", evens)]
+    options: dict[str, Any] = {"config": config, "functions": functions, "at_once": case.post.rollouts_at_once}
+    sampler = PolicySampler(*built, dims, ByteTokenizer(), **options, seed=3)
     return RolloutLoader(
         sampler,
         PromptDataset(PROMPTS, num_samples=999, seed=1),
@@ -77,33 +76,24 @@ def metrics_of(loader: RolloutLoader) -> dict[str, float]:
 def train_on_rollouts(case: PostCase) -> tuple[list[Any], list[dict[str, float]]]:
     """What is drawn for each step, and what the step says."""
     loader, tables = open_loader(case), []
-    dims = loader.sampler.dims
+    sampler = loader.sampler
     if case.post.needs_reference:
         loader.reference = FrozenModel(build(case, scalar_head=False)[0].model, temperature=case.temperature).logps
-    objective = PolicyLoss(case.post, dims, temperature=case.temperature, rollout_metrics=lambda: metrics_of(loader))
+    metrics = functools.partial(metrics_of, loader)
+    objective = PolicyLoss(case.post, sampler.dims, temperature=case.temperature, rollout_metrics=metrics)
 
-    def steps() -> Any:
+    def steps() -> Iterator[Any]:
         for index in range(case.steps):
             yield loader.step(index * BATCH, BATCH)
             tables.append(loader._buffer.table.tolist())
 
-    found = train((loader.sampler.model, loader.sampler.sharding), dims, objective, steps())
-    return tables, found
+    return tables, train(Built(sampler.model, sampler.sharding), sampler.dims, objective, steps())
 
 
-def train_all(names: list[str], *, whole_rows: bool = False, **layout: Any) -> list[Any]:
-    """`train_on_rollouts` of some cases; `whole_rows` leaves all rows as long as --max-length."""
-    shorten, lengths = rollouts.shortened, set()
-
-    def seen(batch: Any, multiple: int) -> Any:
-        found = shorten(batch, SEQ if whole_rows else multiple)
-        lengths.add(found.tokens.shape[1])
-        return found
-
-    with mock.patch.object(rollouts, "shortened", seen):
-        found = [train_on_rollouts(dataclasses.replace(CASES[name], **layout)) for name in names]
-    assert lengths == {SEQ} if whole_rows else lengths < {8, 16, SEQ}
-    return found
+def train_all(names: list[str], multiple: int, **layout: Any) -> list[Any]:
+    """`train_on_rollouts` of some cases, in rows of a multiple of so many tokens."""
+    with mock.patch.object(rollouts, "row_multiple", return_value=multiple):
+        return [train_on_rollouts(dataclasses.replace(CASES[name], **layout)) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -117,10 +107,10 @@ def train_all(names: list[str], *, whole_rows: bool = False, **layout: Any) -> l
     ],
 )
 def test_every_layout_draws_the_same_and_trains_on_it_alike_in_rows_as_long_as_needed(world, layout, names):
-    (expected,) = ranks(1).run(train_all, names, whole_rows=True, micro_batch_size=8)
+    (expected,) = ranks(1).run(train_all, names, SEQ, micro_batch_size=8)
     for _, steps in expected:  # the reference is what the policy begins as
         assert steps[0].get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)
-    for found in ranks(world).run(train_all, names, **layout):
+    for found in ranks(world).run(train_all, names, 8, **layout):
         for (tables, steps), (their_tables, their_steps) in zip(found, expected, strict=True):
             assert tables == their_tables
             for one, other in zip(steps, their_steps, strict=True):
@@ -143,9 +133,9 @@ def compare_first_forward(case: PostCase) -> None:
     ("world", "layout"),
     [
         (2, {"tp": 2}),
-        (2, {"nodes": 2, "zeropp": True}),
+        (2, {"nodes": 2, "zero": ZEROPP}),
         slow(1, {}),
-        slow(4, {"tp": 2, "nodes": 2, "zeropp": True, "sequence_parallel": True}),
+        slow(4, {"tp": 2, "nodes": 2, "zero": ZEROPP, "sequence_parallel": True}),
     ],
 )
 def test_the_first_ratio_of_a_buffer_is_exactly_1_and_drawing_knew_the_same_log_probabilities(world, layout):
@@ -160,8 +150,8 @@ def cross_bytes(case: PostCase) -> int:
 
 def test_what_a_rollout_sends_between_nodes_does_not_depend_on_its_length():
     posts = [dataclasses.replace(GRPO, max_completion_length=length) for length in (1, 16)]
-    for zeropp in (False, True):
-        short, long = (ranks(2).run(cross_bytes, PostCase(post=post, nodes=2, zeropp=zeropp)) for post in posts)
+    for zero in (None, ZEROPP):
+        short, long = (ranks(2).run(cross_bytes, PostCase(post=post, nodes=2, zero=zero)) for post in posts)
         assert min(short) > 0
         assert short == long
 
@@ -223,6 +213,7 @@ def go_through(case: PostCase) -> None:
     loader = open_loader(case)
     for index in range(6):
         (batch,) = loader.step(index * BATCH, BATCH)
+        assert batch.tokens.shape[1] == 16  # of 24: 7 and 8 of prompt and completion are the most
         rows = loader._buffer.batch.tokens[:, : batch.tokens.shape[1]]
         assert torch.equal(batch.tokens, rows.view(2, BATCH, -1)[index % 2])
 
@@ -301,24 +292,21 @@ def draw_together_and_alone(case: PostCase) -> None:
     """Row i ends with its token 1 + 2i, so that the batch shrinks."""
     (model, sharding), dims = build(case)
     rows, asked = [prompt.tokens for prompt in PROMPTS], collections.Counter()
+    config = SampleConfig(sample_tokens=12, sample_top_k=0, sample_temperature=1.0)
     uniform = torch.rand(6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
     def is_last(row: int, token: int) -> bool:
         asked[row] += 1
         return asked[row] == 1 + 2 * row
 
-    def draw(rows: list[list[int]], uniform: torch.Tensor, limit: int, **options: Any) -> Any:
-        config = SampleConfig(sample_tokens=limit, sample_top_k=0, sample_temperature=1.0)
-        return draw_completions(model, dims.tp, rows, config, uniform, ends=None, **options)
-
     with evaluating(model), sharding.kept_gathered():
-        together = draw(rows, uniform, 12, is_last=is_last)
+        together = draw_completions(model, dims.tp, rows, config, uniform, ends=None, is_last=is_last)
         assert together.ended.all()
-        for row, limit in enumerate((1, 3, 5, 7, 9, 11)):
-            alone = draw(rows[row : row + 1], uniform[row : row + 1], limit)
-            assert together.lengths[row] == alone.lengths[0] == limit
-            assert torch.equal(together.tokens[row, :limit], alone.tokens[0])
-            torch.testing.assert_close(together.logps[row, :limit], alone.logps[0], atol=1e-5, rtol=0)
+        assert together.lengths.tolist() == [1, 3, 5, 7, 9, 11]
+        for row, length in enumerate(together.lengths.tolist()):
+            alone = draw_completions(model, dims.tp, [rows[row]], config, uniform[row : row + 1], ends=None)
+            assert torch.equal(together.tokens[row, :length], alone.tokens[0, :length])
+            torch.testing.assert_close(together.logps[row, :length], alone.logps[0, :length], atol=1e-5, rtol=0)
 
 
 def test_rows_that_are_over_leave_the_batch_and_the_others_go_on_as_if_alone():
@@ -331,15 +319,13 @@ def draw_both_ways(case: PostCase) -> None:
     rows, nothing = [prompt.tokens for prompt in PROMPTS], torch.zeros(6, 12, dtype=torch.float64)
     for penalty in (1e6, 1.0):
         config = SampleConfig(sample_tokens=12, sample_temperature=0.0, sample_repetition_penalty=penalty)
+        ends: dict[str, Any] = {"is_last": lambda row, token: row < 4}
         with evaluating(model), sharding.kept_gathered():
-            first = {"ends": None, "is_last": lambda row, token: row < 4}
-            drawn = draw_completions(model, dims.tp, rows, config, nothing, **first)
-        assert drawn.lengths.tolist() == [1, 1, 1, 1, 12, 12]
-        new = generate(model, sharding, dims, rows, config, max_length=SEQ, seed=1).tokens
-        assert [row[:n] for row, n in zip(drawn.tokens.tolist(), drawn.lengths, strict=True)] == [
-            row[:n] for row, n in zip(new, drawn.lengths, strict=True)
-        ]
-        repeated = [len({*row}) < len(row) or {*row} & {*own} for row, own in zip(new, rows, strict=True)]
+            drawn = draw_completions(model, dims.tp, rows, config, nothing, ends=None, **ends)
+        texts = generate(model, sharding, dims, rows, config, max_length=SEQ, seed=1, **ends).tokens
+        assert [len(text) for text in texts] == [1, 1, 1, 1, 12, 12]
+        assert [row[:n] for row, n in zip(drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True)] == texts
+        repeated = [len({*text}) < len(text) or {*text} & {*own} for text, own in zip(texts, rows, strict=True)]
         assert any(repeated) == (penalty == 1.0)
 
 
