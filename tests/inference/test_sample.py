@@ -1,7 +1,6 @@
 """Drawing a token: which are possible, and how often each comes."""
 
 import math
-from typing import Any
 
 import torch
 import transformers
@@ -13,16 +12,21 @@ SHARES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = SHARES.log() + 3.0
 
 
+def sample(**fields: float) -> SampleConfig:
+    """Temperature 1, all tokens, and this."""
+    return SampleConfig(**{"sample_temperature": 1.0, "sample_top_k": 0, **fields})
+
+
 def test_temperature_0_takes_the_most_likely_token_and_draws_nothing():
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
-    assert pick(LOGITS, SampleConfig(sample_temperature=0.0), generator) == 1
+    assert pick(LOGITS, sample(sample_temperature=0.0), generator) == 1
     assert torch.equal(generator.get_state(), before)
 
 
 def test_at_temperature_1_tokens_come_as_often_as_the_model_says():
-    config, generator = SampleConfig(sample_temperature=1.0, sample_top_k=0), torch.Generator().manual_seed(1)
-    drawn = torch.tensor([pick(LOGITS, config, generator) for _ in range(4000)])
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.tensor([pick(LOGITS, sample(), generator) for _ in range(4000)])
     shares = torch.bincount(drawn, minlength=5) / 4000
     assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the likeliest
 
@@ -30,47 +34,43 @@ def test_at_temperature_1_tokens_come_as_often_as_the_model_says():
 def test_probabilities_are_those_of_transformers_logits_processors():
     generator = torch.Generator().manual_seed(3)
     logits, rows = 3 * torch.randn(40, 23, generator=generator), torch.randint(23, (40, 6), generator=generator)
-    settings: list[dict[str, Any]] = [
-        {"sample_top_k": 1},
-        {"sample_top_k": 30},
-        {"sample_top_p": 0.01},
-        {"sample_top_p": 0.6, "sample_top_k": 5, "sample_temperature": 3.0},
-        {"sample_repetition_penalty": 1.3},
-        {"sample_min_p": 0.2},
-        {"sample_repetition_penalty": 0.7, "sample_min_p": 0.1, "sample_top_k": 9, "sample_top_p": 0.8},
-    ]
-    for fields in settings:
-        config = SampleConfig(**{"sample_temperature": 0.7, "sample_top_k": 0} | fields)
-        processors = transformers.LogitsProcessorList(
-            [
-                transformers.RepetitionPenaltyLogitsProcessor(config.sample_repetition_penalty),
-                transformers.TemperatureLogitsWarper(config.sample_temperature),
-                transformers.TopKLogitsWarper(config.sample_top_k or 23),
-                transformers.TopPLogitsWarper(config.sample_top_p),
-                transformers.MinPLogitsWarper(config.sample_min_p or 0.0),
-            ]
-        )
-        expected = torch.softmax(processors(rows, logits.clone()), dim=-1)
+    for config in (
+        sample(sample_top_k=1, sample_temperature=0.7),
+        sample(sample_top_k=30),
+        sample(sample_top_p=0.01, sample_temperature=0.7),
+        sample(sample_top_p=0.6, sample_top_k=5, sample_temperature=3.0),
+        sample(sample_repetition_penalty=1.3),
+        sample(sample_min_p=0.2, sample_temperature=0.7),
+        sample(sample_repetition_penalty=0.7, sample_min_p=0.1, sample_top_k=9, sample_top_p=0.8),
+    ):
+        expected = logits.clone()
+        for processor in (
+            transformers.RepetitionPenaltyLogitsProcessor(config.sample_repetition_penalty),
+            transformers.TemperatureLogitsWarper(config.sample_temperature),
+            transformers.TopKLogitsWarper(config.sample_top_k or 23),
+            transformers.TopPLogitsWarper(config.sample_top_p),
+            transformers.MinPLogitsWarper(config.sample_min_p or 0.0),
+        ):
+            expected = processor(rows, expected)
         found = next_probabilities(logits, config, occurring(rows.tolist(), 23, config))
         found /= found.sum(dim=-1, keepdim=True)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=str(fields))
-        assert ((expected > 0) == (found > 0)).all(), fields
+        torch.testing.assert_close(found, expected.softmax(dim=-1), rtol=1e-5, atol=1e-7, msg=str(config))
+        assert torch.equal(found > 0, expected > -math.inf), config
 
 
 def test_top_p_keeps_the_token_with_which_its_share_is_reached_and_min_p_one_that_is_just_as_likely():
     logits = torch.tensor([[0.25, 0.5, 0.125, 0.125]]).log2() * math.log(2.0)
-    for fields, kept in (
-        ({"sample_top_p": 0.5}, [1]),
-        ({"sample_top_p": 0.51}, [0, 1]),
-        ({"sample_min_p": 0.5}, [0, 1]),
-        ({"sample_min_p": 0.51}, [1]),
+    for config, kept in (
+        (sample(sample_top_p=0.5), [1]),
+        (sample(sample_top_p=0.51), [0, 1]),
+        (sample(sample_min_p=0.5), [0, 1]),
+        (sample(sample_min_p=0.51), [1]),
     ):
-        config = SampleConfig(**{"sample_temperature": 1.0, "sample_top_k": 0} | fields)
-        assert next_probabilities(logits, config)[0].nonzero().flatten().tolist() == kept, fields
+        assert next_probabilities(logits, config)[0].nonzero().flatten().tolist() == kept, config
 
 
 def test_a_penalty_counts_where_the_most_likely_token_is_taken():
-    config = SampleConfig(sample_temperature=0.0, sample_repetition_penalty=2.0)
+    config = sample(sample_temperature=0.0, sample_repetition_penalty=2.0)
     logits = torch.tensor([-1.0, 3.0, 2.0])
     assert [pick(logits, config, torch.Generator(), tokens) for tokens in ([0, 2], [1, 1])] == [1, 2]
     negative = torch.tensor([-1.0, -3.0, -1.5])  # multiplied: -2
@@ -88,7 +88,7 @@ def test_settings_that_cannot_work_are_refused():
         ({"sample_repetition_penalty": 0.0}, "--sample-repetition-penalty 0.0 is not positive"),
         ({"sample_stop": ("a", "")}, "--sample-stop '' is in every text"),
     ]
-    assert not not_refused(rows, lambda fields: SampleConfig(**fields))
+    assert not not_refused(rows, lambda fields: sample(**fields))
 
 
 def test_a_stop_string_may_name_a_new_line():

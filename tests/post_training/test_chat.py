@@ -64,41 +64,31 @@ def test_what_a_template_refuses_or_may_not_do_is_an_error_with_its_name():
         ("{{ messages[0].content + 3 }}", "T: can only concatenate"),
         ("{{ messages.__class__.__mro__ }}", "T: access to attribute '__class__'"),
         ("{% set _ = messages.append(1) %}", "T: access to attribute 'append'"),
+        ("{{ messages | length }}", "T does not tell which words are the assistant's: it has no"),
     ]
-    assert not_refused(rows, lambda source: ChatTemplate(source, name="T").render(TURNS)) == []
-    changing = ChatTemplate("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", name="T")
-    with pytest.raises(ValueError, match="T does not tell which words are the assistant's: it has no"):
-        changing.render_spans(TURNS)
+    assert not not_refused(rows, lambda source: ChatTemplate(source, name="T").render_spans(TURNS))
 
 
 def test_the_template_is_the_flags_else_the_tokenizers_else_the_default(tmp_path):
-    definition = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<e>": 1}, unk_token="a")).to_str()
-
-    def tokenizer(**files: object) -> HFTokenizer:
-        contents = {
-            name: value if isinstance(value, bytes) else json.dumps(value).encode() for name, value in files.items()
-        }
-        return HFTokenizer(definition, eod="<e>", files={"tokenizer.json": definition.encode(), **contents})
-
-    described: dict[str, Any] = {
-        "eos_token": {"content": "<e>"},
-        "bos_token": "<b>",
-        "chat_template": "{{ bos_token }}D",
-    }
-    named = described | {"chat_template": [{"name": "rag", "template": "R"}, {"name": "default", "template": "N"}]}
     (tmp_path / "t.jinja").write_text("F{{ eos_token }}")
+    (tmp_path / "bad.jinja").write_text("one\n{% if %}")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<e>": 1}, unk_token="a")).to_str()
+    definition = {"tokenizer.json": words.encode()}
+    tokens = {"eos_token": {"content": "<e>"}, "bos_token": "<b>"}
+    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "N"}]
+    plain = json.dumps(tokens | {"chat_template": "{{ bos_token }}D"}).encode()
     for path, files, text in [
-        (str(tmp_path / "t.jinja"), {DESCRIPTION: described}, "F<e>"),
-        (None, {DESCRIPTION: described}, "<b>D"),
-        (None, {DESCRIPTION: named}, "N"),
-        (None, {DESCRIPTION: described, "chat_template.jinja": b"J"}, "J"),
+        (str(tmp_path / "t.jinja"), {DESCRIPTION: plain}, "F<e>"),
+        (None, {DESCRIPTION: plain}, "<b>D"),
+        (None, {DESCRIPTION: json.dumps(tokens | {"chat_template": named}).encode()}, "N"),
+        (None, {DESCRIPTION: plain, "chat_template.jinja": b"J"}, "J"),
         (None, {}, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<e>\n"),
     ]:
-        template = load_chat_template(path, tokenizer(**files))
+        template = load_chat_template(path, HFTokenizer(words, eod="<e>", files=definition | files))
         assert template.render([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]) == text
     assert load_chat_template(None, ByteTokenizer()).render(TURNS[2:3]).endswith("Yes.<|endoftext|>\n")
-    (tmp_path / "bad.jinja").write_text("one\n{% if %}")
-    with pytest.raises(ValueError, match=r"--chat-template .*bad.jinja, line 2: Expected an expression"):
-        load_chat_template(str(tmp_path / "bad.jinja"), ByteTokenizer())
-    with pytest.raises(ValueError, match="--chat-template nowhere cannot be read"):
-        load_chat_template("nowhere", ByteTokenizer())
+    refused = [
+        (str(tmp_path / "bad.jinja"), "bad.jinja, line 2: Expected an expression"),
+        ("nowhere", "--chat-template nowhere cannot be read"),
+    ]
+    assert not not_refused(refused, lambda path: load_chat_template(path, ByteTokenizer()))

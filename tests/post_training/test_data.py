@@ -10,7 +10,6 @@ from helpers.training import LLAMA_STYLE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazpp.data.loader import BatchLoader
 from megazpp.parallel.axis import MeshAxis
 from megazpp.post_training.data import (
     EpochOrder,
@@ -22,18 +21,21 @@ from megazpp.post_training.data import (
     pack,
 )
 from megazpp.post_training.examples import Examples, Prompt
-from megazpp.post_training.objectives import scores_of
 
 PAD = 99
 
 
 def examples(*lengths: int) -> Examples:
     """Row i is i * 10, i * 10 + 1, ..., all learned but its first."""
-    rows = [np.arange(length) + 10 * number for number, length in enumerate(lengths)]
+    rows = [np.arange(length, dtype=np.int32) + 10 * number for number, length in enumerate(lengths)]
     masks = [np.arange(length) > 0 for length in lengths]
     starts = np.cumsum([0, *lengths], dtype=np.int64)
-    counts = np.array([len(lengths), 0, 0, 0], dtype=np.int64)
-    return Examples(np.concatenate(rows).astype(np.int32), np.concatenate(masks).astype(np.uint8), starts, counts)
+    return Examples(np.concatenate(rows), np.concatenate(masks).astype(np.uint8), starts, np.zeros(7, dtype=np.int64))
+
+
+def supervised(*lengths: int, samples: int, max_length: int, packing: bool = False) -> SupervisedDataset:
+    options: dict[str, Any] = {"num_samples": samples, "max_length": max_length, "packing": packing}
+    return SupervisedDataset(examples(*lengths), seed=None, pad=PAD, **options)
 
 
 def stacked(dataset: SupervisedDataset | PreferenceDataset) -> torch.Tensor:
@@ -71,8 +73,7 @@ def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths):
 
 
 def test_a_sample_is_padded_on_the_right_and_has_no_loss_there():
-    dataset = SupervisedDataset(examples(3, 5), num_samples=2, seed=None, max_length=5, pad=PAD)
-    batch = make_supervised_batch(stacked(dataset))
+    batch = make_supervised_batch(stacked(supervised(3, 5, samples=2, max_length=5)))
     assert batch.tokens.tolist() == [[0, 1, 2, PAD, PAD], [10, 11, 12, 13, 14]]
     assert batch.labels.tolist() == [[1, 2, PAD, PAD, PAD], [11, 12, 13, 14, PAD]]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
@@ -80,27 +81,30 @@ def test_a_sample_is_padded_on_the_right_and_has_no_loss_there():
     assert batch.document_starts is None
 
 
+@torch.no_grad()
+def losses_of(model: Any, batch: Any) -> torch.Tensor:
+    """[B, S], 0 where nothing is learned."""
+    options = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
+    return model(batch.tokens, batch.labels, **options) * batch.loss_mask
+
+
 def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay():
     model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
     for lengths, multiple, size in (((3, 8), 8, 8), ((9, 3), 4, 12), ((2, 1), 1, 2), ((9, 15), 7, 15)):
-        supervised = SupervisedDataset(examples(*lengths), num_samples=2, seed=None, max_length=15, pad=PAD)
+        rows = stacked(supervised(*lengths, samples=2, max_length=15))
         pairs = PreferenceDataset(examples(*lengths), num_samples=1, seed=None, max_length=15, pad=PAD)
-        for dataset, make in ((supervised, make_supervised_batch), (pairs, make_pair_batch)):
-            losses = []
-            for batch, length in (
-                (make(stacked(dataset), multiple=15), 15),
-                (make(stacked(dataset), multiple=multiple), size),
-            ):
-                assert all(x.shape == (2, length) for x in batch[:4])
-                losses.append(model(batch.tokens, batch.labels, position_ids=batch.position_ids) * batch.loss_mask)
-                assert losses[-1].count_nonzero() == sum(lengths) - 2
-            torch.testing.assert_close(losses[0].sum(dim=1), losses[1].sum(dim=1), atol=1e-6, rtol=1e-6)
+        for make, samples in ((make_supervised_batch, rows), (make_pair_batch, stacked(pairs))):
+            whole, short = make(samples, multiple=15), make(samples, multiple=multiple)
+            assert [x.shape for x in (*whole[:4], *short[:4])] == [(2, 15)] * 4 + [(2, size)] * 4
+            expected, found = (losses_of(model, batch) for batch in (whole, short))
+            assert expected.count_nonzero() == found.count_nonzero() == sum(lengths) - 2
+            torch.testing.assert_close(found.sum(dim=1), expected.sum(dim=1), atol=1e-6, rtol=1e-6)
 
 
 def test_packed_examples_have_positions_and_documents_of_their_own():
-    dataset = SupervisedDataset(examples(3, 4, 2), num_samples=4, seed=None, max_length=7, pad=PAD, packing=True)
+    dataset = supervised(3, 4, 2, samples=4, max_length=7, packing=True)
     assert (len(dataset), dataset.samples_per_epoch) == (4, 2)
-    batch = make_supervised_batch(torch.from_numpy(np.stack([dataset[0], dataset[1]])), packing=True)
+    batch = make_supervised_batch(stacked(dataset)[:2], packing=True)
     assert batch.tokens.tolist() == [[10, 11, 12, 13, 0, 1, 2], [20, 21, PAD, PAD, PAD, PAD, PAD]]
     assert batch.loss_mask.tolist() == [[1, 1, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
@@ -111,25 +115,16 @@ def test_packed_examples_have_positions_and_documents_of_their_own():
 
 def test_packed_examples_have_the_losses_that_they_have_alone():
     """To rounding: other places are masked, not absent."""
-    lengths = (5, 8, 3, 7, 4, 2)
-    model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
-    found: list[list[tuple[int, float]]] = []
+    model, lengths = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101), (5, 8, 3, 7, 4, 2)
+    found = []
     for packing, rows in ((False, 6), (True, 3)):
-        dataset = SupervisedDataset(
-            examples(*lengths), num_samples=rows, seed=None, max_length=12, pad=PAD, packing=packing
+        batch = make_supervised_batch(
+            stacked(supervised(*lengths, samples=rows, max_length=12, packing=packing)), packing=packing
         )
-        assert dataset.samples_per_epoch == rows
-        batch = make_supervised_batch(stacked(dataset), packing=packing)
-        with torch.no_grad():
-            losses = model(
-                batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts
-            )
-        learned = batch.loss_mask > 0
-        found.append(sorted(zip(batch.labels[learned].tolist(), losses[learned].tolist(), strict=True)))
-    assert len(found[0]) == sum(lengths) - len(lengths)
-    for (label, loss), (packed_label, packed_loss) in zip(*found, strict=True):
-        assert label == packed_label
-        assert loss == pytest.approx(packed_loss, abs=1e-5)
+        of_label = torch.zeros(101).index_put((batch.labels,), losses_of(model, batch), accumulate=True)
+        assert of_label.count_nonzero() == sum(lengths) - len(lengths)  # all labels are different
+        found.append(of_label)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=0)
 
 
 def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_them():
@@ -142,20 +137,6 @@ def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_th
     assert batch.ref_logps is not None
     assert batch.ref_logps.tolist() == [-3, -1, -4, -2]
     assert make_pair_batch(samples).ref_logps is None
-    assert scores_of(batch.tokens, batch.loss_mask).tolist() == [21, 2, 31, 13]
-
-
-def test_the_loader_gives_the_same_pairs_to_any_number_of_ranks():
-    dataset = PreferenceDataset(examples(*[2] * 12), num_samples=20, seed=0, max_length=3, pad=PAD)
-    options: dict[str, Any] = {"make_batch": make_pair_batch, "device": torch.device("cpu"), "num_workers": 1}
-    for data_size in (1, 2):
-        found: dict[int, int] = {}
-        for rank in range(data_size):
-            with BatchLoader(dataset, micro_batch_size=2, data_rank=rank, data_size=data_size, **options) as loader:
-                for number, batch in enumerate(loader.step(8, 8)):
-                    for row in (0, 1):
-                        found[(number * data_size + rank) * 2 + row] = int(batch.tokens[row, 0])
-        assert [found[place] for place in range(8)] == [int(dataset[index][0, 0]) for index in range(8, 16)]
 
 
 def test_prompts_come_in_the_order_of_the_epoch():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.ranks import ranks
-from helpers.tiers import slow
+from helpers.tiers import chosen, slow
 from helpers.training import CPU
 
 from megazpp.base.arguments import RunConfig, parse_run_config
@@ -62,56 +62,50 @@ def test_a_small_model_sends_its_adapters_between_nodes_and_its_base_inside():
 
 # by how many percent the plan is off; a reference model is 10 % and more, a frozen base 25 % and more
 PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
-    "sft": (configs("sft"), "", 0.0),
-    "sft, adapters": (configs("sft", lora_r=4), "", 0.11),
     "sft, adapters, 8 bits": (configs("sft", lora_r=4, bits=8), "", 0.11),
-    "dpo, adapters, 4 bits, tp": (configs("dpo", lora_r=4, bits=4), "--tensor-model-parallel-size 2", 0.0),
     "sft, many adapters, untied, zeropp": (configs("sft", lora_r=16), f"{UNTIED} --zeropp", 0.0),
     "reward": (configs("reward"), "", 0.34),
-    "dpo": (configs("dpo"), "", 0.0),
     "dpo, synced, zeropp, untied": (configs("dpo", sync_ref_model=True), f"--zeropp {UNTIED}", -0.79),
     "dpo, zeropp, untied": (configs("dpo"), f"--zeropp {UNTIED}", -0.79),
     "dpo, precomputed": (configs("dpo", precompute_ref_log_probs=True), "", 0.0),
     "dpo, adapters": (configs("dpo", lora_r=4), "", 0.11),
+    "dpo, adapters, 4 bits, tp": (configs("dpo", lora_r=4, bits=4), "--tensor-model-parallel-size 2", 0.0),
     "grpo, cp": (configs("grpo", beta=0.1), "--context-parallel-size 2", 0.0),
     "grpo, tp": (configs("grpo", beta=0.1), "--tensor-model-parallel-size 2", 0.0),
     "ppo": (configs("ppo", reward_load="r"), "", -0.02),
     "ppo, adapters, untied": (configs("ppo", reward_load="r", lora_r=4), UNTIED, -0.68),
 }
-QUICK = ("sft, adapters, 8 bits", "grpo, tp")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in PLANNED])
-def test_planned_memory_of_all_models_is_that_of_the_live_tensors(name):
-    chosen, flags, recorded = PLANNED[name]
-    dry = dry_run_models(parse(f"{SMALL} {flags}"), chosen, TWO_BY_TWO, rank=0)
+@pytest.mark.parametrize("case", chosen(PLANNED, "sft, adapters, 8 bits", "grpo, tp"))
+def test_planned_memory_of_all_models_is_that_of_the_live_tensors(case):
+    asked, flags, recorded = case
+    dry = dry_run_models(parse(f"{SMALL} {flags}"), asked, TWO_BY_TWO, rank=0)
     assert 100 * (dry.planned_bytes / dry.live_bytes - 1) == pytest.approx(recorded, abs=0.2)
 
 
 def test_models_that_stream_take_what_is_in_memory_of_them():
-    config, chosen = parse(SMALL), configs("ppo", reward_load="r")
+    config, post = parse(SMALL), configs("ppo", reward_load="r")
     plan = check_run_config(config, TWO_BY_TWO, device_type="cpu")
-    kept = {}
-    for name, weights in {
-        "resident": WeightsConfig(),
-        "8 bits": WeightsConfig(weight_bits=8),
-        "host": WeightsConfig(weight_bits=8, weights_on="host"),
-        "disk": WeightsConfig(weight_bits=8, weights_on="disk"),
-        "disk, two ahead": WeightsConfig(weight_bits=8, weights_on="disk", prefetch_layers=2),
-    }.items():
-        found = plan_models(config, chosen._replace(weights=weights), plan)
+
+    def kept(**weights: Any) -> int:
+        found = plan_models(config, post._replace(weights=WeightsConfig(**weights)), plan)
         assert {kinds[Memory.REWARD] for kinds in found.values()} == {found["asking"][Memory.REFERENCE]}
-        assert (found["asking"][Memory.UNPACKED] > 0) == (name == "resident")
-        kept[name] = found["training"][Memory.REFERENCE]
+        assert (found["asking"][Memory.UNPACKED] > 0) == (not weights)
+        return found["training"][Memory.REFERENCE]
+
     # 8.25 bits, rows of 256 to a multiple of 16 bytes: 8.5; vectors whole on every rank
     layer, vectors = (8 * 1.0625 + 4 * 1.03125) * 256**2, 4 * (3 * 13 + 2) * 256
+    # beside both ranks' parts of the layer in use and of the one behind it
     ends = (32 + 128) * 256 * 1.0625 + vectors
-    assert kept["resident"] == pytest.approx((3 * 12 * 256**2 + (32 + 128) * 256) * 2 / 2, rel=0.02)
-    # both ranks' parts of the layer in use and of the one behind it
-    gathered = 2 * layer
-    assert kept["8 bits"] == pytest.approx(ends + 3 * layer / 2 + gathered, rel=0.02)
-    assert kept["host"] == kept["disk"] == pytest.approx(ends + 2 * layer / 2 + gathered, rel=0.02)
-    assert kept["disk, two ahead"] == pytest.approx(ends + 3 * layer / 2 + 3 * layer, rel=0.02)
+    assert kept() == pytest.approx((3 * 12 * 256**2 + (32 + 128) * 256) * 2 / 2, rel=0.02)
+    assert kept(weight_bits=8) == pytest.approx(ends + 3 * layer / 2 + 2 * layer, rel=0.02)
+    on_disk = kept(weight_bits=8, weights_on="disk")
+    assert (
+        on_disk == kept(weight_bits=8, weights_on="host") == pytest.approx(ends + 2 * layer / 2 + 2 * layer, rel=0.02)
+    )
+    two_ahead = kept(weight_bits=8, weights_on="disk", prefetch_layers=2)
+    assert two_ahead == pytest.approx(ends + 3 * layer / 2 + 3 * layer, rel=0.02)
 
 
 @pytest.mark.slow
@@ -123,20 +117,19 @@ def test_gpt_1b3_with_rank_8_sends_at_most_one_percent_between_nodes_and_takes_t
     assert dry.planned_bytes == pytest.approx(dry.live_bytes, rel=0.01)
 
 
-def drawn(config: RunConfig, chosen: PostConfigs, cluster: Cluster) -> tuple[int, int]:
+def drawn(config: RunConfig, post: PostConfigs, cluster: Cluster) -> tuple[int, int]:
     """The most bytes that live while completions of prompts as long as can be are drawn, and what was planned."""
     plan = check_run_config(config, cluster, device_type="cpu")
     dims = ParallelDims(plan.layout, device_type="cpu")
     count = plan.batches.global_batch_size // dims.data_size
-    prompts = [Prompt([7] * 16, "", {}, "") for _ in range(count)]
+    sample = SampleConfig(sample_tokens=16, sample_temperature=1.0)
     with PeakBytes() as live:
         built = build_model(config.model_spec(257, plan.wire), dims, CPU)
         gc.collect()
-        config_16 = SampleConfig(sample_tokens=16, sample_temperature=1.0)
-        sampler = PolicySampler(*built, dims, ByteTokenizer(), config=config_16, functions=[], seed=1)
+        sampler = PolicySampler(*built, dims, ByteTokenizer(), config=sample, functions=[], seed=1)
         live.peak = 0
-        sampler.draw(prompts, [str(number) for number in range(count)])
-    kinds = plan_models(config, chosen, plan, rank=dims.world.rank, on_cpu=True)["drawing"]
+        sampler.draw([Prompt([7] * 16, "", {}, "")] * count, [str(number) for number in range(count)])
+    kinds = plan_models(config, post, plan, rank=dims.world.rank, on_cpu=True)["drawing"]
     return live.peak, kinds.total() - kinds[Memory.MOMENTS]
 
 

@@ -38,17 +38,16 @@ OBJECTIVES = {
 
 def synthetic_batch(case: PostCase, step: int, rows: list[int]) -> PairBatch | RolloutBatch:
     """Rows of a global batch that depends on nothing but the step."""
-    generator, draws = torch.Generator().manual_seed(100 + step), case.post.draws
-    count = BATCH if draws else 2 * BATCH
+    generator, count = torch.Generator().manual_seed(100 + step), BATCH if case.post.draws else 2 * BATCH
     tokens = torch.randint(0, 257, (count, SEQ + 1), generator=generator)
     starts, lengths = (torch.randint(1, 9, (count, 1), generator=generator) for _ in range(2))
     places = torch.arange(SEQ)
     mask, values_at = (((places >= starts) & (places < starts + n)).float() for n in (lengths, lengths + 1))
-    if not draws:
+    if not case.post.draws:
         rows = [*rows, *(row + BATCH for row in rows)]
     positions = places.expand(len(rows), SEQ).contiguous()
     inputs = tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous(), mask[rows], positions
-    if not draws:
+    if not case.post.draws:
         return PairBatch(*inputs)
     old, reference, advantages, values, returns = torch.randn(5, count, SEQ, generator=generator)[:, rows]
     known = {"old_logps": old * 0.1 - 5.5, "ref_logps": reference * 0.1 - 5.5}
@@ -83,9 +82,8 @@ def in_one_process(objective: str) -> list[dict[str, float]]:
     return ranks(1).run(train_all, [objective], micro_batch_size=BATCH)[0][0]
 
 
-def assert_near(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
+def near(steps: list[dict[str, float]], tolerance: float) -> list[Any]:
+    return [pytest.approx(each, rel=tolerance, abs=tolerance) for each in steps]
 
 
 @pytest.mark.parametrize(
@@ -101,21 +99,19 @@ def assert_near(found: list[dict[str, float]], expected: list[dict[str, float]],
 )
 def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(world, layout, objectives):
     spread = ranks(world).run(train_all, objectives, **layout)
-    for number, objective in enumerate(objectives):
+    for objective, *found in zip(objectives, *spread, strict=True):
         expected = in_one_process(objective)
         first = expected[0]
         assert first["grad_norm"] > 1e-4
         if objective.startswith("ppo"):
             assert first["loss"] == pytest.approx(first["loss/policy_avg"] + 0.1 * first["loss/value_avg"], rel=1e-5)
-        for found in spread:
-            assert_near(found[number], expected, tolerance=2e-4)
+        assert found == [near(expected, 2e-4)] * world
 
 
 def test_dpo_begins_as_its_reference():
     first = in_one_process("dpo")[0]
     assert first["logps/chosen"] < -1.0
-    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
-        assert first[name] == pytest.approx(0.0, abs=1e-5)
+    assert [first[f"rewards/{x}"] for x in ("chosen", "rejected", "margins")] == pytest.approx([0.0] * 3, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -124,25 +120,21 @@ def test_dpo_begins_as_its_reference():
 def test_rows_of_each_rank_s_own_length_change_no_loss(layout):
     objectives, world = ["reward untied", "dpo", "grpo", "dr_grpo", "ppo"], 4 if "tp" in layout else 2
     whole, short = (ranks(world).run(train_all, objectives, shortens=each, **layout) for each in (False, True))
-    for of_rank, shortened_rows in zip(whole, short, strict=True):
-        for one, other in zip(of_rank, shortened_rows, strict=True):
-            assert_near(one, other, tolerance=2e-6)
+    assert whole == [[near(steps, 2e-6) for steps in of_rank] for of_rank in short]
 
 
 def compare_with_logits(case: PostCase) -> torch.Tensor:
     """Losses and entropy of a batch against those of its logits, values against those alone; they are returned."""
-    (model, _), _ = build(case, scalar_head=True)
+    (model, _), _ = build(case)
     batch = synthetic_batch(case, 0, [0, 1, 2])
-    model.eval()
     with torch.no_grad():
+        own = model.eval()(batch.tokens, batch.labels, temperature=0.7, with_entropy=True, with_values=True)
         logits = model.tp.all_gather(model(batch.tokens).flatten(0, 1).t().contiguous()).t()[:, :257]
-        log = (logits.reshape(*batch.tokens.shape, 257).float() / 0.7).log_softmax(dim=-1)
-        own = model(batch.tokens, batch.labels, temperature=0.7, with_entropy=True, with_values=True)
-        alone = model(batch.tokens, with_values=True)
-    losses = -log.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1)
-    expected = (losses, -(log.exp() * log).sum(dim=-1), alone.values)
+        values = model(batch.tokens, with_values=True).values
+    choice = torch.distributions.Categorical(logits=logits.unflatten(0, batch.tokens.shape) / 0.7)
+    expected = (-choice.log_prob(batch.labels), choice.entropy(), values)
     torch.testing.assert_close((own.losses, own.entropy, own.values), expected, atol=1e-5, rtol=0)
-    return own.values
+    return values
 
 
 def test_losses_and_entropy_at_a_temperature_are_those_of_the_logits_and_values_are_the_same_alone():

@@ -204,6 +204,8 @@ def test_a_lora_run_goes_on_with_its_own_adapters_or_is_refused(home):
     """
     assert not_refused(table(others), lambda given: asked(home, f"--load {name} --save {name} {flags} {given}")) == []
     assert trained(home, name, flags, load=name) == straight[2:]
+    other = f"{flags} {COMMON} --load base --lora-r 3 --ref-checksum {'0' * 16}"
+    assert f"--ref-checksum says {'0' * 16}" in tool(home, "post_train", other, status=2)
 
 
 @pytest.fixture(scope="module")

@@ -50,8 +50,8 @@ def file(tmp_path) -> Path:
     return path
 
 
-def one(function: Any) -> list[RewardFunction]:
-    return [RewardFunction("f", function)]
+def named(*functions: Any) -> list[RewardFunction]:
+    return [RewardFunction("f", function) for function in functions]
 
 
 def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(file, monkeypatch):
@@ -71,7 +71,7 @@ def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(fil
 
 
 def test_numbers_may_be_of_any_kind_and_what_no_function_judges_has_no_reward():
-    rewards = judge([*one(lambda **_: [None, True]), *one(lambda **_: [None, torch.tensor(0.5)])], PROMPTS, COMPLETIONS)
+    rewards = judge(named(lambda **_: [None, True], lambda **_: [None, torch.tensor(0.5)]), PROMPTS, COMPLETIONS)
     torch.testing.assert_close(rewards, torch.tensor([[math.nan] * 2, [1.0, 0.5]]).double(), equal_nan=True)
     torch.testing.assert_close(total_rewards(rewards), torch.tensor([math.nan, 1.5]).double(), equal_nan=True)
 
@@ -88,56 +88,42 @@ def test_means_and_deviations_are_of_the_rewards_that_there_are_and_of_the_group
 
 
 def test_two_functions_of_one_name_are_told_apart(file, tmp_path):
-    other = tmp_path / "other.py"
-    other.write_text(SOURCE)
-    config = RewardConfig(reward_funcs=(f"{file}:short", f"{other}:short", f"{file}:right"))
-    assert [each.name for each in load_reward_functions(config)] == [f"{file}:short", f"{other}:short", "right"]
-
-
-def floats(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-    return [float(each if isinstance(each, str) else each[0]["content"]) for each in completions]
-
-
-def fails_always(completions: list[Any]) -> list[float]:
-    raise RuntimeError("too many") if len(completions) > 1 else StopIteration
-
-
-def fails_together(completions: list[Any]) -> list[float]:
-    if len(completions) > 1:
-        raise RuntimeError("too many")
-    return [1.0]
+    (tmp_path / "other.py").write_text(SOURCE)
+    config = RewardConfig(reward_funcs=(f"{file}:short", f"{tmp_path}/other.py:short", f"{file}:right"))
+    names = [each.name for each in load_reward_functions(config)]
+    assert names == [f"{file}:short", f"{tmp_path}/other.py:short", "right"]
 
 
 def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample():
     both = "a.jsonl, line 1 to a.jsonl, line 2"
     rows: list[tuple[Any, str]] = [
         (
-            floats,
+            lambda completions: [float(str(each)) for each in completions],
             "function f failed at a.jsonl, line 2, completion [{'role': 'assistant', 'content': 'four'}]: ValueError",
         ),
-        (fails_always, "failed at a.jsonl, line 1, completion '2': RuntimeError: too many"),
-        (fails_together, f"failed at {both}: RuntimeError"),
+        (lambda completions: {}[len(completions)], "failed at a.jsonl, line 1, completion '2': KeyError: 2"),
+        (lambda completions: [1 / (len(completions) - 2)], f"failed at {both}: ZeroDivisionError"),
         (lambda **_: [1.0], f"reward function f gave 1 rewards for 2 completions, of {both}"),
         (lambda **_: [1.0, "x"], "reward function f gave 'x', not a finite number, for a.jsonl, line 2"),
         (lambda **_: [math.nan, 1.0], "reward function f gave nan, not a finite number, for a.jsonl, line 1"),
         (lambda **_: 3.0, f"failed at {both}: TypeError"),
     ]
-    assert not_refused(rows, lambda function: judge(one(function), PROMPTS, COMPLETIONS)) == []
+    assert not not_refused(rows, lambda function: judge(named(function), PROMPTS, COMPLETIONS))
 
 
 def test_what_cannot_be_imported_is_named(file, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "syntax.py").write_text("def f(:")
-    both = [
+    unread = [
         (f"{file}:missing", "has no function missing"),
         (f"{tmp_path}/none.py:f", "No such file"),
         ("gone:f", "ModuleNotFound"),
+        (f"{tmp_path}/syntax.py:f", "SyntaxError"),
+        ("gone.part:f", "given as gone.part.py:f"),
     ]
-    loaded = [(f"{file}:value", "no function value"), (f"{tmp_path}/broken.py:f", "ZeroDivisionError")]
-    checked = [(f"{tmp_path}/syntax.py:f", "SyntaxError"), ("gone.part:f", "given as gone.part.py:f")]
-    for function, rows in ((load_reward_functions, loaded), (check_reward_functions, checked)):
-        refused = [(RewardConfig(reward_funcs=(name,)), message) for name, message in [*both, *rows]]
-        assert not_refused(refused, function) == []
+    run = [(f"{file}:value", "no function value"), (f"{tmp_path}/broken.py:f", "ZeroDivisionError")]
+    for rows, look in ((unread, check_reward_functions), ([*unread, *run], load_reward_functions)):
+        assert not not_refused(rows, lambda name, look=look: look(RewardConfig(reward_funcs=(name,))))
 
 
 def test_what_can_be_there_is_found_without_running_anything(file, tmp_path):

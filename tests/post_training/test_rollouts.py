@@ -172,14 +172,14 @@ def test_ranks_whose_texts_end_early_do_not_hang_the_others():
     assert max(first) <= 2 < max(second)
 
 
-def go_on(case: PostCase) -> None:
-    """After each step another loader takes up what the first one keeps, and has the batches that this one has."""
+def go_on(case: PostCase, kept: dict[str, torch.Tensor] | None = None) -> None:
+    """After each step another loader takes up what the first one (or `kept`) has, and has the same batches then."""
     straight, again = open_loader(case), open_loader(case)
     world = straight.sampler.dims.world
     straight.step(0, BATCH)
     for index in range(1, 5):
-        kept = world.share_object(world.gather_objects(straight.tensors()))
-        again.accept(dict(collections.ChainMap(*kept)), 0)
+        parts = world.share_object(world.gather_objects(straight.tensors()))
+        again.accept(kept or dict(collections.ChainMap(*parts)), 0)
         one, other = (loader.step(index * BATCH, BATCH) for loader in (straight, again))
         torch.testing.assert_close(other, one, rtol=0, atol=0)
         assert metrics_of(again) == metrics_of(straight)
@@ -196,17 +196,10 @@ def kept_by(case: PostCase) -> dict[str, torch.Tensor]:
     return loader.tensors()
 
 
-def take_up(case: PostCase, tensors: dict[str, torch.Tensor]) -> None:
-    straight, again = open_loader(case), open_loader(case)
-    straight.step(0, BATCH)
-    again.accept(tensors, 0)
-    (one,), (other,) = (loader.step(BATCH, BATCH) for loader in (straight, again))
-    assert torch.equal(one.tokens, other.tokens)
-
-
 def test_a_buffer_of_two_ranks_goes_on_on_one():
-    one, other = ranks(2).run(kept_by, PostCase(post=LATER, micro_batch_size=2))
-    ranks(1).run(take_up, PostCase(post=LATER, micro_batch_size=8), one | other)
+    case = PostCase(post=LATER, micro_batch_size=2)
+    one, other = ranks(2).run(kept_by, case)
+    ranks(1).run(go_on, case, one | other)
 
 
 def go_through(case: PostCase) -> None:

@@ -1,8 +1,4 @@
-"""Every default of TRL's configs: ours is the same, or here is the reason why it is not.
-
-TRL's are in the files that tools/benchmarks/write_trl_goldens.py wrote; where TRL is installed, they are compared with
-it too.
-"""
+"""Every default of TRL's configs, as write_trl_goldens.py has them: ours is the same, or here is why it is not."""
 
 import dataclasses
 import fnmatch
@@ -105,23 +101,19 @@ UNMATCHED = {
     "epochs are shuffled for every objective; SFT's sampler shuffles in TRL": "shuffle_dataset",
     "the global batch decides, and how many micro-batches it takes follows": "gradient_accumulation_steps",
     "the run's length is --train-iters": "num_train_epochs total_episodes num_total_batches",
-    "how it is computed": """
+    "no result depends on how it is computed, how ranks are started and how data is loaded": """
         activation_checkpointing* gradient_checkpointing_kwargs torch_* use_cache pad_to_multiple_of
         precompute_ref_batch_size ds3_gather_for_generation cache_implementation use_transformers_*
-        transformers_continuous_batching_config local_rollout_forward_batch_size dataset_num_proc
+        transformers_continuous_batching_config local_rollout_forward_batch_size dataset_num_proc full_determinism
+        use_cpu accelerator_config parallelism_config ddp_* fsdp* deepspeed world_size
+        dataloader_* remove_unused_columns label_names length_column_name
     """,
-    "how ranks are started and spread": """
-        full_determinism use_cpu accelerator_config parallelism_config ddp_* fsdp* deepspeed world_size
-    """,
-    "how data is loaded": "dataloader_* remove_unused_columns label_names length_column_name",
-    "files, the Hub, the log": """
+    "nor on files, the Hub, the log, and held-out data": """
         output_dir logging_* log_* include_num_input_tokens_seen disable_tqdm report_to run_name project trackio_*
         save_* enable_jit_checkpoint push_to_hub hub_* metric_for_best_model greater_is_better debug
-        restore_callback_states_from_checkpoint skip_memory_metrics resume_from_checkpoint num_completions_to_print
-        num_sample_generations
-    """,
-    "when and how held-out data is asked": """
-        eval_* per_device_eval_batch_size prediction_loss_only include_for_metrics batch_eval_metrics do_*
+        skip_memory_metrics restore_callback_states_from_checkpoint resume_from_checkpoint num_completions_to_print
+        num_sample_generations eval_* per_device_eval_batch_size prediction_loss_only include_for_metrics
+        batch_eval_metrics do_*
     """,
     "names of models, of an example's command line": "sft_model_path reward_model_path *_adapter_name",
     "set by the trainer": "batch_size local_batch_size mini_batch_size local_mini_batch_size",
@@ -131,12 +123,12 @@ OTHER_THING = {"micro_batch_size": "set by the trainer", "local_rank": "torchrun
 
 def ours(config: str) -> dict[str, Any]:
     """Our defaults of all flags under the objective of a TRL config, by their names."""
-    parts = [*typing.get_type_hints(RunConfig).values(), *EXTRA]
     post = PostTrainingConfig(**OBJECTIVES[config])
+    parts = [*typing.get_type_hints(RunConfig).values(), *EXTRA]
     found = {field.name: field.default for part in parts for field in dataclasses.fields(part)}
-    found |= DEFAULTS | {"lr": DEFAULT_RATE[OBJECTIVES[config]["objective"]]}
-    drawn = post.losses[0] if post.objective == "grpo" else [*post.losses]
-    return found | {"beta": post.beta_or_default, "loss_type": drawn, "scale_rewards": post.reward_scale}
+    found |= DEFAULTS | {"lr": DEFAULT_RATE[OBJECTIVES[config]["objective"]], "beta": post.beta_or_default}
+    losses = post.losses[0] if post.objective == "grpo" else [*post.losses]
+    return found | {"loss_type": losses, "scale_rewards": post.reward_scale}
 
 
 def reason(config: str, name: str, theirs: Any, own: dict[str, Any]) -> str | None:
