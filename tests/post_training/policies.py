@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from helpers.training import CLIP, CPU, GPT2_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
@@ -46,3 +47,8 @@ def train(built: Built, dims: ParallelDims, objective: Any, steps: Iterable[list
     step = TrainStep(*built, optimizer, scaler, dims, clip_grad=CLIP, objective=objective)
     results = [step(batches, learning_rate=0.1, weight_decay=0.0) for batches in steps]
     return [{"loss": each.loss, "grad_norm": each.grad_norm, **each.metrics} for each in results]
+
+
+def near(steps: list[dict[str, float]], *, rel: float, abs: float) -> list[Any]:
+    """What is equal to the numbers of steps that are so far from these."""
+    return [pytest.approx(each, rel=rel, abs=abs) for each in steps]

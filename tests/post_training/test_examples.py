@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
 import transformers
 from helpers.hf_models import write_llama_tokenizer
 from helpers.refusals import not_refused
-from pyarrow import parquet
 
 from megazpp.data.tokenizer import ByteTokenizer, EncodedText, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
@@ -88,18 +86,22 @@ def test_a_record_becomes_its_text_and_what_is_learned_of_it_and_a_pair_two_rows
         assert shown(read(write(path, record), pairs=True)) == rows, record
 
 
-def test_what_has_no_answer_within_the_length_is_left_out_and_counted(path, tmp_path):
+def test_what_is_cut_has_no_answer_or_twice_the_same_is_counted_and_what_is_kept_is_not_read_again(path, tmp_path):
     lines: list[str] = []
-    write(path, *({"prompt": p, "completion": c} for p, c in [("1234567", "8"), ("1", "23456789"), ("1", "2")]))
-    options: dict[str, Any] = {"flags": {"max_length": 5}, "cache_dir": tmp_path / "cache", "log": lines.append}
-    examples = read(path, **options)
-    assert shown(examples) == [("12345", "2345"), ("12$", "2$")]
+    rows = [("1", "2", "3"), ("1234567", "8", "9"), ("1", "23456789", "2"), ("a", "b", "b"), ("a", "23456", "23457")]
+    chat = [USER, ANSWER]
+    write(path, *({"prompt": p, "chosen": c, "rejected": r} for p, c, r in rows), {"chosen": chat, "rejected": chat})
+    options: dict[str, Any] = {"pairs": True, "cache_dir": tmp_path / "cache", "log": lines.append}
+    examples = read(path, flags={"max_length": 5}, **options)
+    assert shown(examples) == [("12$", "2$"), ("13$", "3$"), ("12345", "2345"), ("12$", "2$")]
+    same = f"3 left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 4"
     assert lines == [
         "tokenizing a.jsonl",
-        "3 examples of 8 tokens: a.jsonl; 2 were cut to --max-length 5; 1 left out, of whose answer there is nothing",
+        "6 examples of 14 tokens: a.jsonl; 3 were cut to --max-length 5; 1 left out, of whose answer there is nothing; "
+        + same,
     ]
-    again = read(path, **options)
-    assert lines[2:] == lines[1:2]  # kept, and counted all the same
+    again = read(path, flags={"max_length": 5}, **options)
+    assert lines[2:] == lines[1:2]  # counted all the same
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
 
 
@@ -129,14 +131,6 @@ def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(path, tm
         for only in (False, True)
     }
     assert len(found) == 4
-
-
-def test_parquet_has_the_same_records(tmp_path):
-    records = [{"messages": [USER, {**ANSWER, "tool_calls": "x"}]}, {"messages": [USER, ANSWER]}]
-    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
-    template = ChatTemplate("{% for m in messages %}{{ m.keys() | join('+') }} {% endfor %}", name="keys")
-    found = [text for text, _ in shown(read(tmp_path / "a.parquet", template=template))]
-    assert found == ["role+content role+content+tool_calls ", "role+content role+content "]
 
 
 def message(**fields: object) -> dict[str, Any]:
@@ -244,20 +238,13 @@ def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(path, t
         read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=9, seconds=0.0)
 
 
-def test_a_role_that_the_template_names_and_a_call_without_content_are_taken(path):
-    source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+def test_a_role_that_the_template_names_and_a_call_without_content_are_taken_and_keys_without_a_value_left_out(path):
+    source = (
+        "{% for m in messages %}{{ m.keys() | join('+') }}:{{ m.role }}{{ m.content }}{{ m.tool_calls }} {% endfor %}"
+    )
     calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
-    write(path, {"messages": [{"role": "critic", "content": "x"}, calls]})
+    write(path, {"messages": [{"role": "critic", "content": "x", "tool_calls": None}, calls]})
     with pytest.raises(ValueError, match="line 1: message 1 has the role 'critic'"):
         read(path, template=ChatTemplate(source, name="t"))
     found = read(path, template=ChatTemplate("{% if 'critic' %}" + source + "{% endif %}", name="t"))
-    assert shown(found)[0][0] == "critic:xassistant:['f']"
-
-
-def test_answers_that_are_the_same_are_left_out_with_the_line_of_the_first(path):
-    lines: list[str] = []
-    answers = [("b", "c"), ("b", "b"), ([USER, ANSWER], [USER, ANSWER]), ("123456", "123457")]
-    write(path, *({"prompt": "a", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers))
-    found = read(path, pairs=True, flags={"max_length": 6}, log=lines.append)
-    assert len(found.starts) == 3
-    assert f"; 3 left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 2" in lines[0]
+    assert shown(found)[0][0] == "role+content:criticx role+tool_calls:assistant['f'] "

@@ -9,7 +9,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE
-from post_training.policies import BATCH, SEQ, PostCase, build, train
+from post_training.policies import BATCH, SEQ, PostCase, build, near, train
 
 from megazpp.post_training.batch import PairBatch, RolloutBatch, shortened
 from megazpp.post_training.config import PostTrainingConfig
@@ -82,10 +82,6 @@ def in_one_process(objective: str) -> list[dict[str, float]]:
     return ranks(1).run(train_all, [objective], micro_batch_size=BATCH)[0][0]
 
 
-def near(steps: list[dict[str, float]], tolerance: float) -> list[Any]:
-    return [pytest.approx(each, rel=tolerance, abs=tolerance) for each in steps]
-
-
 @pytest.mark.parametrize(
     ("world", "layout", "objectives"),
     [
@@ -105,7 +101,7 @@ def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(world, l
         assert first["grad_norm"] > 1e-4
         if objective.startswith("ppo"):
             assert first["loss"] == pytest.approx(first["loss/policy_avg"] + 0.1 * first["loss/value_avg"], rel=1e-5)
-        assert found == [near(expected, 2e-4)] * world
+        assert found == [near(expected, rel=2e-4, abs=2e-4)] * world
 
 
 def test_dpo_begins_as_its_reference():
@@ -120,7 +116,7 @@ def test_dpo_begins_as_its_reference():
 def test_rows_of_each_rank_s_own_length_change_no_loss(layout):
     objectives, world = ["reward untied", "dpo", "grpo", "dr_grpo", "ppo"], 4 if "tp" in layout else 2
     whole, short = (ranks(world).run(train_all, objectives, shortens=each, **layout) for each in (False, True))
-    assert whole == [[near(steps, 2e-6) for steps in of_rank] for of_rank in short]
+    assert whole == [[near(steps, rel=2e-6, abs=2e-6) for steps in of_rank] for of_rank in short]
 
 
 def compare_with_logits(case: PostCase) -> torch.Tensor:

@@ -328,21 +328,17 @@ def test_what_cannot_be_is_refused_before_workers_start(home):
     assert refusal.count("\n") == 1
 
 
-def test_a_dry_run_needs_no_checkpoint(home, capsys):
-    for flags, said in (
-        (f"@{ROOT}/configs/post_training/lora_base_8bit.args", " MB of frozen weights"),
-        ("--objective ppo --reward-load r", "MB at the fullest moment ("),
-    ):
-        assert asked(home, f"{TINY} {flags}") == 0
-        assert said in capsys.readouterr().out
+def test_a_plan_and_a_dry_run_without_a_checkpoint_count_all_models(home, capsys):
+    def said(flags: str) -> str:
+        assert asked(home, flags) == 0
+        return capsys.readouterr().out
 
-
-def test_a_plan_has_the_memory_of_all_models(home, capsys):
-    flags = "--objective ppo --reward-load base --load base --train-data-path prompts.jsonl --train-iters 1 --plan"
+    assert " MB of frozen weights" in said(f"{TINY} @{ROOT}/configs/post_training/lora_base_8bit.args")
+    assert "MB at the fullest moment (" in said(f"{TINY} --objective ppo --reward-load r")
+    plan = "--plan --objective ppo --reward-load base --load base --train-data-path prompts.jsonl --train-iters 1"
     layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-on disk --weight-bits 8"
     for lora in ("", "--lora-r 4 --base-weight-bits 4"):
-        assert asked(home, f"{flags} {layout} {lora}") == 0
-        output = capsys.readouterr().out
+        output = said(f"{plan} {layout} {lora}")
         kinds = {line.split("  ")[0] for line in output.splitlines()}
         assert {"keys and values", "reward model", "total"} <= kinds
         assert ("frozen base" in kinds) == bool(lora) == ("reference model" not in kinds)

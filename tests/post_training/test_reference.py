@@ -1,20 +1,37 @@
-"""Frozen models beside the policy say the same, bit for bit, wherever their weights lie."""
+"""Frozen models say the same wherever their weights lie; what is kept of a reference is computed once, and its own."""
 
+import contextlib
 import dataclasses
+import errno
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import frozen_place, run
 from helpers.ranks import ranks
+from helpers.refusals import not_refused
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, dims_on_ranks, spec_of
 
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.post_training.reference import load_frozen
+from megazpp.post_training import reference
+from megazpp.post_training.data import PreferenceDataset
+from megazpp.post_training.examples import Examples
 from megazpp.stored.load import WeightsConfig
 
 CASE = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5), scalar_head=True)
-RESIDENT = WeightsConfig()
+PAIRS, LENGTH, CHUNK = 11, 8, 4
+
+
+def asked_on_ranks(case: Case, load: str, configs: list[WeightsConfig]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Log-probabilities and scores of a batch, of the model with its weights in each of these places, twice in turn."""
+    dims = dims_on_ranks(case)
+    place, folder, batch = frozen_place(dims), CheckpointFolder(load, "--reward-load"), case.batch(0, 0, 4)
+    models = [reference.load_frozen(spec_of(case), place, config, folder, None) for config in configs]
+    return [(model.logps(batch), model.scores(batch)) for model in models * 2]
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +40,6 @@ def load(tmp_path_factory) -> str:
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(2).run(run, dataclasses.replace(CASE, tp=2), 1, save=folder)
     return folder
-
-
-def asked(case: Case, load: str, configs: list[WeightsConfig]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probabilities and scores of a batch, of the model with its weights in each of these places."""
-    dims, found = dims_on_ranks(case), []
-    place, batch = frozen_place(dims), case.batch(0, 0, 4)
-    models = [load_frozen(spec_of(case), place, c, CheckpointFolder(load, "--reward-load"), None) for c in configs]
-    for _ in range(2):  # in turn, as a reference and a reward model are asked
-        found += [(model.logps(batch), model.scores(batch)) for model in models]
-    return found
 
 
 @pytest.mark.parametrize(
@@ -50,18 +57,98 @@ def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(load, tmp_pa
         WeightsConfig(weight_bits=bits),
         WeightsConfig(weight_bits=bits, weights_on="host", prefetch_layers=0),
         WeightsConfig(weight_bits=bits, weights_on="disk", weight_store=str(tmp_path / "store")),
-        RESIDENT,
+        WeightsConfig(),
     ]
-    case = dataclasses.replace(CASE, **layout)
-    for found in ranks(world).run(asked, case, load, places):
+    for found in ranks(world).run(asked_on_ranks, dataclasses.replace(CASE, **layout), load, places):
+        torch.testing.assert_close(found[:4], found[4:], rtol=0, atol=0)
         (logps, scores), *others, (exact_logps, exact_scores) = found[:4]
-        for one, other in zip(found[:4], found[4:], strict=True):
-            assert torch.equal(one[0], other[0])
-            assert torch.equal(one[1], other[1])
-        for other in others:
-            assert torch.equal(logps, other[0])
-            assert torch.equal(scores, other[1])
+        torch.testing.assert_close(others, [(logps, scores)] * 2, rtol=0, atol=0)
         # weights of std 0.5 in two layers, rounded: not the same, and not another model's
         assert not torch.equal(logps, exact_logps)
         assert (logps - exact_logps).abs().mean() < exact_logps.std() / 2
         assert (scores - exact_scores).abs().mean() < exact_scores.std()
+
+
+def examples(seed: int) -> Examples:
+    generator = np.random.default_rng(seed)
+    starts = np.cumsum([0, *generator.integers(2, LENGTH + 1, 2 * PAIRS)])
+    tokens, mask = (generator.integers(0, end, starts[-1]) for end in (50, 2))
+    mask[starts[:-1]] = 0
+    return Examples(tokens.astype(np.int32), mask.astype(np.uint8), starts, np.zeros(7, dtype=np.int64))
+
+
+def expected(seed: int = 1) -> torch.Tensor:
+    """Sixteenths of the labels, which are exact in fp32."""
+    rows = map(examples(seed).row, range(2 * PAIRS))
+    return -torch.tensor([float((tokens * mask).sum()) for tokens, mask in rows]).view(PAIRS, 2) / 16
+
+
+def look_up(folder: str, *, stop: int = 99, seed: int = 1, name: str = "base") -> tuple[torch.Tensor | None, int]:
+    """Their values, and how often a reference was asked that is stopped in forward number `stop`."""
+    place, asked, found = frozen_place(dims_on_ranks(Case())), 0, None
+
+    def logps(batch: Any) -> torch.Tensor:
+        nonlocal asked
+        if asked == stop:
+            raise KeyboardInterrupt
+        asked += 1
+        return -batch.labels.float() / 16
+
+    dataset = PreferenceDataset(examples(seed), num_samples=None, seed=3, max_length=LENGTH, pad=0)
+    options: dict[str, Any] = {"reference": name, "folder": Path(folder), "micro_batch_size": 2}
+    with mock.patch.object(reference, "CHUNK", CHUNK), contextlib.suppress(KeyboardInterrupt):
+        found = reference.cached_logps(dataset, lambda: logps, place, **options)
+    return found, asked
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_they_are_computed_once_and_a_run_that_was_stopped_is_taken_up(tmp_path, world):
+    """Chunks of 4, 4 and 3 pairs, each of 2 forwards of one rank or 1 of each of two."""
+    for found, _ in ranks(world).run(look_up, str(tmp_path), stop=4 // world):
+        assert found is None
+    for size, count in ((world, 2 // world), (1, 0)):
+        for found, asked in ranks(size).run(look_up, str(tmp_path)):
+            assert torch.equal(found, expected())
+            assert asked == count
+
+
+def test_other_pairs_and_another_reference_have_files_of_their_own(tmp_path):
+    for options in ({}, {"seed": 2}, {"name": "another"}):
+        ((found, asked),) = ranks(1).run(look_up, str(tmp_path), **options)
+        assert asked == 6
+        assert torch.equal(found, expected(options.get("seed", 1)))
+
+
+def test_a_file_that_is_damaged_is_an_error_that_names_it(tmp_path):
+    ranks(1).run(look_up, str(tmp_path))
+    path, crc, other = sorted(tmp_path.glob("*/*.npy"))[:3]
+    content, checksum = path.read_bytes(), crc.read_bytes()
+    damages = {
+        "cut": (content[:-8], checksum),
+        "a flipped bit": (content[:-3] + bytes([content[-3] ^ 1]) + content[-2:], checksum),
+        "byte order": (content.replace(b"<f4", b">f4"), checksum),
+        "another's": (other.read_bytes(), checksum),
+        "another checksum": (content, checksum[:-8] + b"damaged!"),
+        "no checksum": (content, None),
+    }
+    for name, (array, its_checksum) in damages.items():
+        path.write_bytes(array)
+        crc.unlink() if its_checksum is None else crc.write_bytes(its_checksum)
+        row = (str(tmp_path), f"--data-cache-path: {path.parent} is damaged")
+        assert ranks(2).run(not_refused, [row], look_up) == [[], []], name
+
+
+def look_up_on_a_full_disk(folder: str) -> None:
+    with mock.patch.object(np, "save", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        look_up(folder)
+
+
+def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_errors_on_all_ranks(tmp_path):
+    (tmp_path / "file").touch()
+    row = (str(tmp_path / "file"), f"--data-cache-path: cannot write {tmp_path}/file: {tmp_path}/file is no directory")
+    assert ranks(2).run(not_refused, [row], look_up) == [[], []]
+    full = (str(tmp_path), f"--data-cache-path: cannot write {tmp_path}")
+    assert ranks(2).run(not_refused, [full], look_up_on_a_full_disk) == [[], []]
+    ((found, asked),) = ranks(1).run(look_up, str(tmp_path))
+    assert torch.equal(found, expected())
+    assert asked == 6

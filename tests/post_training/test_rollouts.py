@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from post_training.policies import BATCH, SEQ, PostCase, build, train
+from post_training.policies import BATCH, SEQ, PostCase, build, near, train
 
 from megazpp.base.program import UserError
 from megazpp.data.tokenizer import ByteTokenizer
@@ -113,8 +113,7 @@ def test_every_layout_draws_the_same_and_trains_on_it_alike_in_rows_as_long_as_n
     for found in ranks(world).run(train_all, names, 8, **layout):
         for (tables, steps), (their_tables, their_steps) in zip(found, expected, strict=True):
             assert tables == their_tables
-            for one, other in zip(steps, their_steps, strict=True):
-                assert one == pytest.approx(other, rel=2e-3, abs=2e-4)
+            assert steps == near(their_steps, rel=2e-3, abs=2e-4)
 
 
 def compare_first_forward(case: PostCase) -> None:
