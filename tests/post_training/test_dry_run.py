@@ -1,15 +1,15 @@
 """A step with all models, counted by the program on a cluster that is not there: it sends and holds what is planned."""
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.ranks import ranks
+from helpers.small_run import parse
 from helpers.tiers import chosen, slow
 from helpers.training import CPU
 
-from megazpp.base.arguments import RunConfig, parse_run_config
+from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import check_run_config
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.sample import SampleConfig
@@ -28,7 +28,6 @@ from megazpp.stored.load import WeightsConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 
-ROOT = Path(__file__).resolve().parents[2]
 # weights are most of what there is, so that a plan that forgets some is far off
 SMALL = (
     "@configs/gpt_tiny.args --num-layers 3 --seq-length 32 --hidden-size 256 --num-attention-heads 4 "
@@ -36,10 +35,6 @@ SMALL = (
 )
 UNTIED = "--untie-embeddings-and-output-weights --normalization RMSNorm --swiglu --position-embedding-type rope"
 TWO_BY_TWO = Cluster(num_nodes=2, ranks_per_node=2)
-
-
-def parse(flags: str) -> RunConfig:
-    return parse_run_config(flags.split(), ROOT).config
 
 
 def configs(objective: Any, *, lora_r: int | None = None, bits: Any = None, **post: Any) -> PostConfigs:
@@ -51,7 +46,7 @@ def configs(objective: Any, *, lora_r: int | None = None, bits: Any = None, **po
 
 
 def test_a_small_model_sends_its_adapters_between_nodes_and_its_base_inside():
-    dry = dry_run_models(parse(f"{SMALL} --num-layers 2 --zeropp"), configs("sft", lora_r=2), TWO_BY_TWO, rank=1)
+    dry = dry_run_models(parse(f"{SMALL} --num-layers 2 --zeropp").config, configs("sft", lora_r=2), TWO_BY_TWO, rank=1)
     assert dry.trained == 2 * 2 * (256 + 3 * 256)
     assert 0 < sent_on(dry.sent, "cross") < 4 * dry.trained  # bytes: far fewer than those of the base
     # two micro-batches: forward every unit, backward the layers and the model's own
@@ -80,12 +75,12 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
 @pytest.mark.parametrize("case", chosen(PLANNED, "sft, adapters, 8 bits", "grpo, tp"))
 def test_planned_memory_of_all_models_is_that_of_the_live_tensors(case):
     asked, flags, recorded = case
-    dry = dry_run_models(parse(f"{SMALL} {flags}"), asked, TWO_BY_TWO, rank=0)
+    dry = dry_run_models(parse(f"{SMALL} {flags}").config, asked, TWO_BY_TWO, rank=0)
     assert 100 * (dry.planned_bytes / dry.live_bytes - 1) == pytest.approx(recorded, abs=0.2)
 
 
 def test_models_that_stream_take_what_is_in_memory_of_them():
-    config, post = parse(SMALL), configs("ppo", reward_load="r")
+    config, post = parse(SMALL).config, configs("ppo", reward_load="r")
     plan = check_run_config(config, TWO_BY_TWO, device_type="cpu")
 
     def kept(**weights: Any) -> int:
@@ -110,7 +105,7 @@ def test_models_that_stream_take_what_is_in_memory_of_them():
 
 @pytest.mark.slow
 def test_gpt_1b3_with_rank_8_sends_at_most_one_percent_between_nodes_and_takes_the_planned_memory():
-    config = parse("@configs/gpt_1b3.args --vocab-size 50257 --global-batch-size 64 --zeropp")
+    config = parse("@configs/gpt_1b3.args --vocab-size 50257 --global-batch-size 64 --zeropp").config
     cluster = Cluster(num_nodes=2, ranks_per_node=8)
     dry, all_weights = (dry_run_models(config, configs("sft", lora_r=r), cluster, rank=3) for r in (8, None))
     assert 0 < sent_on(dry.sent, "cross") < 0.01 * sent_on(all_weights.sent, "cross")
@@ -136,6 +131,6 @@ def drawn(config: RunConfig, post: PostConfigs, cluster: Cluster) -> tuple[int, 
 @pytest.mark.parametrize("flags", ["", slow(UNTIED)])
 def test_a_generation_takes_the_planned_memory_but_for_activations(flags):
     """A layer is 14 % of it, keys and values are 10 %."""
-    config = parse(f"{SMALL} --global-batch-size 32 --vocab-size 257 {flags}")
+    config = parse(f"{SMALL} --global-batch-size 32 --vocab-size 257 {flags}").config
     for counted, planned in ranks(2).run(drawn, config, configs("grpo"), Cluster(num_nodes=1, ranks_per_node=2)):
         assert planned == pytest.approx(counted, rel=0.02)

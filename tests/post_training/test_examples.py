@@ -10,7 +10,7 @@ import transformers
 from helpers.hf_models import write_llama_tokenizer
 from helpers.refusals import not_refused
 
-from megazpp.data.tokenizer import ByteTokenizer, EncodedText, Tokenizer, load_tokenizer
+from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
 from megazpp.post_training.chat import ChatTemplate, load_chat_template
 from megazpp.post_training.examples import DataFormatConfig, Examples, Prompt, read_examples, read_prompts
@@ -103,21 +103,6 @@ def test_what_is_cut_has_no_answer_or_twice_the_same_is_counted_and_what_is_kept
     again = read(path, flags={"max_length": 5}, **options)
     assert lines[2:] == lines[1:2]  # counted all the same
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
-
-
-def test_an_answer_that_begins_within_a_token_of_its_prompt_is_noted(path):
-    """As with a tokenizer whose words begin with their space."""
-
-    class InPairs(ByteTokenizer):
-        def _encode_spans(self, text: str) -> EncodedText:
-            starts = range(0, len(text), 2)
-            return EncodedText([ord(text[start]) for start in starts], [(start, start + 2) for start in starts])
-
-    lines: list[str] = []
-    write(path, {"prompt": "ab", "completion": "cd"}, {"prompt": "abc", "completion": "d"})
-    for tokenizer in (InPairs(), TOKENIZER):
-        read(path, tokenizer=tokenizer, log=lines.append)
-    assert ["note: the answers of 1 begin within a token of their prompt" in line for line in lines] == [True, False]
 
 
 def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(path, tmp_path):
@@ -214,8 +199,11 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     def rendered(messages: list[dict[str, str]]) -> list[int]:
         return theirs.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
 
-    records = [{"prompt": "Call", "completion": answer} for answer in (" me", " me</s>")]
-    examples = read(write(path, *records, {"text": "money"}, {"messages": talk}), tokenizer=tokenizer, template=chat)
+    records: list[Any] = [{"prompt": "Call", "completion": answer} for answer in (" me", " me</s>")]
+    records += [{"text": "money"}, {"messages": talk}, {"prompt": "Call ", "completion": "me"}]
+    lines: list[str] = []
+    examples = read(write(path, *records), tokenizer=tokenizer, template=chat, log=lines.append)
+    assert "note: the answers of 1 begin within a token of their prompt" in lines[0]  # " me" is a token
     expected = [plain("Call me</s>"), plain("Call me</s>"), plain("money</s>"), rendered(talk)]
     for number, (ids, first) in enumerate(zip(expected, [len(plain("Call"))] * 2 + [1, 1], strict=True)):
         assert ids[:2].count(1) == 1

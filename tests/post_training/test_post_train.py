@@ -309,7 +309,6 @@ REFUSED = """
     TINY | --objective is missing
     TINY --no-dry-run --objective sft | --load is missing
     TINY --objective dpo --weights-on disk | --dry-run reads no weights: --weights-on and --weight-bits are for
-    TINY --objective dpo --dry-run-rank 4 | --dry-run-rank 4 is not a rank of the cluster: it has 0 to 3
 """
 
 
@@ -352,9 +351,8 @@ def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun
 
 
 def test_a_restarted_job_goes_on_with_what_it_has_saved_and_else_begins_with_weights_alone(home):
-    _, source = start(home, f"--objective sft --save {home}/never-saved", restarted=True)
-    assert (source.continues, source.optimizer) == (False, False)
-    assert start(home, f"--objective sft --save {home}/base", restarted=True)[1].continues
+    sources = [start(home, f"--objective sft --save {home}/{x}", restarted=True)[1] for x in ("never-saved", "base")]
+    assert [(source.continues, source.optimizer) for source in sources] == [(False, False), (True, True)]
 
 
 def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(home):
@@ -363,8 +361,7 @@ def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(h
     assert (post.beta_or_default, post.loss, post.num_generations, post.needs_reference) == (0.0, "dapo", 8, False)
     sample = config.sample
     assert (sample.sample_temperature, sample.sample_top_k, sample.sample_top_p) == (1.0, 0, 1.0)
-    assert config.schedule.lr == 1e-6
-    assert (ppo.config.sample.sample_temperature, ppo.config.schedule.lr) == (0.7, 1e-3)
+    assert (config.schedule.lr, ppo.config.schedule.lr, ppo.config.sample.sample_temperature) == (1e-6, 1e-3, 0.7)
     assert (config.model.hidden_size, config.model.hidden_dropout) == (32, 0.0)
     assert config.data.seq_length == form.max_length == 32
     assert (post.ref_load, post.ref_ckpt_step) == (str(home / "base"), 2)

@@ -18,13 +18,14 @@ from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.generate import draw_completions, evaluating, generate
 from megazpp.inference.sample import SampleConfig, next_probabilities, pick_rows
 from megazpp.post_training import rollouts
+from megazpp.post_training.batch import RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
 from megazpp.post_training.examples import Prompt
 from megazpp.post_training.objectives import PolicyLoss
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import RewardFunction
-from megazpp.post_training.rollouts import Buffer, RolloutLoader
+from megazpp.post_training.rollouts import RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.training.setup import Built
 from megazpp.zero.config import ZeroConfig
@@ -215,7 +216,7 @@ def test_each_pass_goes_through_the_slices_in_turn():
     ranks(1).run(go_through, PostCase(post=post, micro_batch_size=8))
 
 
-def fill(case: PostCase) -> Buffer:
+def fill(case: PostCase) -> RolloutBatch:
     """A buffer of which every second completion is told to have ended by itself, and the others not."""
     loader = open_loader(case)
     draw = loader.sampler.draw
@@ -226,13 +227,11 @@ def fill(case: PostCase) -> Buffer:
 
     loader.sampler.draw = told
     loader.step(0, BATCH)
-    return loader._buffer
+    return loader._buffer.batch
 
 
-def filled(post: PostTrainingConfig, **flags: Any) -> Any:
-    ((_, _, rows, batch),) = ranks(1).run(fill, PostCase(post=dataclasses.replace(post, **flags), micro_batch_size=8))
-    assert rows.tolist() == [*range(len(rows))]
-    return batch
+def filled(post: PostTrainingConfig, **flags: Any) -> RolloutBatch:
+    return ranks(1).run(fill, PostCase(post=dataclasses.replace(post, **flags), micro_batch_size=8))[0]
 
 
 def test_completions_drawn_a_few_at_once_are_those_that_are_drawn_together():
