@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,14 @@ class OfflineRun:
 
     def __init__(self, folder: Path) -> None:
         (file,) = folder.glob("*.wandb")
-        self.folder, self.history = folder, []
-        self.config: dict[str, Any] = {}
-        self.summary: dict[str, Any] = {}
+        found: defaultdict[str, list[Any]] = defaultdict(list)
         for record in read_records(file):
             kind = record.WhichOneof("record_type")
-            if kind == "run":
-                self.run = record.run
-                self.config |= values(record.run.config.update)
-            elif kind == "history":
-                self.history.append(values(record.history.item))
-            elif kind == "summary":
-                self.summary |= values(record.summary.update)
+            found[kind].append(getattr(record, kind))
+        self.run = found["run"][-1]
+        self.config = values(item for run in found["run"] for item in run.config.update)
+        self.history = [values(row.item) for row in found["history"]]
+        self.summary = values(item for summary in found["summary"] for item in summary.update)
 
 
 def values(items: Iterable[Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import transformers
 from helpers.hf_models import file_tensors
 from helpers.megatron_files import make_weights, write_megatron
+from helpers.pretrain import Home
 from helpers.program import run_forked
 from helpers.trained import run_tool
 
@@ -23,16 +24,11 @@ from megazpp.convert import safetensors_file
 from megazpp.data.tokenizer import load_tokenizer
 from megazpp.model.config import GPTConfig
 
+BRIEF = "--sample-tokens 0 --eval-iters 0"
+
 
 def convert(source: Path, output: Path, *flags: str) -> int:
     return convert_checkpoint.main(["--input", str(source), "--output", str(output), *flags])
-
-
-def pretrain(home: Path, *flags: object) -> None:
-    places = ["--data-cache-path", home / "cache", "--run-dir", home / "run", "--save", home / "save"]
-    words = [*flags, *places, "--nproc", "2", "--sample-tokens", "0", "--eval-iters", "0"]
-    code, output = run_forked("pretrain_gpt.py", *map(str, words), folder=home)
-    assert code == 0, output
 
 
 def generate_there(folder: Path, prompt: str, count: int) -> str:
@@ -50,8 +46,9 @@ def test_a_model_from_outside_is_generated_from_and_trained_on_and_goes_out_with
     assert code == 0, output
     assert generate_there(theirs, "Call me", 12) in output
     flags = "--finetune --use-checkpoint-args --hidden-dropout 0 --attention-dropout 0 --seq-length 16 --split 1,0,0"
-    flags += " --micro-batch-size 2 --train-iters 2 --lr 1e-3 --tensor-model-parallel-size 2"
-    pretrain(tmp_path, "--load", ours, *flags.split(), "--text-path", converted / "text.txt")
+    flags += f" --micro-batch-size 2 --train-iters 2 --lr 1e-3 --tensor-model-parallel-size 2 {BRIEF}"
+    places = ["--load", str(ours), "--save", str(tmp_path / "save"), "--text-path", str(converted / "text.txt")]
+    Home(tmp_path).pretrain(*flags.split(), *places, run="run")
     assert convert(tmp_path / "save", out, "--to", "huggingface") == 0
     before, after = file_tensors(theirs), file_tensors(out)
     assert {name: x.shape for name, x in before.items()} == {name: x.shape for name, x in after.items()}
@@ -63,8 +60,8 @@ def test_a_model_from_outside_is_generated_from_and_trained_on_and_goes_out_with
 @pytest.mark.slow
 def test_a_checkpoint_of_the_first_run_is_all_that_another_machine_needs(tmp_path):
     """The tokenizer was trained on the shipped text and lay in a cache: neither is there now."""
-    flags = "@configs/gpt_tiny.args --num-layers 1 --hidden-size 32 --train-iters 1"
-    pretrain(tmp_path, *flags.split())
+    flags = f"@configs/gpt_tiny.args --num-layers 1 --hidden-size 32 --train-iters 1 --save {tmp_path}/save {BRIEF}"
+    Home(tmp_path).pretrain(*flags.split(), run="run")
     shutil.rmtree(tmp_path / "cache")
     there = (tmp_path / "save").rename(tmp_path / "elsewhere")
     (kept,) = there.glob("tokenizer-*")

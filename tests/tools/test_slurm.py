@@ -33,15 +33,10 @@ requeue*) echo "$2" >> "$(dirname "$0")/requeued.txt" ;;
 *) exit 1 ;;
 esac
 """
-BATCH = {  # what Slurm sets for a batch script on one node, which is a task, too
-    "SLURM_JOB_NAME": "toy",
-    "SLURM_JOB_NODELIST": "localhost",
-    "SLURM_JOB_NUM_NODES": "1",
-    "SLURM_NTASKS": "2",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_CPUS_PER_TASK": "1",
-    "SLURM_PROCID": "0",
-}
+BATCH = (  # what Slurm sets for a batch script on one node, which is a task, too
+    "SLURM_JOB_NAME=toy SLURM_JOB_NODELIST=localhost SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "
+    "SLURM_CPUS_PER_TASK=1 SLURM_PROCID=0"
+)
 
 
 @pytest.fixture
@@ -51,8 +46,8 @@ def submit(tmp_path, monkeypatch):
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    for name, value in (BATCH | {"RUN_DIR": f"{tmp_path}/run", "XDG_CACHE_HOME": f"{tmp_path}/cache"}).items():
-        monkeypatch.setenv(name, value)
+    for setting in (*BATCH.split(), f"RUN_DIR={tmp_path}/run", f"XDG_CACHE_HOME={tmp_path}/cache"):
+        monkeypatch.setenv(*setting.split("=", 1))
 
     def start(*flags: str, job_id: int, python: object) -> Program:
         monkeypatch.setenv("SLURM_JOB_ID", str(job_id))
