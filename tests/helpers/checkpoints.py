@@ -29,11 +29,12 @@ from megazpp.training.anomalies import LossHistory
 class Attempt:
     """The parts of an attempt at a run on this rank; `flags` are CheckpointConfig's, `lines` what it logs."""
 
-    def __init__(self, case: Case, **flags: Any) -> None:
+    def __init__(self, case: Case, *, scale: float | None = None, **flags: Any) -> None:
         self.case, self.config, self.lines = case, CheckpointConfig(**flags), list[str]()
         self.progress, self.losses = TrainingProgress(), LossHistory()
         self.step, self.dims = build_step(case)
         self.diloco = build_diloco(case, self.step, self.dims)
+        self.step.scaler.scale = scale or self.step.scaler.scale  # of the loss
         model, sharding, optimizer = self.step.model, self.step.sharding, self.step.optimizer
         values = RunValues(optimizer, self.step.scaler, self.losses)
         parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)

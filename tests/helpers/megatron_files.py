@@ -16,7 +16,6 @@ from helpers.refusals import table
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
-from megazpp.tensor_parallel.parameters import initialize_parameters_
 
 VOCAB, PADDED = 300, 384
 # parts of our names, and what stands for them in three generations, replaced in this order; "/" for a dict in a dict
@@ -44,15 +43,9 @@ _NAMES = {
 
 
 def make_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
-    """Of one process, with a padded vocabulary and no two tensors alike."""
-    model = GPTModel(config, vocab_size=VOCAB, tp=MeshAxis("tp"))
-    initialize_parameters_(model, seed=11, draw_device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(4)
-    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    for tensor in weights.values():
-        if tensor.dim() == 1:
-            tensor.add_(torch.randn(tensor.shape, generator=generator))
-    return weights
+    """Of one process, with a padded vocabulary and no two numbers alike."""
+    model, generator = GPTModel(config, vocab_size=VOCAB, tp=MeshAxis("tp")), torch.Generator().manual_seed(4)
+    return {name: 0.1 * torch.randn(x.shape, generator=generator) for name, x in model.named_parameters()}
 
 
 def arguments(config: GPTConfig, tp: int, **more: Any) -> argparse.Namespace:
