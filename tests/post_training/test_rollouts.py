@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -80,8 +79,8 @@ def train_on_rollouts(case: PostCase) -> tuple[list[Any], list[dict[str, float]]
     sampler = loader.sampler
     if case.post.needs_reference:
         loader.reference = FrozenModel(build(case, scalar_head=False)[0].model, temperature=case.temperature).logps
-    metrics = functools.partial(metrics_of, loader)
-    objective = PolicyLoss(case.post, sampler.dims, temperature=case.temperature, rollout_metrics=metrics)
+    options: dict[str, Any] = {"temperature": case.temperature, "rollout_metrics": lambda: metrics_of(loader)}
+    objective = PolicyLoss(case.post, sampler.dims, **options)
 
     def steps() -> Iterator[Any]:
         for index in range(case.steps):
