@@ -84,10 +84,8 @@ def test_greedy_tokens_are_those_of_plain_forwards_row_by_row_and_drawn_ones_dep
 
 
 def generate_sharded(case: Case) -> tuple[list[list[int]], list[int]]:
-    """Tokens that are those of plain forwards of the same sharded model, which sees quantized weights; and gathers.
-
-    Gathers of weights by generations of 2, 2 and 8 tokens (the first also crosses nodes), then by the plain forwards.
-    """
+    """Tokens as plain forwards of the same shards have them, which see quantized weights; gathers of weights by
+    generations of 2, 2 and 8 tokens (the first also crosses nodes), then by the plain forwards."""
     model, sharding, dims = build_on_ranks(case)
     tokens: list[list[int]] = []
 

@@ -15,14 +15,11 @@ FIELDS = {flag_name(field): field for each in EXTRA for field in dataclasses.fie
 NEEDS = {name: field.metadata["flag"].needs for name, field in FIELDS.items()}
 NUMBERS = [name for name, field in FIELDS.items() if re.search(r"\b(int|float)\b", str(field.type))]
 # mostly that something is off; a reward of weight 0 is only logged, one of a negative weight a penalty
-ZERO_MEANS_SOMETHING = re.findall(
-    "--[a-z-]+",
-    """
-    --beta --label-smoothing --ref-ckpt-step --kl-coef --vf-coef --missing-eos-penalty --log-completions --lora-dropout
-    --reward-weights --prefetch-layers
-""",
+ZERO_MEANS_SOMETHING = (
+    "--beta --label-smoothing --ref-ckpt-step --kl-coef --vf-coef --missing-eos-penalty --log-completions "
+    "--lora-dropout --reward-weights --prefetch-layers"
 )
-ALLOWED = {*((name, "0") for name in ZERO_MEANS_SOMETHING), ("--reward-weights", "-1")}
+ALLOWED = {*((name, "0") for name in ZERO_MEANS_SOMETHING.split()), ("--reward-weights", "-1")}
 BESIDE = {
     "--reward-weights": "--reward-funcs a:b",
     "--label-smoothing": "--loss-type robust",

@@ -108,7 +108,6 @@ def test_packed_examples_have_positions_and_documents_of_their_own():
     assert batch.tokens.tolist() == [[10, 11, 12, 13, 0, 1, 2], [20, 21, PAD, PAD, PAD, PAD, PAD]]
     assert batch.loss_mask.tolist() == [[1, 1, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4]]
-    assert batch.document_starts is not None
     assert batch.document_starts.tolist() == [0, 4, 7, 9, 14]
     assert batch.document_starts.dtype == torch.int32
 
@@ -134,7 +133,6 @@ def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_th
     batch = make_pair_batch(samples, ref_logps=torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]))
     assert batch.tokens.tolist() == [[20, 21, PAD, PAD], [0, 1, 2, PAD], [30, 31, PAD, PAD], [10, 11, 12, 13]]
     assert batch.loss_mask.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]
-    assert batch.ref_logps is not None
     assert batch.ref_logps.tolist() == [-3, -1, -4, -2]
     assert make_pair_batch(samples).ref_logps is None
 

@@ -56,18 +56,20 @@ def named(*functions: Any) -> list[RewardFunction]:
 
 def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(file, monkeypatch):
     monkeypatch.syspath_prepend(file.parent)
-    config = RewardConfig(
-        reward_funcs=(f"{file}:right", "my_rewards:short", f"{file}:only_strings"), reward_weights=(1.0, 0.5, 2.0)
+    weights = (1.0, 0.5, 2.0)
+    functions = load_reward_functions(
+        RewardConfig(reward_funcs=(f"{file}:right", "my_rewards:short", f"{file}:only_strings"), reward_weights=weights)
     )
-    functions = load_reward_functions(config)
-    sys.modules.pop("my_rewards", None)
-    assert [each.name for each in functions] == ["right", "short", "only_strings"]
     rewards = judge(functions, PROMPTS, COMPLETIONS)
     message = str([{"role": "assistant", "content": "four"}])
     expected = torch.tensor([[1, -1, 1], [0, -len(message), math.nan]], dtype=torch.float64)
     torch.testing.assert_close(rewards, expected, equal_nan=True, rtol=0, atol=0)
-    assert total_rewards(rewards, config.reward_weights).tolist() == [2.5, -len(message) / 2]
+    assert total_rewards(rewards, weights).tolist() == [2.5, -len(message) / 2]
     assert total_rewards(rewards).tolist() == [1.0, float(-len(message))]
+    twice = RewardConfig(reward_funcs=(f"{file}:short", "my_rewards:short", f"{file}:right"))
+    names = [[each.name for each in found] for found in (functions, load_reward_functions(twice))]
+    sys.modules.pop("my_rewards", None)
+    assert names == [["right", "short", "only_strings"], [f"{file}:short", "my_rewards:short", "right"]]
 
 
 def test_numbers_may_be_of_any_kind_and_what_no_function_judges_has_no_reward():
@@ -85,13 +87,6 @@ def test_means_and_deviations_are_of_the_rewards_that_there_are_and_of_the_group
     alone = reward_metrics(["f", "g"], rewards, total_rewards(rewards), group_size=1)
     assert alone["reward_std"] == pytest.approx(2.0)
     assert "frac_reward_zero_std" not in alone
-
-
-def test_two_functions_of_one_name_are_told_apart(file, tmp_path):
-    (tmp_path / "other.py").write_text(SOURCE)
-    config = RewardConfig(reward_funcs=(f"{file}:short", f"{tmp_path}/other.py:short", f"{file}:right"))
-    names = [each.name for each in load_reward_functions(config)]
-    assert names == [f"{file}:short", f"{tmp_path}/other.py:short", "right"]
 
 
 def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample():
