@@ -168,6 +168,13 @@ def compare_slices(
     return layer
 
 
+def step(model: GPTModel, data: MicroBatch | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses and `local_gradients` of a step of `data`, or of `sample()`."""
+    losses = model(*sample()) if data is None else losses_of(model, data)
+    losses.mean().backward()
+    return losses.detach(), local_gradients(model)
+
+
 def assert_near(row: object, found: torch.Tensor, expected: torch.Tensor, **tolerances: Any) -> None:
     """`torch.testing.assert_close`, naming what is compared."""
     torch.testing.assert_close(found, expected, **tolerances, msg=lambda text: f"{row}: {text}")
