@@ -3,18 +3,18 @@
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import CPU, VOCAB, build_gpt, draw, local_gradients, sample, tp_axis
+from helpers.tensor_parallel import CPU, build_gpt, draw, sample, step
 from helpers.training import GPT2_STYLE, Case, build_on_ranks
 
-from megazpp.model.attention import AttentionInputs, SelfAttention
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
+from megazpp.model.norms import Norm
 from megazpp.parallel.worker import seed_everything
+from megazpp.tensor_parallel.parameters import local
 
 BOTH = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.25, attention_dropout=0.25)
 HIDDEN_ONLY = dataclasses.replace(BOTH, attention_dropout=0.0)
@@ -61,10 +61,8 @@ def test_no_generator_of_a_job_starts_like_another():
 
 def residual_streams(sequence_parallel: bool) -> list[torch.Tensor]:
     """What enters every norm in a training forward."""
-    gpt = build_gpt(BOTH, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel)
-    seen: list[torch.Tensor] = []
-    norms = [norm for layer in gpt.layers for norm in (layer.attention_norm, layer.mlp_norm)]
-    for norm in (*norms, gpt.final_norm):
+    gpt, seen = build_gpt(BOTH, sequence_parallel=sequence_parallel), list[torch.Tensor]()
+    for norm in (module for module in gpt.modules() if isinstance(module, Norm)):
         norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     gpt(*sample())
     return seen
@@ -88,16 +86,12 @@ def test_with_sequence_parallelism_tp_ranks_draw_different_masks():
 
 def contexts_of_equal_heads() -> list[torch.Tensor]:
     """The attention core's output in evaluation and twice in training, with the same weights on every rank."""
-    tp, seen = tp_axis(), list[torch.Tensor]()
-    seed_everything(1, data_rank=0, tp_rank=tp.rank)
-    config = dataclasses.replace(BOTH, hidden_size=8, num_attention_heads=4)
-    layer = SelfAttention(config, tp=tp, sequence_parallel=False, output_std=1.0)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(draw(2, *parameter.shape))
-    layer.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    gpt, seen = build_gpt(dataclasses.replace(BOTH, num_layers=1, hidden_dropout=0.0)), list[torch.Tensor]()
+    qkv = local(gpt.layers[0].attention.qkv.weight.detach())
+    qkv.copy_(draw(2, *qkv.shape))
+    gpt.layers[0].attention.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     for training in (False, True, True):
-        layer.train(training)(draw(3, 6, 2, 8).float(), AttentionInputs(rotary=None, mask=None))
+        gpt.train(training)(*sample())
     return seen
 
 
@@ -109,22 +103,24 @@ def test_attention_dropout_differs_over_tp_ranks():
         assert not torch.equal(trained, other)
 
 
-def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, Any]:
-    """Compare two training forwards with gradients, and an evaluation, of the same, another and no dropout."""
+def two_forwards(model: GPTConfig, sequence_parallel: bool, seed: int) -> dict[str, torch.Tensor]:
+    """Losses of two training forwards, the first's gradients, and losses of an evaluation, which draws nothing."""
+    gpt = build_gpt(model, sequence_parallel=sequence_parallel, dropout_seed=seed)
+    first, gradients = step(gpt)
+    second, state = gpt(*sample()).detach(), torch.get_rng_state()
+    evaluated = gpt.eval()(*sample()).detach()
+    assert torch.equal(state, torch.get_rng_state())
+    return {"first": first, "second": second, "eval": evaluated, **gradients}
 
-    def run(config: GPTConfig, seed: int) -> dict[str, Any]:
-        gpt = build_gpt(config, tp_axis(), vocab_size=VOCAB, sequence_parallel=sequence_parallel, dropout_seed=seed)
-        first = gpt(*sample())
-        first.mean().backward()
-        found = {"first": first.detach(), "second": gpt(*sample()).detach(), **local_gradients(gpt)}
-        state = torch.get_rng_state()
-        found["eval"] = gpt.eval()(*sample()).detach()
-        assert torch.equal(state, torch.get_rng_state())  # nothing was drawn
-        return found
 
+def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.Tensor]:
+    """The same, another and no dropout."""
     none = dataclasses.replace(model, hidden_dropout=0.0, attention_dropout=0.0)
-    ours, other, plain = run(model, 1), run(model, 2), run(none, 1)
-    torch.testing.assert_close(run(model, 1), ours, rtol=0, atol=0)
+    ours, same, other, plain = (
+        two_forwards(config, sequence_parallel, seed)
+        for config, seed in ((model, 1), (model, 1), (model, 2), (none, 1))
+    )
+    torch.testing.assert_close(same, ours, rtol=0, atol=0)
     assert not torch.equal(ours["first"], other["first"])
     assert not torch.equal(ours["first"], ours["second"])
     assert torch.equal(ours["eval"], other["eval"])
@@ -144,17 +140,16 @@ def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size, sequence_p
         assert all(torch.equal(other[name], first[name]) for name in agreed)
 
 
-def loss_of_the_same_samples(case: Case) -> tuple[int, torch.Tensor]:
+def loss_of_the_same_samples(case: Case) -> tuple[int, list[list[float]]]:
     """Every data rank is given the samples of data rank 0."""
     model, _, dims = build_on_ranks(case)
     data = case.batch(0, 0, 4)
-    return dims.data_rank, model(data.tokens, data.labels).detach()
+    return dims.data_rank, model(data.tokens, data.labels).tolist()
 
 
 @pytest.mark.parametrize(("stage", "tp", "model"), [(3, 2, HIDDEN_ONLY), (0, 1, BOTH)])
 def test_data_ranks_draw_different_masks(stage, tp, model):
-    losses: dict[int, torch.Tensor] = {}
-    for data_rank, loss in ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage)):
-        assert torch.equal(losses.setdefault(data_rank, loss), loss)  # tp ranks of one data rank agree
-    assert len(losses) == 4 // tp
-    assert len({tuple(loss.flatten().tolist()) for loss in losses.values()}) == 4 // tp
+    results = ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage))
+    for (one, loss), (other, loss_there) in itertools.combinations(results, 2):
+        assert (loss == loss_there) == (one == other)  # tp ranks of one data rank agree
+    assert {data_rank for data_rank, _ in results} == {*range(4 // tp)}
