@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.refusals import not_refused
-from helpers.tensor_parallel import SEQ, STYLES, assert_gradients_near, build_gpt, local_gradients, losses_of, packed
+from helpers.tensor_parallel import SEQ, STYLES, assert_gradients_near, build_gpt, losses_of, packed, step
 from helpers.training import GPT2_STYLE
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from megazpp.data.loader import MicroBatch
 from megazpp.model import backends
 from megazpp.model.backends import (
     DocumentKernel,
@@ -24,7 +23,6 @@ from megazpp.model.backends import (
     model_backends,
     variable_length,
 )
-from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
 from megazpp.planner.trace import FORWARD, TraceRecorder
@@ -78,15 +76,6 @@ def one_by_one(q, k, v, starts, key_starts, longest, longest_key, *, window_size
     return torch.cat(found, dim=1).transpose(0, 1).contiguous()
 
 
-def losses_and_gradients(
-    config: GPTConfig, kernel: DocumentKernel | None, data: MicroBatch, dtype: torch.dtype
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    gpt = build_gpt(config, document_kernel=kernel).to(data.tokens.device, dtype)
-    losses = losses_of(gpt, data)
-    losses.mean().backward()
-    return losses.detach(), local_gradients(gpt)
-
-
 @pytest.mark.parametrize(("style", "changes", "times", "arguments"), [
     ("gpt2", {"recompute_granularity": "full"}, 2, ("window_size", "enable_gqa")),
     ("llama", {}, 1, ("window_size", "enable_gqa")),
@@ -100,7 +89,7 @@ def test_documents_by_offsets_are_those_of_the_mask(style, changes, times, argum
     monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(arguments))
     config = dataclasses.replace(STYLES[style], **changes)
     (losses, grads), (ours, our_grads) = (
-        losses_and_gradients(config, each, packed(), torch.float64) for each in (None, variable_length)
+        step(build_gpt(config, document_kernel=each).double(), packed()) for each in (None, variable_length)
     )
     assert kernel.call_count == config.layers * times
     torch.testing.assert_close(ours, losses, rtol=1e-6, atol=0)
@@ -113,7 +102,8 @@ def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style):
     """bf16: a few roundings of 2^-8 in different places."""
     config = dataclasses.replace(WIDE[style], max_position_embeddings=128)
     (losses, grads), (ours, our_grads) = (
-        losses_and_gradients(config, each, packed(128).to("cuda"), torch.bfloat16) for each in (None, variable_length)
+        step(build_gpt(config, document_kernel=each).to("cuda", torch.bfloat16), packed(128).to("cuda"))
+        for each in (None, variable_length)
     )
     torch.testing.assert_close(ours, losses, rtol=2e-2, atol=2e-2)
     assert_gradients_near(our_grads, grads, 5e-2)

@@ -8,7 +8,6 @@ from helpers.tensor_parallel import build_gpt, sample
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
 from megazpp.model.kv_cache import KVCache
-from megazpp.parallel.axis import MeshAxis
 
 ROUNDING = 1e-5  # fp32: a masked kernel instead of the causal one
 STYLES = {
@@ -23,7 +22,7 @@ STYLES = {
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 @torch.no_grad()
 def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_padding(style):
-    model, tokens, lengths = build_gpt(style, MeshAxis("tp"), vocab_size=101).eval(), sample()[0], [2, 7, 5]
+    model, tokens, lengths = build_gpt(style), sample()[0], [2, 7, 5]
     for parts in ((16,), (9, 1, 1, 5), (1,) * 16):
         cache, found = KVCache(2, 3, 16), []
         for part in tokens.split(parts, dim=1):
@@ -47,7 +46,7 @@ def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_paddin
 
 @torch.no_grad()
 def test_keys_and_values_take_the_type_in_which_the_model_computes():
-    model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101).eval().bfloat16()
+    model = build_gpt(LLAMA_STYLE).bfloat16()
     cache = KVCache(2, 1, 4)
     model(sample()[0][:1, :3], cache=cache)
     cache.add([3])
