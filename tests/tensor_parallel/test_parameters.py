@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.ranks import ranks
-from helpers.tensor_parallel import CPU, tp_mesh
+from helpers.tensor_parallel import CPU, STYLES, VOCAB, tp_mesh
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
 from torch import nn
@@ -29,8 +29,6 @@ from megazpp.tensor_parallel.parameters import (
 )
 from megazpp.zero.verify import verify_weights
 
-VOCAB = 101
-STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}
 VOCABULARY = ("embedding.word.weight", "output.weight")
 
 
@@ -140,31 +138,20 @@ def test_every_parameter_has_a_spec_and_lives_on_a_leaf_module():
         list(owned_parameters(nn.Sequential(nn.Linear(2, 3))))
 
 
-def flat_orders(case: Case) -> list[tuple[list[str], list[str]]]:
-    """Per sharding unit: the names in the order FSDP2 concatenates them, and those of named_parameters()."""
-    model, _, _ = build_on_ranks(case)
-    prefix = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-    orders, seen = [], set()
-    for unit in [*model.sharding_units(), [model]]:
-        state = unit[0]._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # at most one: FSDP2 refuses our comms for several
-        if groups is None:  # torch 2.11
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        params = [p for group in groups for p in group.fsdp_params]
-        flat = [prefix[p._module_info.module] + p._module_info.param_name for p in params]
-        named = [prefix[module] + name for module in unit for name, _ in module.named_parameters()]
-        orders.append((flat, [name for name in named if name not in seen]))
-        seen.update(flat)
-    return orders
+def units_on_ranks(case: Case) -> list[list[str]]:
+    """The names of each sharding unit in FSDP2's flat order."""
+    _, sharding, _ = build_on_ranks(case)
+    return [[parameter.name for parameter in unit.parameters] for unit in sharding.units]
 
 
 @pytest.mark.parametrize(("style", "tp"), [("gpt2", 1), ("llama", 2)])
 def test_fsdp2_s_flat_order_is_that_of_named_parameters(style, tp):
-    orders = ranks(2).run(flat_orders, Case(model=STYLES[style], tp=tp))[0]
-    for flat, named in orders:
-        assert flat == named
-    everything = one_process_weights(STYLES[style])
-    assert sorted(name for flat, _ in orders for name in flat) == sorted(everything)
+    model = GPTModel(STYLES[style], vocab_size=VOCAB, tp=MeshAxis("tp"))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    units = [[names.pop(p) for module in unit for p in module.parameters()] for unit in model.sharding_units()]
+    rest = [[*names.values()]] if names else []
+    for found in ranks(2).run(units_on_ranks, Case(model=STYLES[style], tp=tp)):
+        assert sorted(found) == sorted(units + rest)
 
 
 def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[bool, Any, torch.Tensor]]:
