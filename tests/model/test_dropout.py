@@ -12,7 +12,6 @@ from helpers.training import GPT2_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
-from megazpp.model.norms import Norm
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.parameters import local
 
@@ -59,29 +58,25 @@ def test_no_generator_of_a_job_starts_like_another():
     assert len(set(starts)) == len(starts) == 3 * 4 * 5
 
 
-def residual_streams(sequence_parallel: bool) -> list[torch.Tensor]:
-    """What enters every norm in a training forward."""
-    gpt, seen = build_gpt(BOTH, sequence_parallel=sequence_parallel), list[torch.Tensor]()
-    for norm in (module for module in gpt.modules() if isinstance(module, Norm)):
-        norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+def hidden_masks(sequence_parallel: bool) -> list[torch.Tensor]:
+    """What is dropped of the embedding's output, and in each of two layers of attention's and the MLP's."""
+    gpt, masks = build_gpt(BOTH, sequence_parallel=sequence_parallel), list[torch.Tensor]()
+    for dropout in (module for module in gpt.modules() if isinstance(module, Dropout)):
+        dropout.register_forward_hook(lambda module, args, output: masks.append(output == 0.0))
     gpt(*sample())
-    return seen
+    return masks
 
 
-def test_tp_ranks_hold_the_same_residual_stream_to_the_bit():
-    first, *others = ranks(4).run(residual_streams, False)
-    for other in others:
-        assert all(map(torch.equal, first, other))
-    assert (first[0] == 0.0).float().mean().item() == pytest.approx(0.25, abs=0.07)  # dropout of the embedding was on
-
-
-def test_with_sequence_parallelism_tp_ranks_draw_different_masks():
-    """960 / T elements at rate 0.25: independent masks agree on 0.625 of them, within 5 standard errors of 0.031."""
-    masks = [streams[0] == 0.0 for streams in ranks(4).run(residual_streams, True)]
-    whole = torch.cat(masks)
-    assert whole.float().mean().item() == pytest.approx(0.25, abs=5 * math.sqrt(0.1875 / whole.numel()))
-    for one, other in itertools.combinations(masks, 2):
-        assert (one == other).float().mean().item() == pytest.approx(0.625, abs=0.16)
+def test_tp_ranks_drop_the_same_of_the_residual_stream_and_of_its_slices_each_other_elements():
+    """At rate 0.25 two masks agree on 0.625 of their elements, 240 in a slice: within 5 standard errors of 0.031."""
+    whole, slices = (ranks(4).run(hidden_masks, sequence_parallel) for sequence_parallel in (False, True))
+    for other in whole:
+        assert all(map(torch.equal, other, whole[0]))
+    for masks, count in (whole[0], 5), ([*itertools.chain(*slices)], 4 * 5):
+        assert len(masks) == count
+        assert torch.cat(masks).float().mean().item() == pytest.approx(0.25, abs=5 * math.sqrt(0.1875 / (count * 240)))
+        for one, other in itertools.combinations(masks, 2):
+            assert (one == other).float().mean().item() == pytest.approx(0.625, abs=0.16)
 
 
 def contexts_of_equal_heads() -> list[torch.Tensor]:
@@ -132,7 +127,7 @@ def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.
     ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), (4, False, BOTH)]
 )
 def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
-    """Ranks of tp agree on losses and on gradients of what is not split, or their weights would drift apart."""
+    """Losses, and gradients of what is not split: else their weights would drift apart."""
     first, *others = ranks(size).run(compare_seeds, model, sequence_parallel)
     agreed = ["first", "second", "eval", *(name for name in first if name.endswith(("fc2.bias", "norm.weight")))]
     assert len(agreed) > 6
