@@ -1,18 +1,29 @@
 """What several tools' tests begin with."""
 
+import shlex
 from pathlib import Path
 
 import convert_checkpoint
 import pytest
 import tokenizers
 from helpers.hf_models import make_llama, save
-from helpers.pairs import TEXT
-from helpers.trained import Trained, train
+from helpers.pairs import TEXT, write_jsonl
+from helpers.pretrain import Home, Run
+
+TRAINED = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --tokenizer-type NullTokenizer --train-iters 12 --lr 1e-2 --micro-batch-size 4 "
+    "--eval-iters 2 --split 60,20,20 --tensor-model-parallel-size 2 --sequence-parallel --seed 77 --eod-mask-loss"
+)
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory) -> Trained:
-    return train(tmp_path_factory.mktemp("trained"))
+def trained(tmp_path_factory) -> Run:
+    """A tiny model's run; its checkpoints are in save/ of its folder."""
+    home = tmp_path_factory.mktemp("trained")
+    documents = [f"Document {i}: {'the cat sat on the mat. ' * (5 + i)}" for i in range(30)]
+    text = write_jsonl(home / "text.jsonl", *documents)
+    return Home(home).pretrain(*TRAINED, "--text-path", str(text), "--save", str(home / "run/save"), run="run")
 
 
 @pytest.fixture(scope="session")

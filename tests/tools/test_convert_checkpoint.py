@@ -16,7 +16,7 @@ from helpers.hf_models import file_tensors
 from helpers.megatron_files import make_weights, write_megatron
 from helpers.pretrain import Home
 from helpers.program import run_forked
-from helpers.trained import run_tool
+from helpers.tool import run_tool
 
 from megazpp.checkpoint.folder import read_tokenizer
 from megazpp.checkpoint.safe_reader import SafeReader

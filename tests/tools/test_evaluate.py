@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 from helpers.hf_models import file_tensors, make_llama, save, write_llama_tokenizer
+from helpers.pretrain import Run
 from helpers.program import run_forked
-from helpers.trained import Trained, run_tool
+from helpers.tool import run_tool
 
 from megazpp.base import run
 from megazpp.base.run import Job
@@ -21,16 +22,16 @@ def losses(output: str) -> list[str]:
 @pytest.mark.slow
 def test_the_numbers_are_those_that_the_training_ended_with(trained):
     same = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--nproc", "2"]
-    code, output = run_forked("tools/evaluate.py", "--load", str(trained.load), *same, folder=trained.home)
+    code, output = run_forked("tools/evaluate.py", "--load", f"{trained.folder}/save", *same, folder=trained.folder)
     assert code == 0, output
     assert losses(output) == losses(trained.output)
     assert ["on test set" in line for line in losses(output)] == [False, True]
     assert output.count(" bits per byte: ") == 2
 
 
-def numbers(trained: Trained, *flags: object, world: int = 1) -> tuple[list[str], list[float]]:
+def numbers(trained: Run, *flags: object, world: int = 1) -> tuple[list[str], list[float]]:
     """The lines of losses, and bits per byte on both held-out sets."""
-    code, output = run_tool("evaluate", "--load", trained.load, *flags, world=world)
+    code, output = run_tool("evaluate", "--load", trained.folder / "save", *flags, world=world)
     assert code == 0, output
     per_byte = [float(line.split(":")[1].split()[0]) for line in output.splitlines() if "bits per byte:" in line]
     assert len(losses(output)) == len(per_byte) == 2, output
