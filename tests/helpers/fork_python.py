@@ -37,10 +37,6 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
     sys.exit(int(server.recv(8) or b"1"))
 """
-IMPORTED = """
-    torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.tensor torch.optim transformers sentencepiece
-    torch._dynamo pretrain_gpt
-"""
 
 
 @functools.cache
@@ -69,7 +65,7 @@ def serve(address: str) -> None:
     threading.Thread(target=end_with_tests, daemon=True).start()
     sys.path.remove(str(Path(__file__).parent))
     gc.disable()
-    for name in IMPORTED.split():
+    for name in ("pretrain_gpt", "torch._dynamo", "transformers", "sentencepiece"):
         __import__(name)
     gc.freeze()  # a fork's own collections leave these objects alone, and so the pages that all share
     gc.enable()
@@ -117,7 +113,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
     if LAUNCHER_PID in env:
         os.environ[LAUNCHER_PID] = str(os.getppid())  # a worker ends with its parent, which is the server here
     tempfile.tempdir = None  # what it was in the server
-    code = 1
+    code = 0
     try:
         if words[0] == "-m":
             sys.argv = words[1:]
@@ -126,17 +122,16 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
             sys.argv = words
             sys.path.insert(0, str(Path(words[0]).parent))
             runpy.run_path(words[0], run_name="__main__")
-        code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        code = end.code if isinstance(end.code, int) else bool(end.code)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # torch's modules take a second to go
 
 
 if __name__ == "__main__":
