@@ -1,22 +1,27 @@
-"""A tiny program for the tests of the launcher: `python job.py <what goes wrong> <workers> [<restarts>]`."""
+"""A program for the tests of launcher and watchdog: `python job.py <what goes wrong> <workers> [<restarts>]`."""
 
 import functools
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megazpp.base.program import JobError, UserError
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.parallel.launch import LaunchConfig, find_place, launch_workers
+from megazpp.parallel.timeline import STEP
+from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, leave, run_worker
+from megazpp.topology.cluster import Cluster
 
 FOREVER = 1000
 
 
-def work(what: str, worker: Worker) -> None:
+def work(what: str, config: LaunchConfig, worker: Worker) -> None:
     total = torch.ones(3)
     dist.all_reduce(total)
     if worker.rank == 0:
@@ -26,6 +31,8 @@ def work(what: str, worker: Worker) -> None:
         raise UserError("--flag 3 is wrong\n--other 4 too")
     if kind == "agreed":
         raise JobError("all ranks have found the same\nand say so once")
+    if kind == "hang":
+        watched(config, worker)
     if rank == str(worker.rank):
         time.sleep(0.3)  # let the others reach their collective
         if kind == "raise":
@@ -38,13 +45,37 @@ def work(what: str, worker: Worker) -> None:
         dist.all_reduce(total)
 
 
+def watched(config: LaunchConfig, worker: Worker) -> None:
+    """Steps on two axes of four ranks; in the third, rank 1 sleeps before its second all-reduce, and 2 stops itself."""
+    cluster = Cluster(num_nodes=1, ranks_per_node=worker.world_size)
+    layout = plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3)
+    dims = ParallelDims(layout, device_type="cpu")
+    with Watchdog(worker, dims, config, Path() if worker.rank == 0 else None):
+        for step in range(1, 6):
+            with dims.timeline.span(STEP, f"step {step}"):
+                dims.tp.all_reduce_(torch.ones(3))
+                if step == 3:
+                    hang(worker.rank)
+                dims.shard.all_reduce_(torch.ones(3))
+                dims.tp.all_reduce_(torch.ones(3))
+
+
+def hang(rank: int) -> None:
+    if rank == 1:
+        print("hangs", flush=True)
+        time.sleep(FOREVER)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def main() -> int:
     what, nproc = sys.argv[1], int(sys.argv[2])
     restarts = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    config = LaunchConfig(nproc=nproc if nproc else None, max_restarts=restarts)
+    limits = {"distributed_timeout_minutes": 1, "distributed_timeout_seconds_after_init": 1.5}
+    config = LaunchConfig(nproc=nproc or None, max_restarts=restarts, **limits)
     place = find_place(config)
     if place.started:
-        run_worker(place, config, functools.partial(work, what))
+        run_worker(place, config, functools.partial(work, what, config))
     return launch_workers([sys.executable, *sys.argv], place.world_size, max_restarts=restarts)
 
 

@@ -12,14 +12,14 @@ from megazpp.parallel.watchdog import RankState, describe_hang
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 
-JOB = str(Path(__file__).parents[1] / "helpers" / "hanging_job.py")
+JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
 SECONDS = 30  # for a loaded machine; the limit is 1.5, and a rank that does not answer is waited for for 5
 
 
 @pytest.mark.slow
 def test_ranks_that_hang_are_named_with_the_collectives_that_wait_for_them_and_the_job_ends(tmp_path):
     """Ranks 0 1 and 2 3 share tp, 0 2 and 1 3 shard: 1 sleeps, 2 is stopped, 0 waits for 2 and 3 for 1."""
-    program = Program(JOB, str(tmp_path), folder=tmp_path, python=str(forked_python()))
+    program = Program(JOB, "hang", "4", folder=tmp_path, cwd=tmp_path, python=str(forked_python()))
     program.wait_for("hangs")
     began = time.monotonic()
     output = program.finish()
