@@ -124,30 +124,25 @@ def test_a_checkout_that_is_not_installed_is_enough(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def check(tmp_path, monkeypatch) -> Check:
-    monkeypatch.chdir(ROOT)
-    paths = [str(ROOT / name) for name in ("", "tools", "tools/benchmarks", "tests")]
-    env = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for name, value in (env | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
-        monkeypatch.setenv(name, value)
+def check(tmp_path) -> Check:
     return Check(tmp_path / "part", "", "cpu", 600.0, False, lambda: None)
 
 
 @pytest.fixture
-def forking_check(check, monkeypatch) -> Check:
+def forking_check(check, tmp_path, monkeypatch) -> Check:
     """Its programs start in milliseconds."""
+    paths = os.pathsep.join(str(ROOT / name) for name in ("", "tools", "tools/benchmarks", "tests"))
+    env = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": f"{tmp_path}/cache"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "executable", str(forked_python()))
+    monkeypatch.chdir(ROOT)
     return check
 
 
 def ending(check: Check, code: int | None, text: str) -> None:
     """Have its programs end so, with this in their log."""
-
-    def run(words: str, log: Path, *more: object, **options: object) -> int | None:
-        log.write_text(text)
-        return code
-
-    check.run = run
+    check.run = lambda words, log, *more, **options: log.write_text(text) and code
 
 
 LOG = """\
