@@ -77,7 +77,6 @@ def test_metrics_and_summary_have_sane_values_and_the_log_has_the_same(main_job)
     for row in rows:
         assert row["consumed_samples"] == 8 * row["iteration"]
         assert row["consumed_tokens"] == 128 * row["consumed_samples"]
-        assert row["tokens_per_second"] == pytest.approx(8 * 128 / row["step_seconds"])
         assert min(row["step_seconds"], row["grad_norm"], row["learning_rate"]) > 0
         assert row["cross_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
         assert row["tp_bytes"] == row["local_bytes"] == row["skipped"] == 0  # two nodes of one rank each
@@ -289,24 +288,25 @@ def test_of_torchrun_s_ranks_one_says_what_is_wrong(main, monkeypatch):
     assert main("--hidden-size", "130") == (2, "", "")
 
 
-def interrupt(home: Home, iteration: int, *flags: str) -> Program:
-    """A run with wandb that gets Ctrl-C once it has made an iteration."""
+def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[int, str]:
+    """(exit code, output) of a run with wandb that gets Ctrl-C so many times once it has made an iteration."""
     job = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
     program = Program("pretrain_gpt.py", *job, *flags, *home.places("interrupted"), folder=home.path)
     program.wait_for(f" iteration {iteration:8d}/")
     assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
-    os.killpg(program.process.pid, signal.SIGINT)
-    return program
+    for _ in range(times):
+        os.killpg(program.process.pid, signal.SIGINT)
+        program.wait_for("the step that is running is finished first; Ctrl-C again ends all at once\n")
+    assert program.seconds_until_all_are_gone(30) < 30
+    output = program.finish()
+    assert "Traceback" not in output
+    return program.process.returncode, output
 
 
 @pytest.mark.slow
 def test_ctrl_c_finishes_the_step_saves_leaves_no_process_and_the_command_that_is_said_goes_on(home):
-    program = interrupt(home, 20, "--save", str(home.path / "kept"))
-    assert program.seconds_until_all_are_gone(30) < 30
-    output = program.finish()
-    assert program.process.returncode == 0
-    assert "Traceback" not in output
-    assert "the step that is running is finished first; Ctrl-C again ends all at once\n" in output
+    code, output = interrupted(home, 20, 1, "--save", str(home.path / "kept"))
+    assert code == 0
     assert "stopped by SIGINT\n" in output
     (command,) = re.findall("^to go on: python (.*)$", output, re.MULTILINE)
     assert command.endswith(f"--load {home.path / 'kept'}")
@@ -317,14 +317,9 @@ def test_ctrl_c_finishes_the_step_saves_leaves_no_process_and_the_command_that_i
 
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_all_at_once_and_leaves_not_even_wandb_s_process(home):
-    program = interrupt(home, 1, "--global-batch-size", "256")  # the second comes before the step's end
-    program.wait_for("Ctrl-C again ends all at once")
-    os.killpg(program.process.pid, signal.SIGINT)
-    assert program.seconds_until_all_are_gone(30) < 30
-    output = program.finish()
-    assert program.process.returncode == 130
+    code, output = interrupted(home, 1, 2, "--global-batch-size", "256")  # the second comes before the step's end
+    assert code == 130
     assert output.endswith("ended by SIGINT\n")
-    assert "Traceback" not in output
 
 
 def test_a_run_that_is_stopped_without_save_says_that_nothing_was_saved(tmp_path):

@@ -9,7 +9,6 @@ import shlex
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -70,20 +69,24 @@ def test_ranks_killed_at_random_moments_cost_nothing_but_the_steps_since_the_las
 def kill_at_random_moments(program: Program, kills: int) -> None:
     """Kill a random rank so many times, each time once a step was done again."""
     chance, seen = random.Random(SEED), 0
+
+    def count(beginning: str) -> int:
+        return program.output()[seen:].count(f"\n{beginning}")
+
     for kill in range(1, kills + 1):
         moment = chance.choice(("start", "step", "save"))
         if moment == "start":
             until = time.monotonic() + chance.uniform(0.0, SECONDS_TO_START)
-            wait(program, lambda output: time.monotonic() > until or " iteration " in output[seen:])  # noqa: B023
+            program.wait_until(lambda: time.monotonic() > until or count(" iteration ") > 0)  # noqa: B023
         else:
-            text, times = (r"^ iteration ", chance.randint(1, 8)) if moment == "step" else (r"^saving checkpoint", 1)
-            wait(program, lambda output: len(re.findall(text, output[seen:], re.MULTILINE)) >= times)  # noqa: B023
+            text, times = (" iteration ", chance.randint(1, 8)) if moment == "step" else ("saving checkpoint", 1)
+            program.wait_until(lambda: count(text) >= times)  # noqa: B023
             time.sleep(chance.uniform(0.0, 0.05))
-        wait(program, lambda output: len(workers(program)) == 2)
+        program.wait_until(lambda: len(workers(program)) == 2)
         os.kill(chance.choice(workers(program)), signal.SIGKILL)
-        wait(program, lambda output: f"restart {kill} of {kills}" in output)  # noqa: B023
+        program.wait_for(f"restart {kill} of {kills}")
         seen = len(program.output())
-        wait(program, lambda output: " iteration " in output[seen:])  # noqa: B023
+        program.wait_until(lambda: count(" iteration ") > 0)
 
 
 def workers(program: Program) -> list[int]:
@@ -106,8 +109,8 @@ def test_a_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
         ([], OURS, r"^ iteration +\d*[05]/", signal.SIGTERM, "20"),
     ):
         program = Program(*before, *runs.command, *flags, eval_iters, *after, folder=tmp_path)
-        wait(program, lambda output: re.search(phase, output, re.MULTILINE) is not None)  # noqa: B023
-        os.kill(program.process.pid, signum)
+        program.wait_until(lambda: re.search(phase, program.output(), re.MULTILINE) is not None)  # noqa: B023
+        program.process.send_signal(signum)
         output = program.finish()
         assert before or (program.process.returncode == 0 and "Traceback" not in output), output
         assert f"stopped by {signum.name}\n" in output
@@ -116,9 +119,3 @@ def test_a_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
         assert runs.saved == iterations[-1]
         last = iterations[-1]
     assert all(len(values) == 1 for values in runs.losses().values())
-
-
-def wait(program: Program, condition: Callable[[str], bool]) -> None:
-    while not condition(program.output()):
-        assert program.process.poll() is None, program.output()
-        time.sleep(0.005)

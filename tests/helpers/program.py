@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -47,11 +48,14 @@ class Program:
         return self._file.read_text()
 
     def wait_for(self, text: str) -> None:
+        self.wait_until(lambda: text in self.output())
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SECONDS_PER_RUN
-        while text not in self.output():
-            assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output()}"
+        while not condition():
+            assert self.process.poll() is None, f"has ended:\n{self.output()}"
             assert time.monotonic() < deadline, self.output()
-            time.sleep(0.05)
+            time.sleep(0.01)
 
     def finish(self) -> str:
         """Wait for the end and return the output."""

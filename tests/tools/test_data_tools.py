@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 import signal
 from pathlib import Path
@@ -93,21 +92,17 @@ def test_a_megatron_command_line_works_as_it_is_and_skipped_lines_are_counted(ru
 def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_again(tmp_path, how):
     corpus = tmp_path / "a.jsonl"
     corpus.write_text((json.dumps({"text": "x" * 100_000}) + "\n") * 1000)  # 100 blocks, of which 8 are read ahead
-    flags = ["--input", str(corpus), "--output-prefix", f"{tmp_path}/my", *NULL]
-    more = ["--workers", "2", "--log-interval", "1"]
-    program = Program("tools/preprocess_data.py", *flags, *more, folder=tmp_path)
-    try:
-        program.wait_for("Processed")
-        os.kill(program.process.pid, how)
-        program.process.wait(timeout=30)
-        assert program.seconds_until_all_are_gone(20) < 20  # the workers, too
-    finally:
-        program.kill()
+    flags = ["--input", str(corpus), "--output-prefix", f"{tmp_path}/my", *NULL, "--workers", "2"]
+    program = Program("tools/preprocess_data.py", *flags, "--log-interval", "1", folder=tmp_path)
+    program.wait_for("Processed")
+    program.process.send_signal(how)
+    assert program.seconds_until_all_are_gone(30) < 30  # the workers, too
+    output = program.finish()
     left = {path.name: path.stat().st_size > 0 for path in tmp_path.glob("my*")}
     killed = (-signal.SIGKILL, {"my_text_document.bin.unfinished": True})
     assert (program.process.returncode, left) == (killed if how == signal.SIGKILL else (128 + how, {}))
     if how == signal.SIGINT:
-        assert program.output().splitlines()[-1] == "preprocess_data.py: interrupted; nothing was written"
+        assert output.splitlines()[-1] == "preprocess_data.py: interrupted; nothing was written"
     corpus.write_text('{"text": "one"}\n')
     assert preprocess_data.main(flags) == 0
     assert {path.name for path in tmp_path.glob("my*")} == {"my_text_document.bin", "my_text_document.idx"}

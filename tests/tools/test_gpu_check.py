@@ -100,14 +100,10 @@ def test_what_hangs_is_ended_with_what_it_has_started_and_a_run_that_is_killed_k
     out = tmp_path / "out"
     flags = ["--out", str(out), "--device", "cpu", "--budget-minutes", "1"]
     program = Program("-c", HANGING, *flags, folder=tmp_path)
-    try:
-        program.wait_for("waiting: at most 59 of 59 s")
-        while len(program.left_behind()) < 2:  # its program has not begun
-            assert program.process.poll() is None
-        program.process.kill()
-        assert program.seconds_until_all_are_gone(10) < 10
-    finally:
-        program.kill()
+    program.wait_for("waiting: at most 59 of 59 s")
+    program.wait_until(lambda: len(program.left_behind()) > 1)  # its program has begun
+    program.process.kill()
+    assert program.seconds_until_all_are_gone(10) < 10
     hung, killed = json.loads((out / "results.json").read_text())["parts"]
     assert (hung["status"], hung["failures"]) == ("failed", ["ended with None"])
     assert (killed["status"], killed["rows"]) == ("running", [{"figure": 4}])
