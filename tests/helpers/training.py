@@ -1,6 +1,6 @@
 """Train a tiny GPT, in one plain process or on ranks with the product's own parts, on the same synthetic samples."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,22 +37,19 @@ GPT2_STYLE = GPTConfig(
     attention_dropout=0.0,
     make_vocab_size_divisible_by=1,
 )
-LLAMA_STYLE = GPTConfig(
-    num_layers=2,
+LLAMA_STYLE = replace(
+    GPT2_STYLE,
     hidden_size=24,
     num_attention_heads=8,
     group_query_attention=True,
     num_query_groups=4,
     kv_channels=4,
     ffn_hidden_size=36,
-    max_position_embeddings=16,
     position_embedding_type="rope",
     normalization="RMSNorm",
     swiglu=True,
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
     make_vocab_size_divisible_by=8,
 )
 
