@@ -33,16 +33,10 @@ class Program:
         self._scratch.mkdir(exist_ok=True)
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         env |= {"HOME": str(folder), "TMPDIR": str(self._scratch), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env[MARKER] = self._marker
         with self._file.open("w") as out:
-            self.process = subprocess.Popen(
-                [python, *command],
-                cwd=cwd,
-                env=env | {MARKER: self._marker},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen([python, *command], cwd=cwd, env=env, start_new_session=True, **streams)
 
     def output(self) -> str:
         return self._file.read_text()

@@ -32,9 +32,8 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, f"{self.directory.name}/store", theirs), daemon=True
-            )
+            args = (rank, world_size, f"{self.directory.name}/store", theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -100,13 +99,8 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     share_gloo_device()
     keep_freed_memory()
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=180),
-    )
+    timeout, place = timedelta(seconds=180), {"rank": rank, "world_size": world_size}
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), timeout=timeout, **place)
     _share_groups_between_cases()
     while True:
         try:

@@ -103,13 +103,8 @@ class Case:
         generator = torch.Generator().manual_seed(1000 + step)
         uniform = torch.rand(self.global_batch, self.seq_length + 1, generator=generator)
         samples = (self.vocab_size * uniform**4).long()  # a skewed distribution, so that there is something to learn
-        return make_micro_batch(
-            samples[first : first + count],
-            eod=EOD,
-            reset_position_ids=self.documents,
-            reset_attention_mask=self.documents,
-            eod_mask_loss=self.documents,
-        )
+        ends = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), self.documents)
+        return make_micro_batch(samples[first : first + count], eod=EOD, **ends)
 
     def batches(self, step: int, dims: ParallelDims) -> list[MicroBatch]:
         """This data rank's micro-batches of a step."""
@@ -134,11 +129,8 @@ def train_plain(case: Case) -> dict[str, list[float]]:
     initialize_parameters_(model, seed=case.seed, draw_device=CPU)
     decay = [p for p in model.parameters() if p.dim() > 1]
     no_decay = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.01}, {"params": no_decay, "weight_decay": 0.0}],
-        lr=case.learning_rate,
-        betas=(0.9, 0.999),
-    )
+    groups = [{"params": decay, "weight_decay": 0.01}, {"params": no_decay, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=case.learning_rate, betas=(0.9, 0.999))
     losses, norms = [], []
     for step in range(case.steps):
         batch = case.batch(step, 0, case.global_batch)
@@ -197,7 +189,6 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
 
 def diloco_plan(case: Case) -> IslandsPlan | None:
     """None where every step is synchronized."""
-    assert case.model.num_layers is not None
     return plan_islands(
         case.diloco,
         case.zero or ZeroConfig(),
@@ -223,10 +214,5 @@ def train_on_ranks(case: Case) -> dict[str, Any]:
         norms.append(result.grad_norm)
         skipped += result.skipped
     sent = {wire: dims.counter.sent_bytes(wire) for wire in ("tp", "local", "cross")}
-    return {
-        "loss": losses,
-        "grad_norm": norms,
-        "skipped": skipped,
-        "sent": sent,
-        "shard_elements": step.sharding.shard_elements,
-    }
+    found = {"loss": losses, "grad_norm": norms, "skipped": skipped, "sent": sent}
+    return found | {"shard_elements": step.sharding.shard_elements}
