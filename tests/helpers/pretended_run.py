@@ -50,7 +50,6 @@ class FakeStep:
     bad: int | None = None
     calls: list[dict[str, float]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
-    scaler: Any = field(default_factory=lambda: SimpleNamespace(scale=1.0))
 
     def launch(self, micro_batches: Any, *, learning_rate: float, weight_decay: float, iteration: int) -> Any:
         index = len(self.calls)
@@ -72,20 +71,6 @@ class FakeStep:
                 raise NotFiniteError(f"iteration {iteration}")
 
 
-@dataclass
-class FakeCheckpoints:
-    """Writes down when a checkpoint is saved: every third step and at the end."""
-
-    events: list[str]
-
-    def due(self, iteration: int, *, last: bool) -> bool:
-        return last or iteration % 3 == 0
-
-    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        if self.due(progress.iteration, last=last):
-            self.events.append(f"save {progress.iteration}")
-
-
 class FakeLoader:
     """Has the first of two data ranks' half of each batch."""
 
@@ -97,6 +82,8 @@ class FakeLoader:
 
 
 class Run:
+    """Trains, observes its steps, and writes down when a checkpoint would be saved: every third step and at the end."""
+
     def __init__(
         self,
         losses: list[float],
@@ -140,8 +127,15 @@ class Run:
             stops,
             [self.step],  # observes
             start=start,
-            after=[FakeCheckpoints(events), Evaluations(self.recorder, eval_interval, stops)],
+            after=[self, Evaluations(self.recorder, eval_interval, stops)],
         )
+
+    def due(self, iteration: int, *, last: bool) -> bool:
+        return last or iteration % 3 == 0
+
+    def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
+        if self.due(progress.iteration, last=last):
+            self.fake.events.append(f"save {progress.iteration}")
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
