@@ -133,15 +133,10 @@ def digest(x: torch.Tensor) -> str:
 def record_of(case: Case, **values: Any) -> RunRecord:
     """run.json of such a run, at its beginning or with other values."""
     flags = dataclasses.asdict(case.model) | dataclasses.asdict(case.optimizer)
-    known: dict[str, Any] = {
-        "progress": TrainingProgress(),
-        "schedule": schedule().state_dict(),
-        "flags": flags | ({"objective": "reward"} if case.scalar_head else {}),
-        "vocab_size": case.vocab_size,
-        "tokenizer": "ids",
-        "layout": {"tp": case.tp},
-    }
-    return RunRecord(**{"scaler": {}, "groups": []} | known | values)
+    flags |= {"objective": "reward"} if case.scalar_head else {}
+    known: dict[str, Any] = {"progress": TrainingProgress(), "schedule": schedule().state_dict(), "flags": flags}
+    known |= {"scaler": {}, "groups": [], "vocab_size": case.vocab_size, "tokenizer": "ids", "layout": {"tp": case.tp}}
+    return RunRecord(**known | values)
 
 
 @functools.cache

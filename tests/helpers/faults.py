@@ -16,11 +16,8 @@ from megazpp.training.step import LaunchedStep, TrainStep
 
 def guarded(step: TrainStep, case: Case, folder: Path | None, *, waits: bool = False, **settings: bool) -> None:
     """Give the step a guard, which with `waits` looks for loss spikes too."""
-    batches = BatchConfig(
-        micro_batch_size=case.global_batch // step.dims.data_size // case.micro_batches,
-        global_batch_size=case.global_batch,
-        train_iters=10,
-    )
+    size = case.global_batch // step.dims.data_size // case.micro_batches
+    batches = BatchConfig(micro_batch_size=size, global_batch_size=case.global_batch, train_iters=10)
     plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
     run, _ = context(step.dims, folder)
     config = AnomalyConfig(loss_spike_sigma=1e6 if waits else None)
