@@ -1,35 +1,31 @@
 """The examples of ZeRO++ in other people's trainings, each by torchrun on 2 emulated nodes x 2 ranks."""
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from helpers.fork_python import forked_python
-from helpers.program import ROOT
+from helpers.program import ROOT, run_forked
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
 NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
 
 
-def losses(mode: str, path: str, temporary: Path) -> list[float]:
+def losses(mode: str, path: str, folder: Path) -> list[float]:
     """What the example prints as losses, sorted: ranks print in any order."""
-    python = str(forked_python())
-    runner = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python", python]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGAZPP_RANKS_PER_NODE": "2"}
-    env["TMPDIR"] = str(temporary)  # trainers and wandb leave folders there
-    command = [*runner, str(ROOT / "tests/helpers/on_cpu.py"), mode, path]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert ("in two hops" in done.stdout) == (mode != "off")
-    return sorted(float(loss) for loss in re.findall(r"(?:loss |'loss': ')([0-9.]+)", done.stdout))
+    runner = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python")
+    command = (str(forked_python()), str(ROOT / "tests/helpers/on_cpu.py"), mode, path)
+    code, output = run_forked(*runner, *command, folder=folder)
+    assert code == 0, output
+    assert ("in two hops" in output) == (mode != "off")
+    return sorted(float(loss) for loss in re.findall(r"(?:loss |'loss': ')([0-9.]+)", output))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
-def test_an_example_trains_as_without_its_line_where_nothing_is_quantized(path, tmp_path):
+def test_an_example_trains_as_without_its_line_where_nothing_is_quantized(path, tmp_path, monkeypatch):
     """To the four digits that the frameworks print; TRL's sums are in bf16."""
+    monkeypatch.setenv("MEGAZPP_RANKS_PER_NODE", "2")
     pytest.importorskip(NEEDS.get(path.stem, "trl" if "trl" in path.stem else "torch"))
     without = losses("off", str(path), tmp_path)
     assert losses("exact", str(path), tmp_path) == pytest.approx(without, abs=2e-3)
