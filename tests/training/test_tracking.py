@@ -3,15 +3,17 @@
 import json
 import math
 import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
+import wandb
 from helpers.disks import small_disk
 from helpers.metrics import meter, step
 from helpers.refusals import not_refused
@@ -23,9 +25,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 from megazpp.training import tracking
 from megazpp.training.context import RunFolder
-from megazpp.training.tracking import TensorBoardSink, Tracker, TrackingConfig, open_sinks
-
-ROOT = Path(__file__).resolve().parents[2]
+from megazpp.training.tracking import Sink, TensorBoardSink, Tracker, TrackingConfig, WandbSink, open_sinks
 
 
 def tracker(folder: Path, *sinks: Any, **flags: Any) -> Tracker:
@@ -49,22 +49,21 @@ def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to
     sink = mock.Mock()
     track = tracker(tmp_path, sink, tensorboard_log_interval=3)
     track.step(step(1))  # between its intervals
-    track.interval(meter(step(2)).interval())
+    record = meter(step(2)).interval()
+    track.interval(record)
     track.validation(0.0, TrainingProgress(iteration=5, consumed_samples=40))
     values = {"iteration": 9, "final_loss": 1.0, "test_loss": None, "traffic": [{"axis": "shard", "sent_bytes": 7}]}
     track.summary(values)
-    interval, validation = sink.write.call_args_list
-    assert interval.kwargs == {"iteration": 2, "consumed_samples": 16}
-    scalars = interval.args[0]
-    assert (scalars["perf/step_seconds"], scalars["perf/tflops"]) == (0.5, pytest.approx(0.8))
-    assert {"perf/tokens_per_s", "comm/cross_bytes", "comm/local_bytes"} <= scalars.keys()
-    assert validation == mock.call({"eval/loss": 0.0, "eval/perplexity": 1.0}, iteration=5, consumed_samples=40)
+    assert sink.write.mock_calls == [
+        mock.call(record.scalars, iteration=2, consumed_samples=16),
+        mock.call({"eval/loss": 0.0, "eval/perplexity": 1.0}, iteration=5, consumed_samples=40),
+    ]
     sink.summarize.assert_called_once_with({"iteration": 9, "final_loss": 1.0}, iteration=9)
-    names = ("metrics.jsonl", "validation.jsonl", "summary.json")
-    metrics, validated, summary = (json.loads((tmp_path / name).read_text()) for name in names)
-    assert metrics["iteration"] == 2
-    assert validated == {"iteration": 5, "consumed_samples": 40, "lm_loss": 0.0}
-    assert summary == values
+    assert {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()} == {
+        "metrics.jsonl": record.fields,
+        "validation.jsonl": {"iteration": 5, "consumed_samples": 40, "lm_loss": 0.0},
+        "summary.json": values,
+    }
 
 
 def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(tmp_path, capsys):
@@ -117,21 +116,18 @@ def test_tags_say_how_the_run_is_spread():
     assert tracking.run_tags(split, zero_stage=1, zeropp=False) == ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]
 
 
-def test_a_sink_that_cannot_be_opened_is_said_and_training_goes_on_without_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tracking, "WandbSink", mock.Mock(side_effect=RuntimeError("no such server")))
-    assert open_sinks(TrackingConfig(wandb_project="p"), RunFolder(tmp_path), {}) == []
-    assert "warning: --wandb-project p: no such server; nothing is recorded there" in capsys.readouterr().out
-
-
-def test_nothing_is_imported_unless_asked_for_and_tensorboard_works_without_wandb(tmp_path, monkeypatch):
-    config, folder = TrackingConfig(tensorboard_dir=str(tmp_path / "events")), RunFolder(tmp_path / "run")
+def test_a_sink_is_opened_without_the_other_one_and_nothing_is_imported_unless_asked_for(tmp_path, monkeypatch, capsys):
+    config = TrackingConfig(wandb_project="p", tensorboard_dir=str(tmp_path / "events"))
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes an import fail
-    (sink,) = open_sinks(config, folder, {})
-    assert isinstance(sink, TensorBoardSink)
+    (sink,) = open_sinks(config, RunFolder(tmp_path / "run"), {})
     sink.close(exit_code=0)
+    assert isinstance(sink, TensorBoardSink)
+    warning = "warning: --wandb-project p: import of wandb halted; None in sys.modules; nothing is recorded there"
+    assert capsys.readouterr().out == f"{warning}, and training goes on\n"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert open_sinks(TrackingConfig(), folder, {}) == []
-    assert list(folder.path.iterdir()) == []
+    plain = RunFolder(tmp_path / "plain")
+    assert open_sinks(TrackingConfig(), plain, {}) == []
+    assert (list(plain.path.iterdir()), capsys.readouterr().out) == ([], "")
 
 
 def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flags(tmp_path, monkeypatch):
@@ -157,8 +153,6 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
     assert not not_refused(rows, lambda config: open_sinks(config, folder, {}))
     monkeypatch.setattr(tracking, "is_installed", lambda package: False)
     flags = [
-        ({"log_interval": 0}, "--log-interval 0 is not positive"),
-        ({"tensorboard_log_interval": -1}, "--tensorboard-log-interval -1 is not positive"),
         ({"tensorboard_dir": "tb"}, "--tensorboard-dir tb: tensorboard is not installed (pip install tensorboard)"),
         ({"wandb_project": "p"}, "--wandb-project p: wandb is not installed (pip install wandb)"),
     ]
@@ -175,58 +169,38 @@ def test_packages_are_found_without_importing_them(tmp_path, monkeypatch):
 # ---- the packages themselves ----------------------------------------------------------------------------------------
 
 
-WRITE_A_RUN = """
-import sys
-from megazpp.training.tracking import WandbSink
-
-sink = WandbSink(["zeropp", "tp2"], project="p", name="n", dir=sys.argv[1], id="abcd1234", config={"lr": 0.1})
-for iteration in (int(sys.argv[2]), int(sys.argv[2]) + 1):
-    sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
-sink.summarize({"final_loss": 5.0, "stop_reason": "x"}, iteration=iteration)
-sink.close(exit_code=0)
-"""
-
-LOSE_WANDB = """
-import os, signal, sys
-from pathlib import Path
-from megazpp.training.tracking import WandbSink
-
-sink = WandbSink([], project="p", name="n", dir=sys.argv[1], id="abcd1234", config={})
-children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-(service,) = (pid for pid in children if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes())
-os.kill(int(service), signal.SIGKILL)
-while Path(f"/proc/{service}/stat").read_text().split()[2] != "Z":
-    pass
-for use in (
-    lambda: [sink.write({"lm loss": 1.0}, iteration=i, consumed_samples=8) for i in range(1, 9)],
-    lambda: sink.summarize({"final_loss": 1.0}, iteration=8),
-    lambda: sink.close(exit_code=0),
-):
-    try:
-        use()
-    except Exception as error:
-        print("caught", error)
-"""
+@pytest.fixture
+def logged_out(tmp_path, monkeypatch) -> Iterator[None]:
+    """No settings and no credentials of wandb's; its process ends with the test."""
+    for name in [*os.environ]:
+        if name == "NETRC" or name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yield
+    with suppress(ConnectionError):  # where it was killed
+        wandb.teardown()
 
 
-def run_python(program: str, folder: Path, *arguments: object, **env: str) -> str:
-    """Its output, in a process of its own, with no wandb setting and no credentials but `env`, and no terminal."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_") and name != "NETRC"}
-    return subprocess.run(
-        [sys.executable, "-c", program, str(folder), *map(str, arguments)],
-        env={**clean, "HOME": str(folder), "PYTHONPATH": str(ROOT), **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    ).stdout
+def open_wandb(folder: Path) -> WandbSink:
+    return WandbSink(["zeropp", "tp2"], project="p", name="n", dir=str(folder), id="abcd1234", config={"lr": 0.1})
+
+
+def record_steps(sink: Sink, *iterations: int) -> None:
+    for iteration in iterations:
+        scalars = {"lm loss": 10.0 / iteration, "grad-norm": math.nan}
+        sink.write(scalars, iteration=iteration, consumed_samples=8 * iteration)
+    sink.summarize({"final_loss": 5.0, "stop_reason": "x"}, iteration=iterations[-1])
+    sink.close(exit_code=0)
 
 
 @pytest.mark.slow
-def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_run(tmp_path):
-    run_python(WRITE_A_RUN, tmp_path, 1)
-    run_python(WRITE_A_RUN, tmp_path, 3, WANDB_TAGS="mine, tp2")
+@pytest.mark.usefixtures("logged_out")
+def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_run(tmp_path, monkeypatch):
+    record_steps(open_wandb(tmp_path), 1, 2)
+    wandb.teardown()  # as the end of the program does
+    monkeypatch.setenv("WANDB_TAGS", "mine, tp2")
+    record_steps(open_wandb(tmp_path), 3, 4)
+    wandb.teardown()
     runs = offline_runs(tmp_path)
     assert [(r.run.run_id, r.run.display_name, r.run.project) for r in runs] == [("abcd1234", "n", "p")] * 2
     kept = [(row["_step"], row["lm loss"], row["samples"]) for run in runs for row in run.history]
@@ -236,29 +210,48 @@ def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_r
     assert (runs[0].summary["final_loss"], runs[0].summary["stop_reason"]) == (5.0, "x")
 
 
-@pytest.mark.slow
-def test_a_wandb_that_is_switched_off_records_nothing_and_one_whose_service_dies_raises_and_does_not_hang(tmp_path):
-    run_python(WRITE_A_RUN, tmp_path, 1, WANDB_MODE="disabled", WANDB_API_KEY="0" * 40)
+@pytest.mark.usefixtures("logged_out")
+def test_a_wandb_that_is_switched_off_records_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    record_steps(open_wandb(tmp_path), 1, 2)
     assert list(tmp_path.glob("**/*.wandb")) == []
-    assert run_python(LOSE_WANDB, tmp_path).count("caught ") == 3
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path):
-    server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}
-    output = run_python(WRITE_A_RUN, tmp_path, 1, WANDB_API_KEY="0" * 40, **server)
-    assert "wandb: recording offline, the server did not take the run" in output
+@pytest.mark.usefixtures("logged_out")
+def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path):
+    sink = open_wandb(tmp_path)
+    (service,) = (each for each in psutil.Process().children(recursive=True) if each.name() == "wandb-core")
+    service.kill()
+    service.wait()
+    for use in (
+        lambda: [sink.write({"lm loss": 1.0}, iteration=i, consumed_samples=8) for i in range(1, 9)],
+        lambda: sink.summarize({"final_loss": 1.0}, iteration=8),
+        lambda: sink.close(exit_code=0),
+    ):
+        with pytest.raises(ConnectionError):
+            use()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("logged_out")
+def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    record_steps(open_wandb(tmp_path), 1, 2)
+    assert "wandb: recording offline, the server did not take the run" in capsys.readouterr().out
+    wandb.teardown()
     (run,) = offline_runs(tmp_path)
     assert len(run.history) == 2
 
 
-def test_wandb_is_online_only_with_credentials(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("logged_out")
+def test_wandb_is_online_only_with_credentials(tmp_path):
     login, broken = tmp_path / "login", tmp_path / "broken"
     login.write_text("machine api.wandb.ai\n  login user\n  password secret\n")
     broken.write_text("not a netrc file")
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
     for env, mode in (
         ({}, "offline"),
         ({"WANDB_MODE": "online"}, "offline"),
@@ -277,12 +270,7 @@ def test_wandb_is_online_only_with_credentials(tmp_path, monkeypatch):
 
 def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
     for first in (1, 3):  # the second writer is a restart
-        sink = TensorBoardSink(tmp_path)
-        for iteration in (first, first + 1):
-            sink.write({"lm loss": 10.0 / iteration}, iteration=iteration, consumed_samples=8 * iteration)
-        sink.write({"grad-norm": math.nan}, iteration=first + 1, consumed_samples=8 * first + 8)
-        sink.summarize({"final_loss": 5.0}, iteration=first + 1)
-        sink.close(exit_code=0)
+        record_steps(TensorBoardSink(tmp_path), first, first + 1)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples"}
     assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4]
@@ -291,4 +279,4 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
     assert all(math.isnan(e.value) for e in events.Scalars("grad-norm"))
     first, _ = events.Tensors("summary/text_summary")
     text = first.tensor_proto.string_val[0].decode()
-    assert (first.step, text) == (2, "| | value |\n| --- | --- |\n| final_loss | 5.0 |")
+    assert (first.step, text) == (2, "| | value |\n| --- | --- |\n| final_loss | 5.0 |\n| stop_reason | x |")
