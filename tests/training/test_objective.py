@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,20 +19,15 @@ from megazpp.training.objective import LanguageModelLoss, Score, check_input, co
 from megazpp.training.setup import Built
 
 
-def batch_of(loss_mask: list[float]) -> Any:
-    return SimpleNamespace(
-        tokens=None, labels=None, position_ids=None, document_starts=None, loss_mask=torch.tensor([loss_mask])
-    )
-
-
 def test_the_shares_of_micro_batches_add_up_to_the_mean_over_the_tokens_that_count():
     one_rank: Any = SimpleNamespace(sum_over_data_=lambda x: x)
-    model: Any = lambda tokens, labels, **_: torch.tensor([[2.0, 3.0, 5.0]])  # noqa: E731
+    model = mock.Mock(return_value=torch.tensor([[2.0, 3.0, 5.0]]))
     for masks, loss in (
         (([1.0, 1.0, 0.0], [0.0, 0.0, 1.0]), (2.0 + 3.0 + 5.0) / 3),
+        (([0.0, 0.0, 0.0], [0.0, 1.0, 0.0]), 3.0),
         (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # no token of the global batch counts
     ):
-        objective, batches = LanguageModelLoss(one_rank), [batch_of(mask) for mask in masks]
+        objective, batches = LanguageModelLoss(one_rank), [mock.Mock(loss_mask=torch.tensor([mask])) for mask in masks]
         objective.begin_step(batches)
         assert sum(objective.loss(model, batch).item() for batch in batches) == pytest.approx(loss), masks
 
@@ -80,21 +76,11 @@ def test_every_token_of_a_text_and_of_a_dataset_counts_once(paths, tmp_path, wor
             assert score.bits_per_byte == pytest.approx(loss * len(IDS) / NUM_BYTES / math.log(2), rel=SUMS)
 
 
-class Samples:
-    """Three tokens to predict in each, of which the second sample has an end of document."""
-
-    rows = (BYTES.encode("a—"), [*BYTES.encode("xy"), 256, ord("z")])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.array(self.rows[index])
-
-
 def count_on_ranks() -> tuple[int, int]:
+    """Of samples with three tokens to predict in each; the second one has an end of document."""
     *_, dims = build_on_ranks(Case())
-    return count_samples(Samples(), 2, BYTES, dims)
+    samples = [np.array(BYTES.encode("a—")), np.array([*BYTES.encode("xy"), BYTES.eod, ord("z")])]
+    return count_samples(samples, 2, BYTES, dims)
 
 
 def test_bytes_of_samples_are_those_of_the_labels():
