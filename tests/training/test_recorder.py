@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.metrics import step
 from helpers.pretended_run import Run
 from helpers.ranks import ranks
 from helpers.training import LLAMA_STYLE, Case, build_step
@@ -13,14 +14,7 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
-from megazpp.training.metrics import StepRecord
-from megazpp.training.recorder import (
-    TrafficRow,
-    Zero3Traffic,
-    collect_traffic,
-    traffic_table,
-    zero3_traffic,
-)
+from megazpp.training.recorder import TrafficRow, Zero3Traffic, collect_traffic, traffic_table, zero3_traffic
 from megazpp.zero.config import PrecisionConfig
 
 
@@ -35,8 +29,7 @@ def test_an_island_counts_its_own_bytes_and_takes_the_others_to_send_as_much():
     dims: Any = run.dims
     dims.island = SimpleNamespace(size=4)  # of half a node each, with one rank
     dims.counter.add("cross", "shard", "all_gather", 100)
-    step = StepRecord(iteration=4, loss=1.0, grad_norm=1.0, learning_rate=1.0, global_batch_size=2, seconds=1.0)
-    run.recorder.step(step, last=True)
+    run.recorder.step(step(4), last=True)
     assert run.tracker.records[-1]["cross_bytes"] == 4 * 100 // 2
 
 
@@ -102,16 +95,16 @@ def test_rows_are_the_most_calls_of_a_rank_and_the_mean_bytes_of_a_node_on_every
 
 def zero3_steps(case: Case) -> tuple[int, Any]:
     """Bytes per node that two steps of ZeRO-3 put between nodes for shards, and what the formula says."""
-    step, dims = build_step(case)
+    train_step, dims = build_step(case)
     for index in range(2):
-        step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.0)
+        train_step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.0)
     rows = collect_traffic(dims, CPU)
     shards = sum(
         row.sent_bytes
         for row in rows
         if row.wire == "cross" and row.axis == "shard" and row.collective in ("all_gather", "reduce_scatter")
     )
-    return shards, zero3_traffic(step.sharding.shard_elements, dims, case.precision, 2 * case.micro_batches)
+    return shards, zero3_traffic(train_step.sharding.shard_elements, dims, case.precision, 2 * case.micro_batches)
 
 
 @pytest.mark.parametrize(("tp", "bf16"), [(1, False), (2, True)])
@@ -123,32 +116,26 @@ def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp, bf1
         assert counted > 100_000
 
 
-def zero3_of(cluster: Cluster, *, tp: int = 1, replicas: int = 1) -> Zero3Traffic | None:
-    """With 12 elements on each rank, in 2 bytes as weights and 4 as gradients, and 3 micro-batches."""
-    dims: Any = SimpleNamespace(layout=plan_layout(cluster, tp=tp, replicas=replicas))
-    return zero3_traffic(12, dims, PrecisionConfig(bf16=True), 3)
-
-
-def test_zero3_s_figure_by_hand():
-    """2 nodes x 4 ranks, tp 2: 96 elements, 4 data ranks."""
-    zero3 = zero3_of(Cluster(num_nodes=2, ranks_per_node=4), tp=2)
-    assert zero3 == (192, 384, 3, 3 * (2 * 192 + 384) * 3 // 4, zero3.formula)
-    assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.000 MB of weights" in zero3.formula
-    for nodes, replicas in ((1, 1), (2, 2)):  # no traffic between nodes, nothing to compare
-        assert zero3_of(Cluster(num_nodes=nodes, ranks_per_node=4), replicas=replicas) is None
-
-
 def test_zero3_s_figure_is_what_the_rings_over_the_layout_send():
+    """With 12 elements on each rank, in 2 bytes as weights and 4 as gradients, and 3 micro-batches."""
+    found = []
     for cluster, tp, replicas in (
+        (Cluster(num_nodes=2, ranks_per_node=4), 2, 1),
         (Cluster(num_nodes=4, ranks_per_node=4), 2, 2),
         (Cluster(num_nodes=6, ranks_per_node=2, domain_size=6), 2, 1),  # racks
         (Cluster(num_nodes=4, ranks_per_node=2), 4, 1),  # tp over nodes
+        (Cluster(num_nodes=1, ranks_per_node=4), 1, 1),  # nothing leaves a node, and there is nothing to compare
+        (Cluster(num_nodes=2, ranks_per_node=4), 1, 2),
     ):
-        layout = plan_layout(cluster, tp=tp, replicas=replicas)
-        leaving = [rank for rank in range(cluster.world_size) if layout.wire("shard", rank) == "cross"]
-        per_rank = 3 * (2 * 2 + 4) * 12 * (layout.shard - 1)  # (W - 1)/W of the W shards, of 2, 2 and 4 bytes
-        zero3 = zero3_of(cluster, tp=tp, replicas=replicas)
-        assert zero3.cross_bytes == len(leaving) * per_rank // cluster.num_nodes, cluster
+        dims: Any = SimpleNamespace(layout=plan_layout(cluster, tp=tp, replicas=replicas))
+        leaving = [rank for rank in range(cluster.world_size) if dims.layout.wire("shard", rank) == "cross"]
+        per_rank = 3 * (2 * 2 + 4) * 12 * (dims.layout.shard - 1)  # (W - 1)/W of the W shards, of 2, 2 and 4 bytes
+        found.append(zero3_traffic(12, dims, PrecisionConfig(bf16=True), 3))
+        sent = None if found[-1] is None else found[-1].cross_bytes
+        assert sent == (len(leaving) * per_rank // cluster.num_nodes or None), cluster
+    first = found[0]  # 96 elements, 4 data ranks
+    assert first == (192, 384, 3, 3 * (2 * 192 + 384) * 3 // 4, first.formula)
+    assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.000 MB of weights" in first.formula
 
 
 def test_the_table_is_aligned_and_ends_with_the_comparison():
