@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers.pretended_run import Run
 from helpers.ranks import ranks
-from helpers.refusals import not_refused
 from helpers.training import Case, dims_on_ranks
 
 from megazpp.checkpoint.record import TrainingProgress
@@ -114,13 +113,6 @@ def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch):
     monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
     stops = StopConditions(StopConfig(exit_duration_in_mins=2))
     assert [stops.reason(i, ALONE) for i in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
-
-
-def test_limits_that_are_not_positive_name_the_flag():
-    rows = [
-        (name, f"--{name.replace('_', '-')} 0 is not positive") for name in ("exit_interval", "exit_duration_in_mins")
-    ]
-    assert not not_refused(rows, lambda name: StopConfig(**{name: 0}))
 
 
 @pytest.mark.gpu
