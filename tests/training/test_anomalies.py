@@ -79,6 +79,11 @@ def test_what_is_not_finite_ends_the_job_or_is_skipped():
         assert watched.sharding.watch_gradients.called == (settings != unchecked), row
 
 
+def test_a_decision_can_wait_for_the_next_step_where_only_what_is_not_finite_is_looked_for():
+    for settings in ({}, {"sigma": 6.0}, {"verify_interval": 3}, {"dynamic_scale": True}, {"check": False}):
+        assert Watched(**settings).guard.can_wait == (settings == {}), settings
+
+
 def noisy(count: int, level: float = 3.0) -> list[float]:
     generator = random.Random(4)
     return [generator.gauss(level, 0.1) for _ in range(count)]

@@ -110,18 +110,6 @@ def test_a_loss_that_is_infinite_leaves_weights_and_moments_alone_though_gradien
     ranks(1).run(keep_state_where_only_the_loss_is_infinite)
 
 
-def scaled(precision: PrecisionConfig) -> list[bool]:
-    case = Case(precision=precision)
-    step, _ = build_step(case)
-    guarded(step, case, None, dynamic_scale=precision.fp16)
-    return [launch(step, case, index).waits for index in range(2)]
-
-
-def test_a_dynamic_loss_scale_waits_because_it_has_to_know():
-    for fp16 in (True, False):
-        assert ranks(1).run(scaled, PrecisionConfig(fp16=fp16)) == [[fp16] * 2]
-
-
 @pytest.mark.gpu
 def test_on_cuda_norm_clipping_skip_and_update_wait_for_nothing_and_the_numbers_come_later():
     parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
