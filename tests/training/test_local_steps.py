@@ -15,7 +15,6 @@ from megazpp.islands.config import IslandsConfig
 from megazpp.islands.loop import LocalSteps, check_island_holds
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.loop import StopConditions, StopConfig
-from megazpp.training.objective import LanguageModelLoss
 from megazpp.zero.config import ZeroConfig
 
 
@@ -26,7 +25,6 @@ def train(
     step, dims = build_step(case)
     guarded(step, case, folder, islands=True)
     diloco, stops, rows = build_diloco(case, step, dims), StopConditions(StopConfig()), []
-    step._objective = LanguageModelLoss(dims)
     islands = LocalSteps(diloco, step._objective, step.guard, dims)
     for iteration in range(1, case.steps + 1):
         if (iteration, dims.world.rank) == (2, poisoned):
