@@ -105,6 +105,10 @@ def test_a_falling_loss_and_the_first_steps_are_no_spikes_and_where_losses_stay_
     assert all(after[5:])
 
 
+def test_a_loss_that_is_not_finite_is_not_compared_with_where_nothing_is_checked():
+    assert Watched(6.0, check=False).takes(*noisy(50), NAN, 9.0) == [True] * 51 + [False]
+
+
 def test_the_21st_loss_is_the_first_that_can_be_a_spike():
     for before in (19, 20):
         assert Watched(6.0).takes(*noisy(before), 9.0)[-1] == (before < 20)
@@ -179,6 +183,17 @@ def test_an_island_leaves_its_weights_alone_and_the_job_ends_when_islands_meet()
     assert watched.guard.found == (True, False)
     with pytest.raises(NotFiniteError, match="iteration 2: "):  # the first of them
         watched.guard.settle(failed=True, back=False)
+
+
+def test_where_islands_failed_in_two_steps_only_the_one_that_is_told_of_names_ranks():
+    reports = [StepReport(rank, step, NAN, 1.0, [NAN], [], {}) for rank, step in enumerate((3, 4, 3))]
+    watched = Watched(islands=True)
+    watched.guard.run.dims.world = mock.Mock(gather_objects=lambda own: reports, share_object=lambda message: message)
+    with pytest.raises(NotFiniteError) as error:
+        watched.guard.settle(failed=True, back=False)
+    first, *others = str(error.value).splitlines()
+    assert first.startswith("iteration 3: ")
+    assert [line.rpartition(" ")[2] for line in others] == ["0", "2"]
 
 
 def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():

@@ -61,18 +61,20 @@ def test_only_the_step_that_was_asked_for_is_drawn_with_what_the_one_before_left
     assert [line.partition(":")[0] for line in said] == ["timeline of step 3"]
 
 
-def test_a_step_is_recorded_once_for_all_who_read_it():
+def test_a_step_is_recorded_once_for_all_who_read_it_and_timers_are_means_of_steps():
     dims = FakeDims()
     run, said = context(dims)
     everyone = TimingConfig(timing_log_level=1, log_straggler=True, timeline_step=2)
-    recorder = StepRecorder(everyone, run, interval=2)
+    recorder, begin = StepRecorder(everyone, run, interval=2), time.perf_counter()
     with mock.patch.object(dims.timeline, "start", wraps=dims.timeline.start) as start:
         for iteration in (1, 2, 3):
             with recorder.step(iteration), dims.timeline.span(COMPUTE, "forward"), dims.timeline.span(COMPUTE, "norm"):
                 assert start.call_count == iteration
                 time.sleep(0.001)
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2"]
-    assert timers_of(recorder.report_timers()) == ["forward-backward", "optimizer"]
+    report, seconds = recorder.report_timers(), time.perf_counter() - begin
+    assert timers_of(report) == ["forward-backward", "optimizer"]
+    assert 1.0 <= float(re.search(r"forward-backward.*\(([\d.]+)", report)[1]) <= 1e3 * seconds / 3
     recorder.close()
     assert not heard(dims.timeline)
 
