@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -176,9 +177,11 @@ def logged_out(tmp_path, monkeypatch) -> Iterator[None]:
         if name == "NETRC" or name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    yield
-    with suppress(ConnectionError):  # where it was killed
-        wandb.teardown()
+    with tempfile.TemporaryDirectory() as folder:  # a killed one leaves its socket, whose path has to be short
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
+        with suppress(ConnectionError):  # where it was killed
+            wandb.teardown()
 
 
 def open_wandb(folder: Path) -> WandbSink:
