@@ -76,11 +76,12 @@ def train(
     signal: str = "",
     bf16: bool = False,
     bare: bool = False,
+    divisor: float | None = None,
 ) -> tuple[list[float], int]:
     """The losses of `STEPS` steps, of 4 samples x `accumulate`, and the bytes that crossed nodes.
 
     In one process without `config`. `signal` is the method that announces a step's last backward; a `bare` model is not
-    wrapped before.
+    wrapped before; `divisor` is what the sum of gradients over ranks is divided by in place of their number.
     """
     model = llama() if kind == "llama" else Words(tied=kind == "tied")
     model.checkpointing = kind == "checkpointing"
@@ -99,6 +100,9 @@ def train(
             fully_shard(module, **fsdp)
         zero = megazpp.ZeroConfig(zeropp=True, **config)
         sharding = megazpp.zeropp(model, ranks_per_node=2, config=zero, **(fsdp if bare else {}))
+        if divisor:
+            for module in (*model.blocks, model):
+                module.set_gradient_divide_factor(divisor)
     # steps of SGD have the length of the gradients, which Adam's and clipped ones would hide
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     losses = []
@@ -109,7 +113,8 @@ def train(
                 getattr(model, signal)(i == accumulate - 1)
             samples = range((step * accumulate + i) * RANKS + rank, (step * accumulate + i + 1) * RANKS, size)
             loss = sum(loss_of(model, sample) for sample in samples) / len(samples)
-            (loss / accumulate).backward()
+            times = RANKS / divisor if divisor and sharding is None else 1.0
+            (times * loss / accumulate).backward()
             mean += loss.detach() / accumulate
         if kind == "clips":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -126,6 +131,7 @@ def train(
     "case",
     [
         {"kind": "clips"},
+        {"divisor": 3.0, "accumulate": 2},
         {"kind": "tied", "accumulate": 3, "signal": "set_requires_gradient_sync"},
         {"kind": "frozen", "accumulate": 3, "signal": "set_is_last_backward"},
         {"kind": "checkpointing", "accumulate": 2},
