@@ -35,7 +35,7 @@ from megazpp.stored.load import (
     load_used_model,
     pack_where_they_stay,
 )
-from megazpp.stored.store import WeightStore
+from megazpp.stored.store import FetchRing
 from megazpp.stored.streamed import plan_stream
 from megazpp.zero.config import PrecisionConfig
 
@@ -148,7 +148,7 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     """Tokens and losses of a model that streams, and the lines that it says on this rank."""
     dims, lines, passes = dims_on_ranks(case), list[str](), GREEDY.sample_tokens
     gc.freeze()  # no search among what is there already
-    with mock.patch.object(WeightStore, "read", autospec=True, side_effect=WeightStore.read) as read:
+    with mock.patch.object(FetchRing, "fetch", autospec=True, side_effect=FetchRing.fetch) as fetch:
         model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load))
         tokens = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
         assert f" {passes} passes fetched {passes * units.plan.pass_bytes} bytes" in units.describe_speed(24, 1.0)
@@ -160,8 +160,8 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     gc.unfreeze()
     assert dims.counter.sent_bytes("cross") == 0
     assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
-    if on_disk:  # the tokens, the losses, and the first of two layers ahead for another pass; section 0 is what stays
-        fetched = sum(buffer.numel() for (_, index, buffer), _ in read.call_args_list if index > 0)
+    if on_disk:  # the tokens, the losses, and the first of two layers ahead for another pass
+        fetched = sum(units.plan.streamed[index].num_bytes for (_, index), _ in fetch.call_args_list)
         assert fetched == (passes + 1 + 0.5 * (config.prefetch_layers > 0)) * units.plan.pass_bytes
     return tokens, losses, lines
 
