@@ -64,8 +64,9 @@ def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
     empty, programs = tmp_path / "empty", tmp_path / "venv/bin"
     empty.mkdir()
     small = ("--train-iters", "5", "--eval-iters", "1", "--sample-tokens", "2", "--nproc", "2")
+    places = ("--save", "ck", "--data-cache-path", "cache")
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": "", "WANDB_MODE": "disabled"}
-    said = run(programs / "megazpp", *small, "--global-batch-size", "4", "--save", "ck", cwd=empty, **env)
+    said = run(programs / "megazpp", *small, "--global-batch-size", "4", *places, cwd=empty, **env)
     assert "iteration        5/       5" in said
     again = ("--objective", "sft", "--load", "ck", "--max-length", "32", "--print-config")
     assert "--hidden-size" in run(programs / "megazpp-post-train", *again, cwd=empty, **env)
