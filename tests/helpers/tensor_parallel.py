@@ -87,14 +87,12 @@ def saved_tensors() -> Iterator[list[torch.Tensor]]:
         yield kept
 
 
-def build_gpt(
-    config: GPTConfig, tp: MeshAxis | None = None, *, vocab_size: int = VOCAB, dropout_seed: int = 11, **options: Any
-) -> GPTModel:
-    """An unsharded GPT on `tp` (all ranks of the job); its weights are always the same, masks follow from the seed."""
-    tp = tp or tp_axis()
+def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, **options: Any) -> GPTModel:
+    """An unsharded GPT on all ranks of the job; its weights are always the same, masks follow from the seed."""
+    tp = tp_axis()
     seed_everything(dropout_seed, data_rank=0, tp_rank=tp.rank)
     shared = SharedGenerator(CPU, seed=dropout_seed, data_rank=0)
-    model = GPTModel(config, vocab_size=vocab_size, tp=tp, shared_generator=shared, **options)
+    model = GPTModel(config, vocab_size=VOCAB, tp=tp, shared_generator=shared, **options)
     if tp.size > 1:
         distribute_parameters(model, tp_mesh())
     initialize_parameters_(model, seed=7, draw_device=CPU)

@@ -132,7 +132,7 @@ def test_what_the_scaled_products_are_given_is_what_cuda_s_kernel_takes():
 # ---- a model ----------------------------------------------------------------------------------------------------
 
 
-def step(
+def losses_and_gradients(
     model: GPTConfig, fmt: Float8Format | None, sequence_parallel: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]:
     """Losses, gradients, and the collectives of backward."""
@@ -157,11 +157,11 @@ def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_
 
     Each rank scales its own slices, so what is rounded differs from one rank's in its last bits.
     """
-    (losses, grads, _), (plain, exact, _) = (step(STYLES[style], f) for f in (fmt, None))
+    (losses, grads, _), (plain, exact, _) = (losses_and_gradients(STYLES[style], f) for f in (fmt, None))
     assert 0.0 < distance(losses, plain) < 2e-3
     for name, grad in exact.items():
         assert 0.0 < distance(grads[name], grad) < 0.2, name
-    results = ranks(2).run(step, STYLES[style], fmt, sequence_parallel)
+    results = ranks(2).run(losses_and_gradients, STYLES[style], fmt, sequence_parallel)
     for rank, (ours, slices, backward) in enumerate(results):
         assert backward == calls
         assert distance(ours, losses) < 2e-3

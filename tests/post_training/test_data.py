@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.tensor_parallel import build_gpt
+from helpers.tensor_parallel import build_gpt, losses_of
 from helpers.training import LLAMA_STYLE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazpp.parallel.axis import MeshAxis
 from megazpp.post_training.data import (
     EpochOrder,
     PreferenceDataset,
@@ -82,21 +81,15 @@ def test_a_sample_is_padded_on_the_right_and_has_no_loss_there():
 
 
 @torch.no_grad()
-def losses_of(model: Any, batch: Any) -> torch.Tensor:
-    """[B, S], 0 where nothing is learned."""
-    options = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
-    return model(batch.tokens, batch.labels, **options) * batch.loss_mask
-
-
 def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay():
-    model = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101)
+    model = build_gpt(LLAMA_STYLE)
     for lengths, multiple, size in (((3, 8), 8, 8), ((9, 3), 4, 12), ((2, 1), 1, 2), ((9, 15), 7, 15)):
         rows = stacked(supervised(*lengths, samples=2, max_length=15))
         pairs = PreferenceDataset(examples(*lengths), num_samples=1, seed=None, max_length=15, pad=PAD)
         for make, samples in ((make_supervised_batch, rows), (make_pair_batch, stacked(pairs))):
             whole, short = make(samples, multiple=15), make(samples, multiple=multiple)
             assert [x.shape for x in (*whole[:4], *short[:4])] == [(2, 15)] * 4 + [(2, size)] * 4
-            expected, found = (losses_of(model, batch) for batch in (whole, short))
+            expected, found = (losses_of(model, batch) * batch.loss_mask for batch in (whole, short))
             assert expected.count_nonzero() == found.count_nonzero() == sum(lengths) - 2
             torch.testing.assert_close(found.sum(dim=1), expected.sum(dim=1), atol=1e-6, rtol=1e-6)
 
@@ -114,13 +107,14 @@ def test_packed_examples_have_positions_and_documents_of_their_own():
 
 def test_packed_examples_have_the_losses_that_they_have_alone():
     """To rounding: other places are masked, not absent."""
-    model, lengths = build_gpt(LLAMA_STYLE, MeshAxis("tp"), vocab_size=101), (5, 8, 3, 7, 4, 2)
+    model, lengths = build_gpt(LLAMA_STYLE), (5, 8, 3, 7, 4, 2)
     found = []
     for packing, rows in ((False, 6), (True, 3)):
         batch = make_supervised_batch(
             stacked(supervised(*lengths, samples=rows, max_length=12, packing=packing)), packing=packing
         )
-        of_label = torch.zeros(101).index_put((batch.labels,), losses_of(model, batch), accumulate=True)
+        losses = losses_of(model, batch) * batch.loss_mask
+        of_label = torch.zeros(101).index_put((batch.labels,), losses, accumulate=True)
         assert of_label.count_nonzero() == sum(lengths) - len(lengths)  # all labels are different
         found.append(of_label)
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)

@@ -105,6 +105,7 @@ def train(
                 module.set_gradient_divide_factor(divisor)
     # steps of SGD have the length of the gradients, which Adam's and clipped ones would hide
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+    scale = RANKS / divisor if divisor and sharding is None else 1.0
     losses = []
     for step in range(STEPS):
         mean = torch.zeros(())
@@ -113,8 +114,7 @@ def train(
                 getattr(model, signal)(i == accumulate - 1)
             samples = range((step * accumulate + i) * RANKS + rank, (step * accumulate + i + 1) * RANKS, size)
             loss = sum(loss_of(model, sample) for sample in samples) / len(samples)
-            times = RANKS / divisor if divisor and sharding is None else 1.0
-            (times * loss / accumulate).backward()
+            (scale * loss / accumulate).backward()
             mean += loss.detach() / accumulate
         if kind == "clips":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
