@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-import runpy
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -126,11 +125,6 @@ def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRe
 def program() -> NoReturn:
     """Run, and end as every program of ranks does."""
     leave(main())
-
-
-def post_train() -> None:
-    """Run tools/post_train.py, which is elsewhere in an installation than in a checkout."""
-    runpy.run_path(str(HOME / "tools" / "post_train.py"), run_name="__main__")
 
 
 if __name__ == "__main__":

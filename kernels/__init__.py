@@ -1,1 +1,4 @@
-"""Floor 0: pure tensor functions that never learn that ranks exist."""
+"""Pure tensor functions that never learn that ranks exist, imported as `megazpp.kernels`.
+
+`megazpp/kernels` is a symbolic link to this folder. The import name `kernels` belongs to Hugging Face's package.
+"""

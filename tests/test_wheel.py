@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.program import ROOT
 
-FOLDERS = {"megazpp": "megazpp", "kernels": "kernels", "configs": "megazpp/configs", "tools": "megazpp/tools"}
+FOLDERS = {"megazpp": "megazpp", "kernels": "megazpp/kernels", "configs": "megazpp/configs", "tools": "megazpp/tools"}
 LEFT_OUT = ("tools/benchmarks/", "tools/examples/", "tools/slurm/")
 
 
@@ -33,8 +33,11 @@ def built(tmp_path_factory) -> Path:
 
 def test_every_package_is_in_the_wheel():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    found = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("[mk]*/**/__init__.py")}
-    assert found == {name for name in listed if not name.startswith(("megazpp.configs", "megazpp.tools"))}
+    parts = [path.parent.relative_to(ROOT).parts for path in ROOT.glob("[mk]*/**/__init__.py")]
+    found = {".".join(part if part[0] == "megazpp" else ("megazpp", *part)) for part in parts}
+    assert found == {
+        name for name in listed if not name.startswith(("megazpp.configs", "megazpp.tools", "megazpp.programs"))
+    }
 
 
 @pytest.mark.slow
@@ -49,7 +52,9 @@ def test_both_hold_every_file_that_programs_need(built):
         assert wanted - set(wheel.namelist()) == set()
     with tarfile.open(next(built.glob("*.tar.gz"))) as source:
         inside = {name.partition("/")[2] for name in source.getnames()}
-    sources = {path for path in tracked if path.startswith(("megazpp/", "kernels/")) and not path.endswith(".md")}
+    sources = {
+        path for path in wanted if path.startswith("megazpp/") and "/configs/" not in path and "/tools/" not in path
+    }
     assert sources - inside == set()
 
 
@@ -74,3 +79,11 @@ def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
         programs / "megazpp", "@configs/gpt_125m.args", "--print-config", cwd=empty, **env
     )
     assert "compiled by" in run(python, "-m", "megazpp.tools.env", cwd=empty, **env)
+    huggingface = ("install", "--no-deps", "kernels==0.10.0")  # whose import name is that of our folder
+    run(sys.executable, "-m", "pip", "--python", python, *huggingface, cwd=tmp_path, PYTHONPATH="")
+    both = "import kernels, megazpp.kernels.formats; print(kernels.get_kernel.__module__)"
+    assert run(python, "-c", both, cwd=empty, **env).startswith("kernels.")
+    megatron = tmp_path / "megatron"  # has a program of the same name, and is often on PYTHONPATH
+    megatron.mkdir()
+    (megatron / "pretrain_gpt.py").write_text("raise SystemExit('Megatron-LM')")
+    run(programs / "megazpp", "--print-config", cwd=empty, **env | {"PYTHONPATH": str(megatron)})

@@ -17,10 +17,10 @@ import torch
 from torch.utils import collect_env
 
 import megazpp
-from kernels.block_quant import backend, native
-from kernels.c_library import CLibraryError
 from megazpp.base.files import cache_folder
 from megazpp.base.program import aligned, flags_of, launched_rank, program
+from megazpp.kernels.block_quant import backend, native
+from megazpp.kernels.c_library import CLibraryError
 from megazpp.optim.apex import check_apex
 from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
 from megazpp.parallel.launch import device_type

@@ -1,7 +1,7 @@
 """Block quantization of messages: what is checked, and who computes it.
 
 A row of data [n] travels as one message [M] of bytes. A `RangeTable` says which elements are quantized, in blocks, and
-where their integers and scales lie in it (`kernels.formats`), and which travel as they are. One call works on all
+where their integers and scales lie in it (see formats.py), and which travel as they are. One call works on all
 segments of all rows: on CUDA it is one kernel, whatever their number. Data and messages may be strided views whose last
 dim is contiguous, with up to two leading dims: the hops' permutation ([N, L, S] to [L, N, M]) is the strides of the
 views handed in, so nothing is copied before or after. Data may start anywhere; starts and strides that are multiples of
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-import kernels.block_quant.native as native
-import kernels.block_quant.reference as reference
-from kernels.block_quant.range_table import Feedback, RangeTable, range_table, rescale_
-from kernels.c_library import CLibraryError
+import megazpp.kernels.block_quant.native as native
+import megazpp.kernels.block_quant.reference as reference
+from megazpp.kernels.block_quant.range_table import Feedback, RangeTable, range_table, rescale_
+from megazpp.kernels.c_library import CLibraryError
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON: ModuleType | None = importlib.import_module("kernels.block_quant.triton") if HAS_TRITON else None
+TRITON: ModuleType | None = importlib.import_module("megazpp.kernels.block_quant.triton") if HAS_TRITON else None
 
 __all__ = ["Feedback", "backend", "pack", "range_table", "rescale_", "unpack", "unpack_onto", "unpack_sum"]
 

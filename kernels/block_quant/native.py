@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.block_quant.range_table import Feedback, RangeTable
-from kernels.c_library import CLibrary, CLibraryError, load_c_library
+from megazpp.kernels.block_quant.range_table import Feedback, RangeTable
+from megazpp.kernels.c_library import CLibrary, CLibraryError, load_c_library
 
 SOURCE = Path(__file__).with_name("native.c")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -37,7 +37,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """x [A, B, n] -> messages [A, B, M]; see `kernels.block_quant.pack`."""
+    """x [A, B, n] -> messages [A, B, M]; see `megazpp.kernels.block_quant.pack`."""
     _functions().megazpp_pack(
         byref(_Shape(1, *x.shape[:2])),
         byref(_table(table)),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.formats import ALIGNMENT, ByteRange, MessageLayout, feedback_layout
+from megazpp.kernels.formats import ALIGNMENT, ByteRange, MessageLayout, feedback_layout
 
 COLUMNS = 4
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.block_quant.range_table import Feedback, RangeTable, span_of
-from kernels.formats import BlockFormat, feedback_format
+from megazpp.kernels.block_quant.range_table import Feedback, RangeTable, span_of
+from megazpp.kernels.formats import BlockFormat, feedback_format
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
@@ -24,7 +24,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """x [.., n] -> messages [.., M]; see `kernels.block_quant.pack`."""
+    """x [.., n] -> messages [.., M]; see `megazpp.kernels.block_quant.pack`."""
     lost = [] if errors is None else errors.segments()
     for index, part in enumerate(table.layout.ranges):
         if part.start == part.stop:

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import kernels.block_quant.triton_tiles as tiles
-from kernels.block_quant.range_table import COLUMNS, Feedback, RangeTable
-from kernels.block_quant.triton_tiles import TILE_ELEMENTS
+import megazpp.kernels.block_quant.triton_tiles as tiles
+from megazpp.kernels.block_quant.range_table import COLUMNS, Feedback, RangeTable
+from megazpp.kernels.block_quant.triton_tiles import TILE_ELEMENTS
 
 VERSION = triton.__version__
 NUM_WARPS = 4
@@ -43,7 +43,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """x [A, B, n] -> messages [A, B, M]; see `kernels.block_quant.pack`."""
+    """x [A, B, n] -> messages [A, B, M]; see `megazpp.kernels.block_quant.pack`."""
     minus, places = x if base is None else base, table.tiles(x.device, TILE_ELEMENTS)
     lost, lost_places = messages, places
     if errors is not None:

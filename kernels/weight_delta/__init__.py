@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-import kernels.weight_delta.native as native
-import kernels.weight_delta.reference as reference
-from kernels.c_library import CLibraryError
-from kernels.formats import align
-from kernels.weight_delta.reference import BLOCK, EXPONENTS
+import megazpp.kernels.weight_delta.native as native
+import megazpp.kernels.weight_delta.reference as reference
+from megazpp.kernels.c_library import CLibraryError
+from megazpp.kernels.formats import align
+from megazpp.kernels.weight_delta.reference import BLOCK, EXPONENTS
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON: ModuleType | None = importlib.import_module("kernels.weight_delta.triton") if HAS_TRITON else None
+TRITON: ModuleType | None = importlib.import_module("megazpp.kernels.weight_delta.triton") if HAS_TRITON else None
 
 __all__ = ["decode", "encode", "message_bytes", "numbers"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kernels.c_library import CLibrary, CLibraryError, load_c_library
-from kernels.weight_delta.reference import EXPONENTS
+from megazpp.kernels.c_library import CLibrary, CLibraryError, load_c_library
+from megazpp.kernels.weight_delta.reference import EXPONENTS
 
 SOURCE = Path(__file__).with_name("native.c")
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.weight_delta.reference import BLOCK, EXPONENTS, MOST_QUOTIENTS
+from megazpp.kernels.weight_delta.reference import BLOCK, EXPONENTS, MOST_QUOTIENTS
 
 VERSION = triton.__version__
 NUM_WARPS = 4

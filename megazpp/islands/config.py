@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from kernels.formats import BlockFormat
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.kernels.formats import BlockFormat
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import local_domains, numbers
 from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, block_format

@@ -35,8 +35,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from kernels.formats import BlockFormat, MessageLayout
 from megazpp.islands.config import IslandsPlan
+from megazpp.kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.parallel.dims import ParallelDims

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.c_library import CLibraryError, find_compiler
+from megazpp.kernels.c_library import CLibraryError, find_compiler
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import FLOAT8_CAPABILITY, MULTIPLE, float8_product
 from megazpp.tensor_parallel.layers import Product

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kernels.block_quant import Feedback
-from kernels.formats import MessageLayout
-from kernels.weight_delta import message_bytes
+from megazpp.kernels.block_quant import Feedback
+from megazpp.kernels.formats import MessageLayout
+from megazpp.kernels.weight_delta import message_bytes
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 from megazpp.planner.cost import Costs

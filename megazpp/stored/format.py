@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-import kernels.block_quant.reference as reference
-from kernels.block_quant import RangeTable, pack, range_table, unpack
-from kernels.formats import BlockFormat, plan_row
+import megazpp.kernels.block_quant.reference as reference
+from megazpp.kernels.block_quant import RangeTable, pack, range_table, unpack
+from megazpp.kernels.formats import BlockFormat, plan_row
 
 LoadRows = Callable[[str, slice], torch.Tensor]
 Slots = list[tuple[nn.Module, str]]

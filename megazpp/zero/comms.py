@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kernels.formats import BlockFormat, MessageLayout
+from megazpp.kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from kernels.block_quant import backend
-from kernels.formats import BlockFormat
 from megazpp.base.flags import as_words, as_written, check_positive, check_words, flag
+from megazpp.kernels.block_quant import backend
+from megazpp.kernels.formats import BlockFormat
 from megazpp.topology.layout import Layout
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import functools
 
 import torch
 
-from kernels.block_quant import Feedback
+from megazpp.kernels.block_quant import Feedback
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import CommContext, SummingReduce
 from megazpp.zero.units import Unit

@@ -27,9 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from kernels.block_quant import Feedback, pack, range_table, unpack, unpack_onto, unpack_sum
-from kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
-from kernels.weight_delta import decode, encode, message_bytes, numbers
+from megazpp.kernels.block_quant import Feedback, pack, range_table, unpack, unpack_onto, unpack_sum
+from megazpp.kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
+from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
 
 
 @dataclass(frozen=True, kw_only=True)

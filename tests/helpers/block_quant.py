@@ -10,9 +10,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kernels.block_quant import Feedback, range_table, reference
-from kernels.block_quant.range_table import span_of
-from kernels.formats import BlockFormat, ByteRange, MessageLayout, align
+from megazpp.kernels.block_quant import Feedback, range_table, reference
+from megazpp.kernels.block_quant.range_table import span_of
+from megazpp.kernels.formats import BlockFormat, ByteRange, MessageLayout, align
 
 GUARD_BYTES = 32
 

@@ -12,11 +12,21 @@ from helpers.refusals import not_refused
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels import block_quant
-from kernels.block_quant import Feedback, backend, native, pack, range_table, reference, unpack, unpack_onto, unpack_sum
-from kernels.block_quant.range_table import RangeTable
-from kernels.c_library import CLibrary, CLibraryError
-from kernels.formats import BlockFormat, plan_row
+from megazpp.kernels import block_quant
+from megazpp.kernels.block_quant import (
+    Feedback,
+    backend,
+    native,
+    pack,
+    range_table,
+    reference,
+    unpack,
+    unpack_onto,
+    unpack_sum,
+)
+from megazpp.kernels.block_quant.range_table import RangeTable
+from megazpp.kernels.c_library import CLibrary, CLibraryError
+from megazpp.kernels.formats import BlockFormat, plan_row
 
 SIZES = (0, 1, 63, 257)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import c_library
-from kernels.c_library import CLibraryError, load_c_library
+from megazpp.kernels import c_library
+from megazpp.kernels.c_library import CLibraryError, load_c_library
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, c_library.COMPILERS)), reason="needs a C compiler")
 

@@ -6,7 +6,7 @@ from helpers.refusals import not_refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.formats import BlockFormat
+from megazpp.kernels.formats import BlockFormat
 
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers.block_quant import assert_same, difficult, layout_of, pack_both, unpack_both
 
-from kernels import block_quant
-from kernels.block_quant import TRITON, Feedback, pack, range_table, reference, unpack, unpack_sum
-from kernels.c_library import CLibraryError
-from kernels.formats import BlockFormat, plan_row
+from megazpp.kernels import block_quant
+from megazpp.kernels.block_quant import TRITON, Feedback, pack, range_table, reference, unpack, unpack_sum
+from megazpp.kernels.c_library import CLibraryError
+from megazpp.kernels.formats import BlockFormat, plan_row
 
 ON_GPU = torch.cuda.is_available()
 DEVICES = {"native": "cpu", "triton": "cuda" if ON_GPU else "cpu"}

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.block_quant import reference
-from kernels.formats import BlockFormat
+from megazpp.kernels.block_quant import reference
+from megazpp.kernels.formats import BlockFormat
 
 INT8, INT4 = BlockFormat(8, 32), BlockFormat(4, 32)
 

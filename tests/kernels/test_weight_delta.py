@@ -9,8 +9,8 @@ from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.c_library import CLibraryError
-from kernels.weight_delta import TRITON, decode, encode, message_bytes, native, numbers, reference
+from megazpp.kernels.c_library import CLibraryError
+from megazpp.kernels.weight_delta import TRITON, decode, encode, message_bytes, native, numbers, reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = [BF16, FP16]

@@ -15,7 +15,7 @@ from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks,
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels.formats import BlockFormat
+from megazpp.kernels.formats import BlockFormat
 from megazpp.optim.muon import newton_schulz
 from megazpp.optim.muon_plan import LayerMatrix, plan_blocks, products
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, build_orthogonalizer, set_rates_, update_

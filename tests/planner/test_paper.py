@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from kernels.formats import BlockFormat
+from megazpp.kernels.formats import BlockFormat
 from megazpp.planner.cost import Costs
 from megazpp.planner.paper import Ledger, Memory, PaperCodec, PaperUnit, SimulatedQueue, Simulation
 from megazpp.zero.wire import plan_message

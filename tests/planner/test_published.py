@@ -26,7 +26,7 @@ import statistics
 import pytest
 from helpers.small_run import parse
 
-from kernels.formats import BlockFormat
+from megazpp.kernels.formats import BlockFormat
 from megazpp.model.config import GPTConfig
 from megazpp.planner.cost import CALIBRATIONS, ClusterCosts
 from megazpp.planner.estimate import Estimator

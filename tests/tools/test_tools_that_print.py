@@ -10,7 +10,7 @@ import plan
 import show_topology
 from env import collect
 
-from kernels.c_library import CLibraryError
+from megazpp.kernels.c_library import CLibraryError
 
 SECTIONS = ["versions", "devices", "back ends", "environment", "missing"]
 

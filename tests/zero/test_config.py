@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.refusals import not_refused
 
-from kernels.formats import BlockFormat
+from megazpp.kernels.formats import BlockFormat
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 from megazpp.zero.config import GatherPlan, PrecisionConfig, ReducePlan, WirePlan, ZeroConfig, plan_wire, wire_backends

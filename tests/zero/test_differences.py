@@ -10,7 +10,7 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import LLAMA_STYLE, Case, FixedBatches, build_step
 
-from kernels.weight_delta import message_bytes
+from megazpp.kernels.weight_delta import message_bytes
 from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import Evaluator
 from megazpp.training.step import TrainStep

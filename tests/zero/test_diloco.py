@@ -15,9 +15,9 @@ from helpers.refusals import not_refused
 from helpers.tiers import chosen, slow
 from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan
 
-from kernels.formats import BlockFormat
 from megazpp.islands.config import IslandsConfig, IslandsPlan, plan_islands
 from megazpp.islands.outer import Islands, send_fragment
+from megazpp.kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_
 from megazpp.parallel.axis import MeshAxis

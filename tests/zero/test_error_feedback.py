@@ -11,8 +11,8 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 
-from kernels.block_quant import Feedback, range_table, rescale_
-from kernels.formats import BlockFormat, plan_row
+from megazpp.kernels.block_quant import Feedback, range_table, rescale_
+from megazpp.kernels.formats import BlockFormat, plan_row
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.zero.config import ZeroConfig
 

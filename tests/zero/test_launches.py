@@ -15,7 +15,7 @@ from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, build_step
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kernels import block_quant, weight_delta
+from megazpp.kernels import block_quant, weight_delta
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.dry_run import fake_ranks

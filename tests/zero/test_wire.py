@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.formats import ALIGNMENT, BlockFormat, MessageLayout
+from megazpp.kernels.formats import ALIGNMENT, BlockFormat, MessageLayout
 from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6)

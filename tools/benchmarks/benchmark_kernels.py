@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum
-from kernels.formats import BlockFormat, plan_row
 from megazpp.base.program import flags_of, program
+from megazpp.kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum
+from megazpp.kernels.formats import BlockFormat, plan_row
 
 BUSY_CYCLES = 1_000_000  # half a millisecond: more than the host takes to launch a piece
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
