@@ -1,4 +1,4 @@
-"""The installed commands `megazpp` (also `python -m megazpp`) and `megazpp-post-train`: each runs its program's file."""
+"""The installed commands `megazpp` (also `python -m megazpp`) and `megazpp-post-train`: each runs a program by path."""
 
 import runpy
 from pathlib import Path
