@@ -1,4 +1,4 @@
-"""The programs of tools/gpu_check.py: `python -m gpu_check_sides baseline|pretended|streams ...`.
+"""The programs of tools/gpu_check.py: `python -m gpu_check_sides baseline|pretended|optimizers|streams ...`.
 
 "baseline" and "pretended" train beside `pretrain_gpt.py`, with its flags and on random tokens.
 
@@ -7,6 +7,8 @@ fused AdamW, clipping; each block and the head compiled; query, key and value fr
 
 pretended: our step on rank 0 of 2 nodes x 8 that do not exist (torch's back end "fake"). Its collectives are copies of
 the bytes that would arrive, on their streams: shards of a sixteenth, hops, queues and kernels are real, wires are not.
+
+optimizers: three steps of each optimizer and precision on the device and on the CPU, from the same weights.
 
 streams: `pretrain_gpt.py` with deterministic kernels; with --disturbed under delays and NaN on every queue
 (parallel/comm_queue.py) and on the streams that submit to it:
@@ -46,7 +48,7 @@ from megazpp.model.backends import find_product
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import TransformerLayer
 from megazpp.optim.loss_scale import build_loss_scaler
-from megazpp.optim.optimizer import build_optimizer
+from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import StreamQueue, ThreadQueue, Work
 from megazpp.parallel.dims import ParallelDims, plan_dims
@@ -203,6 +205,51 @@ def train(side: str, words: list[str]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
+# ---- optimizers ----
+
+# flags, and the largest relative difference of losses and gradient norms that rounding explains
+LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2"
+OPTIMIZERS = (
+    ("--optimizer adam --no-bf16", 1e-3),
+    ("--optimizer sgd --no-bf16", 1e-3),
+    ("--optimizer muon --no-bf16", 1e-2),  # orthogonalization computes in bf16
+    ("--optimizer adam --bf16", 3e-2),
+    ("--optimizer adam --no-bf16 --fp16 --loss-scale 128", 3e-2),
+    (f"--optimizer adam --no-bf16 {LLAMA}", 1e-3),
+)
+
+
+def optimizers(words: list[str]) -> None:
+    """Write a row for each entry of OPTIMIZERS to the file of --run-dir: how far the device is from the CPU."""
+    cuda, rows = torch.cuda.is_available(), list[dict[str, Any]]()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for flags, allowed in OPTIMIZERS:
+        config = parse_run_config([*words, "--use-cpu-initialization", *flags.split()], Path()).config
+        on_cpu, on_device = (_steps(config, torch.device(name)) for name in ("cpu", "cuda" if cuda else "cpu"))
+        apart = max(abs(a - b) / abs(a) for a, b in zip(on_cpu, on_device, strict=True))
+        rows.append({"flags": flags, "largest_relative_difference": float(f"{apart:.2g}"), "allowed": allowed})
+        rows[-1]["first_loss"], rows[-1]["last_loss"] = (round(on_device[index], 4) for index in (0, -2))
+        Path(config.tracking.run_dir or "").write_text(json.dumps(rows))
+
+
+def _steps(config: RunConfig, device: torch.device) -> list[float]:
+    """Train three steps on random tokens; returns loss and gradient norm of each."""
+    dims = ParallelDims(
+        plan_dims(config.parallel, Cluster(num_nodes=1, ranks_per_node=1), zero_stage=3), device_type=device.type
+    )
+    rows = config.model.padded_vocab_size((config.tokenizer.vocab_size or 1) + 1, 1)
+    tokens = torch.randint(rows, (2, (config.data.seq_length or 1) + 1), generator=torch.Generator().manual_seed(1))
+    batch = make_micro_batch(tokens, eod=None).to(device)
+    built = build_model(config.model_spec(rows), dims, device)
+    matrices = build_orthogonalizer(built.model, config.optimizer, dims, config.precision.param_dtype)
+    named = list(built.model.named_parameters())
+    optimizer = build_optimizer(named, config.optimizer, device, orthogonalizer=matrices)
+    scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
+    step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
+    records = [step([batch], learning_rate=1e-3, weight_decay=0.1) for _ in range(3)]
+    return [number for record in records for number in (record.loss, record.grad_norm)]
+
+
 # ---- streams ----
 
 
@@ -249,7 +296,10 @@ def main(argv: list[str]) -> None:
     if side == "streams":
         sys.argv[1:] = words
         pretrain_gpt.leave(streams())
-    train(side, words)
+    if side == "optimizers":
+        optimizers(words)
+    else:
+        train(side, words)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Every rank writes its part under the partial name; then rank 0 makes the checkpoint complete. The tensors' files are
 torch.distributed.checkpoint's. With --async-save everything after a copy of the tensors happens in a thread, in a
-process group of its own, while training goes on; the next save and the end of the run wait for it. The copies' memory
-is kept from one save to the next, pinned where the tensors are on a GPU.
+process group of its own, while training goes on; the next save and the end of the run wait for it. From torch 2.13 on
+the copies' memory is reused by later saves. The memory is pinned if the tensors are on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from concurrent.futures import Future
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.torch_version import TorchVersion
 
 from megazpp.base.program import GIGA, user_errors
 from megazpp.checkpoint.checksums import SummingWriter, write_checksums, write_durably
@@ -28,6 +29,9 @@ from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.parallel.worker import threads_on
+
+# torch 2.11 and 2.12 close a stager at the end of its first use, and it cannot be used again
+STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 class Checkpoints:
@@ -56,10 +60,10 @@ class Checkpoints:
         self._saved: int | None = None
         self._thread = threads_on(state.device, 1, "checkpoint") if config.async_save else None
         on_gpu = state.device.type == "cuda"
-        options = StagingOptions(
+        self._staging = StagingOptions(
             use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
         )
-        self._stager = DefaultStager(options) if config.async_save else None  # waits until the copy is done
+        self._stager: DefaultStager | None = None
         self._writing: Future[str] | None = None
 
     def open(self) -> None:
@@ -126,8 +130,9 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for a save that is still being written, and give the folder back."""
         self._finish_writing()
-        if self._thread is not None and self._stager is not None:
+        if self._thread is not None:
             self._thread.shutdown()
+        if self._stager is not None:
             self._stager.close()
         if self._folder is not None:
             self._folder.unlock()
@@ -153,17 +158,23 @@ class Checkpoints:
             )
 
         self._saved = iteration
-        if self._thread is None or self._stager is None:
+        if self._thread is None:
             with user_errors():
                 self._say(write(tensors))
             return
-        copies = self._stager.stage(tensors)
-        assert isinstance(copies, dict), "it does not stage in a thread"
-        self._writing = self._thread.submit(write, copies)
+        self._writing = self._thread.submit(write, self._stage(tensors))
         self._say(
             f"  scheduled an async checkpoint save at iteration {iteration:7d} to {folder.path}"
             f" | training waited {time.perf_counter() - started:.3f} s"
         )
+
+    def _stage(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Copy tensors to host memory, and wait until the copies are complete."""
+        if self._stager is None or not STAGER_IS_REUSABLE:
+            self._stager = DefaultStager(self._staging)
+        copies = self._stager.stage(dict(tensors))
+        assert isinstance(copies, dict), "use_async_staging is off, so it is no Future"
+        return copies
 
     def _finish_writing(self) -> None:
         if self._writing is not None:

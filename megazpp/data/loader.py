@@ -47,8 +47,9 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
     """Micro-batches of one data rank.
 
     Args:
-        make_batch: [B, ...] int64 samples to a micro-batch (`make_micro_batch` with its options bound).
-        device: where the micro-batches go; for CUDA through pinned memory, without waiting for the copy.
+        make_batch: function from [B, ...] int64 samples to a micro-batch, which is a named tuple of tensors and None
+            (`make_micro_batch` with its options bound).
+        device: device of the micro-batches. For CUDA they are copied from pinned memory without waiting.
         num_workers: threads; 0 builds each step when it is asked for.
         batch_size_at: the global batch size once so many samples are consumed, to look ahead during a ramp-up; None
             expects it to stay.
@@ -89,7 +90,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         self.wait_seconds += time.perf_counter() - started
         if self._workers is not None:
             self._look_ahead(self._workers, step)
-        return [batch.to(self._device, non_blocking=True) for batch in batches]
+        return [mapped(batch, lambda t: t.to(self._device, non_blocking=True)) for batch in batches]
 
     def close(self) -> None:
         """End the threads; what they were preparing is dropped."""
@@ -134,7 +135,8 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         except Exception as error:
             error.add_note(f"while loading samples {first} to {stop - 1} on data rank {self._data_rank}")
             raise
-        return batch.pin_memory() if self._device.type == "cuda" else batch
+        # copies to a GPU do not block if they come from page-locked memory; batches of any kind are named tuples
+        return mapped(batch, torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
 
 
 class MicroBatch(NamedTuple):
@@ -152,10 +154,6 @@ class MicroBatch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> MicroBatch:
-        """Copy to page-locked memory, from which copies to a GPU do not block."""
-        return mapped(self, torch.Tensor.pin_memory)
 
 
 def mapped(batch: Batch, f: Callable[[torch.Tensor], torch.Tensor]) -> Batch:

@@ -45,10 +45,10 @@ class AttentionInputs:
     places: torch.Tensor | None = None
 
     def mark_varying(self) -> None:
+        """Have one graph take any numbers of rows, positions and keys; callers mark `document_starts` themselves."""
         for angles in self.rotary or ():
             mark_varying(angles, 0, 1)
         mark_varying(self.mask, 0, 2, 3)
-        mark_varying(self.document_starts, 0)
         mark_varying(self.places, 0, 1)
 
 

@@ -251,6 +251,8 @@ class TransformerLayer(nn.Module):
     def _marked_and_run(
         self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
     ) -> torch.Tensor:
+        if self.compiled:
+            mark_varying(inputs.document_starts, 0)  # batches differ in their number of documents
         if self.compiled and (self.varying_sizes or cache is not None):
             inputs.mark_varying()
             for tensor in (x, *masks, *(cache.kept or () if cache is not None else ())):
