@@ -42,14 +42,17 @@ TOY += " --max-position-embeddings 32 --micro-batch-size 1"
 FLOAT8, LEAN = "--fp8-format e4m3", "--recompute-granularity selective"
 HOPS_OF_16_BITS = "pretended --zeropp --zero-weight-bits 16 --zero-gradient-bits 16 16"
 CASES = (  # config, then the sides, of which the first is the reference; what 8 minutes may reach comes first
-    ("gpt_125m", "baseline", "ours", "ours --zero-stage 1"),
-    ("llama_1b", "baseline", "ours", f"ours {FLOAT8}", f"baseline {FLOAT8}"),
+    ("gpt_125m", "baseline", "ours"),
+    ("llama_1b", "baseline", "ours"),
+    ("gpt_1b3", "baseline", "ours"),
     ("gpt_1b3 --num-layers 6 --vocab-size 512", HOPS_OF_16_BITS, "pretended --zeropp", "pretended"),
-    ("gpt_1b3", "baseline", "ours", f"ours {LEAN}", "ours --optimizer muon"),
+    ("llama_1b", "baseline", f"ours {FLOAT8}", f"baseline {FLOAT8}", f"ours {LEAN}", "ours --no-compile"),
+    ("gpt_1b3", "ours", f"ours {LEAN}", "ours --optimizer muon"),
     ("gpt_6b7 --num-layers 3 --vocab-size 512", HOPS_OF_16_BITS, "pretended --zeropp", "pretended"),
-    ("llama_1b", "baseline", f"ours {LEAN}", "ours --no-compile"),
 )
+SHORT_CASES = 4  # of them in 8 minutes
 ADDITIONS = "configs/post_training/additions"
+SAMPLES = {"llama_1b": 4, "gpt_1b3": 8}  # in a step, of large models
 STEPS, WARM_UP_STEPS, LOG_INTERVAL = 30, 10, 5
 TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-length 1024 --micro-batch-size 4 "
 TEXT += "--no-compile --emulate-nodes 2"  # four ranks would spend their time on compiling
@@ -135,7 +138,9 @@ def last_line(log: Path) -> str:
 def correct(check: Check) -> None:
     """Run the tests that are marked `gpu`, several at once where pytest-xdist is there."""
     files = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-    several = f"-n {min(16, os.cpu_count() or 1)}" if find_spec("xdist") and check.device == "cuda" else ""
+    several = (
+        f"-n {min(8, os.cpu_count() or 1)} --dist worksteal" if find_spec("xdist") and check.device == "cuda" else ""
+    )
     words = f"-m pytest -m gpu -vv -rN --continue-on-collection-errors -p no:cacheprovider {several} {' '.join(files)}"
     log = check.folder / "log.txt"
     code, text = check.run(words, log, check.left()), log.read_text(errors="replace")
@@ -244,7 +249,7 @@ def kernels(check: Check) -> None:
 def training(check: Check) -> None:
     """A row for each side, one after the other; MFU is of the model's FLOPs: recomputation does not count."""
     peak, longest = peak_flops(device_name(torch.device(check.device)), torch.bfloat16), 0.0
-    for name, *sides in CASES if check.long else CASES[: check.size(4, 3)]:
+    for name, *sides in CASES if check.long else CASES[: check.size(SHORT_CASES, 2)]:
         reference = None
         for side in sides:
             began, (kind, _, flags), (config, _, shape) = check.left(), side.partition(" "), name.partition(" ")
@@ -284,7 +289,7 @@ def streams(check: Check) -> None:
     degrees = (1, 2) if check.long else (1,)
     for tp in degrees:
         split = f"--tensor-model-parallel-size {tp}{' --sequence-parallel' * (tp > 1)} " if tp > 1 else ""
-        ways = ["--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed", *(MORE_WAYS if tp == 1 else ())]
+        ways = ["--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed", *(MORE_WAYS[: check.size(None, 1)] if tp == 1 else ())]
         ways = [f"{way} {split}--num-layers 4" for way in ways]
         _, off, on, *_ = on_two_nodes(check, "-m gpu_check_sides streams", ways, later=3 * (tp != degrees[-1]))
         pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
@@ -358,7 +363,8 @@ def train(check: Check, name: str, words: str, seconds: float, *, on_ranks: bool
     """Lines of metrics.jsonl (of one rank: after the warm-up) by a program that is ended in time; none if it failed."""
     steps, warm_up, every = (2000, 0, 1) if on_ranks else (STEPS, WARM_UP_STEPS, LOG_INTERVAL)
     steps, warm_up, every = check.size((steps, warm_up, every), (4, min(warm_up, 1), 1))
-    folder, samples = check.folder / re.sub(r"\W+", "-", name).strip("-"), 4 if "llama" in words else check.size(32, 8)
+    folder = check.folder / re.sub(r"\W+", "-", name).strip("-")
+    samples = next((count for config, count in SAMPLES.items() if config in words), check.size(32, 8))
     length = f"--train-samples {samples * steps} --lr-decay-samples {samples * steps} --lr-warmup-samples {2 * samples}"
     if "llama" in words:
         length = f"--train-iters {steps} --lr-warmup-iters 2"

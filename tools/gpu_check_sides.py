@@ -281,7 +281,9 @@ def disturbed(submit: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
 
 def streams() -> int:
     """Be `pretrain_gpt.py`; returns its exit code."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward adds in any order otherwise
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for kernel in ("cudnn", "flash", "mem_efficient"):  # with `warn_only` their backward adds in any order nevertheless
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     if "--disturbed" in sys.argv:
         sys.argv.remove("--disturbed")
         for kind in (StreamQueue, ThreadQueue):

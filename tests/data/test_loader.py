@@ -147,7 +147,7 @@ def test_closing_ends_the_threads():
 
 @pytest.mark.gpu
 def test_batches_arrive_on_the_gpu():
-    with loader(Counting(), device=torch.device("cuda")) as batches:
+    with loader(Counting(), device=torch.device("cuda", 0)) as batches:
         for consumed in range(0, 400, 8):
             step = batches.step(consumed, 8)
             assert all(part is None or part.is_cuda for batch in step for part in batch)
