@@ -51,12 +51,12 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("correct", "Tests that need a GPU", parts.correct, (60, 200), 30),
-    Part("programs", "Toy programs: saves, post-training, generation", parts.programs, (80, 150), 40),
-    Part("optimizers", "Optimizers and fp16 beside the CPU", parts.optimizers, (25, 50), 15),
-    Part("streams", "Several ways on four ranks of one GPU", parts.streams, (140, 400), 60),
+    Part("correct", "Tests that need a GPU", parts.correct, (85, 200), 30),
+    Part("programs", "Toy programs: saves, post-training, generation", parts.programs, (90, 150), 40),
+    Part("optimizers", "Optimizers and fp16 beside the CPU", parts.optimizers, (35, 50), 15),
+    Part("streams", "Several ways on four ranks of one GPU", parts.streams, (90, 400), 60),
     Part("training", "Steps on one GPU beside a baseline", parts.training, (150, 650), 60),
-    Part("kernels", "Quantization beside a copy", parts.kernels, (25, 100), 20),
+    Part("kernels", "Quantization beside a copy", parts.kernels, (30, 100), 20),
     Part("checkpoint", "Saves, and generation from them", parts.checkpoint, (0, 250), 90),
 )
 LONG_MINUTES = 20

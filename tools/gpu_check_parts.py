@@ -289,7 +289,7 @@ def streams(check: Check) -> None:
     degrees = (1, 2) if check.long else (1,)
     for tp in degrees:
         split = f"--tensor-model-parallel-size {tp}{' --sequence-parallel' * (tp > 1)} " if tp > 1 else ""
-        more = MORE_WAYS[: check.size(len(MORE_WAYS), 1)] if tp == 1 else ()
+        more = MORE_WAYS[: check.size(2 + 2 * check.long, 1)] if tp == 1 else ()
         ways = ["--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed", *more]
         ways = [f"{way} {split}--num-layers 4" for way in ways]
         _, off, on, *_ = on_two_nodes(check, "-m gpu_check_sides streams", ways, later=3 * (tp != degrees[-1]))

@@ -18,7 +18,7 @@ from helpers.tiers import slow
 from helpers.training import Case
 
 from megazpp.checkpoint import checkpoints
-from megazpp.checkpoint.checkpoints import Checkpoints
+from megazpp.checkpoint.checkpoints import STAGER_IS_REUSABLE, Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.record import TrainingProgress
@@ -108,19 +108,32 @@ def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path):
         assert ranks(2).run(not_refused, rows, open_at_once) == [[], []]
 
 
-def test_copies_are_staged_in_the_same_memory_each_time_and_pinned_for_a_gpu():
-    def open_on(device: str) -> Checkpoints:
-        state: Any = SimpleNamespace(device=torch.device(device))
-        return Checkpoints(CheckpointConfig(save="x", async_save=True), state, None, None, print)
+def open_asynchronous(device: str) -> Checkpoints:
+    state: Any = SimpleNamespace(device=torch.device(device))
+    return Checkpoints(CheckpointConfig(save="x", async_save=True), state, None, None, print)
 
-    stager, tensors = open_on("cpu")._stager, {"weight": torch.arange(4.0)}
-    first = stager.stage(tensors)["weight"]
-    tensors["weight"].add_(1)  # training goes on
-    assert first.tolist() == [0, 1, 2, 3]
-    assert stager.stage(tensors)["weight"].data_ptr() == first.data_ptr()
-    assert first.tolist() == [1, 2, 3, 4]
-    with mock.patch.object(checkpoints, "DefaultStager") as made, mock.patch.object(checkpoints, "threads_on"):
-        open_on("cuda")
-    options = made.call_args.args[0]
+
+@pytest.mark.parametrize("reusable", [STAGER_IS_REUSABLE, False])
+def test_later_saves_stage_copies_of_the_current_tensors(monkeypatch, reusable):
+    """torch 2.11 and 2.12 close a stager after its first use, so each save needs a new one there."""
+    monkeypatch.setattr(checkpoints, "STAGER_IS_REUSABLE", reusable)
+    saves, tensors = open_asynchronous("cpu"), {"weight": torch.arange(4.0)}
+    for step in range(3):
+        copy = saves._stage(tensors)["weight"]
+        tensors["weight"].add_(1)  # training goes on
+        assert copy.tolist() == [step, step + 1, step + 2, step + 3]
+        if not reusable:
+            saves._stager.close()  # as torch does there
+
+
+@pytest.mark.skipif(not STAGER_IS_REUSABLE, reason="needs torch 2.13")
+def test_later_saves_reuse_the_memory_of_the_copies():
+    saves, tensors = open_asynchronous("cpu"), {"weight": torch.arange(4.0)}
+    assert len({saves._stage(tensors)["weight"].data_ptr() for _ in range(3)}) == 1
+
+
+def test_copies_of_gpu_tensors_are_pinned():
+    with mock.patch.object(checkpoints, "threads_on"):
+        options = open_asynchronous("cuda")._staging
     assert (options.use_pinned_memory, options.use_non_blocking_copy) == (True, True)
     assert (options.use_async_staging, options.use_shared_memory) == (False, False)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from megazpp.data.loader import BatchLoader, MicroBatch, make_micro_batch
 from megazpp.parallel.worker import threads_on
+from megazpp.post_training.batch import PairBatch, RolloutBatch
 
 EOD = 0
 MAKE = partial(make_micro_batch, eod=None)
@@ -143,6 +144,18 @@ def test_closing_ends_the_threads():
     batches.close()
     batches.close()
     assert {*threading.enumerate()} <= before
+
+
+@pytest.mark.parametrize("kind", [MicroBatch, PairBatch, RolloutBatch])
+def test_every_tensor_of_any_kind_of_batch_is_pinned_for_a_gpu(monkeypatch, kind):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    fields = [torch.full((2, 3), float(place)) for place in range(len(kind._fields))]
+    for batch in (kind(*fields), kind(*fields[:-1], None)):  # fields may be None
+        batches = loader(Counting(), device=torch.device("cuda", 0), num_workers=0, make_batch=lambda _, b=batch: b)
+        batches._build(0)
+        assert [id(tensor) for tensor in pinned] == [id(field) for field in batch if field is not None]
+        pinned.clear()
 
 
 @pytest.mark.gpu

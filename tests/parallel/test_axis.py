@@ -163,9 +163,11 @@ def test_waiting_is_recorded_where_there_was_something_to_wait_for():
 
 @pytest.mark.gpu
 def test_on_cuda_a_task_waits_for_its_caller_and_for_other_queues_and_a_work_waits_for_its_task():
-    late = 400_000_000  # cycles, about 0.2 s: more than the host needs, which loads some kernels at their first launch
+    late = 100_000_000  # cycles, about 50 ms: more than the host needs for the launches below
     cross, local = StreamQueue(), StreamQueue(priority=-1)
     x = torch.zeros(1 << 20, device="cuda")
+    torch.cuda._sleep(1)
+    x.fill_(0.0).mul(2.0)  # the first launch of a kernel loads it, which waits for the device
     torch.cuda.synchronize()
     torch.cuda._sleep(late)
     x.fill_(1.0)
