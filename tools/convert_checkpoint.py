@@ -14,6 +14,11 @@ not at all.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
 from megazpp.base.program import program_of, say
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.data.tokenizer import TokenizerConfig

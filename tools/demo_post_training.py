@@ -20,6 +20,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
 from megazpp.base.program import JobError, flags_of, program, say
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,6 +32,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
 from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
 from megazpp.parallel.launch import POLL_SECONDS, Workers, describe_failure, first_failure
 

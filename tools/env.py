@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from torch.utils import collect_env
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
 import megazpp
 from megazpp.base.files import cache_folder
 from megazpp.base.program import aligned, flags_of, launched_rank, program

@@ -10,7 +10,11 @@ the work; on a CPU one process does it (--nproc).
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.arguments import RunConfig
 from megazpp.base.flags import flag

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
 from megazpp.base.arguments import RunConfig
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import program

@@ -32,12 +32,12 @@ TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 sys.path.insert(1, str(ROOT))  # a checkout that is not installed
 
-import gpu_check_parts as parts  # noqa: E402
-import torch  # noqa: E402
-from gpu_check_parts import Check  # noqa: E402
+import gpu_check_parts as parts
+import torch
+from gpu_check_parts import Check
 
-from megazpp.base.files import write_whole  # noqa: E402
-from megazpp.base.program import exit_on_signals, flags_of, program  # noqa: E402
+from megazpp.base.files import write_whole
+from megazpp.base.program import exit_on_signals, flags_of, program
 
 
 class Part(NamedTuple):

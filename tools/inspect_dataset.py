@@ -6,10 +6,13 @@ python tools/inspect_dataset.py --input my_text_document --tokenizer-model my.mo
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.flags import check_not_negative, flag
 from megazpp.base.program import program_of

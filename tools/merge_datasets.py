@@ -7,9 +7,12 @@ python tools/merge_datasets.py --input parts/ --output-prefix all_text_document
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.flags import flag
 from megazpp.base.program import program_of, say

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 

@@ -9,6 +9,11 @@ document a file (.txt), all but Parquet also as .gz and .zst; what has another n
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
 from megazpp.base.command_line import MegatronFlag
 from megazpp.base.program import program_of, say
 from megazpp.data.preprocess import PreprocessConfig, preprocess

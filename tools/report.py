@@ -10,7 +10,10 @@ server and nothing from the network: open it, or send it.
 from __future__ import annotations
 
 import datetime
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.program import flags_of, program
 from megazpp.report.page import write_report

@@ -11,7 +11,10 @@ the layout count. Nothing is started.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.arguments import parse_run_config
 from megazpp.base.program import flags_of, program

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.files import check_writable, write_whole
 from megazpp.base.flags import check_positive, check_words, flag

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from helpers.program import ROOT, Program, run_program
 
@@ -111,3 +112,28 @@ def test_a_child_ends_when_its_launcher_is_killed(tmp_path):
 def test_a_child_whose_launcher_is_gone_already_ends_at_once(tmp_path):
     program = "from megazpp.base.program import end_with; end_with(1 << 30); print('still here')"
     assert run_program("-c", program, folder=tmp_path) == (1, "")
+
+
+RUN_BY_OTHERS = {"gpu_check_sides", "benchmark_cluster_ranks", "write_trl_goldens"}
+TOOLS = sorted(path.relative_to(ROOT) for path in ROOT.glob("tools/**/*.py") if "examples" not in path.parts)
+
+
+def test_tools_find_a_checkout_that_is_not_installed_before_they_import_it():
+    for path in TOOLS:
+        text = (ROOT / path).read_text()
+        first = re.search(r"^(?:from|import) megazpp", text, re.M)
+        if first and '__name__ == "__main__"' in text and path.stem not in RUN_BY_OTHERS:
+            assert re.search(
+                r"^sys\.path\.(append|insert)\(.*parents\[|^sys\.path\.insert\(1, str\(ROOT\)", text, re.M
+            ), path
+            assert text.index("sys.path.") < first.start(), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["gpu_check", "inspect_dataset", "demo_post_training"])
+def test_tool_runs_from_a_checkout_that_is_not_installed(tmp_path, monkeypatch, tool):
+    for absent in ("wandb", "torchao"):
+        (tmp_path / f"{absent}.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(torch.__file__).parents[1]}")
+    command = [sys.executable, "-S", f"tools/{tool}.py", "--help"]  # without site no .pth file leads to the checkout
+    assert "usage:" in subprocess.check_output(command, cwd=ROOT, text=True)

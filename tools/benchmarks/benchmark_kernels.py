@@ -10,12 +10,16 @@ thread's CPU time, so that neighbours on a shared machine count for less.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
 
 from megazpp.base.program import flags_of, program
 from megazpp.kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum

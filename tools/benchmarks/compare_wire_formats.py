@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
+
 from megazpp.base.program import flags_of, program
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
