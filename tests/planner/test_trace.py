@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
+from megazpp.model.backends import VARLEN_ARGUMENTS
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
@@ -101,8 +102,10 @@ def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several
     for config, samples in itertools.product(STYLES, (1, SAMPLES)):
         plain, documents = (trace(like(config), micro_batch_size=samples, documents=how) for how in (None, "kernel"))
         copy = 2 * samples * SEQ * config.heads * config.head_size if samples > 1 else 0
+        if config.query_groups != config.heads and "enable_gqa" not in VARLEN_ARGUMENTS:  # torch 2.11
+            copy += 4 * samples * SEQ * config.heads * config.head_size  # keys and values of every head
         more = kept(documents) - kept(plain)
-        assert more == 0 if samples == 1 else more <= copy
+        assert more <= copy if copy else more == 0
         assert flops(documents) == flops(plain)
 
 

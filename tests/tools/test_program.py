@@ -123,10 +123,7 @@ def test_tools_find_a_checkout_that_is_not_installed_before_they_import_it():
         text = (ROOT / path).read_text()
         first = re.search(r"^(?:from|import) megazpp", text, re.M)
         if first and '__name__ == "__main__"' in text and path.stem not in RUN_BY_OTHERS:
-            assert re.search(
-                r"^sys\.path\.(append|insert)\(.*parents\[|^sys\.path\.insert\(1, str\(ROOT\)", text, re.M
-            ), path
-            assert text.index("sys.path.") < first.start(), path
+            assert -1 < text.find("sys.path.") < first.start(), path
 
 
 @pytest.mark.slow
