@@ -27,7 +27,7 @@ from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.program import EXIT_ERROR
 from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
-from megazpp.checkpoint.read import LoadSource, choose_source, peek
+from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
 from megazpp.islands.loop import check_island_holds
@@ -71,7 +71,8 @@ def prepare() -> Job | int:
     parsed = with_checkpoint(parsed, source, earlier)
     config = parsed.config
     place = find_place(config.launch)
-    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
+    start = start_of(source, earlier)
+    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
     check_device(config.model, device_type())
     check_inputs(config.data, config.tokenizer)
     return Job(place, config.launch, functools.partial(run_training, pretraining, parsed, plan, source, earlier))
@@ -82,7 +83,7 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
     config, batches, dims = parsed.config, plan.batches, run.dims
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
     iterations, batch_size = config.evaluation.eval_iters, batches.global_batch_size
-    wanted = Splits(train=batches.total_samples, valid=iterations * batch_size, test=iterations * batch_size)
+    wanted = Splits(train=batches.dataset_samples, valid=iterations * batch_size, test=iterations * batch_size)
     data = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=run.log)
     spec = config.model_spec(tokenizer.vocab_size, plan.wire)
     if plan.islands is not None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,8 @@ class TrainingProgress(NamedTuple):
     Attributes:
         iteration: steps done.
         consumed_samples: samples those steps were given.
-        scheduled_samples: samples of the steps that were taken; skipped steps do not move the schedule.
+        scheduled_samples: samples of the steps that were taken; skipped steps do not move the schedule. In a run of
+            --train-iters all steps count with the current global batch size.
         micro_batches: of one rank, over all steps.
         stop_reason: why the loop ended before its last iteration, if it did.
     """
@@ -145,6 +148,7 @@ SHAPE = {
     "disable_bias_linear": "linear_bias",
     "add_qkv_bias": "qkv_bias",
 }
+SAMPLES = "samples"  # among the flags of a training: what is known of its samples, see `TrainingParts`
 IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
 DATA = (
     *("seed", "data_path", "text_path", "train_data_path", "mock_data", "split"),
@@ -210,15 +214,55 @@ def data_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) 
     return [f"{_differences(names, flags, saved, where)}: from here on samples may come in another order"]
 
 
-def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: CheckpointConfig, where: Path) -> Schedule:
-    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts."""
+def batch_size_of(record: RunRecord) -> int | None:
+    """Return the global batch size of a run after any ramp-up; None where nothing says it, as in a converted model."""
+    known, flags, layout = record.flags.get(SAMPLES, {}), record.flags, record.layout
+    size = known.get("global_batch_size") or flags.get("global_batch_size")
+    if size is None and layout and flags.get("micro_batch_size"):  # of a version that did not write it down
+        ranks = math.prod(layout.get(axis, 1) for axis in ("island", "replicate", "cross", "local"))
+        size = flags["micro_batch_size"] * ranks // flags.get("context_parallel_size", 1)
+    return size
+
+
+def schedule_ratio(saved: RunRecord, own: RunRecord) -> Fraction:
+    """Return by how much the checkpoint's position on the schedule is multiplied when `own` resumes from it.
+
+    The position of a run of --train-samples is in samples, that of a run of --train-iters in steps times the current
+    global batch size. So the schedule of --train-iters ends with the last step, whatever the batch size was before.
+    """
+    lengths = []
+    for record in (own, saved):
+        length, size = saved.progress.consumed_samples, batch_size_of(record)
+        if record.flags.get("train_iters") is not None:
+            length = 0 if size is None else saved.progress.iteration * size
+        elif record.flags.get("train_samples") is None:
+            return Fraction(1)
+        lengths.append(length)
+    return Fraction(*lengths) if all(lengths) else Fraction(1)
+
+
+def agreed_schedule(
+    saved: Mapping[str, Any],
+    schedule: Schedule,
+    config: CheckpointConfig,
+    where: Path,
+    *,
+    ratio: Fraction = Fraction(1),
+) -> Schedule:
+    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts.
+
+    Args:
+        ratio: see `schedule_ratio`.
+    """
     own = schedule.state_dict()
-    if config.override_opt_param_scheduler or dict(saved) == own:
+    if config.override_opt_param_scheduler or (dict(saved) == own and ratio == 1):
         return schedule
     if config.use_checkpoint_opt_param_scheduler:
-        return Schedule(**saved)
+        return Schedule(**saved).stretched(ratio)
     differ = [name for name in own if own[name] != saved.get(name)]
     lines = [f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}" for name in differ]
+    if ratio != 1:
+        lines.append(f"a step of the schedule has {float(ratio):g} times the samples that it had in {where}")
     raise ValueError(
         "\n".join(lines) + "\n--override-opt_param-scheduler goes on with this run's values, "
         "--use-checkpoint-opt_param-scheduler with the checkpoint's"

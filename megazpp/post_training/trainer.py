@@ -97,10 +97,11 @@ class _PostTraining:
     def _open_data(self) -> Splits[Any]:
         data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form.chat_template, self.tokenizer)
-        held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.total_samples
-        if self.post.draws:  # whole generations
-            per_generation = self.post.slices * plan.global_batch_size // self.post.group_size
-            wanted = -(-plan.total_iterations // (self.post.slices * self.post.passes)) * per_generation
+        held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
+        if self.post.draws:  # the prompts before the last generation, and its own
+            steps, group = self.post.slices * self.post.passes, self.post.group_size
+            consumed = plan.consumed_samples_at((plan.total_iterations - 1) // steps * steps)
+            wanted = max(0, consumed) // self.post.passes // group + self.post.slices * plan.global_batch_size // group
         files = (train_paths(self.config), data.valid_data_path, data.test_data_path)
         return Splits(
             *(
@@ -224,6 +225,7 @@ class _PostTraining:
             global_batch_size=plan.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
             show=self._show,
+            start=(plan.start_iteration, plan.start_samples),
         )
 
     def _open_reference(self) -> Logps:

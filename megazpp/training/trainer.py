@@ -29,7 +29,7 @@ from megazpp.base.program import user_errors
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed
-from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
+from megazpp.checkpoint.record import SAMPLES, RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState
 from megazpp.convert.patches import WeightPatches
 from megazpp.data.tokenizer import Tokenizer
@@ -126,8 +126,9 @@ class Trainer:
             self.islands = Islands(sharding, dims, plan.islands, config.precision)
             states, flags = island_parts(states, self.islands, model, values), flags | plan.islands.chosen_flags()
         state = TrainState(model, sharding, values, [*states, *parts.states])
-        record = self._record({**flags, **parts.flags})
         saves = config.checkpoint.save is not None or config.checkpoint.load is not None
+        samples = {"global_batch_size": plan.batches.global_batch_size}
+        record = self._record({**flags, **parts.flags, SAMPLES: samples})
         axis = open_axis(dims) if saves else dims.world
         tokenizer_files = parts.tokenizer.files
         self.checkpoints = Checkpoints(config.checkpoint, state, record, axis, run.log, tokenizer=tokenizer_files)
