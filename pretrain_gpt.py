@@ -30,6 +30,7 @@ from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ran
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
+from megazpp.data.identity import describe_samples
 from megazpp.islands.loop import check_island_holds
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
@@ -105,6 +106,7 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
         batches=None if data.train is None else loader(data.train, ramp_up=True),
         validation=validation,
         test=test,
+        describe_samples=lambda: describe_samples(data, wanted),
         held_out_entropy=lambda: None if data.valid is None else unigram_entropy(data.valid, tokenizer.vocab_size),
     )
 

@@ -26,6 +26,7 @@ from megazpp.checkpoint.record import (
     RunRecord,
     TrainingProgress,
     agreed_schedule,
+    batch_size_of,
     check_same_model,
     check_same_optimizer,
     check_same_vocabulary,
@@ -240,7 +241,8 @@ class CheckpointReader:
                     f"Specify --no-load-{name} or --finetune"
                 )
         if source.continues:
-            for note in data_notes(record.flags, own.flags, checkpoint):
+            sizes, consumed = (batch_size_of(own), batch_size_of(record)), record.progress.consumed_samples
+            for note in data_notes(record.flags, own.flags, checkpoint, consumed=consumed, batch_sizes=sizes):
                 self._say(f"note: {note}")
         if not source.optimizer:
             return schedule
