@@ -22,6 +22,7 @@ from megazpp.data.text import BUILTIN
 from megazpp.model.backends import find_product, model_backends
 from megazpp.optim.optimizer import optimizer_backends
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.launch import RESTART_COUNT
 from megazpp.parallel.measure_links import measure_links
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, seed_everything
@@ -65,6 +66,8 @@ def run_training(
             with user_errors():
                 trainer.plan = resumed_plan(trainer.plan, resumed)
         progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
+        if tracker is not None and (progress.iteration > 0 or int(os.environ.get(RESTART_COUNT, "0")) > 0):
+            tracker.resume(progress)
         meter = trainer.recorder.meter
         run.log(mfu_convention(meter.flops_per_token, device_name(run.device), meter.peak_flops), short="")
         progress = trainer.train(progress, schedule, stops, worker)
