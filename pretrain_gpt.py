@@ -27,9 +27,10 @@ from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.program import EXIT_ERROR
 from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
-from megazpp.checkpoint.read import LoadSource, choose_source, peek
+from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
+from megazpp.data.identity import describe_samples
 from megazpp.islands.loop import check_island_holds
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
@@ -71,7 +72,8 @@ def prepare() -> Job | int:
     parsed = with_checkpoint(parsed, source, earlier)
     config = parsed.config
     place = find_place(config.launch)
-    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
+    start = start_of(source, earlier)
+    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
     check_device(config.model, device_type())
     check_inputs(config.data, config.tokenizer)
     return Job(place, config.launch, functools.partial(run_training, pretraining, parsed, plan, source, earlier))
@@ -82,7 +84,7 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
     config, batches, dims = parsed.config, plan.batches, run.dims
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
     iterations, batch_size = config.evaluation.eval_iters, batches.global_batch_size
-    wanted = Splits(train=batches.total_samples, valid=iterations * batch_size, test=iterations * batch_size)
+    wanted = Splits(train=batches.dataset_samples, valid=iterations * batch_size, test=iterations * batch_size)
     data = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=run.log)
     spec = config.model_spec(tokenizer.vocab_size, plan.wire)
     if plan.islands is not None:
@@ -104,6 +106,7 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
         batches=None if data.train is None else loader(data.train, ramp_up=True),
         validation=validation,
         test=test,
+        describe_samples=lambda: describe_samples(data, wanted),
         held_out_entropy=lambda: None if data.valid is None else unigram_entropy(data.valid, tokenizer.vocab_size),
     )
 

@@ -28,6 +28,7 @@ from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.base.program import program
 from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
+from megazpp.checkpoint.read import start_of
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
 from megazpp.planner.report import plan_report
@@ -72,7 +73,8 @@ def prepare(argv: list[str]) -> Job | int:
         print(parsed.report())
         return 0
     config, place = parsed.config, find_place(parsed.config.launch)
-    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type())
+    start = start_of(source, earlier)
+    plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
     check_post_training(config, post_configs(parsed), plan.batches)
     if parsed.show.plan:
         show_plan(parsed, earlier.vocab_size)

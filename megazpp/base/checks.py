@@ -10,6 +10,7 @@ import dataclasses
 from typing import NamedTuple
 
 from megazpp.base.arguments import RunConfig
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.convert.patches import check_patches
 from megazpp.islands.config import IslandsPlan, count_islands, plan_islands
 from megazpp.model.backends import check_products
@@ -64,15 +65,24 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
     return layout, wire, (*cluster.notices, *layout.notices, *products, *wire.notices)
 
 
-def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -> RunPlan:
+def check_run_config(
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    device_type: str,
+    start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
+) -> RunPlan:
     """Check everything that can be checked before anything is made; a ValueError names the flags and their values.
 
     Called twice: with the cluster that flags and launcher describe, before workers start, and with what they find.
+
+    Args:
+        start: progress that the run resumes from.
     """
     _check_required(config)
     layout, wire, notices = _check_apart(config, cluster, device_type)
-    batches = plan_batches(config.batches, data_parallel_size=layout.data)
-    _check_observers(config, batches.total_iterations, cluster.world_size, device_type)
+    batches = plan_batches(config.batches, data_parallel_size=layout.data).resumed_at(start)
+    _check_observers(config, batches.total_iterations, cluster.world_size, device_type, start=start.iteration)
     schedule = build_schedule(
         config.schedule,
         weight_decay=config.optimizer.weight_decay,
@@ -89,7 +99,15 @@ def check_run_config(config: RunConfig, cluster: Cluster, *, device_type: str) -
         num_layers=config.model.num_layers,
         tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.island,
     )
-    return RunPlan(layout, wire, batches, schedule, islands, (*notices, *(islands.notices if islands else ())))
+    if islands is not None:
+        notices += islands.notices
+    left = batches.dataset_samples - batches.total_samples
+    if left > 0 and batches.start_iteration > 0:  # otherwise it is Megatron's usual rest
+        notices += (
+            f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
+            f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
+        )
+    return RunPlan(layout, wire, batches, schedule, islands, notices)
 
 
 def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> ModelPlan:
@@ -172,18 +190,24 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
         )
 
 
-def _check_observers(config: RunConfig, total_iterations: int, world_size: int, device_type: str) -> None:
-    """Refuse what would record nothing: steps, ranks or devices that the run does not have."""
-    timeline, profiler, start = config.timing.timeline_step, config.profiler, config.profiler.profile_step_start
-    last = min(total_iterations, config.stop.exit_interval or total_iterations)
+def _check_observers(
+    config: RunConfig, total_iterations: int, world_size: int, device_type: str, *, start: int
+) -> None:
+    """Refuse what would record nothing: steps, ranks or devices that a run from iteration `start` does not have."""
+    timeline, profiler, interval = config.timing.timeline_step, config.profiler, config.stop.exit_interval
+    first, last = profiler.profile_step_start, total_iterations
+    if interval is not None:
+        last = min(last, (start // interval + 1) * interval)
     for flag, given in ((f"--timeline-step {timeline}", timeline), ("--profile", profiler.profile)):
         if given and config.stop.skip_train:
             raise ValueError(f"{flag}: --skip-train takes no step")
-    end = f"the run ends with iteration {last}" if last == total_iterations else f"--exit-interval {last} ends the run"
+    end = f"the run ends with iteration {last}"
+    if last != total_iterations:
+        end = f"--exit-interval {interval} ends the run" + (f" after iteration {last}" if last != interval else "")
     if timeline is not None and timeline > last:
         raise ValueError(f"--timeline-step {timeline}: {end}")
-    if profiler.profile and start >= last:
-        raise ValueError(f"--profile-step-start {start}: {end}")
+    if profiler.profile and first >= last:
+        raise ValueError(f"--profile-step-start {first}: {end}")
     if profiler.record_memory_history and device_type != "cuda":
         raise ValueError(f"--record-memory-history records CUDA's allocator, not {device_type}'s: --profile works")
     for rank in profiler.profile_ranks if profiler.profile or profiler.record_memory_history else ():

@@ -7,8 +7,10 @@ Damage is looked for first, then contradictions, and only then anything is chang
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -24,11 +26,13 @@ from megazpp.checkpoint.record import (
     RunRecord,
     TrainingProgress,
     agreed_schedule,
+    batch_size_of,
     check_same_model,
     check_same_optimizer,
     check_same_vocabulary,
     data_notes,
     read_record,
+    schedule_ratio,
 )
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import RunValues, TrainState
@@ -160,6 +164,11 @@ def peek(source: LoadSource | None) -> RunRecord | None:
     return record
 
 
+def start_of(source: LoadSource | None, record: RunRecord | None) -> TrainingProgress:
+    """Return the progress that a run begins at; `record` is what `peek` found, None without a checkpoint."""
+    return record.progress if source is not None and record is not None and source.continues else TrainingProgress()
+
+
 class Resumed(NamedTuple):
     """The state that a run goes on with; `checkpoint` is the folder it came from."""
 
@@ -199,8 +208,10 @@ class CheckpointReader:
             f" | {size / GIGA:.3f} GB in {time.perf_counter() - started:.2f} s"
         )
         progress = record.progress._replace(stop_reason=None) if source.continues else TrainingProgress()
+        position = progress.scheduled_samples * schedule_ratio(record, self._own)
         if not source.optimizer:  # Megatron's rule: new moments, new schedule
-            progress = progress._replace(scheduled_samples=0)
+            position = Fraction(0)
+        progress = progress._replace(scheduled_samples=math.floor(position))
         return Resumed(progress, schedule, folder.of(iteration))
 
     def _verify(self, checkpoint: Path) -> tuple[int, RunRecord]:
@@ -230,12 +241,14 @@ class CheckpointReader:
                     f"Specify --no-load-{name} or --finetune"
                 )
         if source.continues:
-            for note in data_notes(record.flags, own.flags, checkpoint):
+            sizes, consumed = (batch_size_of(own), batch_size_of(record)), record.progress.consumed_samples
+            for note in data_notes(record.flags, own.flags, checkpoint, consumed=consumed, batch_sizes=sizes):
                 self._say(f"note: {note}")
         if not source.optimizer:
             return schedule
         check_same_optimizer(record.flags, own.flags, checkpoint)
-        return agreed_schedule(record.schedule, schedule, self._config, checkpoint)
+        ratio = schedule_ratio(record, own)
+        return agreed_schedule(record.schedule, schedule, self._config, checkpoint, ratio=ratio)
 
     def _fill(self, source: LoadSource, record: RunRecord, checkpoint: Path) -> list[str]:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from megazpp.base.flags import wrong_types
 from megazpp.base.program import in_words
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, iteration_of
+from megazpp.data.identity import data_changes, same_sources, what_follows
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
 
@@ -29,7 +32,8 @@ class TrainingProgress(NamedTuple):
     Attributes:
         iteration: steps done.
         consumed_samples: samples those steps were given.
-        scheduled_samples: samples of the steps that were taken; skipped steps do not move the schedule.
+        scheduled_samples: samples of the steps that were taken; skipped steps do not move the schedule. In a run of
+            --train-iters all steps count with the current global batch size.
         micro_batches: of one rank, over all steps.
         stop_reason: why the loop ended before its last iteration, if it did.
     """
@@ -49,7 +53,7 @@ class RunRecord:
         groups: the optimizer's values per parameter group.
         guard: the state of what looks for loss spikes.
         schedule: `Schedule.state_dict()`.
-        flags: every flag's value by field name; see `found_from_anywhere`.
+        flags: every flag's value by field name, see `found_from_anywhere`; and `SAMPLES`.
         tokenizer: its identity; None in format 1, or if none is known.
         tokenizer_folder: beside the checkpoint, see `write_tokenizer`; None for a tokenizer without files.
         layout: sizes of the axes, and the cluster; empty for a model that was converted.
@@ -145,10 +149,14 @@ SHAPE = {
     "disable_bias_linear": "linear_bias",
     "add_qkv_bias": "qkv_bias",
 }
+SAMPLES = "samples"  # among the flags: batch size, ranks, and the description of data/identity.py
 IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
-DATA = (
-    *("seed", "data_path", "text_path", "train_data_path", "mock_data", "split"),
-    *("seq_length", "train_iters", "train_samples"),
+PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
+DATA = (  # flags that samples follow from
+    *("seed", *PLACES, "seq_length", "train_iters", "train_samples", "rampup_batch_size", "eval_iters"),
+    *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+    *("chat_template", "packing", "assistant_only_loss", "completion_only_loss"),
+    *("num_generations", "steps_per_generation", "num_iterations", "num_ppo_epochs", "num_mini_batches"),
 )
 
 
@@ -201,24 +209,82 @@ def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {**flags, **{name: absolute(flags[name]) for name in names}}
 
 
-def data_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> list[str]:
-    """A line if the order of samples may be another one than before."""
+def data_notes(
+    saved: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    where: Path,
+    *,
+    consumed: int = 0,
+    batch_sizes: tuple[int | None, int | None] = (None, None),
+) -> list[str]:
+    """A line if something that samples or their order follow from is not as before; it says what follows.
+
+    Args:
+        saved, flags: of the checkpoint and of this run.
+        consumed: samples consumed so far.
+        batch_sizes: global batch sizes of this run and of the checkpoint's.
+    """
     own = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}  # as JSON has it
-    names = [name for name in DATA if name in saved and saved[name] != own[name]]
-    if not names:
-        return []
-    return [f"{_differences(names, flags, saved, where)}: from here on samples may come in another order"]
+    before, now, (size, earlier_size) = saved.get(SAMPLES, {}), own.get(SAMPLES, {}), batch_sizes
+    passed_over = PLACES if same_sources(before, now) else ()  # the same data, perhaps under other names
+    names = [name for name in DATA if name in saved and name not in passed_over and saved[name] != own[name]]
+    changes = _changes(names, flags, saved)
+    if None not in batch_sizes and size != earlier_size:
+        by = "" if flags.get("global_batch_size") else f" (--micro-batch-size x {now.get('ranks')} data ranks)"
+        changes.append(f"the global batch size is {size}{by}, was {earlier_size}")
+    changes += data_changes(before, now, changes)
+    return [f"{', '.join(changes)} in {where}: {what_follows(before, now, consumed)}"] if changes else []
 
 
-def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: CheckpointConfig, where: Path) -> Schedule:
-    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts."""
+def batch_size_of(record: RunRecord) -> int | None:
+    """Return the global batch size of a run after any ramp-up; None where nothing says it, as in a converted model."""
+    flags, layout = record.flags, record.layout
+    size = flags.get(SAMPLES, {}).get("global_batch_size") or flags.get("global_batch_size")
+    if size is None and layout and flags.get("micro_batch_size"):  # of a version that did not write it down
+        ranks = math.prod(layout.get(axis, 1) for axis in ("island", "replicate", "cross", "local"))
+        size = flags["micro_batch_size"] * ranks // flags.get("context_parallel_size", 1)
+    return size
+
+
+def schedule_ratio(saved: RunRecord, own: RunRecord) -> Fraction:
+    """Return by how much the checkpoint's position on the schedule is multiplied when `own` resumes from it.
+
+    The position of a run of --train-samples is in samples, that of a run of --train-iters in steps times the current
+    global batch size. So the schedule of --train-iters ends with the last step, whatever the batch size was before.
+    """
+    lengths = []
+    for record in (own, saved):
+        length = saved.progress.consumed_samples
+        if record.flags.get("train_iters") is not None:
+            length = saved.progress.iteration * (batch_size_of(record) or 0)
+        elif record.flags.get("train_samples") is None:
+            return Fraction(1)
+        lengths.append(length)
+    return Fraction(*lengths) if all(lengths) else Fraction(1)
+
+
+def agreed_schedule(
+    saved: Mapping[str, Any],
+    schedule: Schedule,
+    config: CheckpointConfig,
+    where: Path,
+    *,
+    ratio: Fraction = Fraction(1),
+) -> Schedule:
+    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts.
+
+    Args:
+        ratio: see `schedule_ratio`.
+    """
     own = schedule.state_dict()
-    if config.override_opt_param_scheduler or dict(saved) == own:
+    if config.override_opt_param_scheduler or (dict(saved) == own and ratio == 1):
         return schedule
     if config.use_checkpoint_opt_param_scheduler:
-        return Schedule(**saved)
+        return Schedule(**saved).stretched(ratio)
     differ = [name for name in own if own[name] != saved.get(name)]
     lines = [f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}" for name in differ]
+    if ratio != 1:
+        lines.append(f"a step of the schedule has {float(ratio):g} times the samples that it had in {where}")
     raise ValueError(
         "\n".join(lines) + "\n--override-opt_param-scheduler goes on with this run's values, "
         "--use-checkpoint-opt_param-scheduler with the checkpoint's"
@@ -226,5 +292,8 @@ def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: Checkp
 
 
 def _differences(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any], where: Path) -> str:
-    parts = [f"--{name.replace('_', '-')} is {now[name]}, was {saved.get(name)}" for name in names]
-    return f"{', '.join(parts)} in {where}"
+    return f"{', '.join(_changes(names, now, saved))} in {where}"
+
+
+def _changes(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    return [f"--{name.replace('_', '-')} is {now[name]}, was {saved.get(name)}" for name in names]

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset, Sequences
+from megazpp.data.identity import Source
 from megazpp.data.indexed_dataset import IndexedDataset
 
 
@@ -125,14 +126,26 @@ def build_split(
     path = indices / f"blend-{cache_key(kind='blend-1', weights=weights, num_samples=num_samples)}"
     chosen, numbers = load_or_save_arrays(path, lambda: blend_indices(weights, num_samples))
     taken = np.bincount(chosen, minlength=len(parts)).tolist()
-    return BlendedDataset([sample(*part, count) for part, count in zip(parts, taken, strict=True)], chosen, numbers)
+    datasets = [sample(*part, count) for part, count in zip(parts, taken, strict=True)]
+    return BlendedDataset(datasets, chosen, numbers, weights=weights)
 
 
 class BlendedDataset:
-    """Samples of `datasets`, each with as many as the blend takes from it; `blend_indices` gives the arrays."""
+    """Samples of `datasets`, each with as many as the blend takes from it; `blend_indices` gives the arrays.
 
-    def __init__(self, datasets: Sequence[GPTDataset], chosen: np.ndarray, numbers: np.ndarray) -> None:
-        self.datasets, self._chosen, self._numbers = list(datasets), chosen, numbers
+    Args:
+        weights: that they were made of; by default the number of samples of each data set.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[GPTDataset],
+        chosen: np.ndarray,
+        numbers: np.ndarray,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.datasets, self._chosen, self._numbers, self._weights = list(datasets), chosen, numbers, weights
         self._taken = np.bincount(chosen, minlength=len(datasets))
         for dataset, count in zip(datasets, self._taken, strict=True):
             assert len(dataset) >= count, f"a blend takes {count} samples of {dataset.name}'s {len(dataset)}"
@@ -152,6 +165,17 @@ class BlendedDataset:
         parts = zip(self._taken, self.datasets, strict=True)
         lines = [f"    {count:,} from {dataset.description}" for count, dataset in parts]
         return "\n".join([f"{len(self):,} samples, of which", *lines])
+
+    def order(self) -> str:
+        """Return a name for the samples in their order; see data/identity.py."""
+        parts = [(source.share, source.order) for source in self.sources()]
+        return cache_key(kind="blend", parts=parts)
+
+    def sources(self) -> list[Source]:
+        """Return the sources with their shares; see data/identity.py."""
+        weights = np.array(self._taken if self._weights is None else self._weights, dtype=np.float64)
+        shares, sources = (weights / weights.sum()).tolist(), [each.sources()[0] for each in self.datasets]
+        return [source._replace(share=share) for source, share in zip(sources, shares, strict=True)]
 
     def token_counts(self, size: int) -> npt.NDArray[np.float64]:
         """Expected count of each id below `size` among the samples served: [size], up to a factor."""
@@ -187,7 +211,7 @@ class TokenRange:
     def __init__(self, sequences: Sequences, start: int, stop: int) -> None:
         ends = np.cumsum(sequences.lengths, dtype=np.int64)
         begins = ends - sequences.lengths
-        self._sequences = sequences
+        self._sequences, self._ids = sequences, (start, stop)
         self._first = int(np.searchsorted(ends, start, side="right"))
         used = slice(self._first, int(np.searchsorted(begins, stop, side="left")))
         self._offset = start - int(begins[self._first]) if start < stop else 0
@@ -198,6 +222,10 @@ class TokenRange:
         cut = self._offset if index == 0 else 0
         length = int(self.lengths[index]) - offset if length is None else length
         return self._sequences.get(self._first + index, cut + offset, length)
+
+    def digest(self) -> str:
+        """Return a name for the tokens."""
+        return cache_key(whole=self._sequences.digest(), ids=self._ids)
 
 
 class MockSequences:
@@ -218,6 +246,10 @@ class MockSequences:
         if self._eod is not None and stop == size and stop > offset:
             ids[-1] = self._eod
         return ids
+
+    def digest(self) -> str:
+        """Return a name for the tokens."""
+        return cache_key(kind="mock-1", vocab_size=self._vocab_size, eod=self._eod)
 
 
 def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, tuple[int, int]]:

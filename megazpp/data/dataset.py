@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -93,7 +93,7 @@ class Splits(NamedTuple, Generic[T]):
     test: T
 
 
-_LOOKED_AT = 64  # sequences of a dataset
+_LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20  # sequences of a dataset, and tokens from the beginning of each
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer"
 
 
@@ -125,6 +125,32 @@ def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) 
         f"{name}: no text begins with the special tokens {before} that --add-special-tokens puts there; "
         "--no-add-special-tokens goes on without, or tokenize it again"
     )
+
+
+def missing_ends(sources: Iterable[DataSource], config: DataConfig, tokenizer: Tokenizer) -> str | None:
+    """Return a warning if flags need ends of documents and the first sequences of some data have none; else None."""
+    flags = {name: on for name, on in batch_options(config, tokenizer).items() if name != "eod"}
+    names = [f"--{name.replace('_', '-')}" for name, on in flags.items() if on]
+    if not names:
+        return None
+    without = [source.name for source in sources if not _has(tokenizer.eod, source.sequences)]
+    if not without:
+        return None
+    return (
+        f"WARNING: the first {_LOOKED_AT} sequences of {', '.join(dict.fromkeys(without))} have no end-of-document "
+        f"token ({tokenizer.eod}), and without one {', '.join(names)} changes nothing; preprocess_data.py has "
+        "--append-eod"
+    )
+
+
+def _has(token: int | None, sequences: Sequences) -> bool:
+    """Return whether one of the first sequences, of which the beginning and the end are read, has the token."""
+    for index, length in enumerate(sequences.lengths[:_LOOKED_AT].tolist()):
+        if (sequences.get(index, 0, min(length, _TOKENS_LOOKED_AT)) == token).any():
+            return True
+        if length > _TOKENS_LOOKED_AT and sequences.get(index, length - 1, 1)[0] == token:
+            return True
+    return False
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[[str], None]) -> Tokenizer:
@@ -168,6 +194,11 @@ def build_datasets(
                     f"note: --split: {source.name} has too few documents ({len(source.sequences.lengths)}) to give each"
                     " use whole ones; it is split inside documents, by tokens"
                 )
+    used = [
+        source for (sources, _), wanted in zip(opened, num_samples, strict=True) if wanted > 0 for source in sources
+    ]
+    if warning := missing_ends(used, config, tokenizer):
+        log(warning)
     found: dict[str, Samples | None] = dict.fromkeys(Splits._fields)
     sizes = {"seq_length": config.seq_length, "vocab_size": tokenizer.vocab_size, "seed": seed}
     for use, (sources, weights), share, wanted in zip(Splits._fields, opened, bounds, num_samples, strict=True):

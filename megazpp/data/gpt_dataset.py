@@ -23,7 +23,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.data.cache import load_or_save_arrays
+from megazpp.data.cache import cache_key, load_or_save_arrays
+from megazpp.data.identity import Source
 
 PADDING = -1
 _SEPARATE_BELOW = 0.80
@@ -37,6 +38,10 @@ class Sequences(Protocol):
     def lengths(self) -> npt.NDArray[np.int32]: ...
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+
+    def digest(self) -> str:
+        """Return a name for the tokens."""
+        ...
 
 
 class Indices(NamedTuple):
@@ -74,7 +79,7 @@ class GPTDataset:
         cache_path: Path | None = None,
     ) -> None:
         self._sequences, self._seq_length, self._vocab_size, self.name = sequences, seq_length, vocab_size, name
-        self.sequence_range = sequence_range
+        self.sequence_range, self._num_samples, self._seed = sequence_range, num_samples, seed
         lengths = np.array(sequences.lengths[slice(*sequence_range)])  # a copy: the index file is not aligned
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + 1:
@@ -115,6 +120,21 @@ class GPTDataset:
             f"{len(self):,} samples of {self._seq_length:,} tokens from {stop - start:,} documents of"
             f" {self.tokens_per_epoch:,} tokens in all ({epochs:.2f} epochs): {self.name}"
         )
+
+    def order(self) -> str:
+        """Return a name for the samples in their order; see data/identity.py."""
+        epochs = plan_epochs(self.tokens_per_epoch, self._num_samples, self._seq_length)
+        facts = {"range": self.sequence_range, "seq_length": self._seq_length, "seed": self._seed}
+        return cache_key(digest=self._digest, epochs=(epochs.epochs, epochs.separate), **facts)
+
+    def sources(self) -> list[Source]:
+        """Return the one source; see data/identity.py."""
+        epoch = (self.tokens_per_epoch - 1) // self._seq_length
+        return [Source(self.name, self._digest, 1.0, epoch, self.order())]
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        return self._sequences.digest()
 
     def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
         """Count of each id in the first `max_tokens` or so of one epoch: [size]; larger ids are refused."""
@@ -189,15 +209,7 @@ def build_indices(
         first: the number of the first of them, added to what `Indices.documents` holds.
         num_samples: windows wanted; None for one epoch.
     """
-    per_epoch = int(lengths.sum(dtype=np.int64))
-    wanted = 0 if num_samples is None else num_samples * seq_length + 1
-    epochs = max(1, -(-wanted // per_epoch))
-    total = (epochs * per_epoch - 1) // seq_length
-    before_last = ((epochs - 1) * per_epoch - 1) // seq_length
-    separate = False
-    if epochs > 1 and num_samples is not None:
-        separate = num_samples - before_last < int(_SEPARATE_BELOW * ((per_epoch - 1) // seq_length))
-
+    epochs, total, before_last, separate = plan_epochs(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
     generator = np.random.RandomState(seed)
     parts = []
     for count in [epochs - 1, 1] if separate else [epochs]:
@@ -213,6 +225,33 @@ def build_indices(
         generator.shuffle(windows)
     documents += np.int32(first)
     return Indices(documents, samples, np.concatenate(shuffle))
+
+
+class Epochs(NamedTuple):
+    """The epochs of a number of samples, from which the order of the samples follows.
+
+    Attributes:
+        samples: of all epochs.
+        before_last: samples of all epochs but the last.
+        separate: the last epoch is shuffled by itself.
+    """
+
+    epochs: int
+    samples: int
+    before_last: int
+    separate: bool
+
+
+def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> Epochs:
+    """Plan the epochs that give `num_samples` samples; None for one epoch."""
+    wanted = 0 if num_samples is None else num_samples * seq_length + 1
+    epochs = max(1, -(-wanted // tokens_per_epoch))
+    total = (epochs * tokens_per_epoch - 1) // seq_length
+    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
+    separate = False
+    if epochs > 1 and num_samples is not None:
+        separate = num_samples - before_last < int(_SEPARATE_BELOW * ((tokens_per_epoch - 1) // seq_length))
+    return Epochs(epochs, total, before_last, separate)
 
 
 def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_length: int) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Learning rate and weight decay as pure functions of the samples consumed so far.
 
 Formulas and unit are Megatron's: flags given in iterations are turned into samples by the global batch size, so a run
-and its continuation on another number of ranks see the same values. The rate of a step is the one at the samples
-consumed before it: with warm-up the first step has `--lr-warmup-init`.
+and its continuation on another number of ranks see the same values. Where a run of --train-iters resumes with another
+global batch size, its position on the curves is converted, too (`schedule_ratio` of checkpoint/record.py). The rate of
+a step is the one at the samples consumed before it: with warm-up the first step has `--lr-warmup-init`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
@@ -113,6 +115,16 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def stretched(self, ratio: Fraction) -> Schedule:
+        """Return the schedule with every length multiplied by `ratio`, rounded down to whole samples."""
+        if ratio == 1:
+            return self
+        whole = {"decay_samples": self.decay_samples, "ramp_samples": self.ramp_samples}
+        if self.anneal_samples is not None:
+            whole["anneal_samples"] = self.anneal_samples
+        lengths = {name: math.floor(samples * ratio) for name, samples in whole.items()}
+        return dataclasses.replace(self, warmup_samples=float(self.warmup_samples * ratio), **lengths)
 
 
 def _fall(style: str, progress: float) -> float:

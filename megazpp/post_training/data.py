@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megazpp.data.cache import cache_key
+from megazpp.data.identity import Source
 from megazpp.data.loader import MicroBatch
 from megazpp.post_training.batch import PairBatch, shortened
 from megazpp.post_training.examples import Examples, Prompt
@@ -55,6 +57,22 @@ class EpochOrder:
         epoch, place = divmod(index, self._size)
         return place if self._seed is None else int(self._permutation(epoch)[place])
 
+    def digest(self) -> str:
+        """Return a name for the things."""
+        raise NotImplementedError
+
+    def order(self) -> str:
+        """Return a name for the samples in their order; see data/identity.py."""
+        return cache_key(digest=self._digest, size=self._size, seed=self._seed)
+
+    def sources(self) -> list[Source]:
+        """Return the one source; see data/identity.py."""
+        return [Source("the examples", self._digest, 1.0, self._size, self.order())]
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        return self.digest()
+
     def _permute(self, epoch: int) -> npt.NDArray[np.int64]:
         assert self._seed is not None
         return np.random.default_rng((self._seed, epoch)).permutation(self._size)
@@ -80,11 +98,15 @@ class SupervisedDataset(EpochOrder):
         pad: int,
         packing: bool = False,
     ) -> None:
-        self._examples, self._max_length, self._pad = examples, max_length, pad
+        self._examples, self._max_length, self._pad, self._packed = examples, max_length, pad, packing
         lengths = np.diff(examples.starts)
         self._rows = pack(lengths, max_length) if packing else [[number] for number in range(len(lengths))]
         self.samples_per_epoch = len(self._rows)
         super().__init__(len(self._rows), num_samples=num_samples, seed=seed)
+
+    def digest(self) -> str:
+        """Return a name for the tokens and masks of all rows."""
+        return cache_key(examples=digest_of(self._examples), rows=self._packed, max_length=self._max_length)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         sample, end = np.zeros((3, self._max_length + 1), dtype=np.int64), 0
@@ -127,10 +149,7 @@ class PreferenceDataset(EpochOrder):
 
     def digest(self) -> str:
         """Names the tokens and masks of all pairs."""
-        found = hashlib.blake2b(digest_size=16)
-        for array in (self._examples.tokens, self._examples.mask, self._examples.starts):
-            found.update(np.ascontiguousarray(array).data)
-        return found.hexdigest()
+        return digest_of(self._examples)
 
 
 class PromptDataset(EpochOrder):
@@ -142,6 +161,21 @@ class PromptDataset(EpochOrder):
 
     def __getitem__(self, index: int) -> Prompt:
         return self._prompts[self.place(index)]
+
+    def digest(self) -> str:
+        """Return a name for the tokens and columns of all prompts."""
+        found = hashlib.blake2b(digest_size=16)
+        for prompt in self._prompts:
+            found.update(cache_key(tokens=prompt.tokens, columns=prompt.columns).encode())
+        return found.hexdigest()
+
+
+def digest_of(examples: Examples) -> str:
+    """Return a name for the tokens and masks of examples."""
+    found = hashlib.blake2b(digest_size=16)
+    for array in (examples.tokens, examples.mask, examples.starts):
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: bool = False) -> MicroBatch:

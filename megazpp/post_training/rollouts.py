@@ -9,8 +9,8 @@ One generation fills a buffer, which serves `slices` x `passes` optimizer steps:
     reference     log-probabilities of the frozen model
     compare       with the group (GRPO), or with the values (PPO), over the whole generation
 
-Completion n of generation g has prompt (g x completions + n) / group size of the data, and is drawn by numbers that
-follow from both: neither depends on the layout. A buffer that is not used up is part of a checkpoint.
+Completion n of a generation has prompt n / group size behind those used before, and is drawn by numbers that follow
+from the generation and n: neither depends on the layout. A buffer that is not used up is part of a checkpoint.
 
 Legend: n completions of this rank, N of all, S tokens of a row, F rewards.
 """
@@ -70,6 +70,7 @@ class RolloutLoader(StatePart):
         global_batch_size, micro_batch_size: completions of an optimizer step, and of a forward on one data rank.
         show: told prompt, completion and rewards (by name, NaN where a function has no opinion) of all completions of
             some prompts of each generation, on rank 0, with the iteration that begins.
+        start: steps that were done with other batch sizes, and completions that they consumed; see `BatchPlan`.
     Attributes:
         wait_seconds: always 0: nothing is prepared beside the training.
     """
@@ -87,6 +88,7 @@ class RolloutLoader(StatePart):
     global_batch_size: int
     micro_batch_size: int
     show: Callable[[int, list[dict[str, Any]]], None]
+    start: tuple[int, int] = (0, 0)
     wait_seconds: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -101,10 +103,12 @@ class RolloutLoader(StatePart):
     def step(self, consumed_samples: int, global_batch_size: int) -> list[RolloutBatch]:
         """The micro-batches of the step that begins at `consumed_samples`; draws where a generation begins."""
         assert global_batch_size == self.global_batch_size, "completions do not ramp up"
-        config, iteration = self.config, consumed_samples // global_batch_size
+        config = self.config
+        iteration = self.start[0] + (consumed_samples - self.start[1]) // global_batch_size
         number, place = divmod(iteration, config.slices * config.passes)
         if self._buffer is None or int(self._buffer.number) != number:
-            self._buffer = self._generate(number, iteration + 1)
+            first = max(0, consumed_samples - place * global_batch_size) // config.passes // config.group_size
+            self._buffer = self._generate(number, iteration + 1, first_prompt=first)
         self._used_up = place + 1 == config.slices * config.passes
         count = global_batch_size // self._dims.data_size
         first = place % config.slices * count
@@ -146,6 +150,8 @@ class RolloutLoader(StatePart):
         if parts:
             whole = {name: torch.cat([found[rank] for rank in sorted(found)]) for name, found in parts.items()}
             order = {row: place for place, row in enumerate(whole["rows"].tolist())}
+            if len(order) != (total := self.global_batch_size * self.config.slices):
+                return [f"the {len(order)} completions of the checkpoint are dropped: a generation now has {total}"]
             mine = torch.tensor([order[row] for row in self._rows()])
             known = {name: x[mine] for name, x in whole.items()}
             batch = make_rollout_batch(known["tokens"], known["mask"], **{x: known[x] for x in _KNOWN if x in known})
@@ -171,19 +177,17 @@ class RolloutLoader(StatePart):
         """`sums` over all data ranks."""
         return self._dims.sum_over_data_(sums.to(self._device)).to(sums.device)
 
-    def _generate(self, number: int, iteration: int) -> Buffer:
+    def _generate(self, number: int, iteration: int, *, first_prompt: int) -> Buffer:
         began, config, rows = time.perf_counter(), self.config, self._rows()
-        total = self.global_batch_size * config.slices
-        prompts = [self.prompts[(number * total + row) // config.group_size] for row in rows]
+        prompts = [self.prompts[first_prompt + row // config.group_size] for row in rows]
         drawn, texts = self.sampler.draw(prompts, [f"generation {number} completion {row}" for row in rows])
         rewards, batch = self.judged(prompts, drawn, texts), self._laid_out(prompts, drawn)
         if config.mask_truncated_completions and config.objective == "grpo":
             batch = batch._replace(loss_mask=batch.loss_mask * drawn.ended.unsqueeze(1))
-        table = torch.zeros(total, rewards.shape[1] + 2, dtype=torch.float64)
+        table = torch.zeros(self.global_batch_size * config.slices, rewards.shape[1] + 2, dtype=torch.float64)
         table[rows] = torch.cat((rewards, torch.stack((drawn.lengths, drawn.ended), dim=1).double()), dim=1)
         table, seconds = self.summed(table), time.perf_counter() - began
-        rate = float(table[:, -2].sum()) / seconds
-        self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": rate}
+        self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
         if config.log_completions:  # of the first prompts, whole groups, which may lie on several ranks
             names, count = self._reward_names, config.log_completions * config.group_size
             own = {
@@ -265,8 +269,7 @@ class RolloutLoader(StatePart):
     def _rows(self) -> list[int]:
         """The completions of a generation that are this data rank's, in the order of the steps that take them."""
         size, ranks = self.micro_batch_size, self._dims.data_size
-        total = self.global_batch_size * self.config.slices
-        firsts = range(self._dims.data_rank * size, total, size * ranks)
+        firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]
 
 

@@ -21,6 +21,7 @@ from megazpp.checkpoint.state import StatePart
 from megazpp.checkpoint.weights import FrozenPlace, open_frozen_place
 from megazpp.convert.peft import TENSORS
 from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
+from megazpp.data.identity import describe_samples
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import content_hash
 from megazpp.post_training.batch import row_multiple
@@ -91,23 +92,26 @@ class _PostTraining:
             has_weights=adapted is not None,  # the base has been read, adapters begin anew
             weights_taken=(lambda: None) if synced is None else functools.partial(synced.take, 1.0),
             evaluates_first=self.post.eval_on_start,
+            describe_samples=self._describe_samples,
             finish=(lambda: None) if adapted is None else functools.partial(self._save_adapter, adapted),
         )
+
+    def _describe_samples(self) -> dict[str, Any]:
+        per_prompt = self.post.passes * self.post.group_size if self.post.draws else 1
+        return describe_samples(self.datasets, self._counts, per_prompt=per_prompt)
 
     def _open_data(self) -> Splits[Any]:
         data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form.chat_template, self.tokenizer)
-        held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.total_samples
-        if self.post.draws:  # whole generations
-            per_generation = self.post.slices * plan.global_batch_size // self.post.group_size
-            wanted = -(-plan.total_iterations // (self.post.slices * self.post.passes)) * per_generation
+        held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
+        if self.post.draws:  # the prompts before the last generation, and its own
+            steps, group = self.post.slices * self.post.passes, self.post.group_size
+            consumed = plan.consumed_samples_at((plan.total_iterations - 1) // steps * steps)
+            wanted = max(0, consumed) // self.post.passes // group + self.post.slices * plan.global_batch_size // group
         files = (train_paths(self.config), data.valid_data_path, data.test_data_path)
-        return Splits(
-            *(
-                self._open(paths, template, count, use) if paths and count else None
-                for use, paths, count in zip(Splits._fields, files, (wanted, held_out, held_out), strict=True)
-            )
-        )
+        self._counts = Splits(wanted, held_out, held_out)
+        opened = zip(Splits._fields, files, self._counts, strict=True)
+        return Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
 
     def _spec(self, *, scalar_head: bool | None = None) -> ModelSpec:
         """That of the policy, or of a model with a scalar head or without."""
@@ -224,6 +228,7 @@ class _PostTraining:
             global_batch_size=plan.global_batch_size,
             micro_batch_size=plan.micro_batch_size,
             show=self._show,
+            start=(plan.start_iteration, plan.start_samples),
         )
 
     def _open_reference(self) -> Logps:

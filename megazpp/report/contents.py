@@ -213,7 +213,11 @@ def _came_out(run: Run) -> dict[str, str]:
     cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
     summary = {key: number(value) for key, value in run.summary.items()}
     done = max((row["iteration"] for row in rows), default=summary.get("iteration") or 0)
-    wanted = number(run.flags.get("train_iters"))
+    wanted, samples = (number(run.flags.get(name)) for name in ("train_iters", "train_samples"))
+    consumed = max(_numbers(rows, "consumed_samples"), default=0)
+    steps = f"{done:,}" + (f" of {wanted:,}" if wanted and wanted != done else "")
+    if samples:
+        steps += f", {consumed:,}" + (f" of {samples:,}" if samples != consumed else "") + " samples"
     seconds = float(at[2, -1]) if rows else 0.0
     duration = f"{seconds:,.1f} s" if seconds < 3600 else str(datetime.timedelta(seconds=round(seconds)))
     losses, speeds = _numbers(run.validations, "lm_loss"), _numbers(rows, "tokens_per_second")
@@ -226,7 +230,7 @@ def _came_out(run: Run) -> dict[str, str]:
     not_finite = sum(not math.isfinite(loss) for loss in _numbers(rows, "lm_loss"))
     return {
         "state": run.state,
-        "steps": f"{done:,}" + (f" of {wanted:,}" if wanted and wanted != done else ""),
+        "steps": steps,
         "tokens": _decimal(max(_numbers(rows, "consumed_tokens"), default=None), 0),
         "training time": duration if rows else NOTHING,
         "training loss": _decimal(rows[-1].get("lm_loss"), 4) if rows else NOTHING,

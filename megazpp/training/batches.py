@@ -1,15 +1,19 @@
 """The samples of each step: pure integers, the same on every rank.
 
 The global batch size is constant or ramps up in equal increments, as Megatron's does; everything else follows from it.
+A resumed run may have other batch sizes than the steps before it. Its plan therefore starts at the progress that it
+resumes from, and a run of --train-samples ends when these samples are consumed, in however many steps.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
 from megazpp.base.flags import check_positive, flag
+from megazpp.checkpoint.record import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,23 @@ class BatchPlan:
     rampup_samples: int  # 0: no ramp-up
     train_iters: int | None  # or
     train_samples: int | None
+    start_iteration: int = 0  # steps that were done with other batch sizes
+    start_samples: int = 0  # samples that these steps consumed
+
+    def resumed_at(self, progress: TrainingProgress) -> BatchPlan:
+        """Return the plan of a run that resumes from `progress`; the same plan if batch sizes never changed."""
+        whole = dataclasses.replace(self, start_iteration=0, start_samples=0)
+        if whole.consumed_samples_at(progress.iteration) == progress.consumed_samples:
+            return whole
+        return dataclasses.replace(self, start_iteration=progress.iteration, start_samples=progress.consumed_samples)
+
+    def is_complete(self, progress: TrainingProgress) -> bool:
+        """Return whether the run ends here; a partial last batch of --train-samples is dropped, as in Megatron."""
+        if self.train_iters is not None:
+            return progress.iteration >= self.train_iters
+        assert self.train_samples is not None
+        consumed = progress.consumed_samples
+        return consumed + self.batch_size_at(consumed) > self.train_samples
 
     def batch_size_at(self, consumed_samples: int) -> int:
         """Global batch size of the step that starts after `consumed_samples`.
@@ -79,36 +100,43 @@ class BatchPlan:
         return self.batch_size_at(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
     def consumed_samples_at(self, iteration: int) -> int:
-        """Samples consumed when `iteration` steps are done."""
-        ramp = self._ramp_starts
-        if iteration < len(ramp):
-            return ramp[iteration]
-        return ramp[-1] + (iteration - len(ramp) + 1) * self.global_batch_size
+        """Samples consumed when `iteration` steps are done; before the plan's start, at today's batch size."""
+        ramp, step = self._ramp_starts, iteration - self.start_iteration
+        if 0 <= step < len(ramp):
+            return ramp[step]
+        first, start = (0, ramp[0]) if step < 0 else (len(ramp) - 1, ramp[-1])
+        return start + (step - first) * self.global_batch_size
 
     def iteration_at(self, consumed_samples: int) -> int:
-        """Whole steps that `consumed_samples` samples make."""
-        ramp = self._ramp_starts
-        if consumed_samples < ramp[-1]:
-            return bisect.bisect_right(ramp, consumed_samples) - 1
-        return len(ramp) - 1 + (consumed_samples - ramp[-1]) // self.global_batch_size
+        """Whole steps done when `consumed_samples` samples are consumed."""
+        ramp, start = self._ramp_starts, self.start_iteration
+        if ramp[0] <= consumed_samples < ramp[-1]:
+            return start + bisect.bisect_right(ramp, consumed_samples) - 1
+        first, samples = (0, ramp[0]) if consumed_samples < ramp[0] else (len(ramp) - 1, ramp[-1])
+        return start + first + (consumed_samples - samples) // self.global_batch_size
 
     @property
     def total_iterations(self) -> int:
-        """Steps of the run; a partial last batch of --train-samples is dropped, as in Megatron."""
+        """Steps of the whole run. For --train-samples an estimate: the batch size may change when it resumes."""
         if self.train_iters is not None:
             return self.train_iters
         assert self.train_samples is not None
-        return self.iteration_at(self.train_samples)
+        return max(self.start_iteration, self.iteration_at(self.train_samples))
 
     @property
     def total_samples(self) -> int:
         """Samples consumed when the run is over."""
         return self.consumed_samples_at(self.total_iterations)
 
+    @property
+    def dataset_samples(self) -> int:
+        """Samples that the training data must have: those already consumed and those that may still be consumed."""
+        return max(self.start_samples, self.total_samples) if self.train_samples is None else self.train_samples
+
     @cached_property
     def _ramp_starts(self) -> list[int]:
-        """Samples consumed before step 0, 1, ... up to the first step of full size."""
-        starts = [0]
+        """Samples consumed before the plan's first step, its second, ... up to its first step of full size."""
+        starts = [self.start_samples]
         while starts[-1] < self.rampup_samples:
             starts.append(starts[-1] + self.batch_size_at(starts[-1]))
         return starts

@@ -88,12 +88,12 @@ def train(
             a step, its iteration and True for the run's last one; returns whether all have waited for each other.
     """
     progress = start
-    if progress.iteration >= plan.total_iterations:
-        recorder.run.log(f"training is complete: iteration {progress.iteration} of {plan.total_iterations}")
+    if plan.is_complete(progress):
+        recorder.run.log(f"training is complete: {_length_of(plan, progress)}")
     recorder.run.console.start_bar(plan.total_iterations, progress.iteration)
     before: LaunchedStep | None = None  # a step that nobody has waited for yet
     with collect_garbage_between_steps() as collect_garbage:
-        while progress.iteration < plan.total_iterations and progress.stop_reason is None:
+        while not plan.is_complete(progress) and progress.stop_reason is None:
             iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
             began, cpu_began, waited = time.perf_counter(), time.process_time(), loader.wait_seconds
             with ExitStack() as around:
@@ -107,13 +107,14 @@ def train(
                     weight_decay=schedule.weight_decay(progress.scheduled_samples),
                     iteration=iteration,
                 )
-                final = iteration == plan.total_iterations
+                after_it = progress._replace(
+                    iteration=iteration, consumed_samples=progress.consumed_samples + batch_size
+                )
+                final = plan.is_complete(after_it)
                 met = synchronize is None or synchronize(launched, iteration, final)
             collect_garbage(iteration)
             micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
-            progress = progress._replace(
-                iteration=iteration,
-                consumed_samples=progress.consumed_samples + batch_size,
+            progress = after_it._replace(
                 scheduled_samples=progress.scheduled_samples
                 + (0 if synchronize is None and launched.skipped else batch_size),
                 micro_batches=progress.micro_batches + micro_batches,
@@ -138,6 +139,15 @@ def train(
                 each.after_step(progress, last=last)
     recorder.run.console.stop_bar()
     return progress
+
+
+def _length_of(plan: BatchPlan, progress: TrainingProgress) -> str:
+    """Describe the progress of a complete run, and the samples that are too few for another step."""
+    if plan.train_samples is None:
+        return f"iteration {progress.iteration} of {plan.train_iters}"
+    left = plan.train_samples - progress.consumed_samples
+    rest = f"; the other {left} are too few for a global batch of {plan.batch_size_at(progress.consumed_samples)}"
+    return f"{progress.consumed_samples} of --train-samples {plan.train_samples} are consumed{rest if left > 0 else ''}"
 
 
 @dataclass

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
-from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_marks
+from megazpp.data.blend import DataSource
+from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_marks, missing_ends
 from megazpp.data.gpt_dataset import WholeText
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.loader import BatchLoader, Dataset, MicroBatch, make_padded_batch
@@ -199,6 +200,8 @@ def score_whole(
         prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(data), log=say, flag_name="--input")
     sequences = IndexedDataset(prefix)
     check_marks([sequences], tokenizer, f"--input {path}")
+    if warning := missing_ends([DataSource(sequences, f"--input {path}", None)], data, tokenizer):
+        say(warning)
     start = None if tokenizer.marks.used and tokenizer.marks.before else tokenizer.eod  # a text begins with its mark
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
     batch_size = micro_batch_size * dims.data_size

@@ -15,13 +15,14 @@ from megazpp.base.arguments import ParsedRun
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.flags import render_arguments_block
 from megazpp.base.program import aligned, user_errors
-from megazpp.checkpoint.read import LoadSource
+from megazpp.checkpoint.read import LoadSource, Resumed, start_of
 from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.data.dataset import cache_dir
 from megazpp.data.text import BUILTIN
 from megazpp.model.backends import find_product, model_backends
 from megazpp.optim.optimizer import optimizer_backends
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.launch import RESTART_COUNT
 from megazpp.parallel.measure_links import measure_links
 from megazpp.parallel.survey import settle_cluster
 from megazpp.parallel.worker import Worker, seed_everything
@@ -50,7 +51,8 @@ def run_training(
     with user_errors():
         tp = parsed.config.parallel.tensor_model_parallel_size
         cluster = settle_cluster(worker, parsed.config.cluster, plan.layout.cluster, tp=tp)
-        plan = check_run_config(parsed.config, cluster, device_type=worker.device.type)
+        start = start_of(source, earlier)
+        plan = check_run_config(parsed.config, cluster, device_type=worker.device.type, start=start)
         find_product(parsed.config.model, worker.device)  # refuses a device that cannot
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
@@ -60,7 +62,12 @@ def run_training(
         introduce(run, parsed, plan)
         trainer = Trainer(build_parts, parsed, plan, run, tracker)
         resumed = trainer.load(source)
+        if resumed is not None:
+            with user_errors():
+                trainer.plan = resumed_plan(trainer.plan, resumed)
         progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
+        if tracker is not None and (progress.iteration > 0 or int(os.environ.get(RESTART_COUNT, "0")) > 0):
+            tracker.resume(progress)
         meter = trainer.recorder.meter
         run.log(mfu_convention(meter.flops_per_token, device_name(run.device), meter.peak_flops), short="")
         progress = trainer.train(progress, schedule, stops, worker)
@@ -74,6 +81,22 @@ def run_training(
             run.log(f"tokenizer and data indices: {cache_dir(parsed.config.data)}", short="")
             stopped = progress.stop_reason is not None
             run.log(what_next(parsed, run.folder.path, stopped=stopped, generates=trainer.parts.generates))
+
+
+def resumed_plan(plan: RunPlan, resumed: Resumed) -> RunPlan:
+    """Return the plan from the loaded checkpoint on, which --load-fallback may have chosen.
+
+    Raises:
+        ValueError: the data was opened for another checkpoint, and from this one the run takes other samples.
+    """
+    planned, progress = plan.batches, resumed.progress
+    batches = planned.resumed_at(progress)
+    if (batches.total_iterations, batches.total_samples) != (planned.total_iterations, planned.total_samples):
+        raise ValueError(
+            f"--load-fallback: {resumed.checkpoint} has another global batch size than the newer checkpoint for which "
+            f"the data was prepared; --ckpt-step {progress.iteration} resumes from it"
+        )
+    return plan._replace(batches=batches)
 
 
 def _with_folder_to_save_to(parsed: ParsedRun, run: RunContext) -> ParsedRun:

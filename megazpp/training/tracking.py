@@ -3,6 +3,8 @@
 Only rank 0 has a `Tracker`. Steps go to wandb and TensorBoard, intervals (log lines) to metrics.jsonl as well. What
 cannot be recorded (a full disk, a lost network) is said once, and training goes on: the log line is on stdout too.
 Both packages are imported only when their flag is given: TensorBoard is optional, and wandb takes its time.
+
+One file of more than 300 lines: the sinks differ in what a resumed run needs, and share the tracker's rules.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ MEMORY_SCALARS = {
     "mem/allocated": "allocated_bytes.all.current",
     "mem/allocations": "allocation.all.current",
 }
+
+
+SAMPLES = " vs samples"  # ends the names of scalars over samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,9 @@ class Sink(Protocol):
 
     name: str
 
+    def resume(self, progress: TrainingProgress) -> None:
+        """Forget steps after `progress`, which are taken again; called before anything is written."""
+
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         """Record values at an iteration."""
 
@@ -88,6 +96,11 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def __post_init__(self) -> None:
         self._failed = set[str]()  # files and sinks whose failure was logged
+
+    def resume(self, progress: TrainingProgress) -> None:
+        """Have sinks forget steps after `progress`, which a crash has lost; call before anything is recorded."""
+        for sink in self.sinks:
+            self._try(sink, lambda sink: sink.resume(progress))
 
     def step(self, step: StepRecord) -> None:
         """Record a step's scalars, every `--tensorboard-log-interval` iterations."""
@@ -207,6 +220,9 @@ class WandbSink:
 
     Never prompts: without credentials the run is recorded offline (`wandb sync` sends it later), and so it is when
     the server cannot be reached. `settings` are those of `wandb.init`; tags of WANDB_TAGS are added.
+
+    wandb ignores steps below the last one that it has. A run that goes back is therefore rewound (`resume_from`), which
+    servers offer as a preview; where one does not, it keeps the steps that it has, and repeated ones are left out.
     """
 
     name = "wandb"
@@ -214,10 +230,35 @@ class WandbSink:
     def __init__(self, tags: Sequence[str], **settings: Any) -> None:
         wandb = importlib.import_module("wandb")
         own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
-        settings |= {"resume": "allow", "tags": [*dict.fromkeys([*tags, *own_tags])]}
+        self._wandb, self._first = wandb, 0  # the first iteration that is recorded
+        self._settings = settings | {"tags": [*dict.fromkeys([*tags, *own_tags])]}
+        self._open(resume="allow")
+
+    def resume(self, progress: TrainingProgress) -> None:
+        """Rewind the run, if the server has later steps; an offline run is a recording of its own."""
+        first = self._run.starting_step
+        if first <= progress.iteration + 1:
+            return
+        self._run.finish()
+        try:
+            self._open(resume_from=f"{self._settings['id']}?_step={progress.iteration}", offline=False)
+        except self._wandb.errors.Error as error:
+            print(
+                f"wandb: the server did not rewind the run: {error}; it keeps the iterations {progress.iteration + 1} "
+                f"to {first - 1} that were lost, and those that repeat them are not recorded there",
+                flush=True,
+            )
+            self._open(resume="allow")
+            self._first = first
+
+    def _open(self, *, offline: bool = True, **resume: str) -> None:
+        """Start recording; `offline` where the server does not take the run, else its error is raised."""
+        wandb, settings = self._wandb, self._settings | resume
         try:
             self._run = wandb.init(**settings, mode=wandb_mode())
         except wandb.errors.Error as error:
+            if not offline:
+                raise
             print(f"wandb: recording offline, the server did not take the run: {error}", flush=True)
             wandb.teardown(exit_code=1)
             self._run = wandb.init(**settings, mode="offline")
@@ -225,6 +266,8 @@ class WandbSink:
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        if iteration < self._first:
+            return
         self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=iteration)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
@@ -240,13 +283,35 @@ class TensorBoardSink:
     name = "TensorBoard"
 
     def __init__(self, folder: Path) -> None:
-        tensorboard = importlib.import_module("torch.utils.tensorboard")
-        self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=1000)
+        self._folder, self._purge_step = folder, None
+        self._tensorboard = importlib.import_module("torch.utils.tensorboard")
+
+    def resume(self, progress: TrainingProgress) -> None:
+        """Purge later steps, if there are any.
+
+        TensorBoard purges from one step on, whatever a scalar's steps count. So points over samples that are still
+        right but have a larger number than the iteration are purged, too, and written again.
+        """
+        reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+        events = reader.EventAccumulator(str(self._folder), size_guidance={reader.SCALARS: 0}).Reload()
+        points = {tag: events.Scalars(tag) for tag in events.Tags()[reader.SCALARS]}
+        ends = {tag: progress.consumed_samples if tag.endswith(SAMPLES) else progress.iteration for tag in points}
+        if not any(point.step > ends[tag] for tag, found in points.items() for point in found):
+            return
+        self._purge_step = progress.iteration + 1
+        for tag, found in points.items():
+            for point in found:
+                if self._purge_step <= point.step <= ends[tag]:
+                    self._writer.add_scalar(tag, point.value, point.step, walltime=point.wall_time)
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        return self._tensorboard.SummaryWriter(log_dir=str(self._folder), max_queue=1000, purge_step=self._purge_step)
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
-            self._writer.add_scalar(f"{name} vs samples", value, consumed_samples)
+            self._writer.add_scalar(f"{name}{SAMPLES}", value, consumed_samples)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         rows = [f"| {name} | {value} |" for name, value in values.items()]

@@ -29,7 +29,7 @@ from megazpp.base.program import user_errors
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed
-from megazpp.checkpoint.record import RunRecord, TrainingProgress, found_from_anywhere
+from megazpp.checkpoint.record import SAMPLES, RunRecord, TrainingProgress, found_from_anywhere
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState
 from megazpp.convert.patches import WeightPatches
 from megazpp.data.tokenizer import Tokenizer
@@ -75,6 +75,7 @@ class TrainingParts:
         weights_taken: called when it has begun so.
         evaluates_first: validate before the first step.
         finish: called after the last evaluation.
+        describe_samples: description of the training and held-out samples, see data/identity.py.
         held_out_entropy: nats per token of the validation text to a model blind to context; None if there is no text.
     """
 
@@ -93,6 +94,7 @@ class TrainingParts:
     weights_taken: Callable[[], None] = lambda: None
     evaluates_first: bool = False
     finish: Callable[[], None] = lambda: None
+    describe_samples: Callable[[], Mapping[str, Any]] = dict
     held_out_entropy: Callable[[], float | None] = lambda: None
 
 
@@ -126,8 +128,11 @@ class Trainer:
             self.islands = Islands(sharding, dims, plan.islands, config.precision)
             states, flags = island_parts(states, self.islands, model, values), flags | plan.islands.chosen_flags()
         state = TrainState(model, sharding, values, [*states, *parts.states])
-        record = self._record({**flags, **parts.flags})
         saves = config.checkpoint.save is not None or config.checkpoint.load is not None
+        samples: dict[str, Any] = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data}
+        if saves and dims.world.rank == 0:  # which writes the record and prints what differs
+            samples |= parts.describe_samples()
+        record = self._record({**flags, **parts.flags, SAMPLES: samples})
         axis = open_axis(dims) if saves else dims.world
         tokenizer_files = parts.tokenizer.files
         self.checkpoints = Checkpoints(config.checkpoint, state, record, axis, run.log, tokenizer=tokenizer_files)

@@ -6,6 +6,7 @@ from helpers.refusals import not_refused, table
 from helpers.small_run import SMALL, check, parse
 
 from megazpp.base.checks import check_run_config
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.zero.config import WirePlan, ZeroConfig, plan_wire
 
@@ -94,3 +95,27 @@ def test_observers_that_record_something_are_fine():
     check(f"{profile} --record-memory-history", device="cuda")
     with pytest.raises(ValueError, match="--profile-ranks -1"):
         check("--record-memory-history --profile-ranks -1", device="cuda")
+
+
+def test_exit_interval_ends_a_resumed_run_at_the_next_multiple():
+    def check_at(iteration: int, timeline_step: int) -> None:
+        config = parse(f"{SMALL} --timeline-step {timeline_step} --exit-interval 4").config
+        start = TrainingProgress(iteration, 2 * iteration)
+        check_run_config(config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu", start=start)
+
+    check_at(5, 8)
+    rows = [
+        ((0, 8), "--timeline-step 8: --exit-interval 4 ends the run"),
+        ((5, 9), "--timeline-step 9: --exit-interval 4 ends the run after iteration 8"),
+        ((9, 11), "--timeline-step 11: the run ends with iteration 10"),
+    ]
+    assert not not_refused(rows, lambda at: check_at(*at))
+
+
+def test_a_resumed_run_of_samples_says_what_no_step_takes():
+    config = parse(f"{SMALL} --train-samples 21".replace("--train-iters 10", "")).config
+    plan = check_run_config(
+        config, Cluster(num_nodes=1, ranks_per_node=2), device_type="cpu", start=TrainingProgress(3, 6)
+    )
+    assert (plan.batches.total_iterations, plan.batches.total_samples) == (3 + 3, 6 + 3 * 4)
+    assert "--train-samples 21: the last 3 are too few for a global batch of 4, and no step takes them" in plan.notices

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,21 @@ from helpers.refusals import not_refused
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.base.files import DamagedError
+from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.record import (
+    RunRecord,
     TrainingProgress,
+    agreed_schedule,
+    batch_size_of,
     check_same_model,
     data_notes,
     found_from_anywhere,
     read_record,
     rows_problem,
+    schedule_ratio,
 )
+from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 
 WHERE = Path("iter_0000007")
 RECORD = record_of(Case())
@@ -115,6 +122,77 @@ def test_other_data_gives_a_note_and_the_same_data_none():
     assert data_notes(saved, now, WHERE) == []
     (note,) = data_notes(saved, now | {"seed": 2, "train_iters": 20}, WHERE)
     assert note.startswith("--seed is 2, was 1, --train-iters is 20, was 10 in iter_0000007: ")
+
+
+def test_the_batch_size_of_an_old_checkpoint_follows_from_its_flags_and_layout():
+    def size(flags: dict[str, Any], **layout: int) -> int | None:
+        return batch_size_of(dataclasses.replace(RECORD, flags=flags, layout=layout))
+
+    micro = {"micro_batch_size": 4, "global_batch_size": None}
+    assert size({**micro, "global_batch_size": 24}, tp=2) == 24
+    assert size(micro, island=2, replicate=3, cross=2, local=4, tp=8) == 4 * 48
+    assert size({**micro, "context_parallel_size": 4}, replicate=1, cross=2, local=4) == 4 * 2
+    assert size({**micro, "samples": {"global_batch_size": 7}}, local=4) == 7
+    assert size(micro) is None  # a converted model
+    assert size({}, local=4) is None
+
+
+STEPS = {"train_iters": 100, "train_samples": None}
+IN_SAMPLES = {"train_iters": None, "train_samples": 320}
+
+
+def of_batch(size: int, length: dict[str, Any], progress: TrainingProgress = TrainingProgress()) -> RunRecord:  # noqa: B008
+    return dataclasses.replace(RECORD, progress=progress, flags={**length, "samples": {"global_batch_size": size}})
+
+
+def test_the_position_on_a_schedule_of_steps_counts_steps_and_else_samples():
+    at = TrainingProgress(30, 480, 464)  # one step of 16 was skipped
+    assert schedule_ratio(of_batch(16, STEPS, at), of_batch(8, STEPS)) == Fraction(8, 16)
+    assert schedule_ratio(of_batch(16, STEPS, at), of_batch(16, STEPS)) == 1
+    assert schedule_ratio(of_batch(16, IN_SAMPLES, at), of_batch(8, IN_SAMPLES)) == 1
+    twice = TrainingProgress(40, 560, 304)  # ten steps of 8 later
+    assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, STEPS)) == 1
+    assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, IN_SAMPLES)) * (40 * 8) == 560
+    assert schedule_ratio(of_batch(8, IN_SAMPLES, twice), of_batch(8, STEPS)) * 560 == 40 * 8
+    converted = dataclasses.replace(RECORD, progress=at, flags={}, layout={})
+    assert schedule_ratio(converted, of_batch(8, STEPS)) == 1
+    assert schedule_ratio(of_batch(16, STEPS), of_batch(8, STEPS)) == 1  # nothing is done yet
+
+
+@pytest.mark.parametrize("warmup", [{}, {"lr_warmup_iters": 7}, {"lr_warmup_fraction": 0.15}])
+def test_a_run_of_steps_ends_its_schedule_with_its_last_step_at_any_batch_size(warmup):
+    def scheduled(size: int) -> Schedule:
+        rates = ScheduleConfig(
+            lr=1.0,
+            lr_decay_style="WSD",
+            lr_wsd_decay_iters=50,
+            start_weight_decay=0.0,
+            end_weight_decay=0.1,
+            weight_decay_incr_style="linear",
+            **warmup,
+        )
+        return build_schedule(rates, weight_decay=0.1, **STEPS, global_batch_size=size)
+
+    before, own, ratio = scheduled(16), scheduled(6), Fraction(6, 16)
+    agree = functools.partial(agreed_schedule, before.state_dict(), own, where=WHERE, ratio=ratio)
+    with pytest.raises(ValueError, match=r"a step of the schedule has 0\.375 times the samples that it had in iter_"):
+        agree(CheckpointConfig())
+    for flag in ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"):
+        found = agree(CheckpointConfig(load="x", **{flag: True}))
+        for step in range(101):
+            assert found.learning_rate(step * 6) == pytest.approx(before.learning_rate(step * 16)), (flag, step)
+            assert found.weight_decay(step * 6) == pytest.approx(before.weight_decay(step * 16)), (flag, step)
+
+
+def test_twice_the_steps_at_half_the_batch_size_are_another_schedule():
+    rates = ScheduleConfig(lr=1.0)
+    one, two = (
+        build_schedule(rates, weight_decay=0.0, train_iters=steps, train_samples=None, global_batch_size=size)
+        for steps, size in ((100, 16), (200, 8))
+    )
+    assert one == two  # in samples
+    with pytest.raises(ValueError, match=r"0\.5 times the samples"):
+        agreed_schedule(one.state_dict(), two, CheckpointConfig(), WHERE, ratio=Fraction(8, 16))
 
 
 def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(tmp_path, monkeypatch):

@@ -155,6 +155,35 @@ def test_unusable_files_are_found_before_anything_is_built(tmp_path):
 # ---- plain text ----
 
 
+def test_document_flags_on_data_without_eod_give_one_warning(tmp_path):
+    eod = ByteTokenizer().eod
+    ends = str(write_pair(tmp_path / "ends", [[1] * 20 + [eod]] * 10))
+    bare, late = write(tmp_path / "bare"), str(write_pair(tmp_path / "late", [[1] * 20] * 64 + [[eod]] * 10))
+    inside = str(write_pair(tmp_path / "inside", [[1] * 3000 + [eod] + [1] * 3000]))
+    flags = ["reset_attention_mask", "reset_position_ids", "eod_mask_loss"]
+
+    def warnings(*paths: str, on: list[str] = flags, **other: Any) -> list[str]:
+        said: list[str] = []
+        build(tmp_path, said, data_path=paths, split="1", **dict.fromkeys(on, True), **other)
+        return [line for line in said if line.startswith("WARNING")]
+
+    for flag in flags:
+        (warning,) = warnings(bare, on=[flag])
+        assert f"sequences of {bare} have no end-of-document token ({eod})" in warning
+        assert f"--{flag.replace('_', '-')} changes nothing" in warning
+    (warning,) = warnings(bare, ends, late)
+    assert f"sequences of {bare}, {late} have" in warning
+    assert "--reset-position-ids, --reset-attention-mask, --eod-mask-loss changes" in warning
+    assert warnings(ends) == warnings(inside) == warnings(bare, on=[]) == []
+    said: list[str] = []
+    build(tmp_path, said, train_data_path=(ends,), valid_data_path=(bare,), eod_mask_loss=True)
+    assert sum(line.startswith("WARNING") for line in said) == 1
+    build(tmp_path, said, mock_data=True, eod_mask_loss=True)
+    (tmp_path / "text.txt").write_text(TEXT)
+    build(tmp_path, said, text_path=(str(tmp_path / "text.txt"),), eod_mask_loss=True, num_samples=(1, 0, 0))
+    assert sum(line.startswith("WARNING") for line in said) == 1
+
+
 def test_the_shipped_corpus_is_one_chapter_a_document():
     (path,) = resolve_text_paths(["builtin:moby_dick"])
     documents = list(read_documents(path))

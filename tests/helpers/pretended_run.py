@@ -82,7 +82,10 @@ class FakeLoader:
 
 
 class Run:
-    """Trains, observes its steps, and writes down when a checkpoint would be saved: every third step and at the end."""
+    """Trains, observes its steps, and writes down when a checkpoint would be saved: every third step and at the end.
+
+    `length` is --train-iters or --train-samples, by default as many steps as there are losses.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class Run:
         start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
         bad: int | None = None,
         events: list[str] | None = None,
+        length: dict[str, int] | None = None,
         **loop: Any,
     ) -> None:
         steps, events = len(losses), [] if events is None else events
@@ -113,8 +117,8 @@ class Run:
             tracker=self.tracker,
             validation=self.evaluate,
         )
-        batches = BatchConfig(micro_batch_size=1, global_batch_size=2, train_iters=steps)
-        self.plan = plan_batches(batches, data_parallel_size=2)
+        batches = BatchConfig(micro_batch_size=1, global_batch_size=2, **(length or {"train_iters": steps}))
+        self.plan = plan_batches(batches, data_parallel_size=2).resumed_at(start)
         rates = ScheduleConfig(lr=1.0, lr_decay_style="constant", lr_warmup_iters=4, lr_decay_iters=100)
         samples = {"train_iters": steps, "train_samples": None, "global_batch_size": 2}
         stops = StopConditions(StopConfig(**loop))

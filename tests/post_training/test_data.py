@@ -56,6 +56,26 @@ def test_each_epoch_is_a_permutation_of_its_own(size, seed):
         order.place(3 * size + 1)
 
 
+def test_the_order_of_examples_is_named_by_all_that_it_follows_from():
+    def sft(*lengths: int, seed: int = 1, samples: int = 6, **options: Any) -> str:
+        options = {"max_length": 8, "packing": False, **options}
+        return SupervisedDataset(examples(*lengths), num_samples=samples, seed=seed, pad=PAD, **options).order()
+
+    def dpo(*lengths: int, seed: int = 1, samples: int = 6) -> str:
+        return PreferenceDataset(examples(*lengths), num_samples=samples, seed=seed, max_length=8, pad=PAD).order()
+
+    def draw(text: str = "ab", seed: int = 1, samples: int = 6, number: int = 1) -> str:
+        prompts = [Prompt([*text.encode()], text, {"number": number}, "p.jsonl, line 1")]
+        return PromptDataset(prompts, num_samples=samples, seed=seed).order()
+
+    assert sft(3, 5) == sft(3, 5, samples=99)
+    assert dpo(3, 5) == dpo(3, 5, samples=99)
+    assert draw() == draw(samples=99)
+    others = [sft(3, 5), sft(5, 3), sft(3, 5, seed=2), sft(3, 5, packing=True), sft(3, 5, max_length=9)]
+    others += [dpo(3, 5), dpo(5, 3), dpo(3, 5, seed=2), draw(), draw("ba"), draw(seed=2), draw(number=2)]
+    assert len({*others}) == len(others)
+
+
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=60))
 def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths):
     rows = pack(np.array(lengths), 12)

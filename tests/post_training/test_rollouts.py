@@ -201,6 +201,47 @@ def test_a_buffer_of_two_ranks_goes_on_on_one():
     ranks(1).run(go_on, case, one | other)
 
 
+def go_on_with_half_the_batch(case: PostCase, steps: int) -> tuple[list[list[int]], list[str], list[bool]]:
+    """Prompts of each generation, notes of the loader that resumes with half the batch size, and where it draws."""
+    before, after = open_loader(case), open_loader(case)
+    after.global_batch_size, after.start = BATCH // 2, (steps, steps * BATCH)
+    used = list[list[int]]()
+    for loader in (before, after):
+
+        def draw(prompts: Any, names: Any, draw: Any = loader.sampler.draw) -> Any:
+            used.append([int(str(prompt.columns["number"])) for prompt in prompts])
+            return draw(prompts, names)
+
+        loader.sampler.draw = draw
+    for index in range(steps):
+        before.step(index * BATCH, BATCH)
+    notes, draws = after.accept(before.tensors(), 0), []
+    for index in range(4):
+        known = len(used)
+        after.step(steps * BATCH + index * BATCH // 2, BATCH // 2)
+        draws.append(len(used) > known)
+    return used, notes, draws
+
+
+@pytest.mark.parametrize(
+    ("post", "steps", "before", "after", "draws"),
+    [
+        (GRPO, 3, [[0, 1], [2, 3], [4, 5]], [[6], [7], [8], [9]], [True] * 4),
+        # four steps to a generation of four prompts; the second one ends early, and goes on with two others
+        (LATER, 5, [[0, 1, 2, 3], [4, 5, 6, 7]], [[4, 5], [6, 7]], [True, False, False, True]),
+        (LATER, 4, [[0, 1, 2, 3]], [[4, 5]], [True, False, False, False]),
+    ],
+)
+def test_rollouts_go_on_with_the_next_prompts_at_another_batch_size(post, steps, before, after, draws):
+    ((used, notes, drawn),) = ranks(1).run(go_on_with_half_the_batch, PostCase(post=post, micro_batch_size=4), steps)
+    order = PromptDataset(PROMPTS, num_samples=99, seed=1)
+    expected = [[order[number].columns["number"] for number in numbers] for numbers in before + after]
+    assert [numbers[:: post.group_size] for numbers in used] == expected
+    assert drawn == draws
+    dropped = ["the 16 completions of the checkpoint are dropped: a generation now has 8"]
+    assert notes == (dropped if steps % (post.slices * post.passes) else [])
+
+
 def go_through(case: PostCase) -> None:
     loader = open_loader(case)
     for index in range(6):

@@ -6,6 +6,7 @@ from helpers.refusals import not_refused
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megazpp.checkpoint.record import TrainingProgress
 from megazpp.training.batches import BatchConfig, BatchPlan, plan_batches
 
 
@@ -67,6 +68,47 @@ def test_walking_step_by_step_agrees_with_the_closed_forms(start, increments, in
         iteration += 1
     assert (ramp.total_iterations, ramp.total_samples) == (iteration, consumed)
     assert ramp.batch_size_at(samples + 1) == full
+
+
+SIZES = st.tuples(st.integers(1, 40), st.integers(1, 9))  # steps, and their batch size
+
+
+@given(stages=st.lists(SIZES, min_size=1, max_size=4), train_samples=st.integers(1, 2000))
+def test_a_run_of_samples_ends_by_samples_whatever_the_batch_sizes(stages, train_samples):
+    at = TrainingProgress()
+    for steps, size in stages:
+        sized = plan(dp=1, micro_batch_size=size, train_samples=train_samples).resumed_at(at)
+        assert sized.dataset_samples == train_samples
+        iteration, consumed = at.iteration, at.consumed_samples
+        while not sized.is_complete(at) and at.iteration < iteration + steps:
+            at = TrainingProgress(at.iteration + 1, at.consumed_samples + size)
+            assert sized.consumed_samples_at(at.iteration) == at.consumed_samples
+            assert sized.iteration_at(at.consumed_samples) == at.iteration
+        rest = (train_samples - consumed) // size
+        assert (sized.total_iterations, sized.total_samples) == (iteration + rest, consumed + rest * size)
+        assert sized.is_complete(at) == (train_samples - at.consumed_samples < size)
+
+
+@given(stages=st.lists(SIZES, min_size=1, max_size=4), train_iters=st.integers(1, 99))
+def test_a_run_of_steps_asks_for_all_samples_it_can_still_consume(stages, train_iters):
+    at = TrainingProgress()
+    for steps, size in stages:
+        sized = plan(dp=1, micro_batch_size=size, train_iters=train_iters).resumed_at(at)
+        left = max(0, train_iters - at.iteration)
+        assert (sized.total_iterations, sized.dataset_samples) == (train_iters, at.consumed_samples + left * size)
+        assert sized.is_complete(at) == (left == 0)
+        at = TrainingProgress(at.iteration + min(steps, left), at.consumed_samples + min(steps, left) * size)
+
+
+def test_a_run_that_resumes_after_its_ramp_up_without_one_ends_by_samples():
+    ramp = plan(global_batch_size=32, rampup_batch_size=(8, 8, 96), train_samples=500)
+    assert ramp.resumed_at(TrainingProgress(8, 112)) == ramp
+    constant = plan(global_batch_size=32, train_samples=500).resumed_at(TrainingProgress(8, 112))
+    assert (constant.total_iterations, constant.total_samples) == (8 + 12, 112 + 12 * 32)
+    again = plan(global_batch_size=16, rampup_batch_size=(8, 8, 200), train_samples=500)
+    # in a ramp again: 11 steps of 8 from 112 to 200, then (500 - 200) // 16 = 18 steps of 16
+    assert again.resumed_at(TrainingProgress(8, 112)).total_samples == 200 + 18 * 16
+    assert again.resumed_at(TrainingProgress(8, 112)).total_iterations == 8 + 11 + 18
 
 
 RAMP = {"global_batch_size": 32, "train_samples": 900}

@@ -64,6 +64,24 @@ def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step_and_
     assert run.observed == [(1, 1), (2, 1), (3, 1), (4, 1)]
 
 
+@pytest.mark.parametrize(("consumed", "steps"), [(6, 2), (7, 1), (8, 1), (9, 0), (10, 0), (12, 0)])
+def test_a_run_of_samples_resumed_with_another_batch_size_consumes_them(consumed, steps):
+    start = TrainingProgress(iteration=40, consumed_samples=consumed, scheduled_samples=consumed)
+    run = Run([1.0] * steps, start=start, length={"train_samples": 10}, log_interval=100)
+    assert (run.progress.iteration, run.progress.consumed_samples) == (40 + steps, consumed + 2 * steps)
+    assert run.plan.total_iterations == 40 + steps
+    left = "; the other 1 are too few for a global batch of 2" if consumed == 9 else ""
+    complete = f"training is complete: {consumed} of --train-samples 10 are consumed{left}\n"
+    assert (complete in run.out.getvalue()) == (steps == 0)
+    assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])  # the last step is known to be it
+
+
+def test_a_run_of_steps_resumed_with_another_batch_size_takes_its_steps():
+    start = TrainingProgress(iteration=3, consumed_samples=100, scheduled_samples=6)
+    run = Run([1.0] * 2, start=start, length={"train_iters": 5})
+    assert (run.progress.iteration, run.progress.consumed_samples) == (5, 104)
+
+
 def test_it_collects_after_the_first_step_and_then_every_interval(monkeypatch):
     collected: list[int] = []
     iteration = 6

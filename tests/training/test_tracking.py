@@ -271,6 +271,61 @@ def test_wandb_is_online_only_with_credentials(tmp_path):
             assert tracking.wandb_mode() == mode, env
 
 
+class FakeWandb:
+    """A server that has steps up to `last`, and may rewind; `events` is what it is asked for."""
+
+    class errors:  # noqa: N801, as wandb has it
+        class Error(Exception):
+            pass
+
+    def __init__(self, last: int, *, rewinds: bool) -> None:
+        self.last, self.rewinds, self.events = last, rewinds, list[Any]()
+
+    def init(self, *, mode: str, **settings: Any) -> Any:
+        moment = settings.get("resume_from")
+        self.events.append(moment or settings["resume"])
+        if moment and not self.rewinds:
+            raise self.errors.Error("not enabled")
+        if moment:
+            self.last = int(moment.partition("=")[2])
+        log = lambda row, step: self.events.append((step, row["lm loss"]))  # noqa: E731
+        finish = lambda **how: self.events.append("finish")  # noqa: E731
+        return mock.Mock(starting_step=self.last + 1, log=log, finish=finish)
+
+
+@pytest.mark.parametrize(
+    ("last", "rewinds", "expected"),
+    [
+        (30, True, ["allow"]),  # nothing was lost
+        (45, True, ["allow", "finish", "abcd1234?_step=30"]),
+        (45, False, ["allow", "finish", "abcd1234?_step=30", "allow"]),
+    ],
+)
+def test_a_wandb_run_that_goes_back_is_rewound_or_keeps_its_steps(monkeypatch, capsys, last, rewinds, expected):
+    server = FakeWandb(last, rewinds=rewinds)
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    monkeypatch.setattr(tracking, "wandb_mode", lambda: "online")
+    sink = open_wandb(Path())
+    sink.resume(TrainingProgress(30, 240))
+    for iteration in (31, 45, 46):
+        sink.write({"lm loss": 1.0}, iteration=iteration, consumed_samples=8 * iteration)
+    first = 31 if rewinds else 46
+    assert server.events == [*expected, *((step, 1.0) for step in (31, 45, 46) if step >= first)]
+    said = "did not rewind the run: not enabled; it keeps the iterations 31 to 45 that were lost"
+    assert (said in capsys.readouterr().out) == (not rewinds)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("logged_out")
+def test_an_offline_wandb_run_that_goes_back_records_the_steps_again(tmp_path):
+    for first in (1, 2):
+        sink = open_wandb(tmp_path)
+        sink.resume(TrainingProgress(first - 1, 8 * (first - 1)))
+        record_steps(sink, first, first + 1, first + 2)
+        wandb.teardown()
+    assert [[row["_step"] for row in run.history] for run in offline_runs(tmp_path)] == [[1, 2, 3], [2, 3, 4]]
+
+
 def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
     for first in (1, 3):  # the second writer is a restart
         record_steps(TensorBoardSink(tmp_path), first, first + 1)
@@ -283,3 +338,21 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
     first, _ = events.Tensors("summary/text_summary")
     text = first.tensor_proto.string_val[0].decode()
     assert (first.step, text) == (2, "| | value |\n| --- | --- |\n| final_loss | 5.0 |\n| stop_reason | x |")
+
+
+@pytest.mark.parametrize(("resumed", "value"), [(2, 7.0), (4, 7.0), (0, 7.0)])
+def test_tensorboard_forgets_lost_steps_and_keeps_those_before(tmp_path, resumed, value):
+    first = TensorBoardSink(tmp_path)
+    for iteration in range(1, 5):
+        first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
+    first.close(exit_code=1)
+    second = TensorBoardSink(tmp_path)
+    second.resume(TrainingProgress(resumed, 8 * resumed))
+    for iteration in (resumed + 1, resumed + 2):
+        second.write({"lm loss": value}, iteration=iteration, consumed_samples=8 * iteration)
+    second.close(exit_code=0)
+    expected = [(step, float(step)) for step in range(1, resumed + 1)] + [(resumed + 1, value), (resumed + 2, value)]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("lm loss")] == expected
+    over_samples = [(e.step // 8, e.value) for e in events.Scalars("lm loss vs samples")]
+    assert over_samples == expected

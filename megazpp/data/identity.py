@@ -1,0 +1,137 @@
+"""The identity of the samples that a training is given, so that a resumed run can tell whether they are still the same.
+
+A checkpoint keeps the description in its run.json:
+
+    count           samples of the training data
+    order           equal for equal samples in an equal order, whatever `count` is
+    sources         for each data set its `Source`; names do not count
+    valid, test     order and count of the held-out samples
+    per_prompt      completions of a prompt times the passes over them, where completions are drawn; else 1
+
+Orders follow from digests of the data, not from where it lies, so that moved files are still the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+HELD_OUT = ("valid", "test")
+
+
+class Source(NamedTuple):
+    """A data set of a training.
+
+    Attributes:
+        digest: equal for equal tokens.
+        share: fraction of the samples that come from it.
+        epoch: samples of one epoch of it.
+        order: equal for equal samples of it in an equal order.
+    """
+
+    name: str
+    digest: str
+    share: float
+    epoch: int
+    order: str
+
+
+class Identified(Protocol):
+    """A data set that can be described."""
+
+    def order(self) -> str: ...
+
+    def sources(self) -> list[Source]: ...
+
+
+def describe_samples(
+    datasets: tuple[Identified | None, ...], counts: tuple[int, ...], *, per_prompt: int = 1
+) -> dict[str, Any]:
+    """Return the module's description, as JSON has it, of data for training, validation and test.
+
+    Args:
+        counts: samples of each that a whole run takes, or an evaluation.
+        per_prompt: see the module.
+    """
+    train, *held_out = datasets
+    if train is None:
+        return {}
+    found = {"count": counts[0], "order": train.order(), "sources": [list(source) for source in train.sources()]}
+    for use, dataset, count in zip(HELD_OUT, held_out, counts[1:], strict=True):
+        found[use] = None if dataset is None else [dataset.order(), count]
+    return found | {"per_prompt": per_prompt}
+
+
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any], others: Sequence[str]) -> list[str]:
+    """Say which data has other tokens than before under the same name; of held-out data if no `others` explain it."""
+    if not _both_known(before, now):
+        return []
+    known = {source.name: source.digest for source in _sources(before)}
+    names = [source.name for source in _sources(now) if known.get(source.name, source.digest) != source.digest]
+    found = [f"the tokens of {name} are not the same" for name in names]
+    held_out = [use for use in HELD_OUT if before.get(use) != now.get(use)]
+    return found or ([f"the data for {' and '.join(held_out)} is not the same"] if held_out and not others else [])
+
+
+def same_sources(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether all samples are known to come from the same tokens in the same shares, whatever their names."""
+    own, theirs = ([(source.digest, source.share) for source in _sources(each)] for each in (now, before))
+    return _both_known(before, now) and own == theirs and all(before.get(use) == now.get(use) for use in HELD_OUT)
+
+
+def what_follows(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int) -> str:
+    """Say how many samples repeat or are skipped after `consumed` samples of the run that `before` describes.
+
+    Numbers are expectations: two orders of the same samples are independent of each other.
+    """
+    if not _both_known(before, now):
+        return (
+            f"from here on samples may come in another order: some of the {consumed:,} samples consumed so far may "
+            "repeat, and others may be skipped"
+        )
+    done, place = consumed // before["per_prompt"], consumed // now["per_prompt"]
+    if done != place:
+        text = f"{done - place:,} prompts repeat" if place < done else f"{place - done:,} prompts are skipped"
+    elif now["order"] == before["order"]:
+        text = "the samples come in the same order: none repeats, and none is skipped"
+    else:
+        text = _reordered(before, now, done)
+    for use, name in zip(HELD_OUT, ("validation", "the test"), strict=True):
+        theirs, own = before.get(use), now.get(use)
+        if theirs and own and theirs != own:
+            sizes = f"{own[1]:,} samples, was over {theirs[1]:,}"
+            text += f"; {name} is over {'other samples' if theirs[1] == own[1] else sizes}"
+    return text
+
+
+def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int) -> str:
+    known = {source.digest: source for source in _sources(before)}
+    left, repeated, skipped, new = max(0, now["count"] - consumed), 0.0, 0.0, list[str]()
+    reordered = False
+    for source in _sources(now):
+        earlier = known.get(source.digest)
+        if earlier is None:
+            new.append(source.name)
+        elif earlier.order == source.order:  # another share of it: its samples go on at another place
+            moved = consumed * (source.share - earlier.share)
+            skipped += max(0.0, moved)
+            repeated += min(left * source.share, max(0.0, -moved))
+        else:
+            reordered = True
+            repeated += left * source.share * min(1.0, consumed * earlier.share / max(1, earlier.epoch))
+    parts = []
+    if repeated >= 0.5 or reordered:
+        parts.append(f"about {repeated:,.0f} of the {left:,} samples to come repeat earlier ones")
+    if skipped >= 0.5 or reordered:
+        parts.append("others are skipped" if reordered else f"about {skipped:,.0f} samples are skipped")
+    if new:
+        parts.append(f"samples of {', '.join(new)} may repeat or be skipped, how many is not known")
+    return f"from here on samples come in another order: {'; '.join(parts) or 'none repeats'}"
+
+
+def _both_known(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    return "order" in before and "order" in now
+
+
+def _sources(description: Mapping[str, Any]) -> Sequence[Source]:
+    return [Source(*values) for values in description.get("sources", ())]

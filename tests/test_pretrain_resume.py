@@ -1,0 +1,156 @@
+"""A run that resumes with other flags than it began with: how long it is, and what it says of its samples."""
+
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.pretrain import Run
+from helpers.program import ROOT, run_forked
+
+from megazpp.data.indexed_dataset import IndexedDatasetBuilder
+
+pytestmark = pytest.mark.slow
+
+MODEL = shlex.split(
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
+    "--tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-2 --log-interval 1 --split 90,5,5 --eval-iters 1 "
+    "--data-cache-path cache --save saved"
+)
+OVERRIDE = "--override-opt_param-scheduler"
+
+
+def write_data(prefix: Path, *, seed: int, documents: int = 300) -> None:
+    """Documents of 1 to 79 ids below 256."""
+    draw = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for size in draw.integers(1, 80, size=documents):
+            builder.add_document(draw.integers(0, 256, size=size))
+        builder.finalize()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a run in a folder of its own, on the data sets a and b; later runs load what it has saved."""
+    for seed, name in enumerate("ab"):
+        write_data(tmp_path / name, seed=seed)
+
+    def run(flags: str, data: str = "--data-path a") -> Run:
+        known = ["--load", "saved"] if (tmp_path / "saved").exists() else []
+        folder = tmp_path / f"run-{len([*tmp_path.glob('run-*')])}"
+        given = [*MODEL, *data.split(), *known, "--run-dir", str(folder), *flags.split()]
+        code, output = run_forked(str(ROOT / "pretrain_gpt.py"), *given, folder=tmp_path, cwd=tmp_path)
+        assert code == 0, output
+        return Run(output, folder)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "consumed"),
+    [
+        ("--nproc 1 --exit-interval 3", "--nproc 2", [4, 8, 12, 20, 28, 36]),
+        ("--nproc 2 --exit-interval 3", "--nproc 1", [8, 16, 24, 28, 32, 36, 40]),
+        (
+            "--nproc 1 --global-batch-size 8 --rampup-batch-size 4 4 8 --exit-interval 4",
+            "--nproc 1 --global-batch-size 8",
+            [4, 8, 16, 24, 32, 40],
+        ),
+    ],
+)
+def test_a_run_of_samples_consumes_them_all_and_ends_its_schedule(start, first, then, consumed):
+    length = "--train-samples 40 --micro-batch-size 4"
+    before, after = start(f"{length} {first}"), start(f"{length} {then}")
+    rows = before.metrics + after.metrics
+    assert [row["consumed_samples"] for row in rows] == consumed
+    sizes = np.diff([0, *consumed])
+    expected = [1e-2 * (1 - (end - size) / 40) for end, size in zip(consumed, sizes, strict=True)]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(expected)
+    left = 40 - consumed[-1]
+    said = f"--train-samples 40: the last {left} are too few for a global batch of 8, and no step takes them"
+    assert (said in after.output) == (left > 0)
+    again = start(f"{length} {then}")
+    assert f"training is complete: {consumed[-1]} of --train-samples 40 are consumed" in again.output
+
+
+@pytest.mark.parametrize(("first", "then"), [(8, 4), (4, 8)])
+def test_a_run_of_steps_goes_on_with_another_batch_size_to_its_last_step(start, first, then):
+    length, blend = "--train-iters 40 --nproc 1 --micro-batch-size 4", "--data-path 0.7 a 0.3 b"
+    before = start(f"{length} --global-batch-size {first} --exit-interval 6", blend)
+    after = start(f"{length} --global-batch-size {then} {OVERRIDE}", blend)
+    rows = before.metrics + after.metrics
+    assert [row["iteration"] for row in rows] == [*range(1, 41)]
+    assert rows[-1]["consumed_samples"] == 6 * first + 34 * then
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2 * (1 - step / 40) for step in range(40)])
+
+
+def notes_of(run: Run) -> list[str]:
+    """What a run says of its samples, without the checkpoint's name."""
+    where = " in saved/iter_0000002: "
+    lines = [line.removeprefix("note: ") for line in run.output.splitlines() if line.startswith("note: ")]
+    return [line.replace(where, ": ") for line in lines if where in line]
+
+
+SAME_ORDER = "the samples come in the same order: none repeats, and none is skipped"
+REORDERED = "from here on samples come in another order: "
+BASE = "--micro-batch-size 4 --nproc 1 --seed 5"
+AGAIN = f"{BASE} --train-samples 40"
+
+
+def test_one_note_says_what_changed_and_what_follows_and_none_that_nothing_did(tmp_path, start):
+    start(f"{AGAIN} --exit-interval 2", "--data-path 0.5 a 0.5 b")
+    shutil.copytree(tmp_path / "saved", tmp_path / "kept")
+    shutil.copytree(tmp_path, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("[!ab]*"))
+    longer = f"--train-iters 12 {OVERRIDE}"
+    rows = [
+        (AGAIN, "0.5 a 0.5 b", []),
+        (f"{AGAIN} --split 90/5/5", "5 elsewhere/a 5 elsewhere/b", []),
+        (f"{AGAIN} --global-batch-size 4", "0.5 a 0.5 b", []),
+        (
+            f"{AGAIN} --nproc 2",
+            "0.5 a 0.5 b",
+            [
+                "the global batch size is 8 (--micro-batch-size x 2 data ranks), was 4: "
+                f"{SAME_ORDER}; validation is over 8 samples, was over 4; the test is over 8 samples, was over 4"
+            ],
+        ),
+        (f"{AGAIN} --global-batch-size 12", "0.5 a 0.5 b", [f"the global batch size is 12, was 4: {SAME_ORDER}; "]),
+        (
+            f"{AGAIN} --reset-attention-mask",
+            "0.5 a 0.5 b",
+            [f"--reset-attention-mask is True, was False: {SAME_ORDER}"],
+        ),
+        (f"{AGAIN} --seed 6", "0.5 a 0.5 b", [f"--seed is 6, was 5: {REORDERED}about 0 of the 32 samples to come "]),
+        (f"{AGAIN} --seq-length 16", "0.5 a 0.5 b", [f"--seq-length is 16, was 32: {REORDERED}about 0 of the 32 "]),
+        (
+            AGAIN,
+            "0.25 a 0.75 b",
+            [
+                f"--data-path is ('0.25', '{tmp_path}/a', '0.75', '{tmp_path}/b'), was "
+                f"['0.5', '{tmp_path}/a', '0.5', '{tmp_path}/b']: {REORDERED}about 2 of the 32 samples to come "
+            ],
+        ),
+        (
+            f"{BASE} {longer}",
+            "0.5 a 0.5 b",
+            [f"--train-iters is 12, was None, --train-samples is None, was 40: {SAME_ORDER}"],
+        ),
+    ]
+    assert find(rows, tmp_path, start) == []
+    write_data(tmp_path / "b", seed=7)
+    changed = ["the tokens of b (train) are not the same: "]
+    assert find([(AGAIN, "0.5 a 0.5 b", changed)], tmp_path, start) == []
+
+
+def find(rows: list[tuple[str, str, list[str]]], home: Path, start: Callable[[str, str], Run]) -> list[object]:
+    """Rows whose notes are not those expected, each to its colon or further."""
+    wrong: list[object] = []
+    for flags, data, expected in rows:
+        shutil.rmtree(home / "saved")
+        shutil.copytree(home / "kept", home / "saved")
+        notes = notes_of(start(flags, f"--data-path {data}"))
+        if len(notes) != len(expected) or not all(map(str.startswith, notes, expected)):
+            wrong.append((flags, data, notes))
+    return wrong
