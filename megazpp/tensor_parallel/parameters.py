@@ -99,6 +99,11 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
             parameter.copy_(full)
 
 
+def existing_rows(model: nn.Module) -> dict[str, int]:
+    """Return the number of rows that exist, by name, of the parameters that may end in rows of padding."""
+    return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
+
+
 def partial_parameters(model: nn.Module) -> frozenset[str]:
     """The names of the parameters of whose gradient each tp rank computes a part."""
     return frozenset(name for name, _, _, spec in owned_parameters(model) if spec.partial)

@@ -27,6 +27,7 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
+from megazpp.tensor_parallel.parameters import existing_rows
 from megazpp.topology.layout import AXES, NODE, WIRES
 from megazpp.training.context import RunContext
 from megazpp.training.flops import memory_line, peak_memory_bytes
@@ -80,7 +81,8 @@ class MetricsRecorder:
         log = last or self.logs(record.iteration)
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # before the norm below sends some
         if log and self.config.log_params_norm:
-            norm = global_parameter_norm(self.model.named_parameters(), self.run.dims.tp, self.run.dims.shard)
+            named, axes = self.model.named_parameters(), (self.run.dims.tp, self.run.dims.shard)
+            norm = global_parameter_norm(named, *axes, rows=existing_rows(self.model))
             record.params_norm = float(norm)
         self.meter.add(record)
         self._note_spike(record)
