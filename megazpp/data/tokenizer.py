@@ -2,6 +2,7 @@
 
 A Hugging Face folder gives the ids that transformers gives for it, with the special tokens that its files put around a
 text (`Marks`): <s> before a prompt, and before each document of a dataset, as Megatron's HuggingFaceTokenizer has it.
+One file of more than 300 lines, because all kinds of tokenizers implement the private methods of `Tokenizer`.
 """
 
 from __future__ import annotations
