@@ -37,8 +37,6 @@ def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
         raise ValueError("--input is missing: the prefix of a .bin/.idx pair")
     dataset = IndexedDataset(Path(config.input).expanduser())
     lengths = dataset.document_lengths
-    if not len(dataset.tokens):
-        raise ValueError(f"--input {config.input}: none of the {len(lengths)} documents has a token")
     if not 0 <= config.document < len(lengths):
         raise ValueError(f"--document {config.document}: there are documents 0 to {len(lengths) - 1}")
     tokenizer = load_tokenizer(tokenizer_config)

@@ -61,6 +61,11 @@ def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refuse
     assert not not_refused(rows, lambda values: parse_blend(values.split(), flag_name="--train-data-path"))
 
 
+def test_more_datasets_than_a_blend_can_number_are_refused():
+    with pytest.raises(ValueError, match="--data-path: 32768 datasets, a blend has at most 32767"):
+        open_sources(["a"] * 32768, flag_name="--data-path")
+
+
 # ---- the samples of a split -------------------------------------------------------------------------------------
 
 
