@@ -28,6 +28,7 @@ from megazpp.checkpoint.record import (
     check_same_optimizer,
     check_same_vocabulary,
     data_notes,
+    describe_sizes,
     read_record,
 )
 from megazpp.checkpoint.safe_reader import SafeReader
@@ -235,7 +236,9 @@ class CheckpointReader:
         if not source.optimizer:
             return schedule
         check_same_optimizer(record.flags, own.flags, checkpoint)
-        return agreed_schedule(record.schedule, schedule, self._config, checkpoint)
+        now, before = describe_sizes(own), describe_sizes(record)
+        sizes = "" if now == before else f"this run has {now}; {checkpoint} had {before}"
+        return agreed_schedule(record.schedule, schedule, self._config, checkpoint, sizes=sizes)
 
     def _fill(self, source: LoadSource, record: RunRecord, checkpoint: Path) -> list[str]:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""

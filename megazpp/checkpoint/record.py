@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -210,8 +211,21 @@ def data_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) 
     return [f"{_differences(names, flags, saved, where)}: from here on samples may come in another order"]
 
 
-def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: CheckpointConfig, where: Path) -> Schedule:
-    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts."""
+def describe_sizes(record: RunRecord) -> str:
+    """Name the ranks and the batch sizes of a run, from which its schedule counts samples."""
+    names = ("micro_batch_size", "global_batch_size")
+    sizes = (f"--{name.replace('_', '-')} {record.flags.get(name)}" for name in names)
+    return f"{math.prod(record.layout.values())} rank(s), {', '.join(sizes)}"
+
+
+def agreed_schedule(
+    saved: Mapping[str, Any], schedule: Schedule, config: CheckpointConfig, where: Path, *, sizes: str = ""
+) -> Schedule:
+    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts.
+
+    Args:
+        sizes: a line on ranks and batch sizes, where they may be why.
+    """
     own = schedule.state_dict()
     if config.override_opt_param_scheduler or dict(saved) == own:
         return schedule
@@ -220,7 +234,8 @@ def agreed_schedule(saved: Mapping[str, Any], schedule: Schedule, config: Checkp
     differ = [name for name in own if own[name] != saved.get(name)]
     lines = [f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}" for name in differ]
     raise ValueError(
-        "\n".join(lines) + "\n--override-opt_param-scheduler goes on with this run's values, "
+        "\n".join([*lines, sizes] if sizes else lines)
+        + "\n--override-opt_param-scheduler goes on with this run's values, "
         "--use-checkpoint-opt_param-scheduler with the checkpoint's"
     )
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from megazpp.base.program import say
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset, Sequences
-from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 
 _COUNTED_AT_ONCE = 1 << 24  # samples; numpy counts in 8 bytes each
@@ -41,17 +41,26 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
     """Read a flag like --data-path: the prefixes of .bin/.idx pairs, and their positive weights if it has any.
 
     Values are `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number. Raises
-    ValueError if a weight is not positive, or some datasets have one and others do not.
+    ValueError if a weight is not positive, some datasets have one and others do not, or all weights also name datasets.
     """
     numbers = list(map(_number, values))
     weights = tuple(number for number in numbers[::2] if number is not None)
     if values and len(values) == 2 * len(weights):
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
+        called = [value for value in values[::2] if any(path.exists() for path in pair_paths(Path(value)))]
+        if len(called) == len(weights):  # all would be read as weights of the others
+            also = f"{called[0]} is also a dataset"
+            raise ValueError(f"{flag_name} {' '.join(values)}: {also}{_as_dataset(called[0])}")
         return tuple(values[1::2]), weights
-    if any(number is not None for number in numbers):
-        raise ValueError(f"{flag_name} {' '.join(values)}: give a weight before every dataset, or before none")
+    if called := [value for value, number in zip(values, numbers, strict=True) if number is not None]:
+        rule = "give a weight before every dataset, or before none"
+        raise ValueError(f"{flag_name} {' '.join(values)}: {rule}{_as_dataset(called[0])}")
     return tuple(values), None
+
+
+def _as_dataset(number: str) -> str:
+    return f"; a number is read as a weight, so the dataset {number} is given as ./{number}"
 
 
 def _number(text: str) -> float | None:

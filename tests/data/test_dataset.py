@@ -21,6 +21,7 @@ from megazpp.data.dataset import (
 )
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.text import (
+    _in_our_flags,
     cached_indexed_dataset,
     cached_sentencepiece,
     first_characters,
@@ -200,6 +201,15 @@ def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_ow
         with pytest.raises(ValueError, match=f"^{message}") as raised:
             train_sentencepiece(iter([text]), size)
         assert "trainer_interface" not in str(raised.value)
+        assert "--character" not in str(raised.value)  # no flag of a training
+
+
+def test_advice_of_sentencepiece_names_flags_of_the_program_that_shows_it():
+    for coverage, advice in ((None, "Increase --vocab-size."), (1.0, "Increase --vocab-size or decrease --character-")):
+        with pytest.raises(ValueError, match=rf"10 vs \d+\. {advice}"):
+            train_sentencepiece(iter([TEXT]), 10, character_coverage=coverage)
+    kept = _in_our_flags("Too many of them. Use --input_sentence_size=9. Good night.", has_coverage=True)
+    assert kept == "Too many of them. Good night."
 
 
 def test_the_first_characters_may_end_inside_a_text():
