@@ -22,7 +22,7 @@ from megazpp.base.program import program
 from megazpp.base.run import Loaded, run_on_checkpoint
 from megazpp.data.dataset import Splits, build_datasets, check_inputs
 from megazpp.training.batches import plan_batches
-from megazpp.training.objective import Evaluator, Score, check_input, count_samples, score_whole
+from megazpp.training.objective import Evaluator, Score, check_input, count_labels, score_whole
 from megazpp.training.setup import open_loader
 
 SAMPLES = 8  # of a forward, where the training said no --micro-batch-size
@@ -82,7 +82,8 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
         iterations, size = config.evaluation.eval_iters, plan.global_batch_size
         loss = Evaluator(*loaded.built, loader, dims, iterations=iterations, batch_size=size)()
         loader.close()
-        scores[where] = Score(loss, *count_samples(dataset, count, tokenizer, dims))
+        counts = count_labels(dataset, count, tokenizer, config.data, dims)
+        scores[where] = Score(loss, counts.tokens, counts.text_bytes)
     if not scores:
         raise ValueError(f"--split {config.data.split} leaves nothing for validation and test")
     return scores

@@ -41,14 +41,23 @@ class TrainTokenizerConfig:
         1, "SentencePiece's threads, which help with unigram; its pieces depend on their number a little"
     )
     on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip names it")
+    character_coverage: float | None = flag(
+        None,
+        "share of the characters of the text that get pieces of their own; the others are written in bytes "
+        "(default: SentencePiece's, 0.9995)",
+    )
     minloglevel: Literal[0, 1, 2] = flag(
-        1, "SentencePiece's: 0 shows its whole log, which says how far it is, 1 warnings, 2 errors"
+        2,
+        "SentencePiece's: 0 shows its whole log, which says how far it is, 1 warnings, 2 errors; the log names "
+        "SentencePiece's own options, which are not flags of this program",
     )
     overwrite: bool = flag(False, "replace a tokenizer of that name")
 
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "vocab_size", "max_characters", "workers")
+        if self.character_coverage is not None and not 0.0 < self.character_coverage <= 1.0:
+            raise ValueError(f"--character-coverage {self.character_coverage} is not a share above 0 and up to 1")
 
 
 @program_of(TrainTokenizerConfig)
@@ -69,6 +78,8 @@ def main(config: TrainTokenizerConfig) -> None:
         model_type=config.model_type,
         num_threads=config.workers,
         min_log_level=config.minloglevel,
+        character_coverage=config.character_coverage,
+        has_coverage_flag=True,
     )
     write_whole(output, model)
     say(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazpp.base.command_line import FlagParser, read_megatron_flags
-from megazpp.base.flags import flag, render_flags
+from megazpp.base.flags import as_words, flag, render_flags, spelling
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import TokenizerConfig
@@ -175,8 +175,9 @@ def parse_run_config(
         extra: config classes that the program has beside those of a run.
         default_file: read first where neither a flag file nor --num-layers is given.
     """
-    if default_file is not None and not any(text.startswith(("@", "--num-layers")) for text in argv):
-        argv = [default_file, *argv]
+    implied = None if any(text.startswith(("@", "--num-layers")) for text in argv) else default_file
+    if implied is not None:
+        argv = [implied, *argv]
     kinds = typing.get_type_hints(RunConfig)
     classes = [*extra, *kinds.values(), ShowConfig]
     parser = FlagParser(classes, program=program, description=description or _DESCRIPTION, rivals=RIVALS)
@@ -184,7 +185,21 @@ def parse_run_config(
     config = RunConfig(**dict(zip(kinds, configs[len(extra) :], strict=True)))
     files = [text[1:] for text in argv if text.startswith("@")]
     name = Path(files[-1]).stem if files else "run"
+    if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
+        notices = (*notices, _implied_notice(config, origins, implied[1:]))
     return ParsedRun(config, origins, notices, name, show, extra=tuple(configs[: len(extra)]))
+
+
+def _implied_notice(config: RunConfig, origins: Mapping[str, str], file: str) -> str:
+    """Say which settings of a training come from the flag file that nobody has named."""
+    parts = (config.batches, config.schedule, config.optimizer, config.data, config.tokenizer)
+    fields = [(part, field.name) for part in parts for field in dataclasses.fields(part)]
+    given = [
+        f"{spelling(part, name)} {as_words(getattr(part, name))}"
+        for part, name in fields
+        if origins.get(name, "").startswith(file)
+    ]
+    return f"no @file is given, so these are of {file}: {', '.join(given)}; name a flag file, or give other values"
 
 
 _DESCRIPTION = (

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import megazpp
 from megazpp.base.command_line import FlagParser, MegatronFlag
+from megazpp.base.launcher import find_launcher
 
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: some other rank failed first
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # this and the next as a shell has it
@@ -109,10 +110,14 @@ def announce(*names: str) -> None:
 
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as torchrun's or srun's environment has it, so that one process speaks; 0 if unclear."""
+    """Return this process's rank as its launcher's environment has it, so that one process speaks; 0 if unclear."""
     if "RANK" in env:
         return int(env["RANK"])
-    return int(env["SLURM_PROCID"]) if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env else 0
+    try:
+        launched = find_launcher(env)
+    except ValueError:  # which `find_place` reports
+        return 0
+    return 0 if launched is None else launched.rank
 
 
 def exit_on_signals() -> None:

@@ -31,6 +31,7 @@ from megazpp.checkpoint.record import (
     check_same_optimizer,
     check_same_vocabulary,
     data_notes,
+    describe_sizes,
     read_record,
     schedule_ratio,
 )
@@ -248,7 +249,9 @@ class CheckpointReader:
             return schedule
         check_same_optimizer(record.flags, own.flags, checkpoint)
         ratio = schedule_ratio(record, own)
-        return agreed_schedule(record.schedule, schedule, self._config, checkpoint, ratio=ratio)
+        now, before = describe_sizes(own), describe_sizes(record)
+        sizes = "" if now == before else f"this run has {now}; {checkpoint} had {before}"
+        return agreed_schedule(record.schedule, schedule, self._config, checkpoint, ratio=ratio, sizes=sizes)
 
     def _fill(self, source: LoadSource, record: RunRecord, checkpoint: Path) -> list[str]:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""

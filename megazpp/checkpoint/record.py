@@ -263,6 +263,13 @@ def schedule_ratio(saved: RunRecord, own: RunRecord) -> Fraction:
     return Fraction(*lengths) if all(lengths) else Fraction(1)
 
 
+def describe_sizes(record: RunRecord) -> str:
+    """Name the ranks and the batch sizes of a run, from which its schedule counts samples."""
+    names = ("micro_batch_size", "global_batch_size")
+    sizes = (f"--{name.replace('_', '-')} {record.flags.get(name)}" for name in names)
+    return f"{math.prod(record.layout.values())} rank(s), {', '.join(sizes)}"
+
+
 def agreed_schedule(
     saved: Mapping[str, Any],
     schedule: Schedule,
@@ -270,11 +277,13 @@ def agreed_schedule(
     where: Path,
     *,
     ratio: Fraction = Fraction(1),
+    sizes: str = "",
 ) -> Schedule:
     """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts.
 
     Args:
         ratio: see `schedule_ratio`.
+        sizes: a line on ranks and batch sizes, where they may be why.
     """
     own = schedule.state_dict()
     if config.override_opt_param_scheduler or (dict(saved) == own and ratio == 1):
@@ -286,7 +295,8 @@ def agreed_schedule(
     if ratio != 1:
         lines.append(f"a step of the schedule has {float(ratio):g} times the samples that it had in {where}")
     raise ValueError(
-        "\n".join(lines) + "\n--override-opt_param-scheduler goes on with this run's values, "
+        "\n".join([*lines, sizes] if sizes else lines)
+        + "\n--override-opt_param-scheduler goes on with this run's values, "
         "--use-checkpoint-opt_param-scheduler with the checkpoint's"
     )
 

@@ -12,7 +12,6 @@ sample per dataset. The order is Megatron's, ties included.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +19,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megazpp.base.program import say
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset, Sequences
 from megazpp.data.identity import Source
-from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
+from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
+
+_COUNTED_AT_ONCE = 1 << 24  # samples; numpy counts in 8 bytes each
 
 
 class DataSource(NamedTuple):
@@ -39,17 +42,26 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
     """Read a flag like --data-path: the prefixes of .bin/.idx pairs, and their positive weights if it has any.
 
     Values are `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number. Raises
-    ValueError if a weight is not positive, or some datasets have one and others do not.
+    ValueError if a weight is not positive, some datasets have one and others do not, or all weights also name datasets.
     """
     numbers = list(map(_number, values))
     weights = tuple(number for number in numbers[::2] if number is not None)
     if values and len(values) == 2 * len(weights):
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
+        called = [value for value in values[::2] if any(path.exists() for path in pair_paths(Path(value)))]
+        if len(called) == len(weights):  # all would be read as weights of the others
+            also = f"{called[0]} is also a dataset"
+            raise ValueError(f"{flag_name} {' '.join(values)}: {also}{_as_dataset(called[0])}")
         return tuple(values[1::2]), weights
-    if any(number is not None for number in numbers):
-        raise ValueError(f"{flag_name} {' '.join(values)}: give a weight before every dataset, or before none")
+    if called := [value for value, number in zip(values, numbers, strict=True) if number is not None]:
+        rule = "give a weight before every dataset, or before none"
+        raise ValueError(f"{flag_name} {' '.join(values)}: {rule}{_as_dataset(called[0])}")
     return tuple(values), None
+
+
+def _as_dataset(number: str) -> str:
+    return f"; a number is read as a weight, so the dataset {number} is given as ./{number}"
 
 
 def _number(text: str) -> float | None:
@@ -62,6 +74,8 @@ def _number(text: str) -> float | None:
 def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSource], tuple[float, ...] | None]:
     """Open the .bin/.idx pairs that a flag like --data-path names, with their weights if it has any."""
     prefixes, weights = parse_blend(values, flag_name=flag_name)
+    if len(prefixes) > MOST_DATASETS:
+        raise ValueError(f"{flag_name}: {len(prefixes)} datasets, a blend has at most {MOST_DATASETS}")
     return [indexed_source(Path(prefix).expanduser(), flag_name) for prefix in prefixes], weights
 
 
@@ -125,7 +139,7 @@ def build_split(
     weights = tuple(weights or (float(max(1, (size - 1) // seq_length)) for size in sizes))
     path = indices / f"blend-{cache_key(kind='blend-1', weights=weights, num_samples=num_samples)}"
     chosen, numbers = load_or_save_arrays(path, lambda: blend_indices(weights, num_samples))
-    taken = np.bincount(chosen, minlength=len(parts)).tolist()
+    taken = _count(chosen, len(parts)).tolist()
     datasets = [sample(*part, count) for part, count in zip(parts, taken, strict=True)]
     return BlendedDataset(datasets, chosen, numbers, weights=weights)
 
@@ -146,7 +160,7 @@ class BlendedDataset:
         weights: Sequence[float] | None = None,
     ) -> None:
         self.datasets, self._chosen, self._numbers, self._weights = list(datasets), chosen, numbers, weights
-        self._taken = np.bincount(chosen, minlength=len(datasets))
+        self._taken = _count(chosen, len(datasets))
         for dataset, count in zip(datasets, self._taken, strict=True):
             assert len(dataset) >= count, f"a blend takes {count} samples of {dataset.name}'s {len(dataset)}"
 
@@ -186,23 +200,18 @@ class BlendedDataset:
 def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Plan n samples: [n] int16, the dataset each comes from, and [n] int64, its number among that dataset's samples.
 
-    A loop in Python (a second or two per million samples, then cached), because each choice depends on all before
-    it; the arithmetic is Megatron's, in the same order, so that rounding breaks ties the same way.
+    The arithmetic is Megatron's, in the same order, so that rounding breaks ties the same way. What takes longer than
+    3 s says how far it is.
     """
-    shares = (np.array(weights) / np.sum(weights)).tolist()
-    taken = [0] * len(shares)
-    choices = array("h")
-    for n in range(num_samples):
-        m = max(n, 1)
-        behind = [share * m - count for share, count in zip(shares, taken, strict=True)]
-        chosen = behind.index(max(behind))
-        choices.append(chosen)
-        taken[chosen] += 1
-    datasets = np.array(choices, dtype=np.int16)
-    samples = np.empty(num_samples, dtype=np.int64)
-    for dataset, count in enumerate(taken):
-        samples[datasets == dataset] = np.arange(count)
-    return datasets, samples
+    return blend_order(weights, num_samples, say=say)
+
+
+def _count(chosen: np.ndarray, num_datasets: int) -> npt.NDArray[np.int64]:
+    """Count how often each dataset was chosen: [num_datasets]."""
+    counts = np.zeros(num_datasets, dtype=np.int64)
+    for start in range(0, len(chosen), _COUNTED_AT_ONCE):
+        counts += np.bincount(chosen[start : start + _COUNTED_AT_ONCE], minlength=num_datasets)
+    return counts
 
 
 class TokenRange:

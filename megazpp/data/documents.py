@@ -38,6 +38,16 @@ _KINDS: dict[str, Kind] = {
 _COMPRESSED = (".gz", ".zst")
 _ADVICE = "unpack an archive, and name a compressed file .gz or .zst and a Parquet file .parquet"
 _BOM = b"\xef\xbb\xbf"
+_ENCODINGS = {  # by their byte order marks, the longer ones first
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+_BINARY = (  # beginnings of zip, Parquet, bzip2, gzip, zstd, xz, 7z, rar and pickle
+    *(b"PK\x03\x04", b"PAR1", b"BZh", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"),
+    *(b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x80"),
+)
 Content = bytes | list[dict[str, object]]
 
 
@@ -87,12 +97,41 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
                         raise ValueError(f"it has no column {key!r}, only {', '.join(columns)}")
             else:
                 head = _read_head(decompressed(path, file))
-                if any(byte < 8 for byte in head):  # an archive, a compressed or a Parquet file under another name
-                    raise ValueError(f"it is neither UTF-8 text nor JSON lines: {_ADVICE}")
+                if (reason := _not_text(head)) is not None:
+                    raise ValueError(f"it is neither UTF-8 text nor JSON lines: {reason}")
+                if kind == "json lines" and (reason := _not_lines(head)) is not None:
+                    raise ValueError(reason)
     except Exception as error:  # each decompressor has exceptions of its own
         raise ValueError(f"{path} cannot be read: {error}") from error
     if kind == "text" and len(keys) != 1:
         raise ValueError(f"{path} is plain text: it has one text to a document, not {' and '.join(keys)}")
+
+
+def _not_text(head: bytes) -> str | None:
+    """Say why a file that begins with `head` is no UTF-8 text; None if it may be."""
+    encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
+    if encoding is None and len(head) > 8 and not head.startswith(_BINARY):  # UTF-16 has a NUL in every other byte
+        zeros = [head[start::2].count(0) / len(head[start::2]) for start in (0, 1)]
+        encoding = "UTF-16" if max(zeros) > 0.4 and min(zeros) < 0.1 else None
+    if encoding is not None:
+        return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
+    place = next((place for place, byte in enumerate(head) if byte < 8), None)
+    if place is None:
+        return None
+    if head.startswith(_BINARY):  # an archive, a compressed or a Parquet file under another name
+        return _ADVICE
+    return f"byte {place} is {head[place]:#04x}, which no text has: {_ADVICE}"
+
+
+def _not_lines(head: bytes) -> str | None:
+    """Say why a file that begins with `head` is no JSON lines, though it is JSON; None if it may be."""
+    text = head.removeprefix(_BOM).lstrip()
+    first, newline, _ = text.partition(b"\n")
+    if text.startswith(b"["):
+        return "it is a JSON array, and JSON lines have one object on each line (jq -c '.[]' makes them of it)"
+    if newline and text.startswith(b"{") and first.rstrip().endswith((b"{", b",", b"[")):
+        return "it is JSON over several lines, and JSON lines have one object on each line (jq -c . makes them of it)"
+    return None
 
 
 def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:

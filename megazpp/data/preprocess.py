@@ -71,7 +71,12 @@ class Encoded(NamedTuple):
 
 @dataclass(kw_only=True)
 class PreprocessProgress:
-    """Counts of what has been written, out of `total_disk_bytes` of input."""
+    """Counts of what has been written, out of `total_disk_bytes` of input.
+
+    Attributes:
+        documents: records of the input, also those with empty texts.
+        tokens, text_bytes: sums over all of --json-keys; tokens include eod and the marks around texts.
+    """
 
     total_disk_bytes: int
     started: float = field(default_factory=time.monotonic)
@@ -90,11 +95,13 @@ class PreprocessProgress:
 
     def __str__(self) -> str:
         seconds = time.monotonic() - self.started
-        share = self.disk_bytes / max(1, self.total_disk_bytes)
+        share = min(1.0, self.disk_bytes / max(1, self.total_disk_bytes))
         left = seconds / share * (1 - share) if share else float("inf")
+        counts = (self.documents, self.text_bytes / 1e6, self.tokens)
+        documents, megabytes, tokens = (count / seconds if seconds else 0.0 for count in counts)
         return (
-            f"Processed {self.documents:,} documents, {self.tokens:,} tokens ({self.documents / seconds:.1f} docs/s,"
-            f" {self.text_bytes / seconds / 1e6:.2f} MB/s, {self.tokens / seconds:,.0f} tokens/s);"
+            f"Processed {self.documents:,} documents, {self.tokens:,} tokens ({documents:.1f} docs/s,"
+            f" {megabytes:.2f} MB/s, {tokens:,.0f} tokens/s);"
             f" {share:.1%} of the input, {_clock(seconds)} gone, {_clock(left)} left"
         )
 

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import sentencepiece
 
@@ -23,6 +23,7 @@ from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_e
 
 MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
 _MAX_LINE_CHARACTERS = 4096
+_SENTENCEPIECE_ADVICE = "Increase vocab_size or decrease character_coverage with --character_coverage option."
 _IN_SENTENCEPIECE = re.compile(r"^INTERNAL: src/\S+\(\d+\) \[.*?\](?= |$)")  # which of its checks failed
 _CORPUS = Path(__file__).parent / "corpus"
 BUILTIN = "builtin:"
@@ -88,14 +89,23 @@ def train_sentencepiece(
     model_type: Literal["bpe", "unigram"] = "bpe",
     num_threads: int = 1,
     min_log_level: int = 2,
+    character_coverage: float | None = None,
+    has_coverage_flag: bool = False,
 ) -> bytes:
     """A SentencePiece model that gives any text back exactly (but for U+2581, its own sign for a space).
 
     No normalization, bytes for characters it has no piece for, and `<eod>` (id 1) for the end of a document. With one
     thread equal text gives an equal model, so nodes agree. `min_log_level` 0 logs all, 1 warnings, 2 errors. Raises
     ValueError if the text does not support `vocab_size` pieces; errors of `documents` come out as they are.
+
+    Args:
+        character_coverage: share of the text's characters that get a piece; None for SentencePiece's default, 0.9995.
+            The model's bytes, by which it is known, tell None from 0.9995.
+        has_coverage_flag: whether messages may name --character-coverage.
     """
-    model = io.BytesIO()
+    model, coverage = io.BytesIO(), dict[str, Any]()
+    if character_coverage is not None:
+        coverage["character_coverage"] = character_coverage
     failure: Exception | None = None  # SentencePiece makes a RuntimeError of what the lines raise
     blank = True
 
@@ -128,13 +138,23 @@ def train_sentencepiece(
             pad_id=-1,
             num_threads=num_threads,
             minloglevel=min_log_level,
+            **coverage,
         )
     except RuntimeError as error:
         if failure is not None:
             raise failure from None
         reason = "it is blank" if blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
+        reason = _in_our_flags(reason, has_coverage=has_coverage_flag)
         raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {reason}") from error
     return model.getvalue()
+
+
+def _in_our_flags(advice: str, *, has_coverage: bool) -> str:
+    """Name our flags in SentencePiece's advice in place of its options, and leave out what names other options."""
+    ours = "Increase --vocab-size" + (" or decrease --character-coverage." if has_coverage else ".")
+    advice = advice.replace(_SENTENCEPIECE_ADVICE, ours)
+    known = {"--vocab-size", "--character-coverage"}
+    return " ".join(part for part in re.split(r"(?<=\.) ", advice) if {*re.findall(r"--[\w-]+", part)} <= known)
 
 
 def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:

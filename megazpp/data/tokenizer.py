@@ -2,11 +2,13 @@
 
 A Hugging Face folder gives the ids that transformers gives for it, with the special tokens that its files put around a
 text (`Marks`): <s> before a prompt, and before each document of a dataset, as Megatron's HuggingFaceTokenizer has it.
+One file of more than 300 lines, because all kinds of tokenizers implement the private methods of `Tokenizer`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +35,7 @@ from megazpp.data.tokenizer_folder import (
 
 # names of the end of a document in tokenizers that have no configuration beside them, likeliest first
 _EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
@@ -170,6 +173,10 @@ class Tokenizer:
         """Text of `ids`; marks such as eod give nothing."""
         raise NotImplementedError
 
+    def piece_bytes(self, token: int) -> int | None:
+        """Return the bytes of a token, 0 for a mark or an unknown piece; None: those of its decoded text."""
+        raise NotImplementedError
+
     def fit(self, vocab_size: int) -> None:
         """Have the vocabulary of a model; raises ValueError if that has no end of a document."""
         if self.eod is not None and self.eod >= vocab_size:
@@ -220,6 +227,12 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(i) for i in ids if i < self._num_pieces])
 
+    def piece_bytes(self, token: int) -> int | None:
+        pieces = self._processor
+        if token == self.eod or token >= self._num_pieces or pieces.is_control(token) or pieces.is_unknown(token):
+            return 0
+        return 1 if pieces.is_byte(token) else None
+
 
 class HFTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, run by the `tokenizers` package as transformers runs it.
@@ -260,8 +273,13 @@ class HFTokenizer(Tokenizer):
             # the package writes another definition from version to version
             definition = "".join(self.files[name].decode() for name in (VOCABULARY, MERGES))
         self.marks = Marks(before, after, used=add_special_tokens)
+        self._unknown = getattr(self._tokenizer.model, "unk_token", None)
+        has_bytes = "ByteLevel" in str(self._tokenizer.decoder)  # whose pieces have a letter for each byte
+        self._byte_letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet() if has_bytes else ())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {token: each.special for token, each in added.items()}
         split = self._tokenizer.encode_special_tokens
-        self._finds_eod = not split and self.eod in self._tokenizer.get_added_tokens_decoder()
+        self._finds_eod = not split and self.eod in added
         digest = hashlib.sha256(definition.encode()).hexdigest()
         self.identity = f"huggingface-{digest}-{self.eod}{changes}{self.marks}"
 
@@ -274,6 +292,14 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def piece_bytes(self, token: int) -> int | None:
+        piece, special = self._tokenizer.id_to_token(token), self._added.get(token)
+        if piece is None or token == self.eod or piece == self._unknown or special:
+            return 0
+        if special is None and self._byte_letters.issuperset(piece):
+            return len(piece)
+        return 1 if _BYTE_PIECE.fullmatch(piece) and self.decode([token]) != piece else None
 
 
 class ByteTokenizer(Tokenizer):
@@ -298,3 +324,6 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def piece_bytes(self, token: int) -> int | None:
+        return int(token < 256)

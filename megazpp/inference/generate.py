@@ -45,7 +45,8 @@ class Generated(NamedTuple):
         """One line on its speed."""
         count = sum(map(len, self.tokens))
         later = sum(len(row) - 1 for row in self.tokens if row)
-        rate = f", then {later / (self.seconds - self.first_seconds):.1f} tokens/s" if later else ""
+        seconds = self.seconds - self.first_seconds
+        rate = f", then {later / seconds:.1f} tokens/s" if later and seconds else ""
         return f"{count} tokens in {self.seconds:.2f} s: the first after {self.first_seconds:.2f} s{rate}"
 
 

@@ -5,12 +5,15 @@ the same on every tensor-parallel rank). So each rank adds up the squares of its
 number of ranks that hold the same elements, and the sum goes over both axes: two all-reduces of one number. The
 replicate axis is left out: its ranks hold the same shards. NaN and Inf arrive on every rank, and the caller skips the
 step. Nothing here waits for the device.
+
+The rows that pad a vocabulary are no elements: `rows` (`existing_rows` of tensor_parallel/parameters.py) leaves them
+out. Their gradients are exactly zero, so `global_grad_norm` need not know them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -42,10 +45,14 @@ def global_grad_norm(
             which are taken as repeated on every rank of both axes.
         tp, shard: the axes along which parameters may be split.
     """
-    named = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
-    squares = _squares(_grad_parts(named, tp, shard))
+    names, parts = list[str](), list[tuple[torch.Tensor, int]]()
+    for name, parameter in named_parameters:
+        if parameter.grad is not None:
+            names.append(name)
+            parts.append((local(parameter.grad), _copies(_split(name, parameter, tp, shard), tp, shard)))
+    squares = _squares(parts)
     total = _summed_root(squares.sum(), tp, shard)
-    return GradNorm((total / divisor).float(), [name for name, _ in named], squares, divisor)
+    return GradNorm((total / divisor).float(), names, squares, divisor)
 
 
 def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float]:
@@ -54,19 +61,37 @@ def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float
     return dict(zip(norm.names, norms.tolist(), strict=True))
 
 
-def global_parameter_norm(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
-    """L2 norm of all parameters, an fp32 scalar; counted and communicated like `global_grad_norm`."""
-    parts = [(local(p.detach()), _copies(name, p, tp, shard)) for name, p in named_parameters]
+def global_parameter_norm(
+    named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, rows: Mapping[str, int]
+) -> torch.Tensor:
+    """L2 norm of all parameters, an fp32 scalar; counted and communicated like `global_grad_norm`.
+
+    Args:
+        rows: number of rows that exist of the parameters, by name, that end in padding.
+    """
+    parts = []
+    for name, parameter in named_parameters:
+        split = _split(name, parameter, tp, shard)
+        kept = local(parameter.detach())[: _own_rows(name, parameter, split, rows, tp, shard)]
+        parts.append((kept, _copies(split, tp, shard)))
     return _summed_root(_squares(parts).sum(), tp, shard).float()
 
 
-def count_zero_grads(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
-    """Number of gradient elements that are exactly zero, fp64; counted like `global_grad_norm`."""
-    parts = _grad_parts(named_parameters, tp, shard)
-    total = torch.zeros((), dtype=torch.float64, device=parts[0][0].device if parts else None)
-    for grad, copies in parts:
-        total = total + (grad.numel() - torch.count_nonzero(grad)).double() / copies
-    return shard.all_reduce_(tp.all_reduce_(total))
+def count_zero_grads(
+    named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, rows: Mapping[str, int]
+) -> torch.Tensor:
+    """Number of gradient elements that are exactly zero, a whole number in fp64; arguments as `global_parameter_norm`.
+
+    Parameters without a gradient have no elements.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for name, parameter in named_parameters:
+        if parameter.grad is not None:
+            split = _split(name, parameter, tp, shard)
+            grad = local(parameter.grad)[: _own_rows(name, parameter, split, rows, tp, shard)]
+            zeros = (grad.numel() - torch.count_nonzero(grad)).double() / _copies(split, tp, shard)
+            total = total.to(zeros.device) + zeros
+    return shard.all_reduce_(tp.all_reduce_(total)).round_()
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0) -> torch.Tensor:
@@ -84,15 +109,6 @@ def divide_grads_(parameters: Iterable[nn.Parameter], divisor: torch.Tensor) -> 
     grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_div_(grads, divisor)
-
-
-def _grad_parts(named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis) -> list[tuple[torch.Tensor, int]]:
-    """Local shards of gradients, each with the number of ranks of the two axes that hold the same elements."""
-    return [
-        (local(parameter.grad), _copies(name, parameter, tp, shard))
-        for name, parameter in named_parameters
-        if parameter.grad is not None
-    ]
 
 
 def _squares(parts: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
@@ -113,11 +129,31 @@ def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.
     return shard.all_reduce_(tp.all_reduce_(squares.clone())).sqrt()
 
 
-def _copies(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> int:
+def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> set[str]:
+    """The names of the axes over which a parameter's elements are spread."""
     split: set[str] = set()
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         dims = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
         split = {dim for dim, size, placement in dims if size > 1 and not placement.is_replicate()}
     assert split <= {tp.name, shard.name}, f"{name} is split over {split}, the norm sums over {tp.name}, {shard.name}"
+    return split
+
+
+def _copies(split: set[str], tp: MeshAxis, shard: MeshAxis) -> int:
+    """Number of ranks of the two axes that hold the same elements."""
     return math.prod(axis.size for axis in (tp, shard) if axis.name not in split)
+
+
+def _own_rows(
+    name: str, parameter: nn.Parameter, split: set[str], rows: Mapping[str, int], tp: MeshAxis, shard: MeshAxis
+) -> int | None:
+    """Number of this rank's rows that exist, None for all; each axis spreads the rows of a padded parameter evenly."""
+    if name not in rows:
+        return None
+    first, size = 0, len(parameter)
+    for axis in (tp, shard):
+        if axis.name in split:
+            size = -(-size // axis.size)
+            first += axis.rank * size
+    return max(rows[name] - first, 0)

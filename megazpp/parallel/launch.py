@@ -5,7 +5,10 @@
 | nobody: one process             | in the process                 | nowhere                                           |
 | this program                    | in the launcher                | this machine                                      |
 | torchrun                        | torchrun's                     | the network: torch listens on every interface     |
-| srun, by hand                   | in rank 0, at MASTER_ADDR      | the network; this machine if that is its loopback |
+| srun, mpirun, ..., by hand      | in rank 0, at MASTER_ADDR      | the network; this machine if that is its loopback |
+
+Which variables launchers set: base/launcher.py. mpirun and its like say nothing of addresses: where they have started
+ranks on several nodes, MASTER_ADDR and MASTER_PORT have to be given.
 
 torch's store asks nobody who they are: whoever reaches it can stop the job, or take part in it. On the network it
 belongs behind a firewall (SECURITY.md). A worker's own side of the start is worker.py.
@@ -34,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
 from megazpp.base.program import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR, LAUNCHER_PID
 
 POLL_SECONDS = 0.05
@@ -43,7 +47,6 @@ LARGEST_SEED = 2**32 - 1  # that numpy takes
 YEAR_SECONDS = 366 * 24 * 3600.0  # clocks can add waits up to that to the present time
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by us
-LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": whoever started the workers has the store
 
@@ -97,28 +100,25 @@ class Place:
 
 
 def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Place:
-    """Read the launcher's environment: torchrun (RANK, WORLD_SIZE), srun (SLURM_PROCID, ...), or none.
+    """Read the launcher's environment (`find_launcher`).
 
     Raises:
-        ValueError: --nproc or --max-restarts is given although a launcher has started the workers, or
-            --distributed-backend nccl without a GPU.
+        ValueError: --nproc or --max-restarts is given although a launcher has started the workers, an address is
+            missing, or --distributed-backend nccl without a GPU.
     """
     if config.distributed_backend == "nccl" and not torch.cuda.is_available():
         raise ValueError("--distributed-backend nccl needs a GPU, and torch finds none here")
-    if "RANK" in env and "WORLD_SIZE" in env:
-        launcher, variables = "torchrun", ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    elif "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        launcher, variables = "srun", ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
-    else:
+    launched = find_launcher(env)
+    if launched is None:
         cores = len(os.sched_getaffinity(0))
         nproc = config.nproc or torch.cuda.device_count() or min(max(cores, 2), MOST_CPU_WORKERS)
         return Place(started=nproc == 1 and not config.max_restarts, world_size=nproc)
-    rank, local_rank, world_size = (int(env.get(name, "0")) for name in variables)
     if LAUNCHER_PID not in env:
         for name, value in (("--nproc", config.nproc), ("--max-restarts", config.max_restarts or None)):
             if value is not None:
-                raise ValueError(f"{name} {value}: {launcher} starts the workers, and starts them again")
-    return Place(started=True, world_size=world_size, rank=rank, local_rank=local_rank)
+                raise ValueError(f"{name} {value}: {launched.launcher} starts the workers, and starts them again")
+        find_address(launched, env)
+    return Place(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
 
 
 def device_type() -> str:
@@ -138,7 +138,7 @@ def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) 
 def open_store(
     place: Place, timeout: timedelta, env: MutableMapping[str, str] = os.environ
 ) -> tuple[dist.Store, int, int]:
-    """This worker's store, its rank and the number of ranks; sets MASTER_ADDR and MASTER_PORT where srun has not."""
+    """This worker's store, its rank and the number of ranks; sets MASTER_ADDR and MASTER_PORT if they are not set."""
     if place.world_size == 1:
         return dist.HashStore(), 0, 1
     _set_missing_address(env)
@@ -154,7 +154,11 @@ def is_on_one_machine(place: Place, env: Mapping[str, str] = os.environ) -> bool
 
 
 def _set_missing_address(env: MutableMapping[str, str]) -> None:
-    """Give `env://` an address where srun, unlike torchrun, has left that to the program."""
+    """Give `env://` an address where the launcher, unlike torchrun, has left that to the program."""
+    launched = find_launcher(env)
+    if launched is not None and launched.launcher not in ("torchrun", "srun"):
+        env.update(find_address(launched, env))
+        return
     if "SLURM_PROCID" not in env:
         return
     if "MASTER_ADDR" not in env:

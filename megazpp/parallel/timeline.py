@@ -210,7 +210,7 @@ def hidden_shares(spans: Sequence[Span], track: str) -> tuple[float, float] | No
     computed, or a collective of another track ran.
     """
     busy = _busy(s for s in spans if s.track == track)
-    if not busy:
+    if not total(busy):
         return None
     exposed = intersection(busy, _stalls(spans))
     elsewhere = _busy(s for s in spans if s.track not in (STEP, COMPUTE, WAIT, track))

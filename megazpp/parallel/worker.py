@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megazpp.base.launcher import find_launcher
 from megazpp.base.program import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, LAUNCHER_PID, JobError, end_with
 from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
 
@@ -65,8 +66,11 @@ def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C must not wait for a blocked collective
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has had it wait
     if "OMP_NUM_THREADS" not in os.environ:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+        launched = find_launcher()
+        local = None if launched is None else launched.local_size
+        if launched is not None and launched.launcher == "srun":
+            local = 1  # srun gives each rank cores of its own
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (local or 1)))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())

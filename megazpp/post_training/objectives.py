@@ -11,6 +11,7 @@ The formulas are in losses.py; what is here is the forward, the denominators of 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +57,11 @@ class StepSums:
         self._largest[name] = torch.maximum(self._largest[name], value) if name in self._largest else value
 
     def means(self) -> dict[str, float]:
-        """All of them, on all ranks; waits for the device."""
+        """All of them, on all ranks; waits for the device. A mean of nothing is left out."""
         found: dict[str, float] = {}
         if self._sums:
             totals = self._dims.sum_over_data_(torch.stack(list(self._sums.values()))).tolist()
-            found |= {name: s / n if n else 0.0 for name, (s, n) in zip(self._sums, totals, strict=True)}
+            found |= {name: s / n for name, (s, n) in zip(self._sums, totals, strict=True) if n}
         if self._largest:
             values = self._dims.world.max_(torch.stack(list(self._largest.values()))).tolist()
             found |= dict(zip(self._largest, values, strict=True))
@@ -225,6 +226,8 @@ class PolicyLoss:
 class ObjectiveEvaluator(Evaluator):
     """Mean loss over the first global batches of a dataset, the same at every call; the metrics are logged.
 
+    A metric is the mean over the steps that have it.
+
     Args:
         objective: whose denominators span a global batch.
         log: told the metrics.
@@ -236,15 +239,16 @@ class ObjectiveEvaluator(Evaluator):
     def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
         """The mean over the steps."""
         total = torch.zeros((), dtype=torch.float64, device=self.model.embedding.word.weight.device)
-        sums: dict[str, float] = {}
+        found: dict[str, list[float]] = {}
         for batches in steps:
             self.objective.begin_step(batches)
             for batch in batches:
                 total += self.objective.loss(self.model, batch)
             for name, value in self.objective.metrics().items():
-                sums[name] = sums.get(name, 0.0) + value / self.iterations
-        if sums:
-            self.log(" validation | " + " | ".join(f"{name}: {value:.4g}" for name, value in sums.items()) + " |")
+                found.setdefault(name, []).append(value)
+        if found:
+            means = (f"{name}: {statistics.fmean(values):.4g}" for name, values in found.items())
+            self.log(f" validation | {' | '.join(means)} |")
         return float(self.dims.sum_over_data_(total)) / self.iterations
 
 

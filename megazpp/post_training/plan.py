@@ -43,6 +43,7 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.start import PostConfigs
 from megazpp.stored.frozen import FrozenUnits, freeze
 from megazpp.stored.streamed import plan_stream
+from megazpp.tensor_parallel.parameters import count_elements
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
 from megazpp.training.setup import ModelSpec, model_on_meta, shard_built, shard_on_meta
@@ -150,7 +151,7 @@ class PostDryRun(NamedTuple):
         rows: list[tuple[str, ...]] = [("MB of one rank, one optimizer step", "counted")]
         rows += [(f"sent, {wire}", f"{sent_on(self.sent, wire) / MEGA:.3f}") for wire in WIRES]
         rows.append(("live at the fullest moment", f"{self.live_bytes / MEGA:.3f}"))
-        note = f"{self.trained:,} trained parameters"
+        note = f"{self.trained:,} trained parameters of the whole model"
         if self.base_bytes:
             note += f" beside {self.base_bytes / MEGA:.3f} MB of frozen weights"
         off = 100 * (self.planned_bytes / self.live_bytes - 1)
@@ -195,7 +196,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
             )
             if post.needs_reference and not post.precompute_ref_log_probs:
                 reference = FrozenModel(policy, is_policy=True).logps
-        trained = sum(parameter.numel() for parameter in policy.parameters())
+        trained = count_elements(policy, dims.tp.size)
         built = shard_built(policy, spec, dims)
         with fake:
             built.model.to_empty(device=CPU)

@@ -42,7 +42,7 @@ from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
 from megazpp.post_training.start import post_configs, reference_folder, train_paths
 from megazpp.training.context import RunContext
-from megazpp.training.objective import LanguageModelLoss, Objective
+from megazpp.training.objective import Evaluator, LanguageModelLoss, Objective
 from megazpp.training.recorder import Validation
 from megazpp.training.setup import Built, ModelSpec, build_model
 from megazpp.training.trainer import TrainingParts
@@ -85,6 +85,8 @@ class _PostTraining:
             validation=self._open_evaluator(valid, objective),
             test=self._open_evaluator(test, objective),
             validation_metric="reward" if self.post.draws else "lm_loss",
+            has_perplexity=self.post.objective == "sft",
+            whole_samples=False,
             flags={} if adapted is None else {"ref_checksum": adapted.settings.checksum},
             states=states,
             observers=() if synced is None else (synced.step,),
@@ -168,9 +170,10 @@ class _PostTraining:
             return None
         if self.rollouts is not None:
             return RewardEvaluator(self.rollouts, dataset, iterations * size)
-        loader = self._open_loader(dataset, ramp_up=False)
-        parts = (*self.built, loader, self.run.dims, objective, self.run.log)
-        return ObjectiveEvaluator(*parts, iterations=iterations, batch_size=size)
+        parts = (*self.built, self._open_loader(dataset, ramp_up=False), self.run.dims)
+        if self.post.objective == "sft":  # a mean over tokens, of which global batches have different numbers
+            return Evaluator(*parts, iterations=iterations, batch_size=size)
+        return ObjectiveEvaluator(*parts, objective, self.run.log, iterations=iterations, batch_size=size)
 
     def _open(self, paths: tuple[str, ...], template: Any, count: int, use: str) -> Any:
         files, log = [Path(path).expanduser() for path in paths], self.run.log

@@ -62,12 +62,13 @@ CHARTS = (
 
 def times(run: Run) -> np.ndarray:
     """Steps, tokens and seconds at the rows of metrics.jsonl: [3, rows]."""
-    before, total, places = 0, 0.0, []
+    before, total, tokens, places = 0, 0.0, 0.0, []
     for row in run.rows:
         iteration = row["iteration"]
         steps = number(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
         total += steps * max(0.0, _finite(row.get("step_seconds")))
-        places.append([iteration, _finite(row.get("consumed_tokens")), total])
+        tokens += _finite(row.get("tokens"))  # where samples differ in length, those of all steps so far
+        places.append([iteration, _finite(row.get("consumed_tokens", tokens)), total])
         before = iteration
     return np.array(places, dtype=np.float64).reshape(-1, 3).T
 
@@ -231,7 +232,7 @@ def _came_out(run: Run) -> dict[str, str]:
     return {
         "state": run.state,
         "steps": steps,
-        "tokens": _decimal(max(_numbers(rows, "consumed_tokens"), default=None), 0),
+        "tokens": _decimal(max(at[1]) if rows and max(at[1]) else None, 0),
         "training time": duration if rows else NOTHING,
         "training loss": _decimal(rows[-1].get("lm_loss"), 4) if rows else NOTHING,
         "validation loss": _decimal(validation, 4) + also,

@@ -143,9 +143,10 @@ class StreamedUnits:
 
     def describe_speed(self, num_tokens: int, seconds: float) -> str:
         """One line about all uses so far, which generated `num_tokens` in `seconds`."""
+        speed, waited = (x / seconds if seconds else 0.0 for x in (num_tokens, self.waited_seconds))
         return (
-            f" {self.passes} passes fetched {self.passes * self.plan.pass_bytes} bytes; {num_tokens / seconds:.1f} "
-            f"tokens/s; {100 * self.waited_seconds / seconds:.0f} % of the time waited for weights"
+            f" {self.passes} passes fetched {self.passes * self.plan.pass_bytes} bytes; {speed:.1f} tokens/s; "
+            f"{waited:.0%} of the time waited for weights"
         )
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:

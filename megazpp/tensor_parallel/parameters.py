@@ -12,6 +12,7 @@ tensor by its multiprocessors), so what several ranks hold alike, `share_paramet
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,22 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
             parameter.to_local().copy_(placed.to_local())
         else:
             parameter.copy_(full)
+
+
+def existing_rows(model: nn.Module) -> dict[str, int]:
+    """Return the number of rows that exist, by name, of the parameters that may end in rows of padding."""
+    return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
+
+
+def count_elements(model: nn.Module, tp_size: int) -> int:
+    """Return the number of elements of all whole parameters over tp, without the rows that pad a vocabulary."""
+    total = 0
+    for _, module, attribute, spec in owned_parameters(model):
+        shape = list(getattr(module, attribute).shape)
+        if spec.split is not None and not isinstance(getattr(module, attribute), DTensor):
+            shape[spec.split] *= tp_size
+        total += math.prod(shape if spec.rows is None else (min(spec.rows, shape[0]), *shape[1:]))
+    return total
 
 
 def partial_parameters(model: nn.Module) -> frozenset[str]:

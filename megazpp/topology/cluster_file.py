@@ -41,6 +41,7 @@ from typing import Any, Literal
 import yaml
 
 from megazpp.base.flags import check_words, flag
+from megazpp.base.launcher import find_launcher
 from megazpp.base.program import in_words
 from megazpp.topology.cluster import LINK_KINDS, SHARES, Cluster, Device, Link, Links, nested_sizes
 
@@ -80,7 +81,7 @@ def detect_cluster(
 
     Args:
         world_size: ranks of the job.
-        env: LOCAL_WORLD_SIZE (torchrun, our launcher) or SLURM_NTASKS_PER_NODE give the ranks per node; without
+        env: LOCAL_WORLD_SIZE (torchrun, our launcher) or another launcher's variables give the ranks per node; without
             them the job is one node.
         tp: the tensor-parallel degree, whose groups `emulate_nodes` "auto" keeps whole.
     Raises:
@@ -105,8 +106,13 @@ def detect_cluster(
                 f"would fit is {' or '.join(fitting.rsplit(', ', 1))}; or change --nproc"
             )
         return Cluster(num_nodes=nodes, ranks_per_node=world_size // nodes)
-    name = "LOCAL_WORLD_SIZE" if env.get("LOCAL_WORLD_SIZE") else "SLURM_NTASKS_PER_NODE"
-    local = int(env.get(name) or world_size)
+    name, given = "LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE")
+    launched = None if given else find_launcher(env)
+    if launched is not None and launched.local_size is not None:
+        name, local = f"{launched.launcher}'s environment", launched.local_size
+    else:
+        name = name if given else "SLURM_NTASKS_PER_NODE"
+        local = int(env.get(name) or world_size)
     if world_size % local:
         raise ValueError(
             f"{world_size} ranks do not divide into nodes of {local} ({name}): nodes have to hold equally many ranks, "

@@ -126,7 +126,7 @@ def train(
                 launched.check()
             record = launched.record
             record.consumed_samples, record.global_batch_size = progress.consumed_samples, batch_size
-            record.tokens = plan.data_parallel_size * sum(batch.tokens.numel() for batch in batches)
+            record.tokens = None if recorder.meter.whole_samples else sum(batch.tokens.numel() for batch in batches)
             record.micro_batches = micro_batches
             record.seconds, record.cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
             record.wait_seconds = loader.wait_seconds - waited

@@ -32,8 +32,8 @@ class StepRecord:
         metrics: what the objective says beside the loss.
         consumed_samples: including this step's.
         global_batch_size: samples of this step over all ranks.
-        tokens: that the model was given over all ranks, padding included: this rank's times the data ranks; None: whole
-            samples.
+        tokens: tokens of this step's forward passes over all data ranks, padding included; None: whole samples. Until
+            the log line those of this data rank, where `Meter.whole_samples` is False.
         micro_batches: of one rank.
         seconds: wall time of the step, waiting for data included.
         wait_seconds: of that, waiting for data.
@@ -83,9 +83,11 @@ class Meter:
         seq_length: tokens of a sample.
         world_size: ranks, for the figures per rank.
         flops_per_token: model FLOPs, see `model_flops_per_token`.
+        whole_samples: every sample has `seq_length` tokens. Otherwise steps know their tokens, and there is no
+            `consumed_tokens`, because only those since the start are known.
         peak_flops: FLOP/s of one rank's device; None where unknown, then there is no MFU.
     Attributes:
-        count, tokens, micro_batches, seconds, cpu_seconds: of all steps; micro-batches and CPU time of this process.
+        count, micro_batches, seconds, cpu_seconds: sums over all steps; micro-batches and CPU time of this process.
     """
 
     total_iterations: int
@@ -93,10 +95,11 @@ class Meter:
     seq_length: int
     world_size: int
     flops_per_token: int
+    whole_samples: bool = True
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        self.count, self.tokens, self.micro_batches = 0, 0, 0
+        self.count, self.micro_batches, self._tokens = 0, 0, 0
         self.seconds, self.cpu_seconds = 0.0, 0.0
         self._skipped, self._wait_seconds, self._sent_bytes = 0, 0.0, NOTHING_SENT
         self._steps: list[StepRecord] = []
@@ -109,7 +112,6 @@ class Meter:
         self._first = self._first or step
         self._inner_losses += [step.metrics[INNER_LOSS]] if INNER_LOSS in step.metrics else []
         self.count += 1
-        self.tokens += self._tokens_of(step)
         self.micro_batches += step.micro_batches
         self.seconds += step.seconds
         self.cpu_seconds += step.cpu_seconds
@@ -125,6 +127,8 @@ class Meter:
         are means over the steps that have them; the time left is that at this interval's samples per second.
         """
         steps, self._steps = self._steps, []
+        tokens = sum(map(self._tokens_of, steps))
+        self._tokens += tokens
         assert steps, "an interval needs a step"
         self._sent_bytes = {wire: sent_bytes[wire] + before for wire, before in self._sent_bytes.items()}
         count, last, seconds = len(steps), steps[-1], sum(step.seconds for step in steps)
@@ -136,13 +140,15 @@ class Meter:
         metrics = {name: sum(values) / len(values) for name, values in by_name.items()}
         loss, skipped = sum(losses) / len(losses), sum(step.skipped for step in steps)
         nan = sum(not math.isfinite(step.loss) for step in steps)
-        max_norm = max((step.grad_norm for step in steps if step.grad_norm is not None), default=None)
+        norms = [step.grad_norm for step in steps if step.grad_norm is not None]
+        max_norm = max((norm for norm in norms if not math.isnan(norm)), default=norms[0] if norms else None)
         met = len(by_name.get(INNER_LOSS, ()))  # steps after which islands did
-        speed = sum(map(self._tokens_of, steps)) / seconds
+        speed = tokens / seconds if seconds else 0.0
         flops = speed * self.flops_per_token / self.world_size
         sent = {wire: total // count for wire, total in sent_bytes.items()}
         samples_left = max(0, self.total_samples - last.consumed_samples)
-        left = datetime.timedelta(seconds=round(samples_left * seconds / sum(step.global_batch_size for step in steps)))
+        samples = max(1, sum(step.global_batch_size for step in steps))
+        left = datetime.timedelta(seconds=round(samples_left * seconds / samples))
         mfu = None if self.peak_flops is None else flops / self.peak_flops
         fields = {
             "iteration": last.iteration,
@@ -151,7 +157,11 @@ class Meter:
             "max_grad_norm": max_norm,
             "learning_rate": last.learning_rate,
             "consumed_samples": last.consumed_samples,
-            "consumed_tokens": last.consumed_samples * self.seq_length,
+            **(
+                {"consumed_tokens": last.consumed_samples * self.seq_length}
+                if self.whole_samples
+                else {"tokens": tokens}
+            ),
             "steps": count,
             "step_seconds": seconds / count,
             "tokens_per_second": speed,
@@ -213,17 +223,18 @@ class Meter:
         Args:
             cpu_seconds: CPU time of the steps, summed over all ranks.
         """
-        tokens, seconds = self.tokens, self.seconds
+        tokens = all_tokens = self._tokens + sum(map(self._tokens_of, self._steps))
+        seconds = self.seconds
         if self._first is not None and self.count > 1:
             tokens, seconds = tokens - self._tokens_of(self._first), seconds - self._first.seconds
         met = len(self._inner_losses)
         return {
             "iterations": self.count,
             "skipped": self._skipped,
-            "tokens": self.tokens,
+            "tokens": all_tokens,
             "seconds": self.seconds,
             "tokens_per_second": tokens / seconds if seconds else 0.0,
-            "cpu_seconds_per_token": cpu_seconds / self.tokens if self.tokens else 0.0,
+            "cpu_seconds_per_token": cpu_seconds / all_tokens if all_tokens else 0.0,
             "data_wait_share": self._wait_seconds / self.seconds if self.seconds else 0.0,
             **{
                 f"{wire}_bytes_per_step": sent // max(1, self.count)
@@ -238,13 +249,16 @@ class Meter:
         return step.global_batch_size * self.seq_length if step.tokens is None else step.tokens
 
 
-def validation_lines(where: str, loss: float, *, metric: str = "lm_loss") -> list[str]:
-    """Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100".
+def validation_lines(where: str, loss: float, *, metric: str = "lm_loss", has_perplexity: bool = True) -> list[str]:
+    """Return Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100".
 
     Args:
         metric: another name, if it is no loss.
+        has_perplexity: the loss is a mean of nats per token, so that its exponential is a perplexity.
     """
-    line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    line = f" validation loss at {where} | lm loss value: {loss:.6E} | "
+    if has_perplexity:
+        line += f"lm loss PPL: {perplexity(loss):.6E} | "
     if metric != "lm_loss":
         line = f" validation at {where} | {metric}: {loss:.6E} | "
     rule = "-" * (len(line) + 1)

@@ -12,20 +12,23 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
 from megazpp.data.blend import DataSource
 from megazpp.data.dataset import DataConfig, batch_options, cache_dir, check_marks, missing_ends
-from megazpp.data.gpt_dataset import WholeText
+from megazpp.data.gpt_dataset import PADDING, WholeText
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.loader import BatchLoader, Dataset, MicroBatch, make_padded_batch
 from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
+from megazpp.data.token_bytes import TokenBytes
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
@@ -135,7 +138,7 @@ class Evaluator:
 
 
 class Score(NamedTuple):
-    """The loss of a text in nats per token, and how many tokens and bytes it has."""
+    """The mean loss in nats per token whose loss counts, the number of these tokens, and the bytes of their text."""
 
     loss: float
     tokens: int
@@ -153,14 +156,28 @@ class Score(NamedTuple):
         return [rule, line, f" bits per byte: {self.bits_per_byte:.6f} | {amount}", rule]
 
 
-def count_samples(dataset: Dataset, num_samples: int, tokenizer: Tokenizer, dims: ParallelDims) -> tuple[int, int]:
-    """Labels of the first samples, and the bytes of their text; each rank looks at some of them."""
-    tokens, text_bytes = 0, 0
+class LabelCounts(NamedTuple):
+    """Labels of samples whose loss counts, the bytes of their text, and the bytes of labels whose loss does not."""
+
+    tokens: int
+    text_bytes: int
+    left_out_bytes: int
+
+
+def count_labels(
+    samples: Dataset, num_samples: int, tokenizer: Tokenizer, data: DataConfig, dims: ParallelDims
+) -> LabelCounts:
+    """Count the labels of the first samples, which may end in padding; each rank looks at some of them.
+
+    The first id of a sample is no label. `data` says which labels have no loss (--eod-mask-loss).
+    """
+    sizes, options, counts = TokenBytes(tokenizer), batch_options(data, tokenizer), LabelCounts(0, 0, 0)
     for index in range(dims.world.rank, num_samples, dims.world.size):
-        ids = dataset[index].tolist()
-        tokens += len(ids) - 1  # the first one is an input only
-        text_bytes += len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(ids[:1]).encode())
-    return _sum_over_ranks(tokens, dims), _sum_over_ranks(text_bytes, dims)
+        ids = np.asarray(samples[index], dtype=np.int64)
+        mask = make_padded_batch(torch.from_numpy(ids).unsqueeze(0), **options).loss_mask[0].bool().numpy()
+        found = int(mask.sum()), sizes.count(ids, mask), sizes.count(ids, ~mask & (ids[1:] != PADDING))
+        counts = LabelCounts(*map(operator.add, counts, found))
+    return LabelCounts(*(_sum_over_ranks(count, dims) for count in counts))
 
 
 def check_input(path: str) -> None:
@@ -216,13 +233,14 @@ def score_whole(
     ) as loader:
         evaluator = Evaluator(*built, loader, dims, iterations=-(-len(text) // batch_size), batch_size=batch_size)
         loss = evaluator()  # first, because it checks the ids
-    if files is None:
-        own = range(dims.world.rank, len(sequences), dims.world.size)
-        texts: Iterator[str] = (tokenizer.decode(sequences.get(index).tolist()) for index in own)
-    else:  # the text itself: a tokenizer may lose some of it
+    tokens, text_bytes, left_out_bytes = count_labels(text, len(text), tokenizer, data, dims)
+    if files is not None:  # the text itself, without what has no loss: a tokenizer may lose some of it
         documents = (document for file in files for document in read_documents(file, flag_name="--input"))
-        texts = itertools.islice(documents, dims.world.rank, None, dims.world.size)
-    return Score(loss, text.num_tokens, _sum_over_ranks(sum(len(each.encode()) for each in texts), dims))
+        own = itertools.islice(documents, dims.world.rank, None, dims.world.size)
+        text_bytes = _sum_over_ranks(sum(len(document.encode()) for document in own), dims) - left_out_bytes
+        if start is None:  # the first id is no label
+            text_bytes -= TokenBytes(tokenizer).size(int(text[0][0]), first=True)
+    return Score(loss, tokens, text_bytes)
 
 
 def _is_pair(path: str) -> bool:

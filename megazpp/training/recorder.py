@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
+from megazpp.tensor_parallel.parameters import existing_rows
 from megazpp.topology.layout import AXES, NODE, WIRES
 from megazpp.training.context import RunContext
 from megazpp.training.flops import memory_line, peak_memory_bytes
@@ -53,6 +54,7 @@ class MetricsRecorder:
         timers: reported after a log line.
         validation, test: evaluate held-out data; None without.
         metric: what they measure: "lm_loss", or "reward".
+        has_perplexity: the "lm_loss" is nats per token.
         weights_for_evaluation: entered around each evaluation.
     """
 
@@ -67,6 +69,7 @@ class MetricsRecorder:
     validation: Validation | None = None
     test: Validation | None = None
     metric: str = "lm_loss"
+    has_perplexity: bool = True
     weights_for_evaluation: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
@@ -74,15 +77,21 @@ class MetricsRecorder:
         self.last_validation: tuple[int, float] | None = None  # the iteration, and what was measured
         self._sent_before = list(NOTHING_SENT.values())
         self._norms: deque[float] = deque(maxlen=100)
+        self._uneven: list[StepRecord] = []  # steps since the log line of which this rank knows its own tokens only
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a step; at a log interval and at the `last` one also print and write a line."""
         log = last or self.logs(record.iteration)
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # before the norm below sends some
         if log and self.config.log_params_norm:
-            norm = global_parameter_norm(self.model.named_parameters(), self.run.dims.tp, self.run.dims.shard)
+            named, axes = self.model.named_parameters(), (self.run.dims.tp, self.run.dims.shard)
+            norm = global_parameter_norm(named, *axes, rows=existing_rows(self.model))
             record.params_norm = float(norm)
         self.meter.add(record)
+        if not self.meter.whole_samples:
+            self._uneven.append(record)
+            if log:
+                self._sum_tokens()
         self._note_spike(record)
         self.run.console.advance(record.loss)
         if self.tracker is not None:
@@ -90,12 +99,21 @@ class MetricsRecorder:
         if log:
             self._log(record.iteration, sent)
 
+    def _sum_tokens(self) -> None:
+        """Add up each step's tokens over the data ranks, whose rows have different lengths: one all-reduce."""
+        dims, steps, self._uneven = self.run.dims, self._uneven, []
+        with dims.counter.paused():
+            own = torch.tensor([step.tokens for step in steps], dtype=torch.int64, device=self.run.device)
+            for step, tokens in zip(steps, dims.sum_over_islands_(own).tolist(), strict=True):
+                step.tokens = tokens
+
     def _note_spike(self, record: StepRecord) -> None:
         """Say where a step's gradients are `SPIKE` times as long as the median of the steps before it."""
         norm = record.grad_norm
         if norm is None or not math.isfinite(norm):
             return
-        if len(self._norms) >= SPIKE_STEPS and norm > SPIKE * (usual := statistics.median(self._norms)):
+        usual = statistics.median(self._norms) if len(self._norms) >= SPIKE_STEPS else 0.0
+        if 0.0 < SPIKE * usual < norm:  # a norm above a median of zero is no multiple of it
             self.run.log(
                 f"note: iteration {record.iteration}: grad norm {norm:.3f} is {norm / usual:.0f} x the median of the "
                 f"{len(self._norms)} steps before it, {usual:.3f}"
@@ -113,10 +131,11 @@ class MetricsRecorder:
             return
         self.last_validation = (progress.iteration, value)
         short = f"iteration {progress.iteration:6d}  validation {self.metric.replace('lm_', '')} {value:.4f}"
-        for line in validation_lines(f"iteration {progress.iteration}", value, metric=self.metric):
+        how: dict[str, Any] = {"metric": self.metric, "has_perplexity": self.has_perplexity}
+        for line in validation_lines(f"iteration {progress.iteration}", value, **how):
             self.run.log(line, short="" if line.startswith("--") else short)
         if self.tracker is not None:
-            self.tracker.validation(value, progress, metric=self.metric)
+            self.tracker.validation(value, progress, **how)
 
     def _evaluate(self, evaluate: Validation | None) -> float | None:
         if evaluate is None:
@@ -134,7 +153,8 @@ class MetricsRecorder:
             self.validate(progress)
         test_loss = self._evaluate(self.test) if evaluate else None
         if test_loss is not None:
-            for line in validation_lines(f"iteration {progress.iteration} on test set", test_loss, metric=self.metric):
+            where, how = f"iteration {progress.iteration} on test set", {"has_perplexity": self.has_perplexity}
+            for line in validation_lines(where, test_loss, metric=self.metric, **how):
                 self.run.log(line)
         measured = None if self.last_validation is None else self.last_validation[1]
         used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self.run.device)

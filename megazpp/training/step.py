@@ -28,7 +28,7 @@ from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_, skips_on_device, update_
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE
-from megazpp.tensor_parallel.parameters import partial_parameters, sum_partial_gradients_
+from megazpp.tensor_parallel.parameters import existing_rows, partial_parameters, sum_partial_gradients_
 from megazpp.training.anomalies import Evidence, Guard
 from megazpp.training.metrics import StepRecord
 from megazpp.training.objective import LanguageModelLoss, Objective
@@ -61,7 +61,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self._objective: Objective = self.objective or LanguageModelLoss(self.dims)
-        self._partial = partial_parameters(self.model)
+        self._partial, self._rows = partial_parameters(self.model), existing_rows(self.model)
         self._before: LaunchedStep | None = None
 
     def __call__(self, micro_batches: Sequence[Any], **settings: Any) -> StepRecord:
@@ -87,7 +87,7 @@ class TrainStep:
             norm = global_grad_norm(named, *axes, divisor=scale)
             numbers = [loss, norm.value.double()]
             if self.count_zeros:
-                numbers.append(count_zero_grads(named, *axes))
+                numbers.append(count_zero_grads(named, *axes, rows=self._rows))
             step = LaunchedStep(
                 StepRecord(iteration=iteration, learning_rate=learning_rate, loss_scale=scale),
                 loss,

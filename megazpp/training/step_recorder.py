@@ -207,7 +207,7 @@ def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
     """One line about compute seconds by rank."""
     median = statistics.median_low(seconds)  # of two ranks the faster one
     by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
-    slow = [rank for rank in by_time if seconds[rank] > SLOW * median]
+    slow = [rank for rank in by_time if seconds[rank] > SLOW * median > 0.0]
     shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN_RANKS])
     more = f" and {len(slow) - SHOWN_RANKS} more" if len(slow) > SHOWN_RANKS else ""
     fastest, slowest = by_time[-1], by_time[0]
@@ -226,7 +226,7 @@ def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
     for track in sorted_tracks([span for spans in spans_by_rank for span in spans])[1:]:
         busy = sum(seconds.get(track, 0.0) for _, seconds in by_rank)
         line = f"  {track:<10} {busy / len(by_rank):9.4f} s"
-        if track not in (COMPUTE, WAIT):
+        if track not in (COMPUTE, WAIT) and busy:
             shares = [(seconds[track], hidden_shares(spans, track)) for spans, seconds in by_rank if track in seconds]
             compute, work = (
                 sum(weight * hidden[kind] for weight, hidden in shares if hidden) / busy for kind in range(2)

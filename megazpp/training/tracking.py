@@ -128,13 +128,15 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", fields))
         self._write(record.scalars, fields["iteration"], fields["consumed_samples"])
 
-    def validation(self, loss: float, progress: TrainingProgress, *, metric: str = "lm_loss") -> None:
-        """Record a validation loss and its perplexity, or the value of another `metric`."""
+    def validation(
+        self, loss: float, progress: TrainingProgress, *, metric: str = "lm_loss", has_perplexity: bool = True
+    ) -> None:
+        """Record a validation loss and, if it has one, its perplexity, or the value of another `metric`."""
         iteration, consumed_samples = progress.iteration, progress.consumed_samples
         row = {"iteration": iteration, "consumed_samples": consumed_samples, metric: loss}
         self._keep("validation.jsonl", lambda: self.folder.append("validation.jsonl", row))
         scalars = {f"eval/{metric.removeprefix('lm_')}": loss}
-        if metric == "lm_loss":
+        if metric == "lm_loss" and has_perplexity:
             scalars["eval/perplexity"] = perplexity(loss)
         self._write(scalars, iteration, consumed_samples)
 

@@ -67,6 +67,8 @@ class TrainingParts:
         batches: this rank's batches of the training data, to be entered; None without training data.
         validation, test: evaluations of held-out data; None without.
         validation_metric: what they measure: "lm_loss", or "reward".
+        has_perplexity: the "lm_loss" that they measure is nats per token.
+        whole_samples: every sample has --seq-length tokens.
         flags: values that checkpoints keep beside, or in the place of, those of the command line.
         states: more that checkpoints keep.
         observers: look at steps, beside the run's own.
@@ -86,6 +88,8 @@ class TrainingParts:
     validation: Validation | None = None
     test: Validation | None = None
     validation_metric: str = "lm_loss"
+    has_perplexity: bool = True
+    whole_samples: bool = True
     flags: Mapping[str, Any] = field(default_factory=dict)
     states: Sequence[StatePart] = ()
     observers: Sequence[Observer] = ()
@@ -171,6 +175,7 @@ class Trainer:
             validation=parts.validation,
             test=parts.test,
             metric=parts.validation_metric,
+            has_perplexity=parts.has_perplexity,
             weights_for_evaluation=self.weights_for_evaluation,
         )
 
@@ -281,6 +286,7 @@ class Trainer:
             total_samples=plan.batches.total_samples,
             seq_length=seq_length,
             world_size=plan.layout.cluster.world_size,
+            whole_samples=self.parts.whole_samples,
             flops_per_token=model_flops_per_token(model, padded_vocab_size=padded, seq_length=seq_length),
             peak_flops=peak_flops(device_name(self.run.device), self.config.precision.param_dtype),
         )

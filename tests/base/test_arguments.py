@@ -8,7 +8,7 @@ from helpers.refusals import not_refused
 from helpers.small_run import ROOT, SMALL, parse
 from train_tokenizer import TrainTokenizerConfig
 
-from megazpp.base.arguments import RunConfig
+from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.base.command_line import FlagParser, read_megatron_flags
 from megazpp.base.flags import flag_name
@@ -173,3 +173,16 @@ def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path):
     (tmp_path / "a.args").write_text(f"{SMALL} --bf16 --swiglu --lr-warmup-fraction 0.1")
     found = parse(f"@{tmp_path}/a.args --no-fp16 --no-squared-relu --data-path --lr-warmup-fraction none")
     assert (found.config.precision.bf16, found.config.model.swiglu, found.notices) == (True, True, ())
+
+
+def test_a_finetuning_without_a_flag_file_names_what_gpt_tiny_gives():
+    def notices(*words: str) -> str:
+        return "\n".join(parse_run_config([*words], ROOT).notices)
+
+    said = notices("--load", "x", "--finetune", "--lr", "1e-2")
+    assert "no @file is given, so these are of configs/gpt_tiny.args: " in said
+    for flag in ("--train-iters 800", "--lr-decay-style cosine", "--weight-decay 0.1", "--text-path builtin:moby_dick"):
+        assert flag in said
+    assert "--lr 0.003" not in said
+    for words in ((), ("--load", "x"), ("@configs/gpt_tiny.args", "--load", "x", "--finetune")):
+        assert "no @file" not in notices(*words)

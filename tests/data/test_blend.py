@@ -58,7 +58,25 @@ def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refuse
     wrong = dict.fromkeys(["0.3 A B", "A 0.3 B 0.7", "0.3 A 0.7"], some)
     wrong |= dict.fromkeys(["0 A 1 B", "-1 A 2 B", "nan A 1 B", "inf A"], positive)
     rows = [(values, f"--train-data-path {values}: {reason}") for values, reason in wrong.items()]
+    ours = "give a weight before every dataset, or before none; a number is read as a weight, so the dataset 2020 is"
+    rows += [(values, f"{ours} given as ./2020") for values in ("2020", "2020 A B", "A 2020")]
     assert not not_refused(rows, lambda values: parse_blend(values.split(), flag_name="--train-data-path"))
+
+
+def test_more_datasets_than_a_blend_can_number_are_refused():
+    with pytest.raises(ValueError, match="--data-path: 32768 datasets, a blend has at most 32767"):
+        open_sources(["a"] * 32768, flag_name="--data-path")
+
+
+def test_numbers_that_are_datasets_are_no_weights(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for prefix in ("2020", "2021"):
+        write_pair(tmp_path / prefix, [[1] * 16])
+    with pytest.raises(ValueError, match=r"2020 2021: 2020 is also a dataset; .* given as \./2020"):
+        open_sources(["2020", "2021"], flag_name="--data-path")
+    sources, weights = open_sources(["2020", "./2020", "1", "./2021"], flag_name="--data-path")
+    assert (len(sources), weights) == (2, (2020.0, 1.0))
+    assert open_sources(["./2020", "./2021"], flag_name="--data-path")[1] is None
 
 
 # ---- the samples of a split -------------------------------------------------------------------------------------

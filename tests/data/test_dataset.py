@@ -21,6 +21,7 @@ from megazpp.data.dataset import (
 )
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.text import (
+    _in_our_flags,
     cached_indexed_dataset,
     cached_sentencepiece,
     first_characters,
@@ -229,6 +230,18 @@ def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_ow
         with pytest.raises(ValueError, match=f"^{message}") as raised:
             train_sentencepiece(iter([text]), size)
         assert "trainer_interface" not in str(raised.value)
+        assert "--character" not in str(raised.value)  # no flag of a training
+
+
+def test_advice_of_sentencepiece_names_flags_of_the_program_that_shows_it():
+    for has_flag, advice in (
+        (False, "Increase --vocab-size."),
+        (True, "Increase --vocab-size or decrease --character-"),
+    ):
+        with pytest.raises(ValueError, match=rf"10 vs \d+\. {advice}"):
+            train_sentencepiece(iter([TEXT]), 10, has_coverage_flag=has_flag)
+    kept = _in_our_flags("Too many of them. Use --input_sentence_size=9. Good night.", has_coverage=True)
+    assert kept == "Too many of them. Good night."
 
 
 def test_the_first_characters_may_end_inside_a_text():

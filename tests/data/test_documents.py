@@ -162,6 +162,19 @@ def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):
         ("bz2.txt", bz2.compress(JSON_LINES), "name a compressed file"),
         ("gzip.jsonl", gzip.compress(JSON_LINES), "name a compressed file .gz"),
         ("zstd.txt", zstd.compress(JSON_LINES), "name a compressed file .gz or .zst"),
+        ("utf16.jsonl", "{}".encode("utf-16"), "it is UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"),
+        ("utf16le.txt", "call me".encode("utf-16-le"), "it is UTF-16 (iconv"),
+        ("utf32.txt", "call me".encode("utf-32"), "it is UTF-32 (iconv"),
+        ("nul.txt", b"call\0me", "byte 4 is 0x00, which no text has"),
+        ("bell.jsonl", b'{"text": "a\x07"}', "byte 11 is 0x07, which no text has"),
+        (
+            "array.json",
+            b' [\n  {"text": "a"}\n]',
+            "it is a JSON array, and JSON lines have one object on each line",
+        ),
+        ("one-line.json", b'[{"text": "a"}]', "it is a JSON array"),
+        ("pretty.json", b'{\n  "text": "a"\n}\n', "it is JSON over several lines"),
+        ("pretty.jsonl", b'\xef\xbb\xbf{"text": "a",\r\n "n": 1}\n', "it is JSON over several lines"),
         ("parquet.data", write_parquet(tmp_path / "a", text=TEXTS).read_bytes(), "a Parquet file .parquet"),
     ]
 

@@ -134,6 +134,10 @@ def test_wrong_flags_are_refused_before_anything_is_written(tmp_path):
 
 def test_the_time_left_follows_from_the_share_of_the_input(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    progress = PreprocessProgress(total_disk_bytes=40, started=100.0, documents=5, disk_bytes=50)
+    assert str(progress).endswith(
+        "(0.0 docs/s, 0.00 MB/s, 0 tokens/s); 100.0% of the input, 0:00:00 gone, 0:00:00 left"
+    )
     progress = PreprocessProgress(total_disk_bytes=40, started=90.0, documents=5, tokens=20, text_bytes=30_000_000)
     assert "0.5 docs/s, 3.00 MB/s, 2 tokens/s); 0.0% of the input, 0:00:10 gone, ? left" in str(progress)
     progress.disk_bytes = 10

@@ -107,7 +107,7 @@ class Run:
         self.zero3_asked: list[int] = []
         self.tracker = SimpleNamespace(records=[], validations=[], step=lambda record: None)
         self.tracker.interval = lambda record: self.tracker.records.append(record.fields)
-        self.tracker.validation = lambda loss, at, metric: self.tracker.validations.append((at.iteration, loss))
+        self.tracker.validation = lambda loss, at, **how: self.tracker.validations.append((at.iteration, loss))
         self.recorder = MetricsRecorder(
             TrackingConfig(log_interval=log_interval),
             RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out)),

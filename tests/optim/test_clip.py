@@ -1,17 +1,23 @@
 """Global norms: each element counts once, whatever the layout; what is not finite stays so."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.sharded import one_process_model, sharded_model
 from helpers.tensor_parallel import tp_axis
+from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megazpp.model.gpt import GPTModel
 from megazpp.optim import clip
 from megazpp.optim.clip import clip_divisor, divide_grads_, global_grad_norm
 from megazpp.parallel.axis import MeshAxis
+from megazpp.tensor_parallel.parameters import existing_rows, initialize_parameters_
+from megazpp.training.metrics import StepRecord
 
 ONE = MeshAxis("tp"), MeshAxis("shard")
 
@@ -29,9 +35,9 @@ def compare_with_one_process(tp: int, replicas: int) -> None:
     assert halved.value.item() == pytest.approx(expected, rel=1e-6)
     of_each = {name: p.grad.norm().item() for name, p in whole.named_parameters()}
     assert clip.grad_norms(halved, *axes) == pytest.approx(of_each, rel=1e-6)
-    assert clip.global_parameter_norm(named, *axes) == norm.value
+    assert clip.global_parameter_norm(named, *axes, rows={}) == norm.value
     zeros = sum((p == 0).sum().item() for p in whole.parameters())
-    assert clip.count_zero_grads(named, *axes).item() == pytest.approx(zeros, abs=1e-9)
+    assert clip.count_zero_grads(named, *axes, rows={}).item() == zeros
     nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
     divide_grads_([p for _, p in named], clip_divisor(halved.value, 1.0, divisor=2.0))
     for name, parameter in whole.named_parameters():
@@ -42,6 +48,49 @@ def compare_with_one_process(tp: int, replicas: int) -> None:
 @pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (4, 1), (1, 2)])
 def test_four_ranks_measure_and_clip_like_one_process(tp, replicas):
     ranks(4).run(compare_with_one_process, tp, replicas)
+
+
+def measure_padded(case: Case) -> tuple[StepRecord, float, float]:
+    """A step whose zeros are counted, the parameters' norm, and the gradients' without what pads the vocabulary."""
+    step, dims = build_step(case)
+    for name, exist in existing_rows(step.model).items():  # fill padding as a conversion might leave it
+        parameter = step.model.get_parameter(name).detach()
+        if not isinstance(parameter, DTensor):
+            parameter[exist:] = 3.0
+            continue
+        full = parameter.full_tensor()
+        full[exist:] = 3.0
+        placed = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(placed.to_local())
+    named, rows = list(step.model.named_parameters()), existing_rows(step.model)
+    norm = clip.global_parameter_norm(named, dims.tp, dims.shard, rows=rows).item()
+    step.count_zeros, squares = True, 0.0
+    step.optimizer.zero_grad = lambda set_to_none: None
+    record = step(case.batches(0, dims), learning_rate=0.0, weight_decay=0.0)
+    for name, parameter in named:
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        squares += grad[: rows.get(name)].double().square().sum().item()
+    return record, norm, math.sqrt(squares)
+
+
+@pytest.mark.parametrize("style", [GPT2_STYLE, LLAMA_STYLE], ids=["tied", "untied"])
+def test_rows_that_pad_a_vocabulary_enter_no_statistic(style):
+    """101 tokens in 128 rows at tp 1, in 256 at tp 2: one rank of four has rows of both kinds, others padding alone."""
+    case = Case(model=replace(style, make_vocab_size_divisible_by=128), steps=1)
+    plain = GPTModel(replace(style, make_vocab_size_divisible_by=1), vocab_size=101, tp=ONE[0])
+    initialize_parameters_(plain, seed=case.seed, draw_device=CPU)
+    expected_norm = math.sqrt(sum(p.double().square().sum().item() for p in plain.parameters()))
+    batch = case.batch(0, 0, case.global_batch)
+    losses = plain(batch.tokens, batch.labels, position_ids=batch.position_ids)
+    ((losses * batch.loss_mask).sum() / batch.loss_mask.sum()).backward()
+    grad_norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in plain.parameters()))
+    zeros = sum((p.grad == 0).sum().item() for p in plain.parameters())
+    for world_size, tp in ((1, 1), (2, 2), (4, 1), (4, 2)):
+        for record, norm, clipped in ranks(world_size).run(measure_padded, replace(case, tp=tp)):
+            assert record.num_zeros == zeros, (world_size, tp)
+            assert norm == pytest.approx(expected_norm, rel=1e-6)
+            assert record.grad_norm == pytest.approx(grad_norm, rel=1e-5)
+            assert clipped == pytest.approx(min(CLIP, grad_norm), rel=1e-4)
 
 
 def measure_what_is_wrong() -> None:
@@ -87,13 +136,15 @@ def test_sums_are_exact_in_one_process_too():
     assert norm_of(large, large) == pytest.approx(3e19 * math.sqrt(2))  # whose square fp32 does not have
     model = nn.Linear(63, 5)
     expected = nn.utils.parameters_to_vector(model.parameters()).norm().item()
-    assert clip.global_parameter_norm(model.named_parameters(), *ONE).item() == pytest.approx(expected, rel=1e-6)
+    assert clip.global_parameter_norm(model.named_parameters(), *ONE, rows={}).item() == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_no_gradient_at_all_is_norm_zero():
     model = nn.Linear(3, 2)
     assert global_grad_norm(model.named_parameters(), *ONE).value.item() == 0.0
-    assert clip.count_zero_grads(model.named_parameters(), *ONE).item() == 0.0
+    assert clip.count_zero_grads(model.named_parameters(), *ONE, rows={}).item() == 0.0
     divide_grads_(model.parameters(), clip_divisor(torch.tensor(0.0), 1.0))
     assert model.weight.grad is None
 

@@ -20,7 +20,21 @@ from megazpp.parallel import launch, worker
 from megazpp.parallel.launch import AGENT_STORE, LaunchConfig, Place, find_place, is_on_one_machine, open_store
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+ADDRESS = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+def mpi(prefix: str, *, rank: int = 5, size: int = 8) -> dict[str, str]:
+    """The variables of a launcher that counts ranks, and those of a node of four."""
+    return {
+        f"{prefix}_RANK": str(rank),
+        f"{prefix}_SIZE": str(size),
+        f"{prefix}_LOCAL_RANK": "1",
+        f"{prefix}_LOCAL_SIZE": "4",
+    }
+
+
 STARTED = Place(started=True, world_size=8, rank=5, local_rank=1)
 PLACES = [
     ({"nproc": 3}, {}, Place(started=False, world_size=3)),
@@ -31,11 +45,42 @@ PLACES = [
     ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),  # torchrun, which srun has started
     ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, Place(started=False, world_size=2)),  # a batch script
     ({"nproc": 8}, {**TORCHRUN, LAUNCHER_PID: "1"}, STARTED),  # our own worker
+    ({}, {**mpi("OMPI_COMM_WORLD"), **ADDRESS}, STARTED),
+    ({}, {**mpi("MV2_COMM_WORLD"), "PMI_RANK": "5", "PMI_SIZE": "8", **ADDRESS}, STARTED),
+    ({}, {**mpi("JSM_NAMESPACE"), **ADDRESS}, STARTED),
+    ({}, {**HYDRA, **ADDRESS}, STARTED),
+    ({}, {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PALS_RANKID": "5", **ADDRESS}, STARTED),
+    ({}, {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", **ADDRESS}, STARTED),
+    # mpirun on two Slurm nodes: srun has started its daemons
+    ({}, {**mpi("OMPI_COMM_WORLD"), "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **ADDRESS}, STARTED),
+    ({}, {**HYDRA, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **ADDRESS}, STARTED),
+    ({}, {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}, STARTED),  # srun's PMI plugins
+    ({}, {**TORCHRUN, **mpi("OMPI_COMM_WORLD", rank=1, size=2)}, STARTED),  # torchrun, which mpirun has started
+    *(
+        ({"nproc": 2}, env, Place(started=False, world_size=2))
+        for env in (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
+            {"PMI_RANK": "0", "PMI_SIZE": "1"},  # a container, or a step of one task
+            {"PMI_RANK": "3"},  # of nobody knows what
+            mpi("OMPI_COMM_WORLD", rank=0, size=1) | {"PMIX_RANK": "0"},
+        )
+    ),
 ]
 REFUSED = [
     ({"nproc": 2}, TORCHRUN, "--nproc 2: torchrun"),
     ({"max_restarts": 3}, SRUN, "--max-restarts 3: srun"),
     ({"distributed_backend": "nccl"}, {}, "--distributed-backend nccl needs a GPU"),
+    ({"nproc": 2}, mpi("OMPI_COMM_WORLD"), "--nproc 2: mpirun starts the workers"),
+    (
+        {},
+        mpi("OMPI_COMM_WORLD"),
+        "mpirun has started 8 ranks (OMPI_COMM_WORLD_SIZE), and lacks MASTER_ADDR and MASTER_",
+    ),
+    ({}, {**HYDRA, "MASTER_ADDR": "host0"}, "mpiexec has started 8 ranks (PMI_SIZE), and lacks MASTER_PORT"),
+    ({}, {**HYDRA, "MPI_LOCALNRANKS": "8"}, "unset PMI_SIZE"),  # one node, but no number of a job for a port
+    ({}, {"PMIX_RANK": "3"}, "PMIX_RANK=3: a launcher has started this process, and no variable says how many"),
+    ({}, {"ALPS_APP_PE": "0"}, "ALPS_APP_PE=0: a launcher"),
+    ({}, {"PMI_RANK": "0", "PMI_SIZE": "many"}, "PMI_SIZE=many, which is not a number"),
 ]
 
 
@@ -111,6 +156,21 @@ def test_srun_on_one_node_meets_on_the_loopback(monkeypatch):
         launch._set_missing_address(env)
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
         assert is_on_one_machine(Place(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
+
+
+def test_mpirun_on_one_node_meets_on_the_loopback_at_a_port_of_its_job():
+    ports = set()
+    for job in ("prterun-a@1", "prterun-b@1"):
+        env = mpi("OMPI_COMM_WORLD", size=4) | {"PMIX_NAMESPACE": job}
+        place = find_place(LaunchConfig(), env)
+        launch._set_missing_address(env)
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert is_on_one_machine(place, env)
+        ports.add(env["MASTER_PORT"])
+    assert len(ports) == 2
+    given = mpi("OMPI_COMM_WORLD") | ADDRESS
+    launch._set_missing_address(given)
+    assert given == mpi("OMPI_COMM_WORLD") | ADDRESS
 
 
 def check_lazy_group_on_the_loopback() -> None:

@@ -204,6 +204,7 @@ def test_what_is_hidden_behind_compute_and_behind_any_work():
     for spans, track, expected in HIDDEN:
         assert hidden_shares(spans, track) == pytest.approx(expected), (spans, track)
     assert hidden_shares(STEP, "tp") is None
+    assert hidden_shares([*STEP, span("tp", 5, 5)], "tp") is None
 
 
 def test_computing_is_counted_without_waits_and_blocking_collectives_and_shared_time_once():

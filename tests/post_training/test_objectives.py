@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from post_training.policies import BATCH, SEQ, PostCase, build, near, train
 
 from megazpp.post_training.batch import PairBatch, RolloutBatch, shortened
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss, scores_of
+from megazpp.post_training.objectives import ObjectiveEvaluator, PolicyLoss, PreferenceLoss, StepSums, scores_of
 from megazpp.post_training.reference import FrozenModel
 
 LLAMA = dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=32)
@@ -138,6 +139,25 @@ def test_losses_and_entropy_at_a_temperature_are_those_of_the_logits_and_values_
     (expected,) = ranks(1).run(compare_with_logits, case)
     for values in ranks(2).run(compare_with_logits, dataclasses.replace(case, tp=2, sequence_parallel=True)):
         torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+
+
+def mean_with_nothing() -> tuple[dict[str, float], float, list[str]]:
+    """Means of a step without tokens in their mask, and of an evaluation whose second step alone has some."""
+    _, dims = build(OBJECTIVES["dpo"])
+    sums = StepSums(dims)
+    sums.add("nothing", torch.ones(2, 3), torch.zeros(2, 3))
+    sums.add("half", torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]))
+    steps, lines = iter([{}, {"clip_ratio": 0.5}]), list[str]()
+    objective: Any = SimpleNamespace(begin_step=lambda batches: None, metrics=lambda: next(steps))
+    objective.loss = lambda model, batch: torch.tensor(batch)
+    model: Any = SimpleNamespace(embedding=SimpleNamespace(word=SimpleNamespace(weight=torch.zeros(1))))
+    none: Any = None
+    evaluator = ObjectiveEvaluator(model, none, none, dims, objective, lines.append, iterations=2, batch_size=1)
+    return sums.means(), evaluator.mean_loss([[1.0, 2.0], [5.0]]), lines
+
+
+def test_a_mean_over_nothing_is_left_out_and_not_zero():
+    assert ranks(1).run(mean_with_nothing) == [({"half": 2.0}, 4.0, [" validation | clip_ratio: 0.5 |"])]
 
 
 def test_a_row_s_score_is_the_value_at_its_answer_s_last_token():

@@ -225,6 +225,7 @@ def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_c
     assert rows(home, "dpo-3") == before
     (validation,) = rows(home, "dpo-3", "validation.jsonl")
     assert validation["lm_loss"] < 0.6
+    assert re.search(r"validation loss at iteration 10 \| lm loss value: \S+ \| \n", output)  # no PPL of pairs
     rounded = trained(home, "dpo-4", f"{flags} --lora-r 3 --base-weight-bits 4")  # another reference than the known one
     assert rounded[0]["lm_loss"] == LN_2
 

@@ -151,7 +151,9 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     with mock.patch.object(FetchRing, "fetch", autospec=True, side_effect=FetchRing.fetch) as fetch:
         model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load))
         tokens = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
-        assert f" {passes} passes fetched {passes * units.plan.pass_bytes} bytes" in units.describe_speed(24, 1.0)
+        fetched = f" {passes} passes fetched {passes * units.plan.pass_bytes} bytes"
+        assert units.describe_speed(24, 1.0).startswith(f"{fetched}; 24.0 tokens/s; ")
+        assert units.describe_speed(24, 0.0) == f"{fetched}; 0.0 tokens/s; 0% of the time waited for weights"
         batch = case.batch(0, 0, 2)
         with torch.no_grad():
             losses = model.eval()(batch.tokens, batch.labels)

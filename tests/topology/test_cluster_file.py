@@ -38,6 +38,10 @@ def test_the_cluster_comes_from_the_launcher_or_is_emulated():
     assert detect() == Cluster(num_nodes=1, ranks_per_node=8)
     assert detect(env={"LOCAL_WORLD_SIZE": "4"}) == Cluster(num_nodes=2, ranks_per_node=4)
     assert detect(env={"SLURM_NTASKS_PER_NODE": "2"}) == Cluster(num_nodes=4, ranks_per_node=2)
+    mpirun = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    flux = {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2"}
+    for env in (mpirun, flux, mpirun | {"SLURM_NTASKS_PER_NODE": "2"}):
+        assert detect(env=env) == Cluster(num_nodes=2, ranks_per_node=4)
     assert detect(nodes=2, env={"LOCAL_WORLD_SIZE": "8"}) == Cluster(num_nodes=2, ranks_per_node=4)
     several = detect(nodes="auto", env={"LOCAL_WORLD_SIZE": "2"})
     assert (several, several.notices) == (Cluster(num_nodes=4, ranks_per_node=2), ())

@@ -94,6 +94,24 @@ def test_the_summary_covers_all_intervals_and_the_tokens_that_the_model_was_give
     }
 
 
+def test_steps_without_time_or_samples_have_speed_zero():
+    record = meter(step(1, seconds=0.0, global_batch_size=0), peak_flops=1e12).interval()
+    assert (record.fields["tokens_per_second"], record.fields["mfu"]) == (0.0, 0.0)
+    assert record.line.endswith("eta: 0:00:00 |")
+    assert meter(step(1, seconds=0.0)).summary(cpu_seconds=0.0)["tokens_per_second"] == 0.0
+
+
+def test_the_largest_norm_of_an_interval_is_found_beside_nan():
+    for norms, largest in (((1.0, math.nan, 3.0), 3.0), ((math.nan, 2.0), 2.0), ((math.nan, math.inf), math.inf)):
+        assert meter(*(step(grad_norm=norm) for norm in norms)).interval().fields["max_grad_norm"] == largest
+    assert math.isnan(meter(step(grad_norm=math.nan)).interval().fields["max_grad_norm"])
+
+
+def test_a_loss_that_is_not_of_tokens_is_shown_without_a_perplexity():
+    line = validation_lines("iteration 7", 0.5, has_perplexity=False)[1]
+    assert line == " validation loss at iteration 7 | lm loss value: 5.000000E-01 | "
+
+
 def test_the_speed_of_a_run_is_that_of_its_steps_after_the_first_which_compiles():
     for seconds, speed in (((60.0, 0.5, 1.5), 2 * 800 / 2.0), ((4.0,), 800 / 4.0), ((), 0.0)):
         summary = meter(*(step(seconds=each) for each in seconds)).summary(cpu_seconds=0.0)

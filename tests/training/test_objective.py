@@ -13,9 +13,10 @@ from helpers.ranks import ranks
 from helpers.training import CPU, Case, build_on_ranks
 
 from megazpp.data.dataset import DataConfig
+from megazpp.data.gpt_dataset import PADDING
 from megazpp.data.text import write_indexed_dataset
 from megazpp.data.tokenizer import ByteTokenizer
-from megazpp.training.objective import LanguageModelLoss, Score, check_input, count_samples, score_whole
+from megazpp.training.objective import LanguageModelLoss, Score, check_input, count_labels, score_whole
 from megazpp.training.setup import Built
 
 
@@ -76,16 +77,43 @@ def test_every_token_of_a_text_and_of_a_dataset_counts_once(paths, tmp_path, wor
             assert score.bits_per_byte == pytest.approx(loss * len(IDS) / NUM_BYTES / math.log(2), rel=SUMS)
 
 
-def count_on_ranks() -> tuple[int, int]:
-    """Of samples with three tokens to predict in each; the second one has an end of document."""
+def count_on_ranks(data: DataConfig, *samples: list[int]) -> tuple[int, int, int]:
     *_, dims = build_on_ranks(Case())
-    samples = [np.array(BYTES.encode("a—")), np.array([*BYTES.encode("xy"), BYTES.eod, ord("z")])]
-    return count_samples(samples, 2, BYTES, dims)
+    return count_labels([np.array(sample) for sample in samples], len(samples), BYTES, data, dims)
 
 
-def test_bytes_of_samples_are_those_of_the_labels():
+def test_bytes_of_samples_are_those_of_the_labels_that_count():
+    """A character that an edge cuts counts the bytes that are labels, and not U+FFFD's three."""
+    document_end, padded = [*BYTES.encode("xy"), BYTES.eod, ord("z")], [*BYTES.encode("ab"), PADDING, PADDING]
+    for masks, sample, expected in (
+        (False, BYTES.encode("a—"), (3, 3, 0)),
+        (False, BYTES.encode("—a"), (3, 3, 0)),  # two bytes of the dash, and a
+        (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # b and one byte of the dash
+        (False, document_end, (3, 2, 0)),  # y and z
+        (True, document_end, (2, 1, 1)),  # z cannot be predicted
+        (True, padded, (1, 1, 0)),
+    ):
+        assert ranks(1).run(count_on_ranks, DataConfig(eod_mask_loss=masks), sample) == [expected], sample
+    many = [BYTES.encode("a—"), document_end, padded]
     for world_size in (1, 4):
-        assert set(ranks(world_size).run(count_on_ranks)) == {(6, 5)}  # 3 bytes of the dash; y and z
+        assert set(ranks(world_size).run(count_on_ranks, DataConfig(eod_mask_loss=True), *many)) == {(6, 5, 1)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_masked_label_is_in_neither_tokens_nor_bytes_of_a_text(paths, tmp_path, world_size):
+    """--eod-mask-loss leaves out the first byte of each document, of a text as of a dataset."""
+    for path in paths:
+        for score in ranks(world_size).run(score_with_masks, path, str(tmp_path)):
+            assert score[1:] == (len(IDS) - len(DOCUMENTS), NUM_BYTES - len(DOCUMENTS))
+            expected = score.loss / math.log(2) * score.tokens / score.text_bytes
+            assert score.bits_per_byte == pytest.approx(expected)
+
+
+def score_with_masks(path: str, cache: str) -> Score:
+    model, sharding, dims = build_on_ranks(Case(vocab_size=257))
+    data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0, eod_mask_loss=True)
+    options = {"micro_batch_size": 2, "device": CPU, "say": lambda line: None}
+    return score_whole(Built(model, sharding), dims, BYTES, path, data, **options)
 
 
 def test_a_score_is_shown_in_megatron_s_lines_with_one_more():

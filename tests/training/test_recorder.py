@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.metrics import step
+from helpers.metrics import meter, step
 from helpers.pretended_run import Run
 from helpers.ranks import ranks
 from helpers.training import LLAMA_STYLE, Case, build_step
@@ -14,7 +14,16 @@ from megazpp.checkpoint.record import TrainingProgress
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
-from megazpp.training.recorder import TrafficRow, Zero3Traffic, collect_traffic, traffic_table, zero3_traffic
+from megazpp.training.context import Console, RunContext
+from megazpp.training.recorder import (
+    MetricsRecorder,
+    TrafficRow,
+    Zero3Traffic,
+    collect_traffic,
+    traffic_table,
+    zero3_traffic,
+)
+from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import PrecisionConfig
 
 
@@ -71,7 +80,38 @@ def test_a_step_whose_gradients_are_ten_medians_long_is_named():
         assert (note in text, "note: " in text) == (named, named), norm
 
 
+def test_a_norm_after_a_median_of_zero_is_no_spike():
+    for norms in ([0.0] * 14 + [5.0], [0.0] * 8 + [1.0] * 6 + [5.0], [0.0] * 15):
+        assert "note: " not in Run([1.0] * 15, norms=norms).out.getvalue()
+
+
 CPU = torch.device("cpu")
+
+
+def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Three steps in two log intervals, in which data rank r has r + 1 times 10 tokens, then 100, then 7."""
+    cluster = Cluster(num_nodes=1, ranks_per_node=4)
+    dims = ParallelDims(
+        plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3), device_type="cpu"
+    )
+    run = RunContext(dims=dims, device=CPU, console=Console(enabled=False))
+    filled, records = meter(whole_samples=False), list[dict[str, Any]]()
+    tracker: Any = SimpleNamespace(step=lambda record: None, interval=lambda record: records.append(record.fields))
+    recorder = MetricsRecorder(
+        TrackingConfig(log_interval=2), run, filled, model=torch.nn.Module(), zero3=lambda count: None, tracker=tracker
+    )
+    for iteration, tokens in enumerate((10, 100, 7), start=1):
+        recorder.step(step(iteration, tokens=(dims.data_rank + 1) * tokens), last=iteration == 3)
+    assert dims.counter.table() == {}
+    return records, filled.summary(cpu_seconds=0.0)
+
+
+def test_tokens_of_rows_of_any_length_are_summed_over_the_data_ranks():
+    for records, summary in ranks(4).run(record_uneven_rows):
+        assert [record["tokens"] for record in records] == [3 * 110, 3 * 7]  # two data ranks, tp ranks count once
+        assert [record["tokens_per_second"] for record in records] == [3 * 110 / 1.0, 3 * 7 / 0.5]
+        assert all("consumed_tokens" not in record for record in records)
+        assert (summary["tokens"], summary["tokens_per_second"]) == (3 * 117, 3 * 107 / 1.0)
 
 
 def send_some() -> list[TrafficRow]:

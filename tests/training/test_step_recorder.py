@@ -276,3 +276,13 @@ def test_equal_ranks_are_not_called_slow_and_many_slow_ones_are_cut():
         "median 1.0500, fastest 1.0000 (rank 0), slowest 1.1000 (rank 1); no slow rank"
     )
     assert describe_ranks(10, [1.0] * 30 + [2.0] * 10).endswith("rank 37 2.00 x and 2 more")
+
+
+def test_ranks_that_computed_for_no_time_make_no_other_rank_slow():
+    for seconds in ([0.0, 0.0, 0.5], [0.0]):
+        assert describe_ranks(10, seconds).endswith("; no slow rank")
+
+
+def test_a_track_without_any_time_has_no_hidden_share():
+    spans = [Span("step", "step 1", 0.0, 1.0, True), Span("tp", "all_reduce", 0.5, 0.0, False)]
+    assert describe("step 1", [spans]).splitlines()[1:] == ["  tp            0.0000 s"]

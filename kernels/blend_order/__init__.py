@@ -1,0 +1,56 @@
+"""The order in which a blend takes samples from its datasets: Megatron-Core's build_blending_indices.
+
+Sample n comes from the dataset that is furthest behind its share: the largest share * max(n, 1) - taken in fp64, the
+first of equal ones. Each choice depends on all before it. `native` (C) and `reference` (Python, without a compiler)
+make the same choices bit for bit; both compare few of many datasets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+import megazpp.kernels.blend_order.native as native
+import megazpp.kernels.blend_order.reference as reference
+from megazpp.kernels.c_library import CLibraryError
+
+__all__ = ["MOST_DATASETS", "blend_order"]
+
+MOST_DATASETS = (1 << 15) - 1  # that int16 numbers
+SECONDS_BETWEEN_LINES = 3.0
+_AT_ONCE = 1 << 20  # samples between two looks at the clock; Python takes a 16th
+
+
+def blend_order(
+    weights: Sequence[float],
+    num_samples: int,
+    *,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+    """Plan n samples: [n] the dataset each comes from, and [n] its number among that dataset's samples.
+
+    Args:
+        weights: positive, one for each of up to MOST_DATASETS datasets; they need not add up to 1.
+        say: gets a line every 3 seconds.
+    """
+    assert 0 < len(weights) <= MOST_DATASETS, f"{len(weights)} datasets"
+    shares, at_once, how = np.array(weights) / np.sum(weights), _AT_ONCE, ""
+    planner: native.NativePlanner | reference.PythonPlanner
+    try:
+        planner = native.NativePlanner(shares)
+    except CLibraryError as error:
+        planner, at_once, how = reference.PythonPlanner(shares), _AT_ONCE // 16, f" in Python ({error})"
+    datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
+    started = said = clock()
+    for first in range(0, num_samples, at_once):
+        part = slice(first, first + at_once)
+        planner.plan(first, datasets[part], numbers[part])
+        done, now = min(first + at_once, num_samples), clock()
+        if now - said > SECONDS_BETWEEN_LINES and done < num_samples:
+            said, left = now, (now - started) * (num_samples - done) / done
+            say(f"blend of {len(weights)} datasets{how}: {done:,} of {num_samples:,} samples, {left:.0f} s left")
+    return datasets, numbers

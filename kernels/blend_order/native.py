@@ -1,0 +1,61 @@
+"""The order of a blend in C: native.c, compiled at first use, called without the interpreter's lock."""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megazpp.kernels.blend_order.reference import groups_of
+from megazpp.kernels.c_library import CLibrary, CLibraryError, load_c_library
+
+SOURCE = Path(__file__).with_name("native.c")
+AT_ONCE = 16  # as in native.c
+NARROW = 128  # groups that are all compared for every sample
+
+
+class _Plan(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_groups", "block")),
+        *((name, c_void_p) for name in ("shares", "taken", "starts", "members", "turns")),
+        *((name, c_double) for name in ("floor", "margin")),
+        *((name, c_void_p) for name in ("some_shares", "some_taken", "candidates")),
+    ]
+
+
+@lru_cache(maxsize=1)
+def library() -> CLibrary | CLibraryError:
+    """The compiled function, or why there is none."""
+    try:
+        return load_c_library(SOURCE)
+    except CLibraryError as error:
+        return error
+
+
+class NativePlanner:
+    """Plans samples in their order; raises CLibraryError without a compiler."""
+
+    def __init__(self, shares: npt.NDArray[np.float64]) -> None:
+        loaded, (distinct, starts, members) = library(), groups_of(shares)
+        if isinstance(loaded, CLibraryError):
+            raise loaded
+        size = len(distinct)
+        own: tuple[npt.NDArray[Any], ...] = (distinct, np.zeros(size), starts, members, np.zeros(size, dtype=np.int32))
+        room: tuple[npt.NDArray[Any], ...] = (
+            *(np.empty(size + AT_ONCE) for _ in range(2)),
+            np.empty(size + AT_ONCE, dtype=np.int32),
+        )
+        self._arrays = own, room  # kept alive
+        places = [[c_void_p(array.ctypes.data) for array in arrays] for arrays in self._arrays]
+        block = (1 << 31) - 1 if size <= NARROW else round(2 * size**0.5)
+        self._plan = _Plan(size, block, *places[0], -float("inf"), 1.0 / size, *places[1])
+        self._function = loaded.functions.megazpp_blend_order
+
+    def plan(self, first: int, datasets: npt.NDArray[np.int16], numbers: npt.NDArray[np.int64]) -> None:
+        """Fill in both arrays for the samples from `first` on; see `blend_order`."""
+        arrays = [c_void_p(array.ctypes.data) for array in (datasets, numbers)]
+        self._function(byref(self._plan), c_int64(first), c_int64(len(datasets)), *arrays)

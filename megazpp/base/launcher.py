@@ -1,0 +1,156 @@
+"""The launcher of this process, as its environment describes it; nothing here imports torch.
+
+| launcher                  | rank, number of ranks        | the same on this node                              |
+|---------------------------|------------------------------|----------------------------------------------------|
+| torchrun, or by hand      | RANK, WORLD_SIZE             | LOCAL_RANK, LOCAL_WORLD_SIZE                       |
+| mpirun (Open MPI)         | OMPI_COMM_WORLD_RANK, _SIZE  | OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE            |
+| mpirun (MVAPICH2)         | MV2_COMM_WORLD_RANK, _SIZE   | MV2_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE             |
+| jsrun                     | JSM_NAMESPACE_RANK, _SIZE    | JSM_NAMESPACE_LOCAL_RANK, _LOCAL_SIZE              |
+| flux run                  | FLUX_TASK_RANK, _JOB_SIZE    | FLUX_TASK_LOCAL_ID, by FLUX_JOB_NNODES             |
+| mpiexec (MPICH, Intel)    | PMI_RANK, PMI_SIZE           | MPI_LOCALRANKID, MPI_LOCALNRANKS                   |
+| mpiexec (PALS)            | PMI_RANK, PMI_SIZE           | PMI_LOCAL_RANK, _SIZE or PALS_LOCAL_RANKID, _SIZE  |
+| srun                      | SLURM_PROCID, _STEP_NUM_TASKS| SLURM_LOCALID, SLURM_NTASKS_PER_NODE               |
+
+A launcher of one rank is none: the program then starts its own workers. The order matters. mpirun starts its daemons
+with srun on Slurm, one on each node, and its ranks inherit their SLURM_PROCID. srun's PMI plugins repeat its own
+variables as PMI_RANK and PMI_SIZE.
+
+Sources: "Environment variables set for MPI applications" of Open MPI; "Environment Variables Not Propagated by Hydra"
+of Intel MPI; Lightning's LSFEnvironment (jsrun); the manual pages flux-run(1), srun(1) and pals(7).
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+LOOPBACK = "127.0.0.1"
+_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE")  # of launchers that may not say how many ranks there are
+_JOB_IDS = ("PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # equal on ranks
+
+
+class Launched(NamedTuple):
+    """The place of this process among those that a launcher has started.
+
+    Attributes:
+        launcher: the command.
+        variable: the variable that has the number of ranks.
+        local_size: number of ranks on this node; None where it is not known.
+    """
+
+    launcher: str
+    variable: str
+    rank: int
+    world_size: int
+    local_rank: int = 0
+    local_size: int | None = None
+
+
+class _Names(NamedTuple):
+    """Variables of a launcher; the first that is set counts."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+
+def _of_prefix(launcher: str, prefix: str) -> _Names:
+    local = f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
+    return _Names(launcher, f"{prefix}_RANK", f"{prefix}_SIZE", local[:1], local[1:])
+
+
+_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+_SRUN = _Names("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ("SLURM_NTASKS_PER_NODE",))
+_PMI = _Names(
+    "mpiexec",
+    "PMI_RANK",
+    "PMI_SIZE",
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
+)
+_MPI = (
+    _of_prefix("mpirun", "OMPI_COMM_WORLD"),
+    _of_prefix("mpirun", "MV2_COMM_WORLD"),
+    _of_prefix("jsrun", "JSM_NAMESPACE"),
+    _Names("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",), nodes=("FLUX_JOB_NNODES",)),
+)
+
+
+def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
+    """Return this process's place among the ranks that a launcher has started; None where nobody has started several.
+
+    Raises:
+        ValueError: a variable is no number, or a launcher says the rank but not the number of ranks.
+    """
+    if _TORCHRUN.rank in env and _TORCHRUN.size in env:  # one rank, too: whoever sets them starts the workers
+        return _read(_TORCHRUN, env)
+    srun, pmi = _several(_SRUN, env), _several(_PMI, env)
+    if srun is not None and pmi is not None and srun[2:4] == pmi[2:4]:
+        pmi = None  # of srun's PMI plugin
+    for found in (*(_several(names, env) for names in _MPI), pmi, srun):
+        if found is not None:
+            return found
+    sizes = [names.size for names in (*_MPI, _PMI, _SRUN) if names.size in env]
+    alone = [name for name in _RANKS_ALONE if name in env]
+    if alone and not sizes:
+        given = f"{alone[0]}={env[alone[0]]}"
+        raise ValueError(
+            f"{given}: a launcher has started this process, and no variable says how many it has started. Set RANK, "
+            f"WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, or unset {alone[0]}"
+        )
+    return None
+
+
+def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT for ranks of mpirun and its like; {} for others, who find them elsewhere.
+
+    On one node they are the loopback and a port that follows from the job's number.
+
+    Raises:
+        ValueError: the ranks may be on several nodes, or the job has no number, and the variables are not set.
+    """
+    if launched.launcher in ("torchrun", "srun"):
+        return {}
+    known = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if env.get(name)}
+    if launched.local_size == launched.world_size:
+        known.setdefault("MASTER_ADDR", LOOPBACK)
+        job = next((env[name] for name in _JOB_IDS if env.get(name)), None)
+        if job is not None:
+            known.setdefault("MASTER_PORT", str(20000 + zlib.crc32(job.encode()) % 20000))
+    missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in known)
+    if missing:
+        started = f"{launched.launcher} has started {launched.world_size} ranks ({launched.variable})"
+        raise ValueError(
+            f"{started}, and lacks {missing}: export the host of rank 0 as MASTER_ADDR and a free port of it as "
+            f"MASTER_PORT on all ranks, or use torchrun. Where {launched.launcher} has not started this program, unset "
+            f"{launched.variable}"
+        )
+    return known
+
+
+def _several(names: _Names, env: Mapping[str, str]) -> Launched | None:
+    found = _read(names, env) if names.rank in env and names.size in env else None
+    return None if found is None or found.world_size == 1 else found
+
+
+def _read(names: _Names, env: Mapping[str, str]) -> Launched:
+    rank, world_size = _number(names.rank, env), _number(names.size, env)
+    local_rank, local_size, nodes = (
+        next((_number(name, env) for name in each if env.get(name)), None)
+        for each in (names.local_rank, names.local_size, names.nodes)
+    )
+    if nodes and world_size % nodes == 0:
+        local_size = world_size // nodes
+    return Launched(names.launcher, names.size, rank, world_size, local_rank or 0, local_size)
+
+
+def _number(name: str, env: Mapping[str, str]) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"the environment has {name}={env[name]}, which is not a number") from None

@@ -1,0 +1,51 @@
+"""The bytes of UTF-8 text that single tokens stand for, for bits per byte.
+
+Text is decoded token by token, not sample by sample. The edges of a sample can cut a character into tokens of single
+bytes, which a decoder would replace by U+FFFD, three bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from megazpp.data.tokenizer import Tokenizer
+
+
+class TokenBytes:
+    """Number of bytes of tokens; each number is worked out once.
+
+    A mark (eod, BOS and other special tokens) and an unknown piece count no byte, so bits per byte are never too low
+    because of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._sizes = tokenizer, dict[tuple[int, bool], int]()
+        ends = [] if tokenizer.eod is None else [tokenizer.eod]
+        self._marks = np.array([*ends, *tokenizer.marks.before, *tokenizer.marks.after], dtype=np.int64)
+        self._anchor = tokenizer.encode_spans("a", marked=False).ids[
+            -1:
+        ]  # before a token that does not begin a document
+
+    def count(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> int:
+        """Return the bytes of the labels `ids[1:]` that `counted` selects.
+
+        Args:
+            ids: [S + 1] ids of a sample; those of counted labels are in the vocabulary.
+            counted: [S], True where the label counts.
+        """
+        labels, firsts = ids[1:][counted], np.isin(ids[:-1][counted], self._marks)
+        pairs, numbers = np.unique(2 * labels + firsts, return_counts=True)
+        sizes = [self.size(pair // 2, first=pair % 2 == 1) for pair in pairs.tolist()]
+        return int(np.dot(np.array(sizes, dtype=np.int64), numbers))
+
+    def size(self, token: int, *, first: bool) -> int:
+        """Return the bytes of one token; `first` in its document, where a decoder may leave out a space."""
+        if (token, first) not in self._sizes:
+            size = self._tokenizer.piece_bytes(token)
+            if size is None:
+                context = [] if first else self._anchor
+                whole, before = (self._tokenizer.decode(ids).encode() for ids in ([*context, token], context))
+                size = len(whole) - len(before)
+            self._sizes[token, first] = size
+        return self._sizes[token, first]

@@ -1,0 +1,64 @@
+"""Advice that can be followed: a flag that a message or a help text names is a flag of some program here."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORD = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
+FOREIGN = {
+    "--bind": "mount",
+    "--mount": "unshare",
+    "--net": "unshare",
+    "--gpus-per-task": "srun",
+    "--continue-on-collection-errors": "pytest",
+    "--ckpt-format": "Megatron-LM, whose checkpoints are read",
+    "--dataset-impl": "Megatron-LM, refused",
+    "--keep-sequential-samples": "Megatron-LM, refused",
+    "--partitions": "Megatron-LM, refused",
+    "--short": "git",
+    "--split-sentences": "Megatron-LM, refused",
+    "--character_coverage": "SentencePiece, in the text that is replaced",
+    "--disturbed": "gpu_check_sides.py, read from sys.argv",
+    "--elements": "benchmark_kernels.py",
+    "--flag": "the example of a docstring of the parser",
+    "--help": "argparse",
+}
+BEGINNINGS = ("--lr-decay-", "--lr-warmup-", "--lr-wsd-decay-", "--train-", "--no-", "--no-load-", "--no-save-")
+
+
+def strings_of(tree: ast.AST) -> list[tuple[int, str]]:
+    """Line and text of every string that is no docstring."""
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)]
+    docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    return [(node.lineno, node.value) for node in constants if isinstance(node.value, str)]
+
+
+def flags_of(tree: ast.AST) -> set[str]:
+    """The flags that fields made by `flag` and calls of `add_argument` define, with their other spellings."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
+            call, dashed = node.value, node.target.id.replace("_", "-")
+            if isinstance(call.func, ast.Name) and call.func.id == "flag":
+                found |= {f"--{dashed}", f"--no-{dashed}"}
+                found |= {text for keyword in call.keywords for _, text in strings_of(keyword.value)}
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            found |= {text for argument in node.args for _, text in strings_of(argument)}
+    return found
+
+
+def test_every_flag_in_a_message_is_a_flag_here_or_known_to_be_foreign():
+    paths = [path for glob in ("megazpp/**/*.py", "tools/**/*.py", "pretrain_gpt.py") for path in ROOT.glob(glob)]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    known = {*FOREIGN, *BEGINNINGS}.union(*map(flags_of, trees.values()))
+    assert {"--vocab-size", "--lr", "--no-overlap-grad-reduce", "--override-opt_param-scheduler"} <= known
+    unknown = {
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for path, tree in trees.items()
+        for line, text in strings_of(tree)
+        for word in WORD.findall(text)
+        if word not in known
+    }
+    assert unknown == set()

@@ -1,0 +1,113 @@
+"""Bytes of single tokens: those of a document's tokens add up to its text, wherever samples cut it."""
+
+import io
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from helpers.hf_models import write_llama_tokenizer
+from helpers.pairs import TEXT
+
+from megazpp.data.text import train_sentencepiece
+from megazpp.data.token_bytes import TokenBytes
+from megazpp.data.tokenizer import ByteTokenizer, HFTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from megazpp.data.tokenizer_folder import find_tokenizer
+
+TEXTS = ["naïve—日本語 🐳 �", "two  words", "x", "日本", "🐳"]
+
+
+def with_dummy_prefix() -> SentencePieceTokenizer:
+    """Text begins with a space that decoding leaves out, as Llama's."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_writer=out,
+        vocab_size=400,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        model_type="bpe",
+    )
+    return SentencePieceTokenizer(out.getvalue())
+
+
+def byte_fallback() -> HFTokenizer:
+    """Letters and, for all other characters, pieces of one byte each."""
+    names = ["</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *"twordsxnaive"]
+    model = tokenizers.models.BPE({name: i for i, name in enumerate(dict.fromkeys(names))}, [], byte_fallback=True)
+    tokenizer, of = tokenizers.Tokenizer(model), tokenizers.decoders
+    tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    tokenizer.decoder = of.Sequence([of.Replace("▁", " "), of.ByteFallback(), of.Fuse()])
+    return HFTokenizer(tokenizer.to_str(), eod="</s>")
+
+
+def word_pieces() -> HFTokenizer:
+    """Decoding puts a space between words and joins the pieces of a word."""
+    vocabulary = {name: i for i, name in enumerate(["[UNK]", "</s>", "two", "wor", "##ds", "x"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    return HFTokenizer(tokenizer.to_str(), eod="</s>")
+
+
+@pytest.fixture(
+    scope="module", params=["bytes", "sentencepiece", "dummy prefix", "byte-level BPE", "byte fallback", "Llama"]
+)
+def tokenizer(request, tmp_path_factory) -> Tokenizer:
+    if request.param == "bytes":
+        return ByteTokenizer()
+    if request.param == "sentencepiece":
+        return SentencePieceTokenizer(train_sentencepiece(iter([TEXT]), 300))
+    if request.param == "dummy prefix":
+        return with_dummy_prefix()
+    if request.param == "byte fallback":
+        return byte_fallback()
+    if request.param == "byte-level BPE":
+        bpe = tokenizers.ByteLevelBPETokenizer()
+        bpe.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
+        return HFTokenizer(bpe.to_str())
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama_tokenizer(folder, "".join(TEXTS) + TEXT[:2000])
+    loaded = load_tokenizer(find_tokenizer(folder))
+    assert loaded is not None
+    return loaded
+
+
+def test_bytes_of_tokens_add_up_to_the_text_at_every_cut(tokenizer):
+    sizes, ids, lengths = TokenBytes(tokenizer), [tokenizer.eod], [0]
+    for text in TEXTS:
+        encoded = [*tokenizer.encode(text), tokenizer.eod]
+        ids += encoded
+        lengths.append(lengths[-1] + len(text.encode()))
+    line = np.array(ids, dtype=np.int64)
+    for cut in range(1, len(line) - 1):  # windows share an id, a label of the first and an input of the second
+        parts = line[: cut + 1], line[cut:]
+        assert sum(sizes.count(part, np.ones(len(part) - 1, dtype=bool)) for part in parts) == lengths[-1]
+
+
+def test_a_label_that_does_not_count_takes_its_bytes_along(tokenizer):
+    sizes = TokenBytes(tokenizer)
+    ids = np.array([tokenizer.eod, *tokenizer.encode("日x")], dtype=np.int64)
+    every = np.ones(len(ids) - 1, dtype=bool)
+    for left_out in range(len(every)):
+        others = np.arange(len(every)) != left_out
+        assert sizes.count(ids, others) + sizes.count(ids, ~others) == sizes.count(ids, every) == 4
+    assert sizes.count(ids, ~every) == 0
+
+
+def test_words_bring_their_spaces_and_unknown_pieces_no_bytes():
+    pieces = word_pieces()
+    sizes = TokenBytes(pieces)
+    for text, expected in (("two words", 9), ("words two", 9), ("two ? x", 5)):  # decoded: "two x"
+        ids = np.array([pieces.eod, *pieces.encode(text), pieces.eod], dtype=np.int64)
+        assert sizes.count(ids, np.ones(len(ids) - 1, dtype=bool)) == expected, text
+
+
+def test_ids_beyond_the_pieces_and_marks_have_no_bytes(tokenizer):
+    sizes = TokenBytes(tokenizer)
+    tokenizer.vocab_size += 3
+    for token in (tokenizer.eod, tokenizer.vocab_size - 1, *tokenizer.marks.before, *tokenizer.marks.after):
+        assert sizes.size(token, first=False) == sizes.size(token, first=True) == 0
+    tokenizer.vocab_size -= 3

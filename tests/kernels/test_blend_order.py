@@ -1,0 +1,89 @@
+"""The order of a blend: C and Python plan what Megatron's loop plans, bit for bit, for any number of datasets."""
+
+import itertools
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazpp.kernels import blend_order as module
+from megazpp.kernels import c_library
+from megazpp.kernels.blend_order import blend_order, native, reference
+from megazpp.kernels.c_library import CLibraryError
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, c_library.COMPILERS)), reason="needs a C compiler")
+PLANNERS = [
+    pytest.param(native.NativePlanner, marks=needs_compiler, id="C"),
+    pytest.param(reference.PythonPlanner, id="Python"),
+]
+
+
+def megatrons_loop(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each sample from the dataset with the largest share * max(n, 1) - taken, all of which are compared."""
+    shares, taken = weights / np.sum(weights), np.zeros(len(weights))
+    datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
+    for n in range(num_samples):
+        chosen = int(np.argmax(shares * max(n, 1) - taken))
+        datasets[n], numbers[n] = chosen, taken[chosen]
+        taken[chosen] += 1
+    return datasets, numbers
+
+
+def planned(planner: type, weights: np.ndarray, num_samples: int, *cuts: int) -> tuple[np.ndarray, np.ndarray]:
+    """The plan in parts that end at `cuts`."""
+    one = planner(weights / np.sum(weights))
+    datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
+    for first, last in itertools.pairwise((0, *cuts, num_samples)):
+        one.plan(first, datasets[first:last], numbers[first:last])
+    return datasets, numbers
+
+
+def same(planner: type, weights: np.ndarray, num_samples: int, *cuts: int) -> bool:
+    pairs = zip(planned(planner, weights, num_samples, *cuts), megatrons_loop(weights, num_samples), strict=True)
+    return all(np.array_equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_both_plan_what_megatrons_loop_plans_for_many_datasets(planner):
+    random = np.random.default_rng(3)
+    for count in (1, 2, 22, 63, 129, 400):
+        for weights in (
+            np.ones(count),
+            random.lognormal(0, 2, count),  # sizes of files
+            random.integers(1, 5, count).astype(float),  # many equal shares and exact ties
+            np.concatenate([[1e6], 1 + 1e-9 * random.random(count)]),  # one large dataset, others nearly equal
+            random.permutation(1.0 + np.arange(count)),
+        ):
+            assert same(planner, weights, 1500, 1, 2, 700), (count, weights[:3])
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.lists(st.floats(1e-3, 1e3) | st.integers(1, 3).map(float), min_size=1, max_size=200),
+    num_samples=st.integers(0, 300),
+    cut=st.integers(0, 300),
+)
+def test_any_weights_and_any_parts_give_megatrons_order(planner, weights, num_samples, cut):
+    assert same(planner, np.array(weights), num_samples, min(cut, num_samples))
+
+
+def test_without_a_compiler_python_plans_the_same_and_says_why(monkeypatch):
+    moments, lines = itertools.count(step=2.0), list[str]()
+    monkeypatch.setattr(native, "library", lambda: CLibraryError("no C compiler found"))
+    monkeypatch.setattr(module, "_AT_ONCE", 1600)
+    datasets, numbers = blend_order([0.2, 0.3, 0.5], 450, say=lines.append, clock=lambda: next(moments))
+    expected = megatrons_loop(np.array([0.2, 0.3, 0.5]), 450)
+    assert (datasets.tolist(), numbers.tolist()) == (expected[0].tolist(), expected[1].tolist())
+    how = "blend of 3 datasets in Python (no C compiler found)"
+    assert lines == [f"{how}: 200 of 450 samples, 5 s left", f"{how}: 400 of 450 samples, 1 s left"]
+
+
+@needs_compiler
+def test_a_plan_of_less_than_three_seconds_says_nothing(monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 10)
+    moments, lines = itertools.count(step=0.1), list[str]()
+    blend_order([1.0, 2.0], 290, say=lines.append, clock=lambda: next(moments))
+    assert lines == []
