@@ -224,7 +224,7 @@ def data_notes(
         consumed: samples consumed so far.
         batch_sizes: global batch sizes of this run and of the checkpoint's.
     """
-    own = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}  # as JSON has it
+    own: dict[str, Any] = {name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()}  # as JSON has it
     before, now, (size, earlier_size) = saved.get(SAMPLES, {}), own.get(SAMPLES, {}), batch_sizes
     passed_over = PLACES if same_sources(before, now) else ()  # the same data, perhaps under other names
     names = [name for name in DATA if name in saved and name not in passed_over and saved[name] != own[name]]

@@ -123,7 +123,7 @@ class Schedule:
         whole = {"decay_samples": self.decay_samples, "ramp_samples": self.ramp_samples}
         if self.anneal_samples is not None:
             whole["anneal_samples"] = self.anneal_samples
-        lengths = {name: math.floor(samples * ratio) for name, samples in whole.items()}
+        lengths: dict[str, Any] = {name: math.floor(samples * ratio) for name, samples in whole.items()}
         return dataclasses.replace(self, warmup_samples=float(self.warmup_samples * ratio), **lengths)
 
 

@@ -285,7 +285,8 @@ class TensorBoardSink:
     name = "TensorBoard"
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._purge_step = folder, None
+        self._folder = folder
+        self._purge_step: int | None = None
         self._tensorboard = importlib.import_module("torch.utils.tensorboard")
 
     def resume(self, progress: TrainingProgress) -> None:
