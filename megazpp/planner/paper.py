@@ -268,10 +268,10 @@ class PaperUnit(Unit):
     def __init__(self, parameters: Parameters, num_ranks: int, rank: int = 0) -> None:
         segments = plan_segments(parameters, num_ranks)
         found = tuple(
-            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1, requires_grad=True)
+            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1)
             for name, shape in parameters
         )
-        super().__init__(modules=(), parameters=found, segments=segments, trained_segments=segments)
+        super().__init__(modules=(), parameters=found, segments=segments)
         self.size = segments[-1].stop if segments else 0  # of nothing, where all of a unit is frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.shapes = tuple(own_shapes(parameters, num_ranks, rank))
@@ -307,7 +307,13 @@ class PaperUnit(Unit):
 
     def check_shard_reader(self, expected: torch.Tensor) -> None: ...
 
-    def add_to_gradients(self, reduced: torch.Tensor) -> None: ...
+    @property
+    def trained(self) -> tuple[int, ...]:
+        return tuple(range(len(self.parameters)))
+
+    def gradient(self, index: int) -> None: ...
+
+    def add_to_gradients(self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any]) -> None: ...
 
     def refuse_gradient_hooks(self) -> None: ...
 

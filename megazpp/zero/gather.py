@@ -67,6 +67,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._used = False  # since the cross hop last started
         self._compared = False  # the unit's shard reader with FSDP2's shard
         self._uncounted = 0  # bytes that crossed while the counter was paused
+        self.num_uses = 0  # calls so far, the same number on every rank
         self._schedule.add(self)
 
     def drop(self) -> None:
@@ -104,6 +105,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         messages = self._fresh_messages(crossing, input_tensor)
         self._count_crossing()
         self._used = True
+        self.num_uses += 1
         received = self._received or self._start_local_hop(messages)
         self._received = None
         done = self._local_queue.submit(functools.partial(self._unpack, received, output_tensor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,10 @@ from megazpp.zero.config import Dtypes
 from megazpp.zero.wire import Segment, plan_segments
 
 Fingerprint = tuple[object, ...]
+EARLY = (
+    ", which would see gradients before they are reduced: it needs --no-overlap-grad-reduce, "
+    "ZeroConfig(overlap_grad_reduce=False), and no backward with set_is_last_backward(False)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +31,6 @@ class UnitParameter:
     attribute: str
     shape: tuple[int, ...]  # on this tensor-parallel rank, not sharded over data ranks
     mesh_dims: int  # of the mesh that its shards are on; gathered parameters have none, or the tensor-parallel one
-    requires_grad: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,6 @@ class Unit:
     modules: tuple[FSDPModule, ...]  # usually one
     parameters: tuple[UnitParameter, ...]  # in FSDP2's flat order
     segments: tuple[Segment, ...]  # of the parameters in the flat shard
-    trained_segments: tuple[Segment, ...]  # of the trained ones in the flat shard of gradients
 
     @property
     def key(self) -> str:
@@ -122,26 +125,111 @@ class Unit:
         parts = _parts_of(flat, self.segments, [shard.view(-1) for shard in shards])
         return self.as_dtensors([part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)])
 
-    def add_to_gradients(self, reduced: torch.Tensor) -> None:
-        """Add the flat shard of gradients [S] to `.grad` of the trained parameters, which FSDP2 has set."""
-        trained = [p for p in self.parameters if p.requires_grad]
-        gradients = [getattr(p.module, p.attribute).grad._local_tensor.view(-1) for p in trained]
+    def segments_of(self, indices: Sequence[int]) -> tuple[Segment, ...]:
+        """The segments of some parameters in a flat shard that holds these alone, as FSDP2 lays out gradients."""
+        found: list[Segment] = []
+        for index in indices:
+            segment = self.segments[index]
+            found.append(dataclasses.replace(segment, start=found[-1].stop if found else 0))
+        return tuple(found)
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Indices of the parameters that require a gradient now; FSDP2 reads this at each use, too."""
+        return tuple(i for i, p in enumerate(self._group.fsdp_params) if p.sharded_param.requires_grad)
+
+    def gradient(self, index: int) -> Any:
+        """The `.grad` of a parameter's shard, which FSDP2 sets; a DTensor or None."""
+        return self._group.fsdp_params[index].sharded_param.grad
+
+    def shard_id(self, index: int) -> int:
+        """The `id` of a parameter's shard, which optimizers hold."""
+        return id(self._group.fsdp_params[index].sharded_param)
+
+    def clear_gradient(self, index: int) -> None:
+        """Set the `.grad` of a parameter's shard to None."""
+        self._group.fsdp_params[index].sharded_param.grad = None
+
+    def add_to_gradients(self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any]) -> None:
+        """Add the flat shard of the gradients of `indices` to `gradients`; None stands for one that is not wanted."""
+        parts = zip(self.segments_of(indices), gradients, strict=True)
+        wanted = [(s, gradient._local_tensor.view(-1)) for s, gradient in parts if gradient is not None]
+        if not wanted:
+            return
+        if reduced.is_cuda:  # FSDP2 itself waits for its stream only when a whole backward is over
+            torch.cuda.current_stream().wait_stream(self._group.comm_ctx.reduce_scatter_stream)
         with torch.no_grad():
-            torch._foreach_add_(gradients, _parts_of(reduced, self.trained_segments, gradients))
+            flat = [own for _, own in wanted]
+            torch._foreach_add_(flat, [reduced[s.start : s.start + len(own)] for s, own in wanted])
 
     def refuse_gradient_hooks(self) -> None:
-        """Raise RuntimeError if a parameter has a hook that wants its gradient before the backward is over."""
-        for p in self.parameters:
-            if getattr(getattr(p.module, p.attribute), "_post_accumulate_grad_hooks", None):
-                raise RuntimeError(
-                    f"{p.name} has a post-accumulate-grad hook, which would see gradients before they are reduced: "
-                    "it needs --no-overlap-grad-reduce"
-                )
+        """Raise RuntimeError if something wants gradients before the backward is over, when they are not there yet."""
+        for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True):
+            if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(f"{parameter.name} has a post-accumulate-grad hook{EARLY}")
+        if self._group._all_reduce_hook is not None and not self._is_hsdp:
+            raise RuntimeError(f"{self.name} has an all-reduce hook{EARLY}")
+
+    # ---- what FSDP2 reduces at the end of a backward -------------------------------------------------------------
+
+    def wrap_post_backward(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """Replace the function by which FSDP2 reduces the unit's gradients with what `wrap` makes of it."""
+        self._group.post_backward = wrap(self._group.post_backward)
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """False if FSDP2 accumulates gradients without communication (`set_requires_gradient_sync`)."""
+        reduces: bool = self._group.reduce_grads
+        return reduces
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if FSDP2 keeps the gathered parameters now."""
+        gathered: bool = self._group.is_unsharded
+        return gathered
+
+    @property
+    def zero_fills(self) -> bool:
+        """True if `FSDPModule.set_reduce_scatter_unused_params` has asked for zeros in the place of None."""
+        return bool(getattr(self._group, "reduce_scatter_unused_params", False))
+
+    def with_gradient(self) -> set[int]:
+        """Indices of the parameters that have got a gradient on this rank, which FSDP2 has not reduced yet."""
+        return {
+            index
+            for index, p in enumerate(self._group.fsdp_params)
+            if p.unsharded_accumulated_grad is not None or getattr(_gathered(p), "grad", None) is not None
+        }
+
+    def fill_gradients(self, indices: Sequence[int]) -> None:
+        """Give parameters without a gradient zeros, which FSDP2 then reduces; torch 2.13 could, torch 2.11 cannot."""
+        accumulated = [p.unsharded_accumulated_grad for p in self._group.fsdp_params]
+        dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
+        for index in indices:
+            p = self._group.fsdp_params[index]
+            zeros = torch.zeros_like(_gathered(p), dtype=dtype, requires_grad=False)
+            if dtype is None:
+                _gathered(p).grad = zeros
+            else:  # FSDP2 reduces gradients of one dtype, and has those of earlier backwards in this one
+                p.unsharded_accumulated_grad = zeros
+
+    def can_fill(self, index: int) -> bool:
+        """True if the parameter has ever been gathered: before, FSDP2 has no gradient of it."""
+        return _gathered(self._group.fsdp_params[index]) is not None
+
+    def force_sums(self) -> None:
+        """Have FSDP2 ask for sums that it divides itself, also where the program has set it otherwise since."""
+        self._group.force_sum_reduction_for_comms = True
 
     @property
     def _group(self) -> Any:
         """FSDP2's own object for the unit."""
         return self.modules[0]._get_fsdp_state()._fsdp_param_group
+
+    @property
+    def _is_hsdp(self) -> bool:
+        hsdp: bool = self._group._is_hsdp
+        return hsdp
 
     def _tensors(self) -> list[Any]:
         return [p.module._parameters[p.attribute] for p in self.parameters]  # half of the time of `getattr`
@@ -169,16 +257,20 @@ def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list
         found = [p for module in modules for p in _parameters(module, names, seen, data_dims)]
         if not found:
             continue
-        shapes, trained = [(p.name, p.shape) for p in found], [(p.name, p.shape) for p in found if p.requires_grad]
+        shapes = [(p.name, p.shape) for p in found]
         unit = Unit(
             name=", ".join(names[module] or "the rest" for module in modules),
             modules=tuple(modules),
             parameters=tuple(found),
             segments=plan_segments(shapes, num_shards),
-            trained_segments=plan_segments(trained, num_shards),
         )
         units.append(unit)
     return units
+
+
+def _gathered(fsdp_parameter: Any) -> Any:
+    """The gathered parameter, an object that FSDP2 keeps; None before the first use."""
+    return getattr(fsdp_parameter, "_unsharded_param", None)
 
 
 def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -212,5 +304,4 @@ def _parameters(
             attribute=attribute,
             shape=tuple(shape),
             mesh_dims=tensor.device_mesh.ndim,
-            requires_grad=tensor.requires_grad,
         )

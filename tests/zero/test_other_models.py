@@ -156,7 +156,8 @@ def test_gradients_wait_for_the_last_backward():
         for case in ({}, {"accumulate": 3, "signal": signal}, {"accumulate": 3})
     )
     assert kept == once
-    assert each == 2 * once  # weights once, gradients three times
+    flags = STEPS * RANKS * 3 * 16  # a message of gradients has 16 bytes more; three units
+    assert each == 2 * once + flags  # weights once, gradients three times
 
 
 def test_bf16_weights_of_eight_bits_and_fewer_bytes():
