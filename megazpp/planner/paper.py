@@ -282,6 +282,7 @@ class PaperUnit(Unit):
         """Make its comms, and note the bytes that they hold."""
         if not self.size:
             return
+        self._dtype = context.precision.param_dtype
         self.gather, self.reduce = make_comms(self, context)
         nodes, peers, wire = context.cross.size, context.local.size, context.plan
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
@@ -306,6 +307,10 @@ class PaperUnit(Unit):
         return (lambda: torch.empty(self.size, dtype=dtype, device=META)) if self.is_sharded else None
 
     def check_shard_reader(self, expected: torch.Tensor) -> None: ...
+
+    @property
+    def gather_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self._dtype,)
 
     @property
     def trained(self) -> tuple[int, ...]:

@@ -353,6 +353,7 @@ class TwoHopReduce(SummingReduce):
         """Have partial sums cross in a last backward in which the unit itself has nothing to reduce."""
         self.unit.refuse_gradient_hooks()
         device = self.unit.gradient(self._waiting[0])._local_tensor.device
+        assert self._group is not None, "one rank alone reduces nothing"
         hop = Hop((), self._waiting, self._flags_of((), device))
         result = torch.empty(self.unit.segments_of(hop.target)[-1].stop, dtype=self._dtype, device=device)
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from megazpp.zero.config import Dtypes
-from megazpp.zero.wire import Segment, plan_segments
+from megazpp.zero.wire import QUANTIZABLE, Segment, plan_segments
 
 Fingerprint = tuple[object, ...]
 EARLY = (
@@ -64,19 +63,56 @@ class Unit:
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
-    def dtypes(self) -> set[Dtypes]:
-        """The dtypes in which FSDP2 gathers weights and reduces gradients; several if weights are gathered as bytes.
+    @property
+    def gather_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype in which FSDP2 gathers each parameter; an integer parameter keeps its own."""
+        policy = self._group.mp_policy.param_dtype
+        own = [p.sharded_param.dtype for p in self._group.fsdp_params]
+        return tuple(policy if policy is not None and dtype.is_floating_point else dtype for dtype in own)
 
-        Raises:
-            ValueError: FSDP2 keeps shards in the host's memory, or on fewer ranks between forward and backward.
-        """
-        if isinstance(self._group.offload_policy, CPUOffloadPolicy):
-            raise ValueError("CPUOffloadPolicy: ZeRO++ reads shards where they are computed with")
-        if self._group.post_forward_mesh_info not in (None, self._group.mesh_info):
+    @property
+    def reduce_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which FSDP2 reduces the gradients of the trained parameters; FSDP2 takes one."""
+        policy = self._group.mp_policy.reduce_dtype
+        return {policy or self.gather_dtypes[index] for index in self.trained}
+
+    def check_one_mesh(self) -> None:
+        """Raise ValueError if FSDP2 keeps parameters of the unit on several meshes."""
+        for module in self.modules:
+            if len(getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())) > 1:
+                raise ValueError(
+                    f"{self.name} has parameters on several meshes (shard_placement_fn): ZeRO++ takes one mesh"
+                )
+
+    def check_fsdp2(self) -> None:
+        """Raise ValueError for what FSDP2 was asked to do with the unit and ZeRO++ cannot do."""
+        group = self._group
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            raise ValueError(
+                f"{self.name} has CPUOffloadPolicy: ZeRO++ reads shards where they are computed with; leave "
+                "offload_policy out"
+            )
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(f"{self.name} reshards to fewer ranks after forward: it needs reshard_after_forward=True")
-        policy = self._group.mp_policy
-        found = {policy.param_dtype or tensor.dtype for tensor in self._tensors()}
-        return {Dtypes(dtype, policy.reduce_dtype or dtype) for dtype in found}
+        if not type(group._all_gather_comm).__name__.startswith("Default"):
+            raise ValueError(
+                f"{self.name} has {type(group._all_gather_comm).__name__} for its all-gathers, which ZeRO++ replaces: "
+                "leave the call that has set it out"
+            )
+        for parameter, p in zip(self.parameters, group.fsdp_params, strict=True):
+            kind = type(p.sharded_param._local_tensor)
+            if kind is not torch.Tensor:
+                raise ValueError(
+                    f"{parameter.name} is a {kind.__name__}, which gathers itself: ZeRO++ takes plain tensors; keep "
+                    "weights in bf16 or fp32 (torchao: enable_fsdp_float8_all_gather=False)"
+                )
+        for dtype in self.reduce_dtypes - set(QUANTIZABLE):
+            name = self.parameters[self.trained[0]].name
+            raise ValueError(
+                f"the gradients of {self.name} ({name} and others) are reduced in {dtype}: ZeRO++ reduces fp32, bf16 "
+                "and fp16; call model.float() before fully_shard, or set "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
 
     def fingerprint(self) -> Fingerprint:
         """A value that changes when autograd counts a write to a shard or a shard is replaced; if it `is_sharded`."""
@@ -94,11 +130,22 @@ class Unit:
         shards = [shard.view(-1) for shard in self.shards()]
 
         def read() -> torch.Tensor:
+            if dtype == torch.uint8:
+                return self._read_bytes(shards)
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
             torch._foreach_copy_(_parts_of(flat, self.segments, shards), shards)
             return flat
 
         return read
+
+    def _read_bytes(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The flat shard of parameters of several dtypes, as FSDP2 gathers it: their bytes, one after the other."""
+        rows = []
+        for shard, segment, dtype in zip(shards, self.segments, self.gather_dtypes, strict=True):
+            row = torch.zeros(segment.size, dtype=dtype, device=shard.device)
+            row[: len(shard)].copy_(shard)
+            rows.append(row.view(torch.uint8))
+        return torch.cat(rows)
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
         """Raise RuntimeError if this version of FSDP2 lays shards out otherwise; call before using `shard_reader`."""
@@ -170,6 +217,11 @@ class Unit:
         if self._group._all_reduce_hook is not None and not self._is_hsdp:
             raise RuntimeError(f"{self.name} has an all-reduce hook{EARLY}")
 
+    def origins(self) -> list[tuple[str, object]]:
+        """Name and origin of each parameter: one origin in two units was one parameter. torch 2.11 does not say it."""
+        found = zip(self.parameters, self._group.fsdp_params, strict=True)
+        return [(parameter.name, getattr(p, "_orig_param_uid", id(p))) for parameter, p in found]
+
     # ---- what FSDP2 reduces at the end of a backward -------------------------------------------------------------
 
     def wrap_post_backward(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
@@ -214,8 +266,9 @@ class Unit:
                 p.unsharded_accumulated_grad = zeros
 
     def can_fill(self, index: int) -> bool:
-        """True if the parameter has ever been gathered: before, FSDP2 has no gradient of it."""
-        return _gathered(self._group.fsdp_params[index]) is not None
+        """True if FSDP2 can reduce zeros for a parameter: it was gathered once, and has elements."""
+        gathered = _gathered(self._group.fsdp_params[index])
+        return gathered is not None and gathered.numel() > 0
 
     def force_sums(self) -> None:
         """Have FSDP2 ask for sums that it divides itself, also where the program has set it otherwise since."""

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import megazpp
 
@@ -47,12 +48,23 @@ class Net(nn.Module):
 class Run:
     """One training on this rank; `mode` is "plain", or the name of a setting of `zeropp`."""
 
-    def __init__(self, mode: str, prepare: Callable[[Net], object] = lambda model: None) -> None:
+    def __init__(
+        self,
+        mode: str,
+        prepare: Callable[[Net], object] = lambda model: None,
+        *,
+        evaluate_first: bool = False,
+        **fsdp: Any,
+    ) -> None:
         self.model, self.unused, self.norms = Net(), [], []
         prepare(self.model)
         for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
+            fully_shard(block, **fsdp)
+        fully_shard(self.model, **fsdp)
+        self.optimizer = self.adam(self.model)
+        if evaluate_first:
+            with torch.no_grad():
+                self.model(torch.ones(1, WIDTH))
         if mode == "plain":
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
@@ -62,7 +74,6 @@ class Run:
             self.sharding = megazpp.zeropp(
                 self.model, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, **EXACT, **overlap)
             )
-        self.optimizer = self.adam(self.model)
 
     @staticmethod
     def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
@@ -73,7 +84,7 @@ class Run:
         self.model.set_is_last_backward(last)
         generator = torch.Generator().manual_seed(RANKS * sample + dist.get_rank())
         x, y = torch.randn(5, WIDTH, generator=generator), torch.randn(5, 4, generator=generator)
-        (factor * (self.model(x, **how) - y).square().mean()).backward()
+        (factor * (self.model(x, **how).float() - y).square().mean()).backward()
 
     def step(self, *optimizers: torch.optim.Optimizer, **how: Any) -> None:
         self.unused.append([name for name, p in self.model.named_parameters() if p.grad is None])
@@ -343,6 +354,104 @@ for backward in (False, True):
             lambda mode, how={"backward": backward, "first": first}: aborted(mode, **how)
         )
 SCENARIOS["aborted in backward, kept"] = lambda mode: aborted(mode, backward=True, first=False, clear=False)
+
+
+# ---- what models are made of --------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained adapter, as PEFT makes them: bf16 beside fp32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base = linear.to(torch.bfloat16).requires_grad_(False)
+        self.a, self.b = nn.Linear(linear.in_features, 3, bias=False), nn.Linear(3, linear.out_features, bias=False)
+        nn.init.normal_(self.b.weight, std=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.to(torch.bfloat16)).float() + self.b(self.a(x))
+
+
+def adapt(model: Net) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = Adapted(block.up), Adapted(block.down)
+    model.heads.requires_grad_(True)
+
+
+@scenario
+def adapters_in_fp32_on_a_base_in_bf16(mode: str) -> Run:
+    """One block has bf16 alone, so units have different dtypes."""
+    run = Run(mode, adapt)
+    for step in range(3):
+        run.backward(2 * step, last=False)
+        run.backward(2 * step + 1)
+        run.step()
+    return run
+
+
+def with_odd_parameters(model: Net) -> None:
+    """Integers (a QLoRA base), fp64, none at all, and a unit that is computed in another dtype."""
+    for index, block in enumerate(model.blocks):
+        block.codes = nn.Parameter(torch.arange(13 + index).to(torch.uint8), requires_grad=False)
+        block.table = nn.Parameter(torch.arange(7.0, dtype=torch.float64), requires_grad=False)
+        block.nothing = nn.Parameter(torch.empty(0, 3))
+        block.register_forward_pre_hook(use_odd_parameters)
+
+
+def use_odd_parameters(block: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    (x,) = given
+    return (x + (block.codes.float().mean() - 6).to(x.dtype) + (block.table.mean() - 3).to(x.dtype),)
+
+
+@scenario
+def odd_parameters(mode: str) -> Run:
+    run = Run(mode, with_odd_parameters)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    return run
+
+
+def odd_under_bf16(mode: str) -> Run:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    run = Run(mode, with_odd_parameters, mp_policy=policy)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    return run
+
+
+SCENARIOS["odd parameters under a bf16 policy"] = odd_under_bf16
+
+
+@scenario
+def made_on_meta_and_cast_after_the_call(mode: str) -> Run:
+    def to_meta(model: Net) -> None:
+        model.to("meta")
+
+    run = Run(mode, to_meta)
+    run.model.to_empty(device="cpu")
+    source = dict(Net().named_parameters())
+    with torch.no_grad():
+        for name, p in run.model.named_parameters():
+            p.copy_(distribute_tensor(source[name].data, p.device_mesh, p.placements))
+    run.model.double().float()
+    run.optimizer = run.adam(run.model)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    return run
+
+
+@scenario
+def called_after_an_evaluation(mode: str) -> Run:
+    """The root's parameters are still gathered."""
+    run = Run(mode, evaluate_first=True)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    return run
 
 
 def results(name: str, modes: tuple[str, ...]) -> list[Result]:
