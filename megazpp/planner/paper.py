@@ -268,10 +268,10 @@ class PaperUnit(Unit):
     def __init__(self, parameters: Parameters, num_ranks: int, rank: int = 0) -> None:
         segments = plan_segments(parameters, num_ranks)
         found = tuple(
-            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1, requires_grad=True)
+            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1)
             for name, shape in parameters
         )
-        super().__init__(modules=(), parameters=found, segments=segments, trained_segments=segments)
+        super().__init__(modules=(), parameters=found, segments=segments)
         self.size = segments[-1].stop if segments else 0  # of nothing, where all of a unit is frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.shapes = tuple(own_shapes(parameters, num_ranks, rank))
@@ -282,6 +282,7 @@ class PaperUnit(Unit):
         """Make its comms, and note the bytes that they hold."""
         if not self.size:
             return
+        self._dtype = context.precision.param_dtype
         self.gather, self.reduce = make_comms(self, context)
         nodes, peers, wire = context.cross.size, context.local.size, context.plan
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
@@ -307,7 +308,17 @@ class PaperUnit(Unit):
 
     def check_shard_reader(self, expected: torch.Tensor) -> None: ...
 
-    def add_to_gradients(self, reduced: torch.Tensor) -> None: ...
+    @property
+    def gather_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (self._dtype,)
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        return tuple(range(len(self.parameters)))
+
+    def gradient(self, index: int) -> None: ...
+
+    def add_to_gradients(self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any]) -> None: ...
 
     def refuse_gradient_hooks(self) -> None: ...
 

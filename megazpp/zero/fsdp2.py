@@ -22,6 +22,7 @@ from megazpp.topology.layout import plan_layout
 from megazpp.zero.config import Dtypes, ZeroConfig, plan_wire
 from megazpp.zero.sharding import Sharding, install_comms
 from megazpp.zero.units import Unit, find_units
+from megazpp.zero.wire import QUANTIZABLE
 
 RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"  # a variable, for trying a training on one machine
 HANDLE, STATE = "_megazpp", "_megazpp_state"  # an attribute of the model, and a submodule that its state_dict visits
@@ -48,13 +49,14 @@ def zeropp(
         The handle, which need not be kept: the model keeps it.
     Raises:
         TypeError: FSDP1 or DDP has wrapped the model.
+        RuntimeError: a hook wants gradients before they are reduced; it needs `ZeroConfig(overlap_grad_reduce=False)`.
         ValueError: the mesh is no rectangle of nodes, or FSDP2 was asked for what ZeRO++ cannot do. Nothing has been
             changed then, except that a model that was not wrapped is.
     """
     config = config or ZeroConfig(zeropp=True, zero_error_feedback=False)
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
-            raise TypeError(f"{type(module).__name__} has wrapped the model: ZeRO++ needs FSDP2, fully_shard")
+    if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
+        model = model.get_submodule("_orig_mod")  # compiled; FSDP2's hooks are on the module inside
+    _check_model(model)
     if hasattr(model, HANDLE):
         raise ValueError("megazpp.zeropp was called for this model before")
     tensor = next(model.parameters())
@@ -62,6 +64,9 @@ def zeropp(
         _wrap(model, tensor.device.type, fsdp)
     elif fsdp:
         raise ValueError(f"{next(iter(fsdp))}: the model is wrapped by fully_shard already, which had its arguments")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward may have left the root's parameters gathered
     mesh = _mesh_of(model)
     tp = mesh.size(1) if mesh.ndim == 2 else 1
     layout = plan_layout(_find_cluster(mesh, ranks_per_node), tp=tp, replicas=1)
@@ -71,8 +76,12 @@ def zeropp(
             f"{list(layout.mesh_ranks())}: number ranks node by node, and make the mesh of all of them"
         )
     units = find_units(model, layout.shard)
+    _check_units(units)
     precision = _precision_of(units)
     wire = plan_wire(config, layout, precision.param_dtype)
+    if wire.overlap_reduce:
+        for unit in units:
+            unit.refuse_gradient_hooks()
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
     sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True)
     setattr(model, HANDLE, sharding)
@@ -172,7 +181,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:
     """The mesh [data] or [data, tensor parallel] that FSDP2 was given."""
-    meshes = {}
+    meshes: dict[int, DeviceMesh] = {}
+    ranks: dict[tuple[int, ...], str] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue  # one that FSDP2 was told to ignore
@@ -182,6 +192,15 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
                 "over [data] or [data, tensor parallel], no copies (HSDP) and no further dims"
             )
         meshes[parameter.device_mesh.ndim] = parameter.device_mesh
+        ranks.setdefault(tuple(dist.get_process_group_ranks(parameter.device_mesh.get_group(0))), name)
+    if not meshes:
+        raise ValueError("fully_shard has sharded no parameter of the model (ignored_params?)")
+    if len(ranks) > 1:
+        (some, first), (others, second) = list(ranks.items())[:2]
+        raise ValueError(
+            f"{first} is sharded over ranks {list(some)}, {second} over {list(others)}: ZeRO++ takes one mesh; give "
+            "every fully_shard call the same"
+        )
     return meshes[max(meshes)]
 
 
@@ -203,9 +222,44 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
 
 
 def _precision_of(units: Sequence[Unit]) -> Dtypes:
-    """The dtypes in which FSDP2 gathers weights and reduces gradients; ValueError unless all units have the same."""
-    found = {dtypes: unit.name for unit in units for dtypes in unit.dtypes()}
-    if len(found) > 1:
-        kinds = "; ".join(f"{weights} reduced in {gradients}: {of}" for (weights, gradients), of in found.items())
-        raise ValueError(f"all units have to be computed and reduced in the same dtypes, these are not: {kinds}")
-    return next(iter(found))
+    """The dtypes of the first unit that has floating-point weights; each unit may have its own."""
+    found = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
+    if not found:
+        raise ValueError("the model has no parameters in fp32, bf16 or fp16, so there is nothing that ZeRO++ reduces")
+    reduced = [dtype for unit in units for dtype in unit.reduce_dtypes]
+    return Dtypes(found[0], reduced[0] if reduced else found[0])
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise for a model that is wrapped in a way that ZeRO++ cannot take."""
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
+            raise TypeError(f"{type(module).__name__} has wrapped the model: ZeRO++ needs FSDP2, fully_shard")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters")
+    inner = [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
+    if inner and not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"{inner[0]} is wrapped by fully_shard, and the model is not: call fully_shard(model) after its blocks, "
+            "or hand in the module that is the root"
+        )
+    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
+        raise ValueError("the model is compiled: call megazpp.zeropp(model) first, then torch.compile(model)")
+    if torch._C._current_graph_task_id() != -1:
+        raise ValueError("megazpp.zeropp was called inside a backward: call it between steps")
+
+
+def _check_units(units: Sequence[Unit]) -> None:
+    """Raise ValueError for units that ZeRO++ cannot take, and for a parameter that is in two of them."""
+    for unit in units:
+        unit.check_one_mesh()
+    for unit in units:
+        unit.check_fsdp2()
+    first: dict[object, str] = {}
+    for unit in units:
+        for name, uid in unit.origins():
+            if first.setdefault(uid, name) != name:
+                raise ValueError(
+                    f"{name} and {first[uid]} are one parameter in two units: wrap their modules together, "
+                    "fully_shard([a, b])"
+                )

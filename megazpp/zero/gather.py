@@ -27,7 +27,7 @@ from megazpp.parallel.comm_queue import Moment, Work
 from megazpp.zero.comms import AllGather, CommContext, FreshBuffers, Pending
 from megazpp.zero.secondary import Resident, Secondary
 from megazpp.zero.units import Fingerprint, Unit
-from megazpp.zero.wire import LosslessCodec
+from megazpp.zero.wire import QUANTIZABLE, LosslessCodec, MixedCodec
 
 
 class Crossing(IntEnum):
@@ -48,17 +48,14 @@ class TwoHopGather(FreshBuffers, AllGather):
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
-        plan, dtype = context.plan.gather, context.precision.param_dtype
+        plan = context.plan.gather
         assert plan is not None
         self.unit, self._keep = unit, plan.keep
         self.crossing_key = f"{unit.key}.crossing"  # of what the next use sends, in checkpoints
         self._cross, self._local = context.cross, context.local
         self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
-        self._codec, self._schedule = context.codec(unit.segments, plan.fmt, dtype), context.gather_schedule
-        self.secondary = Secondary(self._codec, self._cross, of=unit.name)
-        if plan.differences:
-            differences = context.lossless_codec(self._codec.layout.size)
-            self.secondary = Resident(self._codec, self._cross, of=unit.name, differences=differences)
+        self._context, self._schedule = context, context.gather_schedule
+        self._plan_messages()
         self._made_from: Fingerprint | None = None
         self._has_stepped = False  # since `_made_from`, which is of after the step
         self._after_step: Fingerprint | None = None  # None if others may have written to the shards since
@@ -67,7 +64,28 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._used = False  # since the cross hop last started
         self._compared = False  # the unit's shard reader with FSDP2's shard
         self._uncounted = 0  # bytes that crossed while the counter was paused
+        self.num_uses = 0  # calls so far, the same number on every rank
         self._schedule.add(self)
+
+    def _plan_messages(self) -> None:
+        """Lay out messages for the dtypes in which FSDP2 gathers the unit now."""
+        context, plan = self._context, self._context.plan.gather
+        assert plan is not None
+        dtypes = self.unit.gather_dtypes
+        self._codec = (
+            context.codec(self.unit.segments, plan.fmt, dtypes[0])
+            if len(set(dtypes)) == 1 and dtypes[0] in QUANTIZABLE
+            else MixedCodec(self.unit.segments, dtypes, plan.fmt, context.codec)
+        )
+        self.secondary = Secondary(self._codec, self._cross, of=self.unit.name)
+        if plan.differences:
+            if self._codec.dtype.itemsize != 2:
+                raise ValueError(
+                    f"zero_weight_delta lossless needs weights of 16 bits: those of {self.unit.name} are gathered in "
+                    f"{', '.join(sorted(map(str, set(dtypes))))}"
+                )
+            differences = context.lossless_codec(self._codec.layout.size)
+            self.secondary = Resident(self._codec, self._cross, of=self.unit.name, differences=differences)
 
     def drop(self) -> None:
         """Have the next use send whole weights, because they have changed."""
@@ -98,12 +116,18 @@ class TwoHopGather(FreshBuffers, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
+        if self._codec.dtype == torch.uint8:
+            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
+        if input_tensor.dtype != self._codec.dtype:  # parameters were cast between the call and the first forward
+            self._plan_messages()
+            self.drop()
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
         crossing = self.next_crossing()
         messages = self._fresh_messages(crossing, input_tensor)
         self._count_crossing()
         self._used = True
+        self.num_uses += 1
         received = self._received or self._start_local_hop(messages)
         self._received = None
         done = self._local_queue.submit(functools.partial(self._unpack, received, output_tensor))

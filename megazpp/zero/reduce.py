@@ -13,76 +13,181 @@ LoCo's (arXiv 2407.04480).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from megazpp.kernels.block_quant import Feedback
+from megazpp.kernels.formats import align
 from megazpp.parallel.comm_queue import Work
-from megazpp.zero.comms import CommContext, SummingReduce
+from megazpp.zero.comms import CommContext, LateSum, SummingReduce, division_after_sum
+from megazpp.zero.gradients import Marks, UnusedParameters
 from megazpp.zero.units import Unit
+from megazpp.zero.wire import Codec, Segment
+
+
+class PartialSums(NamedTuple):
+    """The sums of a node that wait for the cross hop, [N, S].
+
+    `flags` [N, P] is 1 for a parameter that got a gradient on any rank of the node.
+    """
+
+    indices: tuple[int, ...]
+    sums: torch.Tensor
+    flags: torch.Tensor | None
+
+
+class Hop:
+    """One reduction of a unit.
+
+    Args:
+        reduced: indices of the parameters whose gradients FSDP2 passes.
+        target: those and the ones whose partial sums wait.
+        used: [P] uint8 flags of `reduced`; None: no flags travel.
+    Attributes:
+        node_flags: [N, P] flags of `target` in the partial sums.
+        flags: a list for the flags that arrive with the result, [P].
+    """
+
+    def __init__(self, reduced: tuple[int, ...], target: tuple[int, ...], used: torch.Tensor | None) -> None:
+        self.reduced, self.target, self.used = reduced, target, used
+        self.node_flags: torch.Tensor | None = None
+        self.flags: list[torch.Tensor] = []
 
 
 class TwoHopReduce(SummingReduce):
-    """The reduce-scatter of one unit in two hops, in the place of FSDP2's (flat rank: cross rank x L + local rank)."""
+    """The reduce-scatter of one unit in two hops, in the place of FSDP2's (flat rank: cross rank x L + local rank).
 
-    def __init__(self, unit: Unit, context: CommContext) -> None:
+    The messages have the layout of the parameters whose gradients FSDP2 passes. All trained parameters of a unit that
+    was used are among them, with zeros where there is no gradient, so that the layout is the same on every rank.
+
+    Args:
+        num_uses: returns how often the unit was gathered, which is the same on every rank.
+    """
+
+    def __init__(self, unit: Unit, context: CommContext, num_uses: Callable[[], int] = lambda: 0) -> None:
         super().__init__(unit, context)
         plan, zero = context.plan.reduce, context.zero
         assert plan is not None
-        self._cross, self._local = context.cross, context.local
+        self._plan, self._dtype, self._codec = plan, context.precision.reduce_dtype, context.codec
+        self._cross, self._local, self._group = context.cross, context.local, context.shard.group
         self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
         self._feedback, self._beta = zero.zero_error_feedback, zero.zero_error_feedback_beta
         self._every_micro_batch = zero.zero_cross_every_microbatch
         self._partial_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
-        self._local_codec = context.codec(unit.trained_segments, plan.local, context.precision.reduce_dtype)
-        self._cross_codec = context.codec(unit.trained_segments, plan.cross, self._partial_dtype)
-        self._partial_sums: torch.Tensor | None = None  # touched by the local queue only
+        self._codecs: dict[tuple[tuple[int, ...], torch.dtype], tuple[Codec, Codec]] = {}
+        self._num_uses, self._uses_before = num_uses, 0
+        self._waiting: tuple[int, ...] = ()  # the parameters whose partial sums wait for the cross hop
+        self._partial_sums: PartialSums | None = None  # theirs; touched by the local queue only
+        self._factors: torch.Tensor | None = None  # of the partial sums, for the local queue
         self._errors: Feedback | None = None  # touched by the cross queue, and between backwards by `Sharding.end_step`
+        self._errors_of: tuple[int, ...] = ()
+        self._errors_settled = True  # a step has used the last result
         self._last_micro_batch = True
+        self._present: set[int] = set()  # the parameters with a gradient on this rank
+        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}
+        self._unused = UnusedParameters(unit) if context.restores_none else None
+        self._marks = Marks(unit) if context.restores_none else None
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Call before each micro-batch; after the step's `last` one the partial sums cross."""
         self._last_micro_batch = last
 
+    def begin(self) -> None:
+        super().begin()
+        self._present = set(self.reduced)
+        # a rank that has a gradient has gathered the unit, and all ranks gather together
+        uses = self._num_uses()
+        in_use = self._unused is None or self._present or self.unit.is_gathered or uses != self._uses_before
+        self._uses_before = uses
+        if in_use:
+            missing = [i for i in self.unit.trained if i not in self._present and self.unit.can_fill(i)]
+            self.unit.fill_gradients(missing)
+            self.reduced = tuple(sorted(self._present.union(missing)))
+        self._drop_discarded()
+        if self._unused is not None:
+            self._unused.begin(self._present, {*self.reduced, *self._waiting})
+
+    def end(self) -> None:
+        if not self.reduced and self._waiting and self._crosses:
+            self._cross_waiting()
+        is_late = self._late is not None
+        super().end()
+        if self._waiting and self._marks is not None:
+            self._schedule.finish_later(None, self._marks.place_later(self._waiting))
+        elif not is_late and self._unused is not None and not self._late_sums:
+            self._unused.restore_none()
+
+    def finished(self) -> None:
+        if self._unused is not None and not self._late_sums and not self._waiting:
+            self._unused.restore_none()
+
+    @property
+    def result_indices(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.reduced, *self._waiting}))
+
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        size, planned = result.numel(), self._local_codec.layout.size
-        if size != planned:
-            raise RuntimeError(
-                f"{self.unit.name}: gradients of {size} elements per rank, planned {planned}: a parameter got no "
-                f"gradient, which quantized reduction needs torch 2.13 for (this is {torch.__version__})"
-            )
-        last = self._last_micro_batch and self.unit.in_last_backward
-        cross = last or self._every_micro_batch
-        inside = self._local_queue.submit(functools.partial(self._hop_inside, gradients, keep=not cross))
+        self._dtype, keep = gradients.dtype, not self._crosses
+        hop = Hop(self.reduced, self.result_indices, self._flags_of(self.reduced, gradients.device))
+        inside = self._local_queue.submit(functools.partial(self._hop_inside, gradients, hop, keep=keep))
         self._schedule.sent(inside)
-        if not cross:
+        if keep:
+            self._waiting = hop.target
             return None
-        return self._cross_queue.submit(functools.partial(self._hop_across, inside, result), after=(inside,))
+        return self._start_cross_hop(inside, hop, result)
 
     @property
     def message_bytes(self) -> tuple[int, int]:
         """Bytes of one shard's message inside a node and across nodes."""
-        return self._local_codec.layout.message_bytes, self._cross_codec.layout.message_bytes
+        inside, across = self._codecs_of(self.unit.trained)
+        return inside.layout.message_bytes, across.layout.message_bytes
 
     @property
     def feeds_back(self) -> bool:
         """True if quantization errors are kept and added the next time."""
-        return self._feedback and any(part.scales is not None for part in self._cross_codec.layout.ranges)
+        _, across = self._codecs_of(self.unit.trained)
+        return self._feedback and any(part.scales is not None for part in across.layout.ranges)
 
     def errors(self, device: torch.device) -> Feedback | None:
         """The errors of the cross hop's last quantization; None without feedback. Call while no backward is running."""
-        if self._feedback and self._errors is None:
-            self._errors = self._cross_codec.new_errors(self._cross.size, device=device)
-        return self._errors
+        return self._errors if self._errors_of else self._errors_for(self.unit.trained, device)
 
     @property
     def kept_errors(self) -> Feedback | None:
         """The `errors` of now; None also before the first quantization."""
         return self._errors
 
+    def settle_errors(self) -> None:
+        """Know that the gradients which the `kept_errors` belong to were used."""
+        self._errors_settled = True
+
+    @property
+    def restores_none(self) -> bool:
+        """True if gradients end as FSDP2's do (`CommContext.restores_none`)."""
+        return self._unused is not None
+
+    @property
+    def waits(self) -> bool:
+        """True if partial sums wait for the cross hop, wanted or not."""
+        return bool(self._waiting)
+
+    def waits_for(self, parameters: set[int]) -> str | None:
+        """The name of a parameter with one of these ids whose partial sums wait and are wanted; None if none does."""
+        for index in self._waiting:
+            gradient = self.unit.gradient(index)
+            if gradient is None or self.unit.shard_id(index) not in parameters:
+                continue
+            if self._marks is None or self._marks.is_wanted(index):
+                return self.unit.parameters[index].name
+        return None
+
     def warm_up(self, device: torch.device) -> None:
         """Reduce zeros as two micro-batches do, to compile the kernels; nothing is sent and no state changes."""
-        nodes, peers, inside, across = self._cross.size, self._local.size, self._local_codec, self._cross_codec
+        if not self.unit.trained:
+            return
+        nodes, peers = self._cross.size, self._local.size
+        inside, across = self._codecs_of(self.unit.trained)
         size = inside.layout.size
         gradients = torch.zeros(nodes, peers, size, dtype=inside.dtype, device=device)
         messages = inside.empty(peers, nodes, device=device)
@@ -95,25 +200,187 @@ class TwoHopReduce(SummingReduce):
         across.pack(sums, sent, errors=errors, beta=self._beta)
         across.unpack_sum(sent.unsqueeze(1), gradients[0, :1], accumulate=False)
 
-    def _hop_inside(self, gradients: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    # ---- what the program has discarded ---------------------------------------------------------------------------
+
+    def _drop_discarded(self) -> None:
+        """Forget the partial sums and errors of gradients that the program has cleared since the last backward."""
+        if self._waiting:
+            kept = tuple(index for index in self._waiting if self.unit.gradient(index) is not None)
+            self._factors = None if self._marks is None else self._marks.take(kept)  # kept until the next backward
+            if kept != self._waiting or self._factors is not None:
+                self._local_queue.submit(functools.partial(self._keep_partial_sums, kept, self._factors))
+            self._waiting = kept
+        if self._unused is not None and not self._errors_settled and not self._late_sums and self._errors is not None:
+            for index, (_, scales) in self._parts_of_errors():
+                gradient = self.unit.gradient(index)
+                if gradient is None:
+                    scales.zero_()
+                elif gradient._local_tensor.numel():
+                    scales.mul_(gradient._local_tensor.any())
+
+    def _keep_partial_sums(self, indices: tuple[int, ...], factors: torch.Tensor | None) -> None:
+        held = self._partial_sums
+        assert held is not None
+        if not indices:
+            self._partial_sums = None
+            return
+        held = self._partial_sums = self._with_layout(held, indices)
+        if factors is not None:
+            sizes = torch.tensor([segment.size for segment in self.unit.segments_of(indices)], device=factors.device)
+            factor = torch.repeat_interleave(factors, sizes, output_size=held.sums.shape[1])
+            held.sums.copy_(torch.where(factor == 0, 0.0, held.sums * factor))  # 0 times NaN is not 0
+
+    # ---- layouts --------------------------------------------------------------------------------------------------
+
+    def _codecs_of(self, indices: tuple[int, ...]) -> tuple[Codec, Codec]:
+        """The codecs of the local hop and of the cross hop for gradients of these parameters."""
+        key = indices, self._dtype
+        if key not in self._codecs:
+            segments = self.unit.segments_of(indices)
+            inside = self._codec(segments, self._plan.local, self._dtype)
+            self._codecs[key] = inside, self._codec(segments, self._plan.cross, self._partial_dtype)
+        return self._codecs[key]
+
+    def _with_layout(self, held: PartialSums, indices: tuple[int, ...]) -> PartialSums:
+        """The partial sums of other parameters: zeros where there were none."""
+        if held.indices == indices:
+            return held
+        num_nodes, segments = held.sums.shape[0], self.unit.segments_of(indices)
+        moved = PartialSums(
+            indices,
+            held.sums.new_zeros(num_nodes, segments[-1].stop),
+            None if held.flags is None else held.flags.new_zeros(num_nodes, len(indices)),
+        )
+        self._add(held, moved)
+        return moved
+
+    def _add(self, held: PartialSums, onto: PartialSums) -> None:
+        """Add partial sums of the parameters that both have."""
+        parts = dict(zip(held.indices, self.unit.segments_of(held.indices), strict=True))
+        for position, (index, segment) in enumerate(
+            zip(onto.indices, self.unit.segments_of(onto.indices), strict=True)
+        ):
+            if (part := parts.get(index)) is None:
+                continue
+            onto.sums[:, _columns(segment)].add_(held.sums[:, _columns(part)])
+            if onto.flags is not None and held.flags is not None:
+                flags = held.flags[:, held.indices.index(index)]
+                onto.flags[:, position] = torch.maximum(onto.flags[:, position], flags)
+
+    def _errors_for(self, indices: tuple[int, ...], device: torch.device) -> Feedback | None:
+        """The errors in the layout of these parameters. One that is not among them loses its errors."""
+        if not self._feedback:
+            return None
+        if self._errors_of != indices:
+            _, across = self._codecs_of(indices)
+            before = {} if self._errors is None else dict(self._parts_of_errors())
+            self._errors, self._errors_of = across.new_errors(self._cross.size, device=device), indices
+            for index, parts in () if self._errors is None else self._parts_of_errors():
+                for part, old in zip(parts, before.get(index, ()), strict=False):
+                    part.copy_(old)
+        return self._errors
+
+    def _parts_of_errors(self) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """Payload and scales of the kept errors of each parameter that is quantized."""
+        assert self._errors is not None
+        _, across = self._codecs_of(self._errors_of)
+        segments = self.unit.segments_of(self._errors_of)
+        index_of = {segment.start: i for i, segment in zip(self._errors_of, segments, strict=True) if segment.size}
+        quantized = [index_of[part.start] for part in across.layout.ranges if part.scales is not None]
+        return list(zip(quantized, self._errors.segments(), strict=True))
+
+    # ---- the hops -------------------------------------------------------------------------------------------------
+
+    @property
+    def _crosses(self) -> bool:
+        """True if the gradients of this backward cross nodes."""
+        return self._every_micro_batch or (self._last_micro_batch and self.unit.in_last_backward)
+
+    def _hop_inside(self, gradients: torch.Tensor, hop: Hop, *, keep: bool) -> torch.Tensor:
         """[N L S] in FSDP2's rank order -> [N, S]: the node's sum, added to that of earlier micro-batches."""
         num_nodes, num_local = self._cross.size, self._local.size
-        codec, device = self._local_codec, gradients.device
-        sent = codec.empty(num_local, num_nodes, device=device)
-        codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent)
+        (codec, _), device = self._codecs_of(hop.reduced), gradients.device
+        sent = _empty(codec, hop, num_local, num_nodes, device=device)
+        codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent[..., : codec.message_bytes])
+        if hop.used is not None:
+            sent[..., codec.message_bytes :][..., : len(hop.reduced)] = hop.used
         received = self._local.all_to_all(sent, of=self.unit.name)  # [L, N, M]
-        partial_sums = self._partial_sums
-        if partial_sums is None:
-            partial_sums = torch.empty(num_nodes, codec.layout.size, dtype=self._partial_dtype, device=device)
-        codec.unpack_sum(received, partial_sums, accumulate=self._partial_sums is not None)
-        self._partial_sums = partial_sums if keep else None
-        return partial_sums
+        flags = None if hop.used is None else received[..., codec.message_bytes :][..., : len(hop.reduced)].amax(0)
+        messages, held = received[..., : codec.message_bytes], self._partial_sums
+        if held is not None:
+            held = self._with_layout(held, hop.target)
+        if held is None or hop.reduced != hop.target:
+            sums = torch.empty(num_nodes, codec.layout.size, dtype=self._partial_dtype, device=device)
+            codec.unpack_sum(messages, sums, accumulate=False)
+            found = PartialSums(hop.reduced, sums, flags)
+            if held is None:
+                held = found
+            else:
+                self._add(found, held)
+        else:
+            codec.unpack_sum(messages, held.sums, accumulate=True)
+            if held.flags is not None and flags is not None:
+                held = held._replace(flags=torch.maximum(held.flags, flags))
+        return self._hold(held, hop, keep=keep)
 
-    def _hop_across(self, inside: Work[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+    def _hold(self, held: PartialSums, hop: Hop, *, keep: bool) -> torch.Tensor:
+        hop.node_flags, self._partial_sums = held.flags, held if keep else None
+        return held.sums
+
+    def _start_cross_hop(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> Work[torch.Tensor]:
+        self._waiting, self._errors_settled = (), False
+        if self._unused is not None:
+            self._unused.read_later(hop.target, hop.flags)
+        return self._cross_queue.submit(functools.partial(self._hop_across, inside, hop, result), after=(inside,))
+
+    def _hop_across(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> torch.Tensor:
         """[N, S] -> `result`, this rank's [S] summed over the nodes."""
-        codec, partial_sums = self._cross_codec, inside.join()
-        sent = codec.empty(self._cross.size, device=partial_sums.device)
-        codec.pack(partial_sums, sent, errors=self.errors(partial_sums.device), beta=self._beta)
+        (_, codec), partial_sums = self._codecs_of(hop.target), inside.join()
+        device = partial_sums.device
+        sent = _empty(codec, hop, self._cross.size, device=device)
+        errors = self._errors_for(hop.target, device)
+        codec.pack(partial_sums, sent[..., : codec.message_bytes], errors=errors, beta=self._beta)
+        if hop.node_flags is not None:
+            sent[:, codec.message_bytes :][:, : len(hop.target)] = hop.node_flags
         received = self._cross.all_to_all(sent, of=self.unit.name)  # [N, M]
-        codec.unpack_sum(received.unsqueeze(1), result.unsqueeze(0), accumulate=False)
+        messages = received[:, : codec.message_bytes]
+        codec.unpack_sum(messages.unsqueeze(1), result.unsqueeze(0), accumulate=False)
+        if hop.node_flags is not None:
+            hop.flags.append(received[:, codec.message_bytes :][:, : len(hop.target)].amax(0))
         return result
+
+    def _cross_waiting(self) -> None:
+        """Have partial sums cross in a last backward in which the unit itself has nothing to reduce."""
+        self.unit.refuse_gradient_hooks()
+        device = self.unit.gradient(self._waiting[0])._local_tensor.device
+        assert self._group is not None, "one rank alone reduces nothing"
+        hop = Hop((), self._waiting, self._flags_of((), device))
+        result = torch.empty(self.unit.segments_of(hop.target)[-1].stop, dtype=self._dtype, device=device)
+
+        def take() -> torch.Tensor:
+            assert self._partial_sums is not None
+            return self._hold(self._with_layout(self._partial_sums, hop.target), hop, keep=False)
+
+        work = self._start_cross_hop(self._local_queue.submit(take), hop, result)
+        self._finish_later(work, LateSum(hop.target, result, division_after_sum(self.unit, self._group, result)))
+
+    def _flags_of(self, indices: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+        """[P] uint8: 1 where this rank has a gradient of a parameter; None where nobody asks."""
+        if self._unused is None:
+            return None
+        on = tuple(index in self._present for index in indices)
+        if on not in self._used_flags:
+            self._used_flags[on] = torch.tensor(on, dtype=torch.uint8, device=device)
+        return self._used_flags[on]
+
+
+def _columns(segment: Segment) -> slice:
+    return slice(segment.start, segment.stop)
+
+
+def _empty(codec: Codec, hop: Hop, *peers: int, device: torch.device) -> torch.Tensor:
+    """Messages to pack into, with room for the flags behind each."""
+    if hop.used is None:
+        return codec.empty(*peers, device=device)
+    size = codec.message_bytes + align(len(hop.target))
+    return torch.zeros(*peers, size, dtype=torch.uint8, device=device)

@@ -35,7 +35,6 @@ On CUDA, memory that one stream allocates and another one uses must not be hande
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +44,12 @@ from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 
 UNITS_IN_FLIGHT = 2
 CROSS_HOPS_PER_USE = 2
+
+
+class Finish(Protocol):
+    """What follows a reduction; `aborted` if an exception ended its backward, and another one begins now."""
+
+    def __call__(self, *, aborted: bool) -> None: ...
 
 
 class Startable(Protocol):
@@ -117,7 +122,7 @@ class ReduceSchedule:
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
         self.overlap, self._blocks_host = overlap, blocks_host
         self._sending: deque[Work[Any]] = deque()
-        self._finishing: list[tuple[Work[Any], Callable[[], None]]] = []
+        self._finishing: list[tuple[Work[Any] | None, Finish]] = []
         self._backward = -1
 
     def sent(self, work: Work[Any]) -> None:
@@ -126,7 +131,7 @@ class ReduceSchedule:
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
             self._sending.popleft().wait()
 
-    def finish_later(self, work: Work[Any], finish: Callable[[], None]) -> None:
+    def finish_later(self, work: Work[Any] | None, finish: Finish) -> None:
         """Call `finish` at the end of the backward, after `work`."""
         self._finishing.append((work, finish))
         backward = torch._C._current_graph_task_id()
@@ -137,11 +142,20 @@ class ReduceSchedule:
     def end_backward(self) -> None:
         """Finish the reductions in flight. Autograd calls this; `--plan`, which has no autograd, does too."""
         self._backward = -1
+        self._finish(aborted=False)
+        self._sending.clear()  # all sent, and a work holds its result: a unit's partial sums
+
+    def finish_aborted(self) -> None:
+        """Finish what a backward has left that an exception ended, for autograd did not call `end_backward` then."""
+        if self._finishing and self._backward != torch._C._current_graph_task_id():
+            self._finish(aborted=True)
+
+    def _finish(self, *, aborted: bool) -> None:
         finishing, self._finishing = self._finishing, []
         for work, finish in finishing:
-            work.wait()
-            finish()
-        self._sending.clear()  # all sent, and a work holds its result: a unit's partial sums
+            if work is not None:
+                work.wait()
+            finish(aborted=aborted)
 
 
 def in_backward() -> bool:

@@ -80,6 +80,8 @@ class Sharding:
         self._residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
         if self._gathers:
             _notice_steps(weakref.ref(self))
+        if any(reduce.restores_none for reduce in self._reduces):
+            _watch_steps(weakref.ref(self))
 
     def begin_step(self, iteration: int) -> None:
         """Call before the first micro-batch of a training step; only --zero-weight-keyframe-interval needs it."""
@@ -115,6 +117,8 @@ class Sharding:
     def rescale_feedback(self, factor: torch.Tensor | float) -> None:
         """Multiply the error feedback by `factor`; `end_step` does it for whole steps."""
         rescale_([errors for reduce in self._reduces if (errors := reduce.kept_errors) is not None], factor)
+        for reduce in self._reduces:
+            reduce.settle_errors()
 
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the kernels of quantized messages for `device` now, and not in the first step; nothing is sent."""
@@ -153,6 +157,25 @@ class Sharding:
         """Call before the step of an optimizer that is not one of torch's; for those it is done."""
         for gather in self._residents:
             gather.before_step()
+
+    def refuse_early_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if gradients that `optimizer` is about to use wait for the step's last backward."""
+        waiting = [reduce for reduce in self._reduces if reduce.waits]
+        held = _ids_of(optimizer) if waiting else set()
+        for reduce in waiting:
+            if (name := reduce.waits_for(held)) is not None:
+                raise RuntimeError(
+                    f"the optimizer steps while the gradients of {name} wait to cross nodes: call "
+                    "model.set_is_last_backward(True) before the last backward of each step"
+                )
+
+    def keep_errors(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know after a step of `optimizer` that the gradients of the model's last backward were not given up."""
+        unsettled = [reduce for reduce in self._reduces if reduce.kept_errors is not None]
+        held = _ids_of(optimizer) if unsettled else set()
+        for reduce in unsettled:
+            if any(reduce.unit.shard_id(index) in held for index in range(len(reduce.unit.parameters))):
+                reduce.settle_errors()
 
     def after_optimizer_step(self) -> None:
         """Call after such a step: the next use of the weights sends what it has changed.
@@ -326,7 +349,8 @@ def install_comms(
     """Have FSDP2 call our collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
 
     Args:
-        means: whether gradients are divided as FSDP2 does it by itself (`set_gradient_divide_factor`); else sums.
+        means: whether gradients are FSDP2's: divided (`set_gradient_divide_factor`), None where no rank had one, and
+            dropped when the program clears them. Else they are sums, zeros where nobody had one.
     """
     replicate = dims.replicate
 
@@ -334,7 +358,8 @@ def install_comms(
         """Count FSDP2's own all-reduce between replicas."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
-    context = CommContext(dims.cross, dims.local, dims.shard, plan=wire, zero=zero, precision=precision)
+    axes = dims.cross, dims.local, dims.shard
+    context = CommContext(*axes, plan=wire, zero=zero, precision=precision, restores_none=means)
     # FSDP2 calls no collectives for one rank
     comms = [make_comms(unit, context) for unit in units] if dims.shard.size > 1 else []
     for index, unit in enumerate(units):
@@ -349,11 +374,8 @@ def install_comms(
             gather, reduce = comms[index]
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(reduce)
-            # parameters without a gradient are reduced as zeros, so that every message has the same layout; torch 2.11
-            # and 2.12 cannot, and `TwoHopReduce` refuses a unit in which a parameter got no gradient
-            switch: Any = getattr(module, "set_reduce_scatter_unused_params", None)
-            if wire.reduce is not None and switch is not None:
-                switch(True, recurse=False)
+        if comms:
+            comms[index][1].attach()
     return Sharding(model, units, stage, zero, comms, dims.counter)
 
 
@@ -361,9 +383,9 @@ def make_comms(unit: Unit, context: CommContext) -> tuple[TwoHopGather | Counted
     """Make the unit's all-gather of parameters and its reduce-scatter of gradients."""
     plan = context.plan
     gather = CountedGather(unit, context) if plan.gather is None else TwoHopGather(unit, context)
-    if plan.reduce is None or not unit.trained_segments:
+    if plan.reduce is None:
         return gather, CountedReduce(unit, context)
-    return gather, TwoHopReduce(unit, context)
+    return gather, TwoHopReduce(unit, context, lambda: gather.num_uses)
 
 
 def _notice_steps(sharding: weakref.ref[Sharding]) -> None:
@@ -383,3 +405,22 @@ def _notice_steps(sharding: weakref.ref[Sharding]) -> None:
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
+
+
+def _watch_steps(sharding: weakref.ref[Sharding]) -> None:
+    """Have a step raise that would use gradients which wait, and note which gradients were used."""
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (alive := sharding()) is not None:
+            alive.refuse_early_step(optimizer)
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (alive := sharding()) is not None:
+            alive.keep_errors(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+
+
+def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from megazpp.zero.config import Dtypes
-from megazpp.zero.wire import Segment, plan_segments
+from megazpp.zero.wire import QUANTIZABLE, Segment, plan_segments
 
 Fingerprint = tuple[object, ...]
+EARLY = (
+    ", which would see gradients before they are reduced: it needs --no-overlap-grad-reduce, "
+    "ZeroConfig(overlap_grad_reduce=False), and no backward with set_is_last_backward(False)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,6 @@ class UnitParameter:
     attribute: str
     shape: tuple[int, ...]  # on this tensor-parallel rank, not sharded over data ranks
     mesh_dims: int  # of the mesh that its shards are on; gathered parameters have none, or the tensor-parallel one
-    requires_grad: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,6 @@ class Unit:
     modules: tuple[FSDPModule, ...]  # usually one
     parameters: tuple[UnitParameter, ...]  # in FSDP2's flat order
     segments: tuple[Segment, ...]  # of the parameters in the flat shard
-    trained_segments: tuple[Segment, ...]  # of the trained ones in the flat shard of gradients
 
     @property
     def key(self) -> str:
@@ -61,19 +63,56 @@ class Unit:
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
-    def dtypes(self) -> set[Dtypes]:
-        """The dtypes in which FSDP2 gathers weights and reduces gradients; several if weights are gathered as bytes.
+    @property
+    def gather_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype in which FSDP2 gathers each parameter; an integer parameter keeps its own."""
+        policy = self._group.mp_policy.param_dtype
+        own = [p.sharded_param.dtype for p in self._group.fsdp_params]
+        return tuple(policy if policy is not None and dtype.is_floating_point else dtype for dtype in own)
 
-        Raises:
-            ValueError: FSDP2 keeps shards in the host's memory, or on fewer ranks between forward and backward.
-        """
-        if isinstance(self._group.offload_policy, CPUOffloadPolicy):
-            raise ValueError("CPUOffloadPolicy: ZeRO++ reads shards where they are computed with")
-        if self._group.post_forward_mesh_info not in (None, self._group.mesh_info):
+    @property
+    def reduce_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which FSDP2 reduces the gradients of the trained parameters; FSDP2 takes one."""
+        policy = self._group.mp_policy.reduce_dtype
+        return {policy or self.gather_dtypes[index] for index in self.trained}
+
+    def check_one_mesh(self) -> None:
+        """Raise ValueError if FSDP2 keeps parameters of the unit on several meshes."""
+        for module in self.modules:
+            if len(getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())) > 1:
+                raise ValueError(
+                    f"{self.name} has parameters on several meshes (shard_placement_fn): ZeRO++ takes one mesh"
+                )
+
+    def check_fsdp2(self) -> None:
+        """Raise ValueError for what FSDP2 was asked to do with the unit and ZeRO++ cannot do."""
+        group = self._group
+        if isinstance(group.offload_policy, CPUOffloadPolicy):
+            raise ValueError(
+                f"{self.name} has CPUOffloadPolicy: ZeRO++ reads shards where they are computed with; leave "
+                "offload_policy out"
+            )
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(f"{self.name} reshards to fewer ranks after forward: it needs reshard_after_forward=True")
-        policy = self._group.mp_policy
-        found = {policy.param_dtype or tensor.dtype for tensor in self._tensors()}
-        return {Dtypes(dtype, policy.reduce_dtype or dtype) for dtype in found}
+        if not type(group._all_gather_comm).__name__.startswith("Default"):
+            raise ValueError(
+                f"{self.name} has {type(group._all_gather_comm).__name__} for its all-gathers, which ZeRO++ replaces: "
+                "leave the call that has set it out"
+            )
+        for parameter, p in zip(self.parameters, group.fsdp_params, strict=True):
+            kind = type(p.sharded_param._local_tensor)
+            if kind is not torch.Tensor:
+                raise ValueError(
+                    f"{parameter.name} is a {kind.__name__}, which gathers itself: ZeRO++ takes plain tensors; keep "
+                    "weights in bf16 or fp32 (torchao: enable_fsdp_float8_all_gather=False)"
+                )
+        for dtype in self.reduce_dtypes - set(QUANTIZABLE):
+            name = self.parameters[self.trained[0]].name
+            raise ValueError(
+                f"the gradients of {self.name} ({name} and others) are reduced in {dtype}: ZeRO++ reduces fp32, bf16 "
+                "and fp16; call model.float() before fully_shard, or set "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
 
     def fingerprint(self) -> Fingerprint:
         """A value that changes when autograd counts a write to a shard or a shard is replaced; if it `is_sharded`."""
@@ -91,11 +130,22 @@ class Unit:
         shards = [shard.view(-1) for shard in self.shards()]
 
         def read() -> torch.Tensor:
+            if dtype == torch.uint8:
+                return self._read_bytes(shards)
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
             torch._foreach_copy_(_parts_of(flat, self.segments, shards), shards)
             return flat
 
         return read
+
+    def _read_bytes(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The flat shard of parameters of several dtypes, as FSDP2 gathers it: their bytes, one after the other."""
+        rows = []
+        for shard, segment, dtype in zip(shards, self.segments, self.gather_dtypes, strict=True):
+            row = torch.zeros(segment.size, dtype=dtype, device=shard.device)
+            row[: len(shard)].copy_(shard)
+            rows.append(row.view(torch.uint8))
+        return torch.cat(rows)
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
         """Raise RuntimeError if this version of FSDP2 lays shards out otherwise; call before using `shard_reader`."""
@@ -122,26 +172,117 @@ class Unit:
         parts = _parts_of(flat, self.segments, [shard.view(-1) for shard in shards])
         return self.as_dtensors([part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)])
 
-    def add_to_gradients(self, reduced: torch.Tensor) -> None:
-        """Add the flat shard of gradients [S] to `.grad` of the trained parameters, which FSDP2 has set."""
-        trained = [p for p in self.parameters if p.requires_grad]
-        gradients = [getattr(p.module, p.attribute).grad._local_tensor.view(-1) for p in trained]
+    def segments_of(self, indices: Sequence[int]) -> tuple[Segment, ...]:
+        """The segments of some parameters in a flat shard that holds these alone, as FSDP2 lays out gradients."""
+        found: list[Segment] = []
+        for index in indices:
+            segment = self.segments[index]
+            found.append(dataclasses.replace(segment, start=found[-1].stop if found else 0))
+        return tuple(found)
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Indices of the parameters that require a gradient now; FSDP2 reads this at each use, too."""
+        return tuple(i for i, p in enumerate(self._group.fsdp_params) if p.sharded_param.requires_grad)
+
+    def gradient(self, index: int) -> Any:
+        """The `.grad` of a parameter's shard, which FSDP2 sets; a DTensor or None."""
+        return self._group.fsdp_params[index].sharded_param.grad
+
+    def shard_id(self, index: int) -> int:
+        """The `id` of a parameter's shard, which optimizers hold."""
+        return id(self._group.fsdp_params[index].sharded_param)
+
+    def clear_gradient(self, index: int) -> None:
+        """Set the `.grad` of a parameter's shard to None."""
+        self._group.fsdp_params[index].sharded_param.grad = None
+
+    def add_to_gradients(self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any]) -> None:
+        """Add the flat shard of the gradients of `indices` to `gradients`; None stands for one that is not wanted."""
+        parts = zip(self.segments_of(indices), gradients, strict=True)
+        wanted = [(s, gradient._local_tensor.view(-1)) for s, gradient in parts if gradient is not None]
+        if not wanted:
+            return
+        if reduced.is_cuda:  # FSDP2 itself waits for its stream only when a whole backward is over
+            torch.cuda.current_stream().wait_stream(self._group.comm_ctx.reduce_scatter_stream)
         with torch.no_grad():
-            torch._foreach_add_(gradients, _parts_of(reduced, self.trained_segments, gradients))
+            flat = [own for _, own in wanted]
+            torch._foreach_add_(flat, [reduced[s.start : s.start + len(own)] for s, own in wanted])
 
     def refuse_gradient_hooks(self) -> None:
-        """Raise RuntimeError if a parameter has a hook that wants its gradient before the backward is over."""
-        for p in self.parameters:
-            if getattr(getattr(p.module, p.attribute), "_post_accumulate_grad_hooks", None):
-                raise RuntimeError(
-                    f"{p.name} has a post-accumulate-grad hook, which would see gradients before they are reduced: "
-                    "it needs --no-overlap-grad-reduce"
-                )
+        """Raise RuntimeError if something wants gradients before the backward is over, when they are not there yet."""
+        for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True):
+            if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(f"{parameter.name} has a post-accumulate-grad hook{EARLY}")
+        if self._group._all_reduce_hook is not None and not self._is_hsdp:
+            raise RuntimeError(f"{self.name} has an all-reduce hook{EARLY}")
+
+    def origins(self) -> list[tuple[str, object]]:
+        """Name and origin of each parameter: one origin in two units was one parameter. torch 2.11 does not say it."""
+        found = zip(self.parameters, self._group.fsdp_params, strict=True)
+        return [(parameter.name, getattr(p, "_orig_param_uid", id(p))) for parameter, p in found]
+
+    # ---- what FSDP2 reduces at the end of a backward -------------------------------------------------------------
+
+    def wrap_post_backward(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        """Replace the function by which FSDP2 reduces the unit's gradients with what `wrap` makes of it."""
+        self._group.post_backward = wrap(self._group.post_backward)
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """False if FSDP2 accumulates gradients without communication (`set_requires_gradient_sync`)."""
+        reduces: bool = self._group.reduce_grads
+        return reduces
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if FSDP2 keeps the gathered parameters now."""
+        gathered: bool = self._group.is_unsharded
+        return gathered
+
+    @property
+    def zero_fills(self) -> bool:
+        """True if `FSDPModule.set_reduce_scatter_unused_params` has asked for zeros in the place of None."""
+        return bool(getattr(self._group, "reduce_scatter_unused_params", False))
+
+    def with_gradient(self) -> set[int]:
+        """Indices of the parameters that have got a gradient on this rank, which FSDP2 has not reduced yet."""
+        return {
+            index
+            for index, p in enumerate(self._group.fsdp_params)
+            if p.unsharded_accumulated_grad is not None or getattr(_gathered(p), "grad", None) is not None
+        }
+
+    def fill_gradients(self, indices: Sequence[int]) -> None:
+        """Give parameters without a gradient zeros, which FSDP2 then reduces; torch 2.13 could, torch 2.11 cannot."""
+        accumulated = [p.unsharded_accumulated_grad for p in self._group.fsdp_params]
+        dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
+        for index in indices:
+            p = self._group.fsdp_params[index]
+            zeros = torch.zeros_like(_gathered(p), dtype=dtype, requires_grad=False)
+            if dtype is None:
+                _gathered(p).grad = zeros
+            else:  # FSDP2 reduces gradients of one dtype, and has those of earlier backwards in this one
+                p.unsharded_accumulated_grad = zeros
+
+    def can_fill(self, index: int) -> bool:
+        """True if FSDP2 can reduce zeros for a parameter: it was gathered once, and has elements."""
+        gathered = _gathered(self._group.fsdp_params[index])
+        return gathered is not None and gathered.numel() > 0
+
+    def force_sums(self) -> None:
+        """Have FSDP2 ask for sums that it divides itself, also where the program has set it otherwise since."""
+        self._group.force_sum_reduction_for_comms = True
 
     @property
     def _group(self) -> Any:
         """FSDP2's own object for the unit."""
         return self.modules[0]._get_fsdp_state()._fsdp_param_group
+
+    @property
+    def _is_hsdp(self) -> bool:
+        hsdp: bool = self._group._is_hsdp
+        return hsdp
 
     def _tensors(self) -> list[Any]:
         return [p.module._parameters[p.attribute] for p in self.parameters]  # half of the time of `getattr`
@@ -169,16 +310,20 @@ def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list
         found = [p for module in modules for p in _parameters(module, names, seen, data_dims)]
         if not found:
             continue
-        shapes, trained = [(p.name, p.shape) for p in found], [(p.name, p.shape) for p in found if p.requires_grad]
+        shapes = [(p.name, p.shape) for p in found]
         unit = Unit(
             name=", ".join(names[module] or "the rest" for module in modules),
             modules=tuple(modules),
             parameters=tuple(found),
             segments=plan_segments(shapes, num_shards),
-            trained_segments=plan_segments(trained, num_shards),
         )
         units.append(unit)
     return units
+
+
+def _gathered(fsdp_parameter: Any) -> Any:
+    """The gathered parameter, an object that FSDP2 keeps; None before the first use."""
+    return getattr(fsdp_parameter, "_unsharded_param", None)
 
 
 def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -212,5 +357,4 @@ def _parameters(
             attribute=attribute,
             shape=tuple(shape),
             mesh_dims=tensor.device_mesh.ndim,
-            requires_grad=tensor.requires_grad,
         )

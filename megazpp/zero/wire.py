@@ -21,8 +21,9 @@ parameters and peers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -30,6 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megazpp.kernels.block_quant import Feedback, pack, range_table, unpack, unpack_onto, unpack_sum
 from megazpp.kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
 from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
+
+QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,69 @@ class Codec:
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         """The sum over peers, in fp32: messages [K, B, M] -> out [B, S], onto what is there with `accumulate`."""
         unpack_sum(messages, self._table, out=out, accumulate=accumulate)
+
+
+class MixedCodec(Codec):
+    """Packs shards of parameters of several dtypes, which FSDP2 gathers as bytes; S counts bytes.
+
+        | message of the fp32 parameters | of the bf16 ones | ... | bytes of all others, as they are |
+
+    fp32, bf16 and fp16 parameters are quantized as in a unit of their own.
+
+    Args:
+        segments, dtypes: of the unit's parameters.
+        fmt: block format; None: nothing is quantized.
+        codec: makes the codec of some segments, see `Codec`.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        dtypes: Sequence[torch.dtype],
+        fmt: BlockFormat | None,
+        codec: Callable[[Sequence[Segment], BlockFormat | None, torch.dtype], Codec],
+    ) -> None:
+        self.dtype = torch.uint8
+        spans: dict[torch.dtype, list[tuple[int, int]]] = {}
+        chosen: dict[torch.dtype, list[Segment]] = {}
+        start = end = 0
+        for segment, dtype in zip(segments, dtypes, strict=True):
+            key = dtype if dtype in QUANTIZABLE else torch.uint8
+            stop = start + segment.size * dtype.itemsize
+            spans.setdefault(key, []).append((start, stop))
+            before = chosen.setdefault(key, [])
+            place = before[-1].stop if before else 0
+            before.append(Segment(name=segment.name, start=place, size=segment.size, exact=segment.exact))
+            start = stop
+        self._parts: list[tuple[list[tuple[int, int]], Codec | None, slice]] = []
+        for key, places in spans.items():
+            own = None if key == torch.uint8 else codec(chosen[key], fmt, key)
+            size = align(sum(b - a for a, b in places)) if own is None else own.message_bytes
+            self._parts.append((places, own, slice(end, end + size)))
+            end += size
+        self.layout = MessageLayout(size=start, message_bytes=end, ranges=(), fmt=fmt)
+
+    def pack(self, shards: torch.Tensor, messages: torch.Tensor, **how: Any) -> None:
+        """shards [A, B, S] of bytes -> messages [A, B, M]."""
+        for places, codec, part in self._parts:
+            own = torch.cat([shards[..., a:b] for a, b in places], dim=-1)
+            if codec is None:
+                messages[..., part][..., : own.shape[-1]] = own
+            elif own.shape[-1]:
+                codec.pack(own.view(codec.dtype), messages[..., part])
+
+    def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
+        """messages [A, B, M] -> shards [A, B, S] of bytes."""
+        for places, codec, part in self._parts:
+            own = messages[..., part]
+            if codec is not None:
+                elements = torch.empty(*own.shape[:-1], codec.layout.size, dtype=codec.dtype, device=own.device)
+                codec.unpack(own, elements)
+                own = elements.view(torch.uint8)
+            start = 0
+            for a, b in places:
+                shards[..., a:b] = own[..., start : start + b - a]
+                start += b - a
 
 
 ROOM, SPARE = 0.125, 128  # of a message beyond what is predicted: a share, and bytes

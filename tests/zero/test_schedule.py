@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tiers import chosen
-from helpers.torch_versions import needs_unused_parameters
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step, train_on_ranks
 from torch import nn
 
@@ -186,7 +185,7 @@ def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[floa
 
 @pytest.mark.parametrize(
     ("delta", "units"),
-    [("none", True), pytest.param("none", False, marks=needs_unused_parameters), ("lossless", True)],
+    [("none", True), ("none", False), ("lossless", True)],
 )
 def test_a_layer_that_is_skipped_now_and_then_is_never_used_stale(delta, units):
     on, off = (ranks(4).run(train_while_skipping, {**flags, "zero_weight_delta": delta}, units) for flags in (ON, OFF))

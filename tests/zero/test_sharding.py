@@ -7,9 +7,7 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.torch_versions import needs_unused_parameters
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from zero.test_launches import Launches
 
@@ -110,13 +108,11 @@ def test_with_fsdp2_s_own_collectives_training_is_that_of_one_process(world_size
         assert_trained_alike(of_stages, train(None, 3))
 
 
-@needs_unused_parameters
 @pytest.mark.parametrize("micro_batches", [slow(1), 3])
 def test_with_exact_hops_training_is_that_of_one_process(micro_batches):
     assert_trained_alike(ranks(4).run(train, EXACT, micro_batches), train(None, micro_batches))
 
 
-@needs_unused_parameters
 @pytest.mark.parametrize("zero", [QUANTIZED, LOSSLESS], ids=["quantized", "lossless"])
 def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_alike(zero):
     """8-bit weights and 8/4-bit gradients, whose errors come back over five steps: near the way of 4 steps."""
@@ -134,23 +130,9 @@ def times_that_each_unit_crosses(zero: ZeroConfig) -> Counter[str]:
     return Counter(call.kwargs["of"] for call in gathers.call_args_list if call.args[0].name == "cross")
 
 
-@needs_unused_parameters
 def test_with_differences_a_frozen_unit_sends_once_and_the_others_once_per_step():
     expected = {**dict.fromkeys(["trained", "partly", "last", "the rest"], STEPS), "frozen": 1}
     assert ranks(4).run(times_that_each_unit_crosses, LOSSLESS) == [expected] * 4
-
-
-def train_without_switch() -> None:
-    said = "the rest: gradients of 76 elements per rank, planned 80: a parameter got no gradient.*torch 2.13"
-    with (
-        mock.patch.object(FSDPModule, "set_reduce_scatter_unused_params", None, create=True),
-        pytest.raises(RuntimeError, match=said),
-    ):
-        train(QUANTIZED, 1)
-
-
-def test_where_torch_cannot_reduce_them_a_parameter_without_a_gradient_is_refused():
-    ranks(4).run(train_without_switch)
 
 
 def freed_after_evaluation() -> None:

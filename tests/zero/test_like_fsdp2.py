@@ -1,0 +1,578 @@
+"""Training loops that change what is trained or give gradients up end as in plain FSDP2 where nothing is quantized."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import ranks
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+import megazpp
+
+WIDTH, RANKS = 10, 4
+EXACT: dict[str, Any] = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16), "zero_error_feedback": False}
+Weights = dict[str, torch.Tensor]
+Result = tuple[list[list[str]], list[float], Weights]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))  # most ranks have nothing of it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Three blocks, each a unit, and two heads in the root's unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2), head: int = 0) -> torch.Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return self.heads[head](x)
+
+
+class Run:
+    """One training on this rank; `mode` is "plain", or the name of a setting of `zeropp`."""
+
+    def __init__(
+        self,
+        mode: str,
+        prepare: Callable[[Net], object] = lambda model: None,
+        *,
+        evaluate_first: bool = False,
+        **fsdp: Any,
+    ) -> None:
+        self.model, self.unused, self.norms = Net(), [], []
+        prepare(self.model)
+        for block in self.model.blocks:
+            fully_shard(block, **fsdp)
+        fully_shard(self.model, **fsdp)
+        self.optimizer = self.adam(self.model)
+        if evaluate_first:
+            with torch.no_grad():
+                self.model(torch.ones(1, WIDTH))
+        if mode == "plain":
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+        else:
+            overlap = {} if mode == "exact" else {"overlap_param_gather": False, "overlap_grad_reduce": False}
+            self.sharding = megazpp.zeropp(
+                self.model, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, **EXACT, **overlap)
+            )
+
+    @staticmethod
+    def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
+        """Weight decay and moments move every parameter whose gradient is not None."""
+        return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5, **how)
+
+    def backward(self, sample: int, *, factor: float = 1.0, last: bool = True, **how: Any) -> None:
+        self.model.set_is_last_backward(last)
+        generator = torch.Generator().manual_seed(RANKS * sample + dist.get_rank())
+        x, y = torch.randn(5, WIDTH, generator=generator), torch.randn(5, 4, generator=generator)
+        (factor * (self.model(x, **how).float() - y).square().mean()).backward()
+
+    def step(self, *optimizers: torch.optim.Optimizer, **how: Any) -> None:
+        self.unused.append([name for name, p in self.model.named_parameters() if p.grad is None])
+        self.norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor().item())
+        for optimizer in optimizers or (self.optimizer,):
+            optimizer.step()
+            optimizer.zero_grad(**how)
+
+    def reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def result(self) -> Result:
+        self.reshard()
+        weights = {name: p.detach().full_tensor().clone() for name, p in self.model.named_parameters()}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                weights[f"{name}.{key}"] = whole.clone()
+        return self.unused, self.norms, weights
+
+
+Scenario = Callable[[str], Run]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+# ---- what is trained ----------------------------------------------------------------------------------------------
+
+
+@scenario
+def unfrozen_halfway(mode: str) -> Run:
+    """A whole unit and a part of another are frozen at the call."""
+    run = Run(mode, lambda model: (model.blocks[0].requires_grad_(False), model.blocks[1].up.requires_grad_(False)))
+    for step in range(4):
+        if step == 2:
+            run.model.requires_grad_(True)
+        run.backward(step)
+        run.step()
+    return run
+
+
+@scenario
+def frozen_halfway_with_zeroed_gradients(mode: str) -> Run:
+    run = Run(mode)
+    for step in range(4):
+        if step == 2:
+            run.model.blocks[1].up.weight.requires_grad_(False)
+            run.model.heads[0].bias.requires_grad_(False)
+        run.backward(step)
+        run.step(set_to_none=False)
+    return run
+
+
+@scenario
+def swapped_blocks(mode: str) -> Run:
+    """Block-coordinate training: another block each step, each with an optimizer of its own."""
+    run = Run(mode)
+    optimizers = [run.adam(block) for block in run.model.blocks]
+    for step in range(5):
+        for index, block in enumerate(run.model.blocks):
+            block.requires_grad_(index == step % 3)
+        run.backward(step)
+        run.step(optimizers[step % 3])
+    return run
+
+
+@scenario
+def swapped_matrices_of_a_block_while_accumulating(mode: str) -> Run:
+    """What was trained in an earlier micro-batch of the step keeps its gradient."""
+    run = Run(mode)
+    for step in range(3):
+        for micro_batch in range(3):
+            run.model.blocks[1].up.requires_grad_(micro_batch != 2)
+            run.model.blocks[1].down.requires_grad_(micro_batch != 0)
+            run.model.blocks[2].requires_grad_(micro_batch == 0)
+            run.backward(3 * step + micro_batch, last=micro_batch == 2)
+        run.step()
+    return run
+
+
+@scenario
+def shards_kept_gathered_after_backward(mode: str) -> Run:
+    run = Run(mode)
+    run.model.set_reshard_after_backward(False)
+    for step in range(3):
+        run.backward(2 * step, last=False)
+        run.backward(2 * step + 1)
+        run.reshard()
+        run.step()
+    return run
+
+
+# ---- parameters without a gradient --------------------------------------------------------------------------------
+
+
+@scenario
+def dropped_blocks_and_changing_heads(mode: str) -> Run:
+    run = Run(mode)
+    for step, order in enumerate([(0, 1, 2), (0, 2), (1, 2), (0,)]):
+        run.backward(step, order=order, head=step % 2)
+        run.step()
+    return run
+
+
+@scenario
+def a_block_twice(mode: str) -> Run:
+    run = Run(mode)
+    for step in range(3):
+        run.backward(step, order=(0, 1, 1) if step % 2 else (0, 2))
+        run.step()
+    return run
+
+
+@scenario
+def used_in_some_micro_batches(mode: str) -> Run:
+    """The first, the middle or the last of a step; two of the blocks in no micro-batch of the second step."""
+    run = Run(mode)
+    for step in range(3):
+        for micro_batch, order in enumerate([(0,), (0, 1), (2,)]):
+            run.backward(
+                3 * step + micro_batch, last=micro_batch == 2, order=(0,) if step == 1 else order, head=step % 2
+            )
+        run.step()
+    return run
+
+
+@scenario
+def used_in_some_micro_batches_without_communication(mode: str) -> Run:
+    run = Run(mode)
+    for step in range(3):
+        for micro_batch, order in enumerate([(0, 1), (0, 2)]):
+            run.model.set_requires_gradient_sync(micro_batch == 1)
+            run.backward(2 * step + micro_batch, order=order)
+        run.step()
+    return run
+
+
+# ---- gradients that are given up ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def failing(module: nn.Module, *, backward: bool) -> Iterator[None]:
+    """Raise on every rank where the forward comes to `module`, or where the backward leaves it."""
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    if backward:
+        handle = module.register_forward_hook(lambda module, given, output: output.register_hook(fail) and None)
+    else:
+        handle = module.register_forward_pre_hook(fail)
+    with suppress(ArithmeticError):
+        yield
+    handle.remove()
+
+
+def given_up(mode: str, clear: Callable[[Run], object], *, factor: float = float("nan")) -> Run:
+    run = Run(mode)
+    for step in range(4):
+        if step in (1, 3):
+            run.backward(100 + step, last=False, factor=factor)
+            clear(run)
+        run.backward(2 * step, last=False)
+        run.backward(2 * step + 1)
+        run.step()
+    return run
+
+
+def replace_by_zeros(run: Run) -> None:
+    for p in run.model.parameters():
+        p.grad = None if p.grad is None else torch.zeros_like(p)
+
+
+CLEARINGS: dict[str, Callable[[Run], object]] = {
+    "none": lambda run: run.optimizer.zero_grad(),
+    "zeroed": lambda run: run.optimizer.zero_grad(set_to_none=False),
+    "zeroed by foreach": lambda run: torch._foreach_zero_(
+        [p.grad for p in run.model.parameters() if p.grad is not None]
+    ),
+    "zeroed by the model": lambda run: run.model.zero_grad(set_to_none=False),
+    "replaced": replace_by_zeros,
+    "reset": lambda run: (run.optimizer.zero_grad(), run.model.reset_iter_state()),
+}
+for name, clear in CLEARINGS.items():
+    SCENARIOS[f"given up, {name}"] = lambda mode, clear=clear: given_up(mode, clear)
+SCENARIOS["reset_iter_state alone keeps gradients"] = lambda mode: given_up(
+    mode, lambda run: run.model.reset_iter_state(), factor=2.0
+)
+SCENARIOS["scaled"] = lambda mode: given_up(
+    mode,
+    lambda run: torch._foreach_mul_(run.gradients(), 0.25),
+    factor=3.0,
+)
+
+
+@scenario
+def one_of_two_optimizers_clears(mode: str) -> Run:
+    run = Run(mode)
+    blocks, heads = (run.adam(part) for part in (run.model.blocks, run.model.heads))
+    for step in range(3):
+        run.backward(3 * step, last=False, factor=5.0)
+        (blocks, heads)[step % 2].zero_grad(set_to_none=step == 2)
+        run.backward(3 * step + 1)
+        run.step(blocks, heads)
+    return run
+
+
+@scenario
+def skipped_steps(mode: str) -> Run:
+    run = Run(mode)
+    for step in range(4):
+        run.backward(2 * step, last=False, factor=float("nan") if step == 1 else 1.0)
+        run.backward(2 * step + 1)
+        if step == 1:
+            run.optimizer.zero_grad()
+        else:
+            run.step()
+    return run
+
+
+@scenario
+def given_up_without_communication(mode: str) -> Run:
+    """FSDP2 keeps these gradients itself: they do come back."""
+    run = Run(mode)
+    for step in range(3):
+        run.model.set_requires_gradient_sync(False)
+        run.backward(2 * step)
+        run.optimizer.zero_grad()
+        run.model.set_requires_gradient_sync(True)
+        run.backward(2 * step + 1)
+        run.step()
+    return run
+
+
+def aborted(mode: str, *, backward: bool, first: bool, clear: bool = True) -> Run:
+    """An exception ends a forward or a backward, in the first or the last micro-batch of a step."""
+    run = Run(mode)
+    for step in range(4):
+        run.backward(2 * step, last=False)
+        if step % 2:
+            with failing(run.model.blocks[1].up, backward=backward):
+                run.backward(100 + step, last=not first, factor=50.0)
+            run.model.reset_iter_state()
+            for module in run.model.modules():  # FSDP2 keeps these, too
+                if isinstance(module, FSDPModule):
+                    for p in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                        p._unsharded_param.grad = None
+            if clear:
+                run.optimizer.zero_grad()
+        run.backward(2 * step + 1)
+        run.step()
+    return run
+
+
+for backward in (False, True):
+    for first in (False, True):
+        SCENARIOS[f"aborted in {'backward' if backward else 'forward'}, {'first' if first else 'last'}"] = (
+            lambda mode, how={"backward": backward, "first": first}: aborted(mode, **how)
+        )
+SCENARIOS["aborted in backward, kept"] = lambda mode: aborted(mode, backward=True, first=False, clear=False)
+
+
+# ---- what models are made of --------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained adapter, as PEFT makes them: bf16 beside fp32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base = linear.to(torch.bfloat16).requires_grad_(False)
+        self.a, self.b = nn.Linear(linear.in_features, 3, bias=False), nn.Linear(3, linear.out_features, bias=False)
+        nn.init.normal_(self.b.weight, std=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.to(torch.bfloat16)).float() + self.b(self.a(x))
+
+
+def adapt(model: Net) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = Adapted(block.up), Adapted(block.down)
+    model.heads.requires_grad_(True)
+
+
+@scenario
+def adapters_in_fp32_on_a_base_in_bf16(mode: str) -> Run:
+    """One block has bf16 alone, so units have different dtypes."""
+    run = Run(mode, adapt)
+    for step in range(3):
+        run.backward(2 * step, last=False)
+        run.backward(2 * step + 1)
+        run.step()
+    return run
+
+
+def with_odd_parameters(model: Net) -> None:
+    """Integers (a QLoRA base), fp64, none at all, and a unit that is computed in another dtype."""
+    for index, block in enumerate(model.blocks):
+        block.codes = nn.Parameter(torch.arange(13 + index).to(torch.uint8), requires_grad=False)
+        block.table = nn.Parameter(torch.arange(7.0, dtype=torch.float64), requires_grad=False)
+        block.nothing = nn.Parameter(torch.empty(0, 3))
+        block.register_forward_pre_hook(use_odd_parameters)
+
+
+def use_odd_parameters(block: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    (x,) = given
+    return (x + (block.codes.float().mean() - 6).to(x.dtype) + (block.table.mean() - 3).to(x.dtype),)
+
+
+@scenario
+def odd_parameters(mode: str) -> Run:
+    run = Run(mode, with_odd_parameters)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    return run
+
+
+def odd_under_bf16(mode: str) -> Run:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    run = Run(mode, with_odd_parameters, mp_policy=policy)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    return run
+
+
+SCENARIOS["odd parameters under a bf16 policy"] = odd_under_bf16
+
+
+@scenario
+def made_on_meta_and_cast_after_the_call(mode: str) -> Run:
+    def to_meta(model: Net) -> None:
+        model.to("meta")
+
+    run = Run(mode, to_meta)
+    run.model.to_empty(device="cpu")
+    source = dict(Net().named_parameters())
+    with torch.no_grad():
+        for name, p in run.model.named_parameters():
+            p.copy_(distribute_tensor(source[name].data, p.device_mesh, p.placements))
+    run.model.double().float()
+    run.optimizer = run.adam(run.model)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    return run
+
+
+@scenario
+def called_after_an_evaluation(mode: str) -> Run:
+    """The root's parameters are still gathered."""
+    run = Run(mode, evaluate_first=True)
+    for step in range(3):
+        run.backward(step)
+        run.step()
+    return run
+
+
+def results(name: str, modes: tuple[str, ...]) -> list[Result]:
+    return [SCENARIOS[name](mode).result() for mode in modes]
+
+
+def assert_alike(found: Result, expected: Result) -> None:
+    """Gradients are None for the same parameters; sums of fp32 in another order, through Adam: 1e-4."""
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], rel=1e-4)
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_training_ends_as_in_plain_fsdp2(name):
+    for plain, *others in ranks(RANKS).run(results, name, ("plain", "exact", "exact, no overlap")):
+        assert all(torch.isfinite(weight).all() for weight in plain[2].values())
+        for found in others:
+            assert_alike(found, plain)
+
+
+# ---- what one process of FSDP2 does not show ------------------------------------------------------------------------
+
+
+def use_by_rank() -> list[tuple[bool, ...]]:
+    """By step whether the gradients of the heads are None: odd ranks use the second one, then nobody does."""
+    run = Run("exact")
+    found = []
+    for heads in ((0, 1), (0, 0), (1, 1)):
+        run.backward(0, head=heads[dist.get_rank() % 2])
+        found.append(tuple(head.weight.grad is None for head in run.model.heads))
+        if heads == (0, 1):  # the mean over ranks, of whom two have zeros
+            mine = run.model.heads[0].bias.grad.full_tensor()
+            assert mine.abs().sum() > 0
+        run.step()
+    return found
+
+
+def test_a_gradient_of_some_ranks_is_one_for_all_of_them():
+    for found in ranks(RANKS).run(use_by_rank):
+        assert found == [(False, False), (False, True), (True, False)]
+
+
+def bytes_of_steps(order: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes that this rank sends inside the node and across nodes in the second step of two micro-batches."""
+    run = Run("exact")
+    counts = []
+    for step in range(2):
+        run.backward(2 * step, last=False, order=order)
+        run.backward(2 * step + 1, order=order)
+        run.step()
+        counts.append([run.sharding.counter.sent_bytes(wire) for wire in ("local", "cross")])
+    return tuple(after - before for before, after in zip(*counts, strict=True))
+
+
+def test_a_block_that_nobody_uses_sends_nothing_and_flags_take_sixteen_bytes():
+    whole, without = (ranks(RANKS).run(bytes_of_steps, order)[0] for order in ((0, 1, 2), (0, 2)))
+    # shards of a block: up 2 x 10 + 2, down 3 x 7, scale 1 x 10 elements of four bytes, in messages of 16 x n bytes
+    message = -(-4 * (20 + 2 + 21 + 10) // 16) * 16
+    weights, gradients = message, message + 16
+    # each micro-batch: two uses, one reduction. To the other node one message, in the node one for either node
+    assert whole[1] - without[1] == weights + gradients
+    assert whole[0] - without[0] == 2 * (2 * 2 * weights + 2 * gradients)
+
+
+def steps_too_early() -> None:
+    run = Run("exact")
+    run.backward(0, last=False)
+    probe = nn.Parameter(torch.ones(1))
+    probe.grad = torch.ones(1)
+    torch.optim.SGD([probe], lr=0.1).step()  # of another optimizer
+    with pytest.raises(RuntimeError, match=r"heads.0.weight wait .*set_is_last_backward\(True\)"):
+        run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=False)
+    run.optimizer.step()  # gradients of zero
+    run.optimizer.zero_grad()
+    run.backward(1)
+    run.optimizer.step()
+
+
+def test_a_step_on_gradients_that_wait_is_refused():
+    ranks(RANKS).run(steps_too_early)
+
+
+def feedback_after_giving_up(clear: str) -> tuple[Weights, Weights]:
+    """The gradients of a backward with and without one that was given up before it."""
+    found = []
+    for give_up in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 96, bias=False), nn.Linear(96, 96, bias=False))
+        zero = megazpp.ZeroConfig(zeropp=True, zero_error_feedback=True)
+        sharding = megazpp.zeropp(model, ranks_per_node=2, config=zero)
+        x = torch.randn(3, 96, generator=torch.Generator().manual_seed(dist.get_rank()))
+        if give_up:
+            (1e3 * model(x).square().mean()).backward()
+            model.zero_grad(set_to_none=clear == "none")
+        model(x).square().mean().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        model.zero_grad()
+        sharding.end_step(0.0, iteration=1)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("clear", ["none", "zeroed"])
+def test_errors_of_a_backward_that_was_given_up_are_not_fed_back(clear):
+    for without, given_up in ranks(RANKS).run(feedback_after_giving_up, clear):
+        torch.testing.assert_close(given_up, without, rtol=0, atol=0)
+
+
+def hooks_refused() -> None:
+    run = Run("exact, no overlap")
+    seen: list[float] = []
+    run.model.heads[0].bias.register_post_accumulate_grad_hook(
+        lambda p: seen.append(p.grad.full_tensor().norm().item())
+    )
+    run.backward(0)
+    plain = run.model.heads[0].bias.grad.full_tensor().norm().item()
+    assert seen == [plain]
+    with pytest.raises(RuntimeError, match=r"post-accumulate-grad hook.*set_is_last_backward"):
+        run.backward(1, last=False)
+
+
+def test_hooks_see_reduced_gradients_without_overlap():
+    ranks(RANKS).run(hooks_refused)
