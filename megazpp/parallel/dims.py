@@ -163,6 +163,16 @@ class ParallelDims:
         group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
         return self._axis(axis, name, group)
 
+    def host_axes(self, *axes: str) -> list[MeshAxis]:
+        """Further axes of the same ranks over gloo groups, for small messages of hosts, on the "world" wire."""
+        rank, found = dist.get_rank(), []
+        for axis in axes:
+            name, ranks = f"hosts of {axis}", self.layout.axis_ranks(axis, rank)
+            group = self._make_group(axis, name, backend="gloo") if len(ranks) > 1 else None
+            own = ranks.index(rank)
+            found.append(MeshAxis(name, ranks=ranks, rank=own, group=group, counter=self.counter, wire="world"))
+        return found
+
     @functools.cached_property
     def node(self) -> MeshAxis:
         """The ranks of this node in this copy of the model, tp index innermost; made on first use, on all ranks."""
@@ -191,10 +201,13 @@ class ParallelDims:
         of_mesh = axis if axis in MESH_AXES else "shard" if axis == "local" and self.layout.cross == 1 else None
         return self._make_group(axis, axis) if of_mesh is None else self.mesh.get_group(self._mesh_axes.index(of_mesh))
 
-    def _make_group(self, axis: str, name: str, *, own: bool = False) -> dist.ProcessGroup:
+    def _make_group(
+        self, axis: str, name: str, *, own: bool = False, backend: str | None = None
+    ) -> dist.ProcessGroup:
         """Make the groups of `axis` and return this rank's; `own`: even where all ranks have one already."""
-        options = axis_options(axis, self.layout, self._nccl)
-        backend = dist.get_backend() if own and options is None else None  # named, it is none of those that there are
+        options = axis_options(axis, self.layout, self._nccl) if backend is None else None
+        if own and options is None:
+            backend = backend or dist.get_backend()  # named, it is none of those that there are
         return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
 
     @property

@@ -74,7 +74,7 @@ def zeropp(
     precision = _precision_of(units)
     wire = plan_wire(config, layout, precision.param_dtype)
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
-    sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True)
+    sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True, watch=True)
     setattr(model, HANDLE, sharding)
     if sharding.keeps_state:
         containers = nn.Sequential | nn.ModuleList | nn.ModuleDict  # which would run it, or number it

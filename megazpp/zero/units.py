@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,26 @@ class Unit:
         return {Dtypes(dtype, policy.reduce_dtype or dtype) for dtype in found}
 
     def fingerprint(self) -> Fingerprint:
-        """A value that changes when autograd counts a write to a shard or a shard is replaced; if it `is_sharded`."""
-        return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in self._tensors()])
+        """One value per parameter that changes when autograd counts a write to its shard, or the shard is replaced."""
+        shards = [p.sharded_param for p in self._group.fsdp_params]
+        return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in shards])
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each parameter is trained, now."""
+        return tuple([p.sharded_param.requires_grad for p in self._group.fsdp_params])
+
+    def stepped(self, held: Collection[int] | None) -> tuple[bool, ...]:
+        """Whether a step changes each parameter, of an optimizer that holds tensors with these `id`s; None: all."""
+        shards = [p.sharded_param for p in self._group.fsdp_params]
+        return tuple([
+            (tensor.requires_grad or tensor.grad is not None) and (held is None or id(tensor) in held)
+            for tensor in shards
+        ])  # fmt: skip
+
+    def padded_shards(self) -> list[torch.Tensor]:
+        """This rank's shard of each parameter, 1-D and padded, which FSDP2 gathers from; also while it is gathered."""
+        return [p._sharded_param_data for p in self._group.fsdp_params]
 
     @property
     def is_frozen(self) -> bool:
@@ -88,7 +106,7 @@ class Unit:
         """A function that makes this rank's flat shard [S] as FSDP2 gathers it; None while parameters are gathered."""
         if not self.is_sharded:
             return None
-        shards = [shard.view(-1) for shard in self.shards()]
+        shards = self.padded_shards()
 
         def read() -> torch.Tensor:
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
