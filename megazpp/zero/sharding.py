@@ -29,9 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megazpp.kernels.block_quant import rescale_
 from megazpp.parallel.axis import TrafficCounter
-from megazpp.parallel.comm_queue import ThreadQueue
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.timeline import Timeline
 from megazpp.zero.comms import CommContext, CountedGather, CountedReduce
 from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig, plan_wire
 from megazpp.zero.gather import Crossing, TwoHopGather
@@ -347,7 +345,7 @@ def install_comms(
     # FSDP2 calls no collectives for one rank
     comms = [make_comms(unit, context, watch=watch) for unit in units] if dims.shard.size > 1 else []
     if watched := [gather for gather, _ in comms if isinstance(gather, WatchedGather)]:
-        WriteWatch(watched, *dims.host_axes("local", "cross"), queue=ThreadQueue("votes", Timeline()))
+        WriteWatch(watched, *dims.host_axes("local", "cross"))
     for index, unit in enumerate(units):
         for module in unit.modules:
             if dims.shard.size * replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing

@@ -81,12 +81,17 @@ class Unit:
         return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in shards])
 
     @property
+    def has_our_comms(self) -> bool:
+        """True if the unit's collectives are not FSDP2's own."""
+        return type(self._group._all_gather_comm).__module__.startswith("megazpp.")
+
+    @property
     def trained(self) -> tuple[bool, ...]:
-        """Whether each parameter is trained, now."""
+        """True for each parameter that is trained now."""
         return tuple([p.sharded_param.requires_grad for p in self._group.fsdp_params])
 
     def stepped(self, held: Collection[int] | None) -> tuple[bool, ...]:
-        """Whether a step changes each parameter, of an optimizer that holds tensors with these `id`s; None: all."""
+        """True for each parameter that a step changes, of an optimizer that holds these `id`s; None: any tensor."""
         shards = [p.sharded_param for p in self._group.fsdp_params]
         return tuple([
             (tensor.requires_grad or tensor.grad is not None) and (held is None or id(tensor) in held)

@@ -22,16 +22,15 @@ compares on the device, reads the result one forward later, and then all ranks r
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.comm_queue import CommQueue, Work
+from megazpp.parallel.comm_queue import Work
+from megazpp.zero.checksum import checksum
 from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import Crossing, TwoHopGather
 from megazpp.zero.schedule import in_backward
@@ -39,8 +38,6 @@ from megazpp.zero.units import Unit
 from megazpp.zero.wire import byte_ranges
 
 LATE = 4  # a bit of a vote beside those of `Crossing`: the last forward has used weights that were written to
-WORD = 8  # bytes
-PLACE, *MIX = (-0x61C8864680B583EB, -0xAE502812AA7333, -0x3B314601E57A13AD)  # odd numbers as int64
 
 
 class Ballot:
@@ -196,11 +193,10 @@ class WriteWatch:
     Args:
         gathers: the units' gathers, in an order that is the same on all ranks.
         local, cross: axes over groups that nothing else uses.
-        queue: where votes are exchanged.
     """
 
-    def __init__(self, gathers: Sequence[WatchedGather], local: MeshAxis, cross: MeshAxis, *, queue: CommQueue) -> None:
-        self._gathers, self._axes, self._queue = list(gathers), (local, cross), queue
+    def __init__(self, gathers: Sequence[WatchedGather], local: MeshAxis, cross: MeshAxis) -> None:
+        self._gathers, self._axes, self._queue = list(gathers), (local, cross), cross.queue
         self._index = {gather: index for index, gather in enumerate(gathers)}
         self._root: nn.Module | None = None  # the outermost module whose forward is running
         self._decided: Sequence[WatchedGather] = ()  # the units that its vote was on
@@ -312,29 +308,3 @@ class WriteWatch:
             found = functools.reduce(torch.bitwise_or, received.unbind())
         agreed: list[int] = found.tolist()
         return agreed
-
-
-def checksum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a checksum of the bits of 1-D tensors and of their order, an int64 scalar on their device.
-
-    CRC-32 on the CPU (3 GB/s; a write goes unseen by chance once in 2^32), `mixed_sum` elsewhere (once in about 2^64).
-    """
-    if shards[0].device.type != "cpu":
-        return mixed_sum(shards)
-    found = 0
-    for shard in shards:
-        found = zlib.crc32(shard.view(torch.uint8).numpy(), found)
-    return torch.tensor(found)
-
-
-def mixed_sum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum over all 8-byte words of a mix of word and place, modulo 2^64: about ten kernels.
-
-    The mix is the end of MurmurHash3, whose every input bit changes each output bit with probability 1/2.
-    """
-    flat = torch.cat([shard.view(torch.uint8) for shard in shards])
-    words = F.pad(flat, (0, -len(flat) % WORD)).view(torch.int64)
-    mixed = torch.arange(1, len(words) + 1, device=words.device).mul_(PLACE).add_(words)
-    for factor in MIX:
-        mixed.bitwise_xor_((mixed >> 33).bitwise_and_(2**31 - 1)).mul_(factor)  # a shift copies the sign bit
-    return mixed.bitwise_xor_((mixed >> 33).bitwise_and_(2**31 - 1)).sum()

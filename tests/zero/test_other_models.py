@@ -210,6 +210,15 @@ def first_block_apart(**how: Any) -> Callable[[nn.Module], None]:
     return wrap
 
 
+def with_sixteen_bits(model: nn.Module) -> None:
+    megazpp.zeropp(model, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, zero_weight_bits=16))
+
+
+def first_block_of(model: Any) -> nn.Module:
+    fully_shard(model.blocks[0])
+    return model.blocks[0]
+
+
 def refuse_all() -> None:
     two_dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     refused: dict[str, Callable[[nn.Module], Any]] = {
@@ -221,7 +230,8 @@ def refuse_all() -> None:
         "ranks_per_node 3": lambda model: None,
         "the same dtypes": first_block_apart(mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
         "CPUOffloadPolicy": lambda model: fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        "before": lambda model: megazpp.zeropp(model, ranks_per_node=2) and None,
+        "config.zero_weight_bits was": with_sixteen_bits,
+        "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
     }
     for kind, wrap in refused.items():
         model = Words()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import megazpp
-from megazpp.zero.writes import checksum, mixed_sum
+from megazpp.zero.checksum import checksum, mixed_sum
 
 RANKS, WIDTH = 4, 12
 # FSDP2's own reduction, because two hops add gradients in another order
