@@ -318,11 +318,10 @@ def make_group(
 
 def find_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
     """Return the process group of exactly these ranks, in this order, that `make_group` has made under this name."""
-    for group in dist.distributed_c10d._world.pg_map:
-        if isinstance(group, dist.ProcessGroup) and group.group_desc == name:  # not one that this rank is not in
-            if tuple(dist.get_process_group_ranks(group)) == ranks:
-                return group
-    return None
+    groups = dist.distributed_c10d._world.pg_map
+    mine = (group for group in groups if isinstance(group, dist.ProcessGroup))  # others are -100
+    named = (group for group in mine if group.group_desc == name)
+    return next((group for group in named if tuple(dist.get_process_group_ranks(group)) == ranks), None)
 
 
 def first_group_timeout(device_type: str) -> timedelta | None:

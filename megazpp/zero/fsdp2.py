@@ -37,7 +37,7 @@ def zeropp(
 
     Nothing else of the training changes: gradients are FSDP2's means (`set_gradient_divide_factor` is obeyed), and
     gradients cross nodes when FSDP2 reduces them in a step's last backward (`set_requires_gradient_sync`,
-    `set_is_last_backward`). Optimizer steps of torch's optimizers are noticed.
+    `set_is_last_backward`). Writes to weights before a forward are noticed (writes.py).
 
     Args:
         model: wrapped by `fully_shard` on a mesh [data] or [data, tensor parallel] of all ranks; or not wrapped yet:

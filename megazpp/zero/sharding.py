@@ -145,7 +145,8 @@ class Sharding:
     def weights_changed(self) -> None:
         """Have the next use of each weight gather it anew, whole.
 
-        Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`).
+        Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`). With `zeropp`
+        these are noticed, except on CUDA inside a step, and a call on one rank is enough.
         """
         for gather in self._gathers:
             gather.drop()

@@ -1,5 +1,7 @@
 """Writes to weights: before each forward all ranks agree which units' weights have to cross nodes.
 
+One file of more than 300 lines: a vote is read from its reasons to its result without leaving the page.
+
 A rank sees only its own shards, so what it knows of them must not choose a collective. Each forward of an outermost
 FSDP2 module begins with a vote, one byte per unit:
 

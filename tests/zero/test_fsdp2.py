@@ -136,7 +136,7 @@ def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]
 
 
 def test_frozen_weights_cross_nodes_once():
-    """4 bytes an element of 1/4 of the parameters, to one other node; 2 linear layers of [16, 16] and [16] per block."""
+    """To one other node, a rank sends 4 bytes an element of a quarter of the parameters."""
     matrix, bias = 4 * 16 * 16 // 4, 4 * 16 // 4
     whole = 4 * (matrix + bias)
     for frozen, trained in {

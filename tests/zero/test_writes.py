@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import megazpp
 from megazpp.zero.checksum import checksum, mixed_sum
+from megazpp.zero.writes import WriteWatch
 
 RANKS, WIDTH = 4, 12
 # FSDP2's own reduction, because two hops add gradients in another order
@@ -283,6 +284,25 @@ def alone_as_fsdp2(name: str, acting: int) -> None:
     assert act_alone(LOSSLESS, name, acting) == act_alone(None, name, acting)
     losses = act_alone(TWO_HOPS, name, acting)
     assert len(losses) == 9
+
+
+def find_late() -> None:
+    """Rank 2 has found, as on CUDA one forward later, that a forward has used weights which were written to."""
+    model, optimizer, _ = build(EXACT)
+    losses = [step(model, optimizer, sample) for sample in (1, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(WriteWatch, "_read_late", lambda watch: [1])
+        with pytest.raises(RuntimeError, match=r"1: the weights were written to between two forwards"):
+            loss_of(model, 3)
+    model.reshard()
+    assert [*losses, step(model, optimizer, 3)] == [
+        *(step(*other, sample) for other in [build(None)[:2]] for sample in (1, 2, 3))
+    ]
+
+
+def test_all_ranks_raise_what_one_rank_has_found_too_late():
+    ranks(RANKS).run(find_late)
 
 
 # ---- checksums ------------------------------------------------------------------------------------------------------
