@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ class MeshAxis:
         group: the process group of exactly these ranks; None if and only if there is one rank.
         wire: the wire under this rank's link to its successor: "tp", "local" (inside a node) or "cross".
         queue: where its collectives run beside the compute; None: in a thread (CPU) or on a stream (CUDA), made on use.
+        shares_queue: whether all axes of this group have one queue, as they must where models share process groups.
     """
 
     def __init__(
@@ -97,22 +99,28 @@ class MeshAxis:
         wire: str = "local",
         timeline: Timeline | None = None,
         queue: CommQueue | None = None,
+        shares_queue: bool = False,
     ) -> None:
         assert (group is None) == (len(ranks) == 1), f"axis {name}: ranks {ranks}, group {group}"
         self.name, self.ranks, self.rank, self.group, self.wire = name, ranks, rank, group, wire
         self.size = len(ranks)
         self.counter = counter or TrafficCounter()
-        self.timeline, self._queue = timeline or Timeline(), queue
+        self.timeline, self._queue, self._shares_queue = timeline or Timeline(), queue, shares_queue
         self.key = f"{name} {next(_numbers)}"
         _axes[self.key] = self
 
     @property
     def queue(self) -> CommQueue:
         """The axis's communication queue; while tasks are pending in it, nothing else may use the axis's group."""
-        if self._queue is None and self.timeline.device_type == "cuda":
-            self._queue = StreamQueue(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
-        elif self._queue is None:
-            self._queue = ThreadQueue(self.name, self.timeline)
+        if self._queue is None and self._shares_queue and self.group is not None:
+            self._queue = _queues.get(self.group)
+        if self._queue is None:
+            if self.timeline.device_type == "cuda":
+                self._queue = StreamQueue(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
+            else:
+                self._queue = ThreadQueue(self.name, self.timeline)
+            if self._shares_queue and self.group is not None:
+                _queues[self.group] = self._queue
         return self._queue
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
@@ -227,6 +235,8 @@ _numbers = itertools.count()
 # An operator's arguments are tensors and plain values, so compiled code names its axis by a string, as torch does its
 # process groups. Read by these operators alone, and it keeps no axis alive.
 _axes: weakref.WeakValueDictionary[str, MeshAxis] = weakref.WeakValueDictionary()
+# The queues of groups that several models share: a group has at most one queue. They live as long as their groups.
+_queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CommQueue] = weakref.WeakKeyDictionary()
 
 
 def axis_of_key(key: str) -> MeshAxis:
@@ -270,7 +280,12 @@ def _(x: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def make_group(
-    partition: Sequence[tuple[int, ...]], name: str, options: Any = None, *, backend: str | None = None
+    partition: Sequence[tuple[int, ...]],
+    name: str,
+    options: Any = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """This rank's group of a partition of all ranks; rank i of a group is the i-th rank of its part.
 
@@ -279,6 +294,7 @@ def make_group(
     Args:
         options: the back end's, for the one group that this rank is in.
         backend: another one than the first group's.
+        timeout: of the groups' collectives; None: the back end's default, whatever the first group has.
     """
     mine = next(ranks for ranks in partition if dist.get_rank() in ranks)
     ascending = all(list(ranks) == sorted(ranks) for ranks in partition)
@@ -288,15 +304,32 @@ def make_group(
         return world
     if len(mine) == 1:
         own = "gloo" if nccl else None  # not a communicator that nobody talks through; only this rank knows of it
-        return dist.new_group(list(mine), backend=own, group_desc=name, use_local_synchronization=True)
+        return dist.new_group(list(mine), timeout, own, group_desc=name, use_local_synchronization=True)
     if backend is None and ascending and nccl and world.bound_device_id is not None:
         # into all parts at once: splitting one off takes all ranks, and one by one a thousand would take a minute
-        group = dist.split_group(split_ranks=[list(r) for r in partition], pg_options=options, group_desc=name)
+        parts = [list(ranks) for ranks in partition]
+        group = dist.split_group(split_ranks=parts, timeout=timeout, pg_options=options, group_desc=name)
         assert group is not None, "this rank is in a part"
         return group
-    settings: dict[str, Any] = {"backend": backend, "pg_options": options, "group_desc": name}
+    settings: dict[str, Any] = {"backend": backend, "timeout": timeout, "pg_options": options, "group_desc": name}
     settings |= {} if ascending else {"sort_ranks": False}
     return [dist.new_group(list(ranks), **settings) for ranks in partition][partition.index(mine)]
+
+
+def find_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
+    """Return the process group of exactly these ranks, in this order, that `make_group` has made under this name."""
+    groups = dist.distributed_c10d._world.pg_map
+    mine = (group for group in groups if isinstance(group, dist.ProcessGroup))  # others are -100
+    named = (group for group in mine if group.group_desc == name)
+    return next((group for group in named if tuple(dist.get_process_group_ranks(group)) == ranks), None)
+
+
+def first_group_timeout(device_type: str) -> timedelta | None:
+    """Return the timeout that `init_process_group` was given for collectives of this device; None if unknown."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = getattr(world._get_backend(torch.device(device_type)), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def can_order_groups() -> bool:

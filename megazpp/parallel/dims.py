@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megazpp.base.files import DamagedError
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import in_words
-from megazpp.parallel.axis import MeshAxis, TrafficCounter, can_order_groups, make_group
+from megazpp.parallel.axis import (
+    MeshAxis,
+    TrafficCounter,
+    can_order_groups,
+    find_group,
+    first_group_timeout,
+    make_group,
+)
 from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import NcclConfig, axis_options, check_connections, order_launches
 from megazpp.parallel.timeline import Timeline
@@ -116,9 +123,10 @@ class ParallelDims:
     """The device mesh of a job and this rank's axes.
 
     Args:
-        timeout: of every collective; None: torch's, 10 minutes on NCCL and 30 on gloo.
+        timeout: of every collective; None: torch's, 10 minutes on NCCL and 30 on gloo; with `mesh`, the first group's.
         threads: whether the hops of CPU tensors run in threads; False: at once, in the thread that submits them.
-        mesh: one that is there already, [shard] or [shard, tp], whose dims may have other names; None: a new one.
+        mesh: one that is there already, [shard] or [shard, tp], whose dims may have other names; None: a new one. With
+            it, groups with equal members are reused, because they outlive the model, and the mesh's stay as they are.
     Attributes:
         mesh: DeviceMesh [island, replicate, shard, tp], of which only shard is there where it has one rank.
         tp, cp, shard, local, cross, replicate, island: this rank's axes; they share `counter`.
@@ -139,7 +147,8 @@ class ParallelDims:
         if device_type == "cuda":
             check_connections()
             order_launches(layout)
-        self.layout, self._nccl, self._timeout, self._threads = layout, nccl or NcclConfig(), timeout, threads
+        self.layout, self._nccl, self._threads, self._is_guest = layout, nccl or NcclConfig(), threads, mesh is not None
+        self._timeout = first_group_timeout(device_type) if self._is_guest and timeout is None else timeout
         self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         # FSDP2 cannot do without shard; groups number their ranks as the axes do, as it takes shard indices from them
         self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
@@ -163,6 +172,16 @@ class ParallelDims:
         group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
         return self._axis(axis, name, group)
 
+    def host_axes(self, *axes: str) -> list[MeshAxis]:
+        """Further axes of the same ranks over gloo groups, for small messages of hosts, on the "world" wire."""
+        rank, found = dist.get_rank(), []
+        for axis in axes:
+            name, ranks = f"hosts of {axis}", self.layout.axis_ranks(axis, rank)
+            group = self._make_group(axis, name, backend="gloo") if len(ranks) > 1 else None
+            settings: dict[str, Any] = {"counter": self.counter, "wire": "world", "shares_queue": self._is_guest}
+            found.append(MeshAxis(name, ranks=ranks, rank=ranks.index(rank), group=group, **settings))
+        return found
+
     @functools.cached_property
     def node(self) -> MeshAxis:
         """The ranks of this node in this copy of the model, tp index innermost; made on first use, on all ranks."""
@@ -171,7 +190,7 @@ class ParallelDims:
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
-        if group is not None and self._timeout is not None:
+        if group is not None and self._timeout is not None and not self._is_guest:
             _set_pg_timeout(self._timeout, group)  # new groups do not take it from the first one
         return MeshAxis(
             name,
@@ -182,6 +201,7 @@ class ParallelDims:
             wire=self.layout.wire(axis, rank),
             timeline=self.timeline,
             queue=None if self._threads else CommQueue(),
+            shares_queue=self._is_guest,
         )
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
@@ -189,13 +209,22 @@ class ParallelDims:
         if self.layout.axis_size(axis) == 1:
             return None
         of_mesh = axis if axis in MESH_AXES else "shard" if axis == "local" and self.layout.cross == 1 else None
-        return self._make_group(axis, axis) if of_mesh is None else self.mesh.get_group(self._mesh_axes.index(of_mesh))
+        if of_mesh is None:  # the first group is the user's, who may communicate while hops are pending
+            return self._make_group(axis, axis, own=self._is_guest)
+        return self.mesh.get_group(self._mesh_axes.index(of_mesh))
 
-    def _make_group(self, axis: str, name: str, *, own: bool = False) -> dist.ProcessGroup:
+    def _make_group(self, axis: str, name: str, *, own: bool = False, backend: str | None = None) -> dist.ProcessGroup:
         """Make the groups of `axis` and return this rank's; `own`: even where all ranks have one already."""
-        options = axis_options(axis, self.layout, self._nccl)
-        backend = dist.get_backend() if own and options is None else None  # named, it is none of those that there are
-        return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
+        options = axis_options(axis, self.layout, self._nccl) if backend is None else None
+        if own and options is None:
+            backend = backend or dist.get_backend()  # named, it is none of those that there are
+        if not self._is_guest:
+            return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
+        name, ranks = f"megazpp {name}", self.layout.axis_ranks(axis, dist.get_rank())
+        if options is not None and self._timeout is not None:
+            options._timeout = self._timeout
+        further: dict[str, Any] = {"backend": backend, "timeout": self._timeout}
+        return find_group(ranks, name) or make_group(list(self.layout.axis_groups(axis)), name, options, **further)
 
     @property
     def data_mesh(self) -> DeviceMesh:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -33,9 +34,11 @@ def zeropp(
 ) -> Sharding:
     """Have the weights and gradients of an FSDP2 model travel in ZeRO++'s two hops; call on all ranks, before training.
 
+    A later call for the same model with equal arguments returns the same handle and changes nothing.
+
     Nothing else of the training changes: gradients are FSDP2's means (`set_gradient_divide_factor` is obeyed), and
     gradients cross nodes when FSDP2 reduces them in a step's last backward (`set_requires_gradient_sync`,
-    `set_is_last_backward`). Optimizer steps of torch's optimizers are noticed.
+    `set_is_last_backward`). Writes to weights before a forward are noticed (writes.py).
 
     Args:
         model: wrapped by `fully_shard` on a mesh [data] or [data, tensor parallel] of all ranks; or not wrapped yet:
@@ -57,8 +60,12 @@ def zeropp(
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
         model = model.get_submodule("_orig_mod")  # compiled; FSDP2's hooks are on the module inside
     _check_model(model)
-    if hasattr(model, HANDLE):
-        raise ValueError("megazpp.zeropp was called for this model before")
+    ranks_per_node = _ranks_per_node(ranks_per_node)
+    asked: dict[str, Any] = {"ranks_per_node": ranks_per_node, **_settings_of(config), **fsdp}
+    if isinstance(installed := model.__dict__.get(HANDLE), _Installed):
+        installed.check(asked)
+        return installed.sharding
+    _refuse_shared_units(model)
     tensor = next(model.parameters())
     if not isinstance(model, FSDPModule):
         _wrap(model, tensor.device.type, fsdp)
@@ -83,8 +90,8 @@ def zeropp(
         for unit in units:
             unit.refuse_gradient_hooks()
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
-    sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True)
-    setattr(model, HANDLE, sharding)
+    sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True, watch=True)
+    setattr(model, HANDLE, _Installed(sharding, layout.cluster.ranks_per_node, asked))
     if sharding.keeps_state:
         containers = nn.Sequential | nn.ModuleList | nn.ModuleDict  # which would run it, or number it
         next(m for m in model.modules() if not isinstance(m, containers)).add_module(STATE, KeptState(sharding))
@@ -92,6 +99,39 @@ def zeropp(
         for line in (layout.describe(), wire.describe(), *wire.notices):
             print(f"megazpp: {line}", flush=True)
     return sharding
+
+
+class _Installed(NamedTuple):
+    """The handle of a model and the settings with which it was made."""
+
+    sharding: Sharding
+    ranks_per_node: int  # what was asked for, or found
+    asked: dict[str, Any]
+
+    def check(self, asked: Mapping[str, Any]) -> None:
+        """Raise ValueError if a later call asks for other settings."""
+        before = dict(self.asked)
+        if before["ranks_per_node"] is None and asked["ranks_per_node"] is not None:
+            before["ranks_per_node"] = self.ranks_per_node
+        differ = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
+        if differ:
+            settings = "; ".join(f"{name} was {before.get(name)}, now {asked.get(name)}" for name in differ)
+            raise ValueError(f"megazpp.zeropp was called for this model before, with other settings: {settings}")
+
+
+def _settings_of(config: ZeroConfig) -> dict[str, Any]:
+    return {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _refuse_shared_units(model: nn.Module) -> None:
+    """Raise ValueError if a part of the model, or a model that it is a part of, has ZeRO++ already."""
+    wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
+    for unit in (unit for module in wrapped for unit in find_units(module, 1)):
+        if unit.has_our_comms:
+            raise ValueError(
+                f"megazpp.zeropp was called before for another module with the parameter {unit.key}: call it once, for "
+                "the outermost module"
+            )
 
 
 def trainer_callback(**arguments: Any) -> Any:
@@ -154,7 +194,7 @@ def _wrap(model: nn.Module, device_type: str, fsdp: Mapping[str, Any]) -> None:
     """Wrap each repeated block, and the rest of the model, over all ranks."""
     if device_type == "meta":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = fsdp.get("mesh") or init_device_mesh(device_type, (dist.get_world_size(),))
+    mesh = fsdp.get("mesh") or DeviceMesh.from_group(dist.group.WORLD, device_type)  # with the user's timeout
     for block in repeated_blocks(model):
         fully_shard(block, **{**fsdp, "mesh": mesh})
     fully_shard(model, **{**fsdp, "mesh": mesh})
@@ -204,14 +244,19 @@ def _mesh_of(model: nn.Module) -> DeviceMesh:
     return meshes[max(meshes)]
 
 
+def _ranks_per_node(given: int | None) -> int | None:
+    """The argument, else the variable; None where neither says anything."""
+    if given is not None or (said := os.environ.get(RANKS_PER_NODE)) is None:
+        return given
+    if not said.isdecimal():
+        raise ValueError(f"{RANKS_PER_NODE}={said} is no number of ranks")
+    return int(said)
+
+
 def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if mesh.size() != world_size:
         raise ValueError(f"the mesh has {mesh.size()} of {world_size} ranks: ZeRO++ takes a mesh of all")
-    if ranks_per_node is None and (said := os.environ.get(RANKS_PER_NODE)) is not None:
-        if not said.isdecimal():
-            raise ValueError(f"{RANKS_PER_NODE}={said} is no number of ranks")
-        ranks_per_node = int(said)
     if ranks_per_node is not None:
         if ranks_per_node < 1 or world_size % ranks_per_node:
             raise ValueError(f"ranks_per_node {ranks_per_node} does not divide {world_size} ranks")

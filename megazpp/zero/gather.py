@@ -12,12 +12,14 @@ What crosses nodes next follows from what all ranks know:
     nothing       if the shards are those that were sent last
     a difference  if since then an optimizer has made a step and nothing else was written (where R is, secondary.py)
     a keyframe    at the first use, and after anything else that has written to the shards, or may have
+
+Where a rank may know what others do not (`megazpp.zeropp`), ranks vote on it first (writes.py).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
 
 import torch
@@ -91,13 +93,17 @@ class TwoHopGather(FreshBuffers, AllGather):
         """Have the next use send whole weights, because they have changed."""
         self._made_from = self._received = self._after_step = None
 
-    def before_step(self) -> None:
-        """Call before an optimizer's step: what was written by others until now is not a step's difference."""
+    def before_step(self, held: Collection[int] | None = None) -> None:
+        """Call before an optimizer's step: what was written by others until now is not a step's difference.
+
+        Args:
+            held: `id`s of the tensors that the optimizer holds; None: all.
+        """
         self._schedule.start_stale()  # the last step's, of units that were not used
         if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
             self.drop()
 
-    def after_step(self, *, keyframe: bool) -> None:
+    def after_step(self, *, keyframe: bool, held: Collection[int] | None = None) -> None:
         """Call after an optimizer's step, on all ranks; with `keyframe` the next use sends whole weights anyhow."""
         if keyframe or not self.secondary.sends_differences or self._made_from is None:
             self.drop()
@@ -123,8 +129,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             self.drop()
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
-        crossing = self.next_crossing()
-        messages = self._fresh_messages(crossing, input_tensor)
+        messages, crossed = self._fresh_messages(input_tensor)
         self._count_crossing()
         self._used = True
         self.num_uses += 1
@@ -132,7 +137,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._received = None
         done = self._local_queue.submit(functools.partial(self._unpack, received, output_tensor))
         if self._keep:
-            self._schedule.used(self, crossed=crossing != Crossing.NOTHING)
+            self._schedule.used(self, crossed=crossed)
         else:
             self.secondary.free()
             self._made_from = None
@@ -171,16 +176,16 @@ class TwoHopGather(FreshBuffers, AllGather):
         shard = None if messages is None else self.unit.shard_reader(self._codec.dtype)
         if messages is None or shard is None:
             return False
-        crossing = self.next_crossing()
-        if crossing != Crossing.NOTHING:
+        crossed = False
+        for crossing in self._crossings(early=True):
             untouched = self._after_step is not None and self._after_step == self.unit.fingerprint()
             self._start_cross_hop(crossing, messages, shard, since if untouched else None)
-        return crossing != Crossing.NOTHING
+            crossed = True
+        return crossed
 
     def prefetch(self) -> None:
         """Start the next use's local hop, if the secondary partition holds the current weights."""
-        fresh = self.unit.is_sharded and self.next_crossing() == Crossing.NOTHING
-        if fresh and self._received is None and self.secondary.messages is not None:
+        if self._received is None and self.secondary.messages is not None and self._is_current:
             self._received = self._start_local_hop(self.secondary.messages)
 
     def resident(self) -> Resident | None:
@@ -214,19 +219,32 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._made_from, self._received = self.unit.fingerprint(), None
         self._has_stepped = crossing == Crossing.DIFFERENCE
 
-    def _fresh_messages(self, crossing: Crossing, shard: torch.Tensor) -> torch.Tensor:
+    def _crossings(self, *, early: bool = False) -> Iterable[Crossing]:
+        """Return the messages to send now, the same on all ranks; `early`: ahead of use."""
+        crossing = self.next_crossing()
+        return () if crossing == Crossing.NOTHING else (crossing,)
+
+    @property
+    def _is_current(self) -> bool:
+        """True if the secondary partition holds the weights that the next use needs."""
+        return self.unit.is_sharded and self.next_crossing() == Crossing.NOTHING
+
+    def _fresh_messages(self, shard: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """The messages of the current weights, and whether they cross nodes first."""
+        crossed = False
+        for crossing in self._crossings():
+            messages = self.secondary.messages
+            if messages is None:
+                messages = self.secondary.allocate(shard.device)
+            starts_early = self._keep and (self._schedule.overlap or self.secondary.sends_differences)
+            if starts_early and not self._compared:  # what `start_early` will rely on
+                self.unit.check_shard_reader(shard)
+                self._compared = True
+            self._start_cross_hop(crossing, messages, lambda: shard)
+            crossed = True
         messages = self.secondary.messages
-        if crossing == Crossing.NOTHING:
-            assert messages is not None
-            return messages
-        if messages is None:
-            messages = self.secondary.allocate(shard.device)
-        starts_early = self._keep and (self._schedule.overlap or self.secondary.sends_differences)
-        if starts_early and not self._compared:  # what `start_early` will rely on
-            self.unit.check_shard_reader(shard)
-            self._compared = True
-        self._start_cross_hop(crossing, messages, lambda: shard)
-        return messages
+        assert messages is not None
+        return messages, crossed
 
     def _start_cross_hop(
         self,
@@ -235,17 +253,20 @@ class TwoHopGather(FreshBuffers, AllGather):
         shard: Callable[[], torch.Tensor],
         since: Moment = None,
     ) -> None:
-        keyframe = crossing == Crossing.KEYFRAME
         self._received, self._used, self._has_stepped = None, False, False
         self._made_from = self.unit.fingerprint()
         self._uncounted = 0
         if self._cross.counter.is_paused:
             if self._crossed is not None:
                 self._crossed.wait()  # what it has received says how long the next message is
-            self._uncounted = (self._cross.size - 1) * self.secondary.crossing_bytes(keyframe=keyframe)
-        self._crossed = self._cross_queue.submit(
-            lambda: self.secondary.take_in(messages, shard(), keyframe=keyframe), since=since
-        )
+            self._uncounted = (self._cross.size - 1) * self._crossing_bytes(crossing)
+        self._crossed = self._cross_queue.submit(lambda: self._take_in(crossing, messages, shard), since=since)
+
+    def _take_in(self, crossing: Crossing, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        self.secondary.take_in(messages, shard(), keyframe=crossing == Crossing.KEYFRAME)
+
+    def _crossing_bytes(self, crossing: Crossing) -> int:
+        return self.secondary.crossing_bytes(keyframe=crossing == Crossing.KEYFRAME)
 
     def _count_crossing(self) -> None:
         """Weights that crossed for an evaluation, which counts nothing, are counted by the step that uses them."""

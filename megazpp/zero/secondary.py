@@ -19,7 +19,7 @@ a node. Source of 4-bit differences: SDP4Bit (arXiv 2410.15526), there from a wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -61,6 +61,14 @@ class Secondary:
         """
         self.codec.pack(shard, messages[self.cross.rank])
         self._exchange(messages)
+
+    def take_in_part(self, messages: torch.Tensor, shard: torch.Tensor, part: Sequence[tuple[int, int]]) -> None:
+        """Replace only the bytes (first, the one after the last) of `part` by those of the current weights."""
+        own = self.codec.empty(1, device=shard.device)
+        self.codec.pack(shard, own[0])
+        sent = torch.cat([own[:, start:stop] for start, stop in part], dim=1)
+        received = self.cross.all_gather(sent, of=self._of).split([stop - start for start, stop in part], dim=1)
+        torch._foreach_copy_([messages[:, start:stop] for start, stop in part], list(received))
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
         """Bytes of one rank's message to the other nodes."""

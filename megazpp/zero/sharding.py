@@ -37,6 +37,7 @@ from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.secondary import Resident
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import LosslessCodec
+from megazpp.zero.writes import WatchedGather, WriteWatch
 
 
 class WeightHandle(Protocol):
@@ -148,15 +149,17 @@ class Sharding:
     def weights_changed(self) -> None:
         """Have the next use of each weight gather it anew, whole.
 
-        Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`).
+        Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`). With `zeropp`
+        these are noticed, except on CUDA inside a step, and a call on one rank is enough.
         """
         for gather in self._gathers:
             gather.drop()
 
-    def before_optimizer_step(self) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Call before the step of an optimizer that is not one of torch's; for those it is done."""
+        held = _held_by(optimizer)
         for gather in self._residents:
-            gather.before_step()
+            gather.before_step(held)
 
     def refuse_early_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError if gradients that `optimizer` is about to use wait for the step's last backward."""
@@ -177,9 +180,11 @@ class Sharding:
             if any(reduce.unit.shard_id(index) in held for index in range(len(reduce.unit.parameters))):
                 reduce.settle_errors()
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Call after such a step: the next use of the weights sends what it has changed.
 
+        Args:
+            optimizer: the one that has made the step; None: one that holds all parameters.
         Raises:
             RuntimeError: --zero-weight-keyframe-interval is set, and `begin_step` was never called.
         """
@@ -188,8 +193,9 @@ class Sharding:
             if self._iteration is None:
                 raise RuntimeError(f"--zero-weight-keyframe-interval {interval} needs Sharding.begin_step(iteration)")
             keyframe = self._iteration % interval == 0
+        held = _held_by(optimizer)
         for gather in self._gathers:
-            gather.after_step(keyframe=keyframe)
+            gather.after_step(keyframe=keyframe, held=held)
 
     def secondary_state(self) -> dict[str, torch.Tensor]:
         """The state to continue with bit for bit where weights cross nodes as differences; {} where they do not.
@@ -345,12 +351,14 @@ def install_comms(
     *,
     stage: int,
     means: bool = False,
+    watch: bool = False,
 ) -> Sharding:
     """Have FSDP2 call our collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
 
     Args:
         means: whether gradients are FSDP2's: divided (`set_gradient_divide_factor`), None where no rank had one, and
             dropped when the program clears them. Else they are sums, zeros where nobody had one.
+        watch: whether ranks vote before each forward on what was written to the weights.
     """
     replicate = dims.replicate
 
@@ -361,7 +369,9 @@ def install_comms(
     axes = dims.cross, dims.local, dims.shard
     context = CommContext(*axes, plan=wire, zero=zero, precision=precision, restores_none=means)
     # FSDP2 calls no collectives for one rank
-    comms = [make_comms(unit, context) for unit in units] if dims.shard.size > 1 else []
+    comms = [make_comms(unit, context, watch=watch) for unit in units] if dims.shard.size > 1 else []
+    if watched := [gather for gather, _ in comms if isinstance(gather, WatchedGather)]:
+        WriteWatch(watched, *dims.host_axes("local", "cross"))
     for index, unit in enumerate(units):
         for module in unit.modules:
             if dims.shard.size * replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing
@@ -379,13 +389,21 @@ def install_comms(
     return Sharding(model, units, stage, zero, comms, dims.counter)
 
 
-def make_comms(unit: Unit, context: CommContext) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
-    """Make the unit's all-gather of parameters and its reduce-scatter of gradients."""
+def make_comms(
+    unit: Unit, context: CommContext, *, watch: bool = False
+) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
+    """Make the unit's all-gather of parameters, which may `watch` writes to them, and its reduce-scatter."""
     plan = context.plan
-    gather = CountedGather(unit, context) if plan.gather is None else TwoHopGather(unit, context)
+    two_hops = WatchedGather if watch and plan.gather is not None and plan.gather.keep else TwoHopGather
+    gather = CountedGather(unit, context) if plan.gather is None else two_hops(unit, context)
     if plan.reduce is None:
         return gather, CountedReduce(unit, context)
     return gather, TwoHopReduce(unit, context, lambda: gather.num_uses)
+
+
+def _held_by(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
+    """The `id`s of the tensors that an optimizer holds; None without one."""
+    return None if optimizer is None else _ids_of(optimizer)
 
 
 def _notice_steps(sharding: weakref.ref[Sharding]) -> None:
@@ -395,13 +413,13 @@ def _notice_steps(sharding: weakref.ref[Sharding]) -> None:
     and then do nothing: taking them away could happen while torch goes through its hooks.
     """
 
-    def before_step(*_: Any) -> None:
+    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if (alive := sharding()) is not None:
-            alive.before_optimizer_step()
+            alive.before_optimizer_step(optimizer)
 
-    def after_step(*_: Any) -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if (alive := sharding()) is not None:
-            alive.after_optimizer_step()
+            alive.after_optimizer_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)

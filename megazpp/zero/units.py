@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,31 @@ class Unit:
             )
 
     def fingerprint(self) -> Fingerprint:
-        """A value that changes when autograd counts a write to a shard or a shard is replaced; if it `is_sharded`."""
-        return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in self._tensors()])
+        """One value per parameter that changes when autograd counts a write to its shard, or the shard is replaced."""
+        shards = [p.sharded_param for p in self._group.fsdp_params]
+        return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in shards])
+
+    @property
+    def has_our_comms(self) -> bool:
+        """True if the unit's collectives are not FSDP2's own."""
+        return type(self._group._all_gather_comm).__module__.startswith("megazpp.")
+
+    @property
+    def is_trained(self) -> tuple[bool, ...]:
+        """True for each parameter that requires a gradient now."""
+        return tuple([p.sharded_param.requires_grad for p in self._group.fsdp_params])
+
+    def stepped(self, held: Collection[int] | None) -> tuple[bool, ...]:
+        """True for each parameter that a step changes, of an optimizer that holds these `id`s; None: any tensor."""
+        shards = [p.sharded_param for p in self._group.fsdp_params]
+        return tuple([
+            (tensor.requires_grad or tensor.grad is not None) and (held is None or id(tensor) in held)
+            for tensor in shards
+        ])  # fmt: skip
+
+    def padded_shards(self) -> list[torch.Tensor]:
+        """This rank's shard of each parameter, 1-D and padded, which FSDP2 gathers from; also while it is gathered."""
+        return [p._sharded_param_data for p in self._group.fsdp_params]
 
     @property
     def is_frozen(self) -> bool:
@@ -127,7 +150,7 @@ class Unit:
         """A function that makes this rank's flat shard [S] as FSDP2 gathers it; None while parameters are gathered."""
         if not self.is_sharded:
             return None
-        shards = [shard.view(-1) for shard in self.shards()]
+        shards = self.padded_shards()
 
         def read() -> torch.Tensor:
             if dtype == torch.uint8:

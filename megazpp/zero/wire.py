@@ -85,6 +85,20 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
     return MessageLayout(size=size, message_bytes=align(offset), ranges=tuple(ranges), fmt=fmt)
 
 
+def byte_ranges(layout: MessageLayout, segments: Sequence[Segment], *, exact_itemsize: int) -> list[tuple[int, int]]:
+    """The bytes (first, the one after the last) that hold these segments of a message."""
+    found = []
+    for segment in segments:
+        for part in layout.ranges:
+            if segment.size and part.start <= segment.start and segment.stop <= part.stop:
+                if part.scales is None:
+                    start = part.payload[0] + (segment.start - part.start) * exact_itemsize
+                    found.append((start, start + segment.size * exact_itemsize))
+                else:  # a quantized segment has a range of its own
+                    found += [(start, start + length) for start, length in (part.payload, part.scales)]
+    return found
+
+
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """Neighbouring segments joined, empty ones left out."""
     runs: list[tuple[int, int]] = []

@@ -267,6 +267,15 @@ def ignored(model: nn.Module) -> None:
     fully_shard(model, ignored_params=set(model.parameters()))
 
 
+def with_sixteen_bits(model: nn.Module) -> None:
+    megazpp.zeropp(model, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, zero_weight_bits=16))
+
+
+def first_block_of(model: Any) -> nn.Module:
+    fully_shard(model.blocks[0])
+    return model.blocks[0]
+
+
 def refuse_all() -> None:
     two_dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     refused: dict[str, Callable[[nn.Module], Any]] = {
@@ -277,7 +286,6 @@ def refuse_all() -> None:
         "reshards to fewer ranks": first_block_apart(reshard_after_forward=2),
         "ranks_per_node 3": lambda model: None,
         "leave offload_policy out": whole(offload_policy=CPUOffloadPolicy(pin_memory=False)),
-        "before": lambda model: megazpp.zeropp(model, ranks_per_node=2) and None,
         "reduced in torch.float64: ZeRO++ reduces fp32, bf16 and fp16; call model.float()": lambda model: (
             fully_shard(model.double()) and None
         ),
@@ -293,6 +301,8 @@ def refuse_all() -> None:
             fully_shard(model.requires_grad_(False).double()) and None
         ),
         "gathers itself": in_two_tensors,
+        "config.zero_weight_bits was": with_sixteen_bits,
+        "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
     }
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13
         refused["are one parameter in two units: wrap their modules together"] = shared_by_two_blocks

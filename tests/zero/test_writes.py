@@ -1,0 +1,334 @@
+"""Writes to weights under `megazpp.zeropp`: every result is that of FSDP2 without it, bit for bit."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers.ranks import ranks
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import megazpp
+from megazpp.zero.checksum import checksum, mixed_sum
+from megazpp.zero.writes import WriteWatch
+
+RANKS, WIDTH = 4, 12
+# FSDP2's own reduction, because two hops add gradients in another order
+EXACT: dict[str, Any] = {"zero_weight_bits": 16, "zero_quantized_gradients": False}
+TWO_HOPS: dict[str, Any] = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}
+LOSSLESS: dict[str, Any] = {"zero_weight_delta": "lossless", "zero_quantized_gradients": False}
+Write = Callable[[nn.Module, dict[str, Any]], Any]
+
+
+def build(
+    config: dict[str, Any] | None, *, frozen: tuple[str, ...] = (), bf16: bool = False, adam: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model of three blocks whose parameters are frozen if their names contain one of `frozen`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if bf16 else {}
+    for block in model:
+        fully_shard(block, **policy)
+    fully_shard(model, **policy)
+    handle = None
+    if config is None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+    else:
+        zero = megazpp.ZeroConfig(zeropp=True, zero_error_feedback=False, **config)
+        handle = megazpp.zeropp(model, ranks_per_node=2, config=zero)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05) if adam else torch.optim.SGD(trained, lr=0.5)
+    return model, optimizer, handle
+
+
+def loss_of(model: nn.Module, sample: int) -> torch.Tensor:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * sample + dist.get_rank()))
+    return (model(x) - x.roll(1, 1)).square().mean()
+
+
+def evaluate(model: nn.Module) -> float:
+    with torch.no_grad():
+        loss = loss_of(model, 99).item()
+    model.reshard()
+    return loss
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, sample: int) -> float:
+    loss = loss_of(model, sample)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def foreach_copy(model: nn.Module, saved: dict[str, Any]) -> None:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    torch._foreach_copy_([p.to_local().detach() for p in parameters], [saved[name].to_local() for name in names])
+
+
+def in_a_thread(model: nn.Module, saved: dict[str, Any]) -> None:
+    thread = threading.Thread(target=local_of_detach, args=(model, saved))
+    thread.start()
+    thread.join()
+
+
+def local_of_detach(model: nn.Module, saved: dict[str, Any]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.detach().to_local().copy_(saved[name].to_local())
+
+
+def local_of_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
+    for name, tensor in list(model.state_dict().items())[:12]:  # without what `zeropp` adds
+        tensor.to_local().copy_(saved[name].to_local())
+
+
+def data_copy(model: nn.Module, saved: dict[str, Any]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(saved[name])
+
+
+def data_assigned(model: nn.Module, saved: dict[str, Any]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data = saved[name].clone()
+
+
+def merged(model: nn.Module, saved: dict[str, Any]) -> None:
+    for parameter in model.parameters():
+        parameter.data += 0.125
+
+
+def flipped(model: nn.Module, saved: dict[str, Any]) -> None:
+    """The same values in another order."""
+    for parameter in model.parameters():
+        local = parameter.detach().to_local().view(-1)
+        local.copy_(local.flip(0).clone())
+
+
+def one_sign(model: nn.Module, saved: dict[str, Any]) -> None:
+    """One bit, on one rank."""
+    local = model[1][2].weight.detach().to_local().view(-1)
+    if dist.get_rank() == 3:
+        local[-1:].neg_()
+
+
+def on_one_rank(model: nn.Module, saved: dict[str, Any]) -> None:
+    if dist.get_rank() == 1:
+        local_of_detach(model, saved)
+
+
+def loaded(model: nn.Module, saved: dict[str, Any]) -> None:
+    model.load_state_dict(saved, strict=False)
+
+
+def assigned(model: nn.Module, saved: dict[str, Any]) -> None:
+    model.load_state_dict({name: tensor.clone() for name, tensor in saved.items()}, strict=False, assign=True)
+
+
+def read_in_place(model: nn.Module, saved: dict[str, Any]) -> None:
+    into = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, DTensor)}
+    dcp.load({"model": into}, checkpoint_id=saved["folder"])
+
+
+WRITES = {
+    write.__name__: write
+    for write in (
+        foreach_copy,
+        in_a_thread,
+        local_of_detach,
+        local_of_state_dict,
+        data_copy,
+        data_assigned,
+        merged,
+        flipped,
+        one_sign,
+        on_one_rank,
+        loaded,
+        assigned,
+        read_in_place,
+    )
+}
+
+
+def write_and_train(config: dict[str, Any] | None, name: str, folder: str, options: dict[str, Any]) -> list[float]:
+    """Every loss of: a step, a write, two evaluations, a write after a step, two steps."""
+    model, optimizer, _ = build(config, **options)
+    saved: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    if name == "read_in_place":
+        dcp.save({"model": saved}, checkpoint_id=folder)
+        saved["folder"] = folder
+    losses = [evaluate(model), step(model, optimizer, 1), evaluate(model)]
+    WRITES[name](model, saved)
+    losses += [evaluate(model), evaluate(model), step(model, optimizer, 2)]
+    WRITES[name](model, saved)
+    losses += [step(model, optimizer, sample) for sample in (3, 4)]
+    loss_of(model, 5).backward()  # a forward with gradients after another one
+    model.reshard()
+    WRITES[name](model, saved)
+    return [*losses, step(model, optimizer, 6), evaluate(model)]
+
+
+def same_as_fsdp2(name: str, folder: str, options: dict[str, Any], configs: tuple[dict[str, Any], ...]) -> None:
+    expected = write_and_train(None, name, f"{folder}/plain", options)
+    for index, config in enumerate(configs):
+        assert write_and_train(config, name, f"{folder}/{index}", options) == expected
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_reaches_the_next_forward(name, tmp_path):
+    ranks(RANKS).run(same_as_fsdp2, name, str(tmp_path), {}, (EXACT,))
+
+
+@pytest.mark.parametrize("name", ["merged", "on_one_rank", "read_in_place"])
+@pytest.mark.parametrize(
+    "options", [{"frozen": ("2.",)}, {"frozen": ("0.0.", "1.", "weight"), "adam": True}, {"bf16": True}], ids=str
+)
+def test_a_write_reaches_the_next_forward_of_a_model_frozen_in_part(name, options, tmp_path):
+    configs = (EXACT, LOSSLESS) if "bf16" in options else (EXACT,)
+    ranks(RANKS).run(same_as_fsdp2, name, str(tmp_path), options, configs)
+
+
+def average_weights(config: dict[str, Any] | None) -> list[float]:
+    """An exponential moving average is swapped in for each evaluation, through views without version counters."""
+    model, optimizer, _ = build(config, adam=True)
+    average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def swap() -> None:
+        for name, parameter in model.named_parameters():
+            local, other = parameter.detach().to_local(), average[name].to_local()
+            kept = local.clone()
+            local.copy_(other)
+            other.copy_(kept)
+
+    losses = []
+    for sample in range(5):
+        losses.append(step(model, optimizer, sample))
+        model.reshard()
+        for name, parameter in model.named_parameters():
+            average[name].to_local().lerp_(parameter.detach().to_local(), 0.5)
+        swap()
+        losses.append(evaluate(model))
+        swap()
+        losses.append(evaluate(model))
+    return losses
+
+
+def averages_as_fsdp2() -> None:
+    assert average_weights(EXACT) == average_weights(None)
+
+
+def test_a_swapped_average_of_weights_is_evaluated_and_swapped_back():
+    ranks(RANKS).run(averages_as_fsdp2)
+
+
+# ---- facts of one rank ----------------------------------------------------------------------------------------------
+
+
+def probe(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> None:
+    own = nn.Parameter(torch.ones(1))
+    own.sum().backward()
+    torch.optim.Adam([own], lr=0.1).step()
+
+
+def step_alone(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        torch._foreach_add_([p.to_local() for p in parameters], -0.25)
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    optimizer.zero_grad()
+
+
+def announce_alone(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> None:
+    if handle is not None:
+        handle.weights_changed()
+
+
+def write_alone(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> None:
+    model[2][0].bias.detach().to_local().zero_()
+
+
+ALONE = {action.__name__: action for action in (probe, step_alone, announce_alone, write_alone)}
+
+
+def act_alone(config: dict[str, Any] | None, name: str, acting: int) -> list[float]:
+    model, optimizer, handle = build(config, bf16=config is None or "zero_weight_delta" in config)
+    losses = []
+    for sample in range(3):
+        losses += [step(model, optimizer, sample), evaluate(model)]
+        if dist.get_rank() == acting:
+            with torch.no_grad() if name != "probe" else torch.enable_grad():
+                ALONE[name](model, optimizer, handle)
+        losses.append(evaluate(model))
+    return losses
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("acting", [0, 3])
+def test_what_one_rank_does_reaches_all_ranks(name, acting):
+    ranks(RANKS).run(alone_as_fsdp2, name, acting)
+
+
+def alone_as_fsdp2(name: str, acting: int) -> None:
+    assert act_alone(LOSSLESS, name, acting) == act_alone(None, name, acting)
+    losses = act_alone(TWO_HOPS, name, acting)
+    assert len(losses) == 9
+
+
+def find_late() -> None:
+    """Rank 2 has found, as on CUDA one forward later, that a forward has used weights which were written to."""
+    model, optimizer, _ = build(EXACT)
+    losses = [step(model, optimizer, sample) for sample in (1, 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(WriteWatch, "_read_late", lambda watch: [1])
+        with pytest.raises(RuntimeError, match=r"1: the weights were written to between two forwards"):
+            loss_of(model, 3)
+    model.reshard()
+    assert [*losses, step(model, optimizer, 3)] == [
+        *(step(*other, sample) for other in [build(None)[:2]] for sample in (1, 2, 3))
+    ]
+
+
+def test_all_ranks_raise_what_one_rank_has_found_too_late():
+    ranks(RANKS).run(find_late)
+
+
+# ---- checksums ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [checksum, mixed_sum])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("sizes", [[1], [0, 63, 257], [4099, 0, 5]])
+def test_a_checksum_sees_each_bit_and_the_order_of_elements(function, dtype, sizes):
+    generator = torch.Generator().manual_seed(1)
+    shards = [torch.randint(-100, 100, (size,), generator=generator).to(dtype) for size in sizes]
+    before = int(function(shards))
+    assert int(function([torch.cat([shard[:1], shard])[1:] for shard in shards])) == before  # at another alignment
+
+    def is_seen(write: Callable[[torch.Tensor], Any]) -> bool:
+        written = [shard.clone() for shard in shards]
+        for shard in written:
+            write(shard)
+        return int(function(written)) != before
+
+    for index in {0, sizes[-1] // 2, sizes[-1] - 1}:
+        for bit in (1, 128):
+            assert is_seen(lambda shard, at=index, bit=bit: shard.view(torch.uint8)[at : at + 1].bitwise_xor_(bit))
+    assert is_seen(torch.Tensor.neg_)
+    if len(sizes) > 1:
+        assert is_seen(lambda shard: shard[1::2].neg_())  # the top bit of an even number of words
+        assert is_seen(lambda shard: shard.copy_(shard.flip(0)))
+        assert is_seen(lambda shard: shard.copy_(shard.roll(2)))
+        assert int(function(shards[::-1])) != before
