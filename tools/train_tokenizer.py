@@ -38,8 +38,10 @@ class TrainTokenizerConfig:
         1, "SentencePiece's threads, which help with unigram; its pieces depend on their number a little"
     )
     on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip names it")
-    character_coverage: float = flag(
-        0.9995, "share of the characters of the text that get pieces of their own; the others are written in bytes"
+    character_coverage: float | None = flag(
+        None,
+        "share of the characters of the text that get pieces of their own; the others are written in bytes "
+        "(default: SentencePiece's, 0.9995)",
     )
     minloglevel: Literal[0, 1, 2] = flag(
         2,
@@ -51,7 +53,7 @@ class TrainTokenizerConfig:
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "vocab_size", "max_characters", "workers")
-        if not 0.0 < self.character_coverage <= 1.0:
+        if self.character_coverage is not None and not 0.0 < self.character_coverage <= 1.0:
             raise ValueError(f"--character-coverage {self.character_coverage} is not a share above 0 and up to 1")
 
 
@@ -74,6 +76,7 @@ def main(config: TrainTokenizerConfig) -> None:
         num_threads=config.workers,
         min_log_level=config.minloglevel,
         character_coverage=config.character_coverage,
+        has_coverage_flag=True,
     )
     write_whole(output, model)
     say(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")

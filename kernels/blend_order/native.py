@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +44,11 @@ class NativePlanner:
         if isinstance(loaded, CLibraryError):
             raise loaded
         size = len(distinct)
-        own = (distinct, np.zeros(size), starts, members, np.zeros(size, dtype=np.int32))
-        room = (*(np.empty(size + AT_ONCE) for _ in range(2)), np.empty(size + AT_ONCE, dtype=np.int32))
+        own: tuple[npt.NDArray[Any], ...] = (distinct, np.zeros(size), starts, members, np.zeros(size, dtype=np.int32))
+        room: tuple[npt.NDArray[Any], ...] = (
+            *(np.empty(size + AT_ONCE) for _ in range(2)),
+            np.empty(size + AT_ONCE, dtype=np.int32),
+        )
         self._arrays = own, room  # kept alive
         places = [[c_void_p(array.ctypes.data) for array in arrays] for arrays in self._arrays]
         block = (1 << 31) - 1 if size <= NARROW else round(2 * size**0.5)

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import sentencepiece
 
@@ -90,6 +90,7 @@ def train_sentencepiece(
     num_threads: int = 1,
     min_log_level: int = 2,
     character_coverage: float | None = None,
+    has_coverage_flag: bool = False,
 ) -> bytes:
     """A SentencePiece model that gives any text back exactly (but for U+2581, its own sign for a space).
 
@@ -98,10 +99,13 @@ def train_sentencepiece(
     ValueError if the text does not support `vocab_size` pieces; errors of `documents` come out as they are.
 
     Args:
-        character_coverage: share of the text's characters that get a piece; None for SentencePiece's default, 0.9995,
-            and messages that do not name --character-coverage.
+        character_coverage: share of the text's characters that get a piece; None for SentencePiece's default, 0.9995.
+            The model's bytes, by which it is known, tell None from 0.9995.
+        has_coverage_flag: whether messages may name --character-coverage.
     """
-    model = io.BytesIO()
+    model, coverage = io.BytesIO(), dict[str, Any]()
+    if character_coverage is not None:
+        coverage["character_coverage"] = character_coverage
     failure: Exception | None = None  # SentencePiece makes a RuntimeError of what the lines raise
     blank = True
 
@@ -134,13 +138,13 @@ def train_sentencepiece(
             pad_id=-1,
             num_threads=num_threads,
             minloglevel=min_log_level,
-            **({} if character_coverage is None else {"character_coverage": character_coverage}),
+            **coverage,
         )
     except RuntimeError as error:
         if failure is not None:
             raise failure from None
         reason = "it is blank" if blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
-        reason = _in_our_flags(reason, has_coverage=character_coverage is not None)
+        reason = _in_our_flags(reason, has_coverage=has_coverage_flag)
         raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {reason}") from error
     return model.getvalue()
 

@@ -45,10 +45,14 @@ def global_grad_norm(
             which are taken as repeated on every rank of both axes.
         tp, shard: the axes along which parameters may be split.
     """
-    named = [(name, parameter) for name, parameter in named_parameters if parameter.grad is not None]
-    squares = _squares([(local(p.grad), _copies(_split(name, p, tp, shard), tp, shard)) for name, p in named])
+    names, parts = list[str](), list[tuple[torch.Tensor, int]]()
+    for name, parameter in named_parameters:
+        if parameter.grad is not None:
+            names.append(name)
+            parts.append((local(parameter.grad), _copies(_split(name, parameter, tp, shard), tp, shard)))
+    squares = _squares(parts)
     total = _summed_root(squares.sum(), tp, shard)
-    return GradNorm((total / divisor).float(), [name for name, _ in named], squares, divisor)
+    return GradNorm((total / divisor).float(), names, squares, divisor)
 
 
 def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float]:

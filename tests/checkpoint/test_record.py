@@ -143,17 +143,14 @@ def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(
 
 def test_a_schedule_that_differs_is_explained_by_ranks_and_batch_sizes():
     flags = {"micro_batch_size": 8, "global_batch_size": None}
-    one, two = (
-        dataclasses.replace(RECORD, flags=flags, layout={"replicate": 1, "cross": 1, "local": n, "tp": 1})
-        for n in (1, 2)
-    )
+    layouts = ({"replicate": 1, "cross": 1, "local": ranks, "tp": 1} for ranks in (1, 2))
+    one, two = (dataclasses.replace(RECORD, flags=flags, layout=layout) for layout in layouts)
     assert describe_sizes(two) == "2 rank(s), --micro-batch-size 8, --global-batch-size None"
     now = build_schedule(
         ScheduleConfig(lr=1.0), weight_decay=0.0, train_iters=40, train_samples=None, global_batch_size=16
     )
     saved = now.state_dict() | {"decay_samples": 320}
     sizes = f"this run has {describe_sizes(two)}; {WHERE} had {describe_sizes(one)}"
-    with pytest.raises(
-        ValueError, match="decay samples is 640, in .* 320\nthis run has 2 rank.*had 1 rank.*\n--override"
-    ):
+    message = "decay samples is 640, in .* 320\nthis run has 2 rank.*had 1 rank.*\n--override"
+    with pytest.raises(ValueError, match=message):
         agreed_schedule(saved, now, CheckpointConfig(), WHERE, sizes=sizes)

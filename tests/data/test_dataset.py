@@ -205,9 +205,12 @@ def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_ow
 
 
 def test_advice_of_sentencepiece_names_flags_of_the_program_that_shows_it():
-    for coverage, advice in ((None, "Increase --vocab-size."), (1.0, "Increase --vocab-size or decrease --character-")):
+    for has_flag, advice in (
+        (False, "Increase --vocab-size."),
+        (True, "Increase --vocab-size or decrease --character-"),
+    ):
         with pytest.raises(ValueError, match=rf"10 vs \d+\. {advice}"):
-            train_sentencepiece(iter([TEXT]), 10, character_coverage=coverage)
+            train_sentencepiece(iter([TEXT]), 10, has_coverage_flag=has_flag)
     kept = _in_our_flags("Too many of them. Use --input_sentence_size=9. Good night.", has_coverage=True)
     assert kept == "Too many of them. Good night."
 
