@@ -110,6 +110,8 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
 def _not_text(head: bytes) -> str | None:
     """Say why a file that begins with `head` is no UTF-8 text; None if it may be."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
+    if encoding is not None and (len(head) % 2 or len(head) < 6):  # code units have two or four bytes
+        encoding = None
     if encoding is None and len(head) > 8 and not head.startswith(_BINARY):  # UTF-16 has a NUL in every other byte
         zeros = [head[start::2].count(0) / len(head[start::2]) for start in (0, 1)]
         encoding = "UTF-16" if max(zeros) > 0.4 and min(zeros) < 0.1 else None

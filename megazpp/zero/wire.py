@@ -20,6 +20,7 @@ parameters and peers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
     return MessageLayout(size=size, message_bytes=align(offset), ranges=tuple(ranges), fmt=fmt)
 
 
-def byte_ranges(layout: MessageLayout, segments: Sequence[Segment], *, exact_itemsize: int) -> list[tuple[int, int]]:
+def _byte_ranges(layout: MessageLayout, segments: Sequence[Segment], *, exact_itemsize: int) -> list[tuple[int, int]]:
     """The bytes (first, the one after the last) that hold these segments of a message."""
     found = []
     for segment in segments:
@@ -145,6 +146,10 @@ class Codec:
             base: [A, B, S] what the receivers have: quantized runs are differences from it, the others whole as ever.
         """
         pack(shards, self._table, messages=messages, errors=errors, beta=beta, base=base)
+
+    def byte_ranges(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
+        """Return the bytes (first, the one after the last) of a message that hold these segments of the unit."""
+        return _byte_ranges(self.layout, segments, exact_itemsize=self.dtype.itemsize)
 
     def new_errors(self, *peers: int, device: torch.device) -> Feedback | None:
         """Zero quantization errors for messages [*peers, M]: int8 blocks, one byte per quantized element.
@@ -206,12 +211,28 @@ class MixedCodec(Codec):
             before.append(Segment(name=segment.name, start=place, size=segment.size, exact=segment.exact))
             start = stop
         self._parts: list[tuple[list[tuple[int, int]], Codec | None, slice]] = []
+        self._segments = list(chosen.values())  # of each part
         for key, places in spans.items():
             own = None if key == torch.uint8 else codec(chosen[key], fmt, key)
             size = align(sum(b - a for a, b in places)) if own is None else own.message_bytes
             self._parts.append((places, own, slice(end, end + size)))
             end += size
         self.layout = MessageLayout(size=start, message_bytes=end, ranges=(), fmt=fmt)
+
+    def byte_ranges(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
+        """Return the bytes (first, the one after the last) of a message that hold these segments of the unit."""
+        names, found = {segment.name for segment in segments}, list[tuple[int, int]]()
+        for (places, codec, part), own in zip(self._parts, self._segments, strict=True):
+            chosen = [segment for segment in own if segment.name in names]
+            if codec is not None:
+                ranges = codec.byte_ranges(chosen)
+            else:
+                lengths = [stop - start for start, stop in places]
+                starts = itertools.accumulate(lengths, initial=0)
+                named = zip(own, starts, lengths, strict=False)
+                ranges = [(start, start + length) for segment, start, length in named if segment.name in names]
+            found += [(part.start + start, part.start + stop) for start, stop in ranges]
+        return found
 
     def pack(self, shards: torch.Tensor, messages: torch.Tensor, **how: Any) -> None:
         """shards [A, B, S] of bytes -> messages [A, B, M]."""

@@ -37,7 +37,6 @@ from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import Crossing, TwoHopGather
 from megazpp.zero.schedule import in_backward
 from megazpp.zero.units import Unit
-from megazpp.zero.wire import byte_ranges
 
 LATE = 4  # a bit of a vote beside those of `Crossing`: the last forward has used weights that were written to
 
@@ -162,7 +161,7 @@ class WatchedGather(TwoHopGather):
 
     def _trained_bytes(self) -> list[tuple[int, int]]:
         trained = [segment for segment, each in zip(self.unit.segments, self._trained, strict=True) if each]
-        return byte_ranges(self._codec.layout, trained, exact_itemsize=self._codec.dtype.itemsize)
+        return self._codec.byte_ranges(trained)
 
     def _kind_of(self, trained: bool) -> Crossing:
         """The kind of message that sends a write to the trained or to the frozen parameters."""

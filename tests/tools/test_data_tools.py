@@ -126,6 +126,17 @@ def test_a_trained_tokenizer_gives_text_back(run_main):
         assert {path.name for path in Path().iterdir()} == {"a.txt", "b.jsonl.gz", "my.model"}
 
 
+def test_characters_beyond_the_coverage_get_bytes_and_no_pieces(run_main):
+    Path("a.txt").write_text("abc " * 99 + "z")
+    sizes = []
+    for coverage in ("0.99", "1.0"):
+        flags = ["--input", "a.txt", "--output-prefix", "my", "--vocab-size", 263, "--overwrite"]
+        code, _, err = run_main(train_tokenizer.main, *flags, "--character-coverage", coverage)
+        assert code == 0, err
+        sizes.append(load_tokenizer(MY_MODEL).piece_bytes(load_tokenizer(MY_MODEL).encode("z")[-1]))
+    assert sizes == [1, None]  # a byte, and a piece
+
+
 def test_every_file_gives_an_equal_part_of_the_text_and_sentencepiece_speaks_if_it_is_asked_to(run_main):
     for name, letters in (("a", "qq "), ("b", "zz ")):
         Path(f"{name}.jsonl").write_text((json.dumps({"body": letters * 100}) + "\n") * 100)
