@@ -1,7 +1,7 @@
 """The state of a unit's `.grad` that decides what becomes of sums which FSDP2 does not know.
 
     UnusedParameters    a parameter that got a gradient on no rank has None, and not the zeros that were sent for it
-    Marks               partial sums are dropped when the program has cleared the gradients that they belong to
+    GradientMarks       partial sums are dropped when the program has cleared the gradients that they belong to
 
 While partial sums wait for a step's last backward, `.grad` holds zeros, so nobody could tell whether the program has
 zeroed it since. A mark, one element that is not zero, can: no version counter sees `torch._foreach_zero_` on a DTensor.
@@ -52,8 +52,8 @@ class UnusedParameters:
         self._fresh, self._used, self._flags = set(), set(), []
 
 
-class Marks:
-    """Marks in the gradients of a unit, in the first element of each shard that has one."""
+class GradientMarks:
+    """GradientMarks in the gradients of a unit, in the first element of each shard that has one."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit

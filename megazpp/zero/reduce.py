@@ -8,6 +8,8 @@ NaN or Inf. With error feedback the cross hop adds what its last quantization ha
 good; what becomes of a step's gradients (clipped, skipped, in another loss scale) becomes of those errors too.
 Source: ZeRO++ (arXiv 2306.10209) section 3.3, with the cross hop moved out of the micro-batch; the moving average is
 LoCo's (arXiv 2407.04480).
+
+One file of more than 300 lines: both hops share the partial sums, whose layout follows from what is trained.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megazpp.kernels.block_quant import Feedback
 from megazpp.kernels.formats import align
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import CommContext, LateSum, SummingReduce, division_after_sum
-from megazpp.zero.gradients import Marks, UnusedParameters
+from megazpp.zero.gradients import GradientMarks, UnusedParameters
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, Segment
 
@@ -88,7 +90,7 @@ class TwoHopReduce(SummingReduce):
         self._present: set[int] = set()  # the parameters with a gradient on this rank
         self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}
         self._unused = UnusedParameters(unit) if context.restores_none else None
-        self._marks = Marks(unit) if context.restores_none else None
+        self._marks = GradientMarks(unit) if context.restores_none else None
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Call before each micro-batch; after the step's `last` one the partial sums cross."""

@@ -47,7 +47,7 @@ CROSS_HOPS_PER_USE = 2
 
 
 class Finish(Protocol):
-    """What follows a reduction; `aborted` if an exception ended its backward, and another one begins now."""
+    """A function to call after a reduction; `aborted` if an exception ended its backward, and another one begins."""
 
     def __call__(self, *, aborted: bool) -> None: ...
 
