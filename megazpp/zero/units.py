@@ -125,7 +125,9 @@ class Unit:
     @property
     def has_our_comms(self) -> bool:
         """True if the unit's collectives are not FSDP2's own."""
-        return type(self._group._all_gather_comm).__module__.startswith("megazpp.")
+        state = self.modules[0]._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # several on several meshes
+        return any(type(group._all_gather_comm).__module__.startswith("megazpp.") for group in groups)
 
     @property
     def is_trained(self) -> tuple[bool, ...]:
