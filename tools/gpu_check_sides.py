@@ -247,7 +247,8 @@ def _steps(config: RunConfig, device: torch.device) -> list[float]:
     scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
     step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
     records = [step([batch], learning_rate=1e-3, weight_decay=0.1) for _ in range(3)]
-    return [number for record in records for number in (record.loss, record.grad_norm)]
+    numbers = [number for record in records for number in (record.loss, record.grad_norm)]
+    return [float("nan") if number is None else number for number in numbers]
 
 
 # ---- streams ----

@@ -250,8 +250,8 @@ class CheckpointReader:
         check_same_optimizer(record.flags, own.flags, checkpoint)
         ratio = schedule_ratio(record, own)
         now, before = describe_sizes(own), describe_sizes(record)
-        sizes = "" if now == before else f"this run has {now}; {checkpoint} had {before}"
-        return agreed_schedule(record.schedule, schedule, self._config, checkpoint, ratio=ratio, sizes=sizes)
+        described = "" if now == before else f"this run has {now}; {checkpoint} had {before}"
+        return agreed_schedule(record.schedule, schedule, self._config, checkpoint, ratio=ratio, sizes=described)
 
     def _fill(self, source: LoadSource, record: RunRecord, checkpoint: Path) -> list[str]:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""

@@ -59,13 +59,13 @@ def zeropp(
     config = config or ZeroConfig(zeropp=True, zero_error_feedback=False)
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
         model = model.get_submodule("_orig_mod")  # compiled; FSDP2's hooks are on the module inside
-    _check_model(model)
     ranks_per_node = _ranks_per_node(ranks_per_node)
     asked: dict[str, Any] = {"ranks_per_node": ranks_per_node, **_settings_of(config), **fsdp}
     if isinstance(installed := model.__dict__.get(HANDLE), _Installed):
         installed.check(asked)
         return installed.sharding
     _refuse_shared_units(model)
+    _check_model(model)
     tensor = next(model.parameters())
     if not isinstance(model, FSDPModule):
         _wrap(model, tensor.device.type, fsdp)
@@ -194,7 +194,9 @@ def _wrap(model: nn.Module, device_type: str, fsdp: Mapping[str, Any]) -> None:
     """Wrap each repeated block, and the rest of the model, over all ranks."""
     if device_type == "meta":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = fsdp.get("mesh") or DeviceMesh.from_group(dist.group.WORLD, device_type)  # with the user's timeout
+    world = dist.group.WORLD
+    assert world is not None, "zeropp needs torch.distributed to be initialized"
+    mesh = fsdp.get("mesh") or DeviceMesh.from_group(world, device_type)  # with the user's timeout
     for block in repeated_blocks(model):
         fully_shard(block, **{**fsdp, "mesh": mesh})
     fully_shard(model, **{**fsdp, "mesh": mesh})
