@@ -105,7 +105,8 @@ class Drawing:
         token = pick_rows(logits, config, self._uniform[rows, place], None if self._seen is None else self._seen[rows])
         token = self._model.cp.broadcast_(self._tp.broadcast_(token))
         if self._seen is not None:
-            self._seen[rows, token] = True
+            # not `= True`, which copies from the host and waits
+            self._seen.index_put_((rows, token), torch.ones_like(token, dtype=torch.bool))
         scaled = logits / (config.sample_temperature or 1.0)
         logp = scaled.gather(-1, token.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
         here = self.going[rows]
