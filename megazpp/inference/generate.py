@@ -190,7 +190,9 @@ def _next_logits(
     device, longest = model.embedding.word.weight.device, max(map(len, new))  # of frozen models too
     # causal: what follows a row's own tokens is never seen
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in new], device=device)
-    last = torch.tensor([len(row) - 1 for row in new], device=device)
+    last = None
+    if longest > 1:
+        last = torch.tensor([len(row) - 1 for row in new], device=device)
     part = model(tokens, cache=cache, logits_at=last)[:, 0]
     if cache is not None:  # a row that is over stays where it is: its last token is read again and again
         cache.add([len(row) if goes else 0 for row, goes in zip(new, active, strict=True)])

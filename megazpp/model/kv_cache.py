@@ -67,7 +67,10 @@ class KVCache:
     def add(self, counts: Sequence[int]) -> None:
         """After a forward: so many of its tokens were each row's own."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self._next += torch.tensor(counts).to(self._next.device)
+        if len(set(counts)) == 1:  # no copy from the host
+            self._next += counts[0]
+        else:
+            self._next += torch.tensor(counts).to(self._next.device)
 
     def add_one_on_device_(self) -> None:
         """Add a token to each row for the next forward; `add_one_on_host` does it for the host.
