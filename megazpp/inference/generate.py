@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.inference.sample import SampleConfig, occurring, pick, pick_rows
+from megazpp.inference.decoding import Drawing, StepGraphs, may_capture
+from megazpp.inference.sample import SampleConfig, pick
 from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
 from megazpp.parallel.axis import MeshAxis
@@ -26,6 +27,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import seed_for
 from megazpp.zero.sharding import WeightHandle
 
+LOOK_EVERY = 8  # tokens, between two waits for the device
 MOST_SEQUENCES = 256  # of a batch that `sequences_that_fit` chooses
 
 
@@ -79,7 +81,8 @@ def generate(
     seeds = [seed_for(f"prompt {first_prompt + row}", seed=seed) for row in range(len(rows))]
     generators = [torch.Generator().manual_seed(each) for each in seeds]
     capacity = min(max_length, max(map(len, rows)) + config.sample_tokens)
-    cache: KVCache | None = KVCache(len(model.layers), len(rows), capacity, on_host=cache_on_host)
+    device = model.embedding.word.weight.device  # of frozen models too
+    cache: KVCache | None = KVCache(len(model.layers), len(rows), capacity, device=device, on_host=cache_on_host)
     together = dims.tp if sharding.keeps_gathered else dims.world  # who must take equally many forwards
     with torch.no_grad(), evaluating(model), sharding.kept_gathered():
         for _ in range(config.sample_tokens):
@@ -129,55 +132,54 @@ def draw_completions(
     *,
     ends: int | None,
     is_last: Callable[[int, int], bool] | None = None,
+    graphs: StepGraphs | None = None,
+    look_every: int | None = None,
 ) -> Drawn:
     """Draw a completion of each of `prompts` (at least one token), `config.sample_tokens` tokens long at most.
 
     No loop over rows: what a row draws follows from its logits and its numbers. Call where the model is in evaluation
-    mode and its weights stay gathered. Rows that are over leave the batch when half of it is.
+    mode and its weights stay gathered. Rows that are over leave the batch when half of it is and the host sees it.
 
     Args:
         uniform: [B, sample_tokens] fp64 in [0, 1), see `pick_rows`.
         ends: the token that ends a completion.
         is_last: also asked, for each row and new token, whether the row ends with it. Same answers on all tp ranks.
+            The host then waits for each token.
+        graphs: runs the steps; None for CUDA graphs where `may_capture` allows them.
+        look_every: tokens after which the host looks which rows are over; None for LOOK_EVERY on CUDA, where it waits
+            for the device, and 1 on a CPU. Tokens that a row draws after its end are not part of the result.
     """
-    batch, limit, lengths = len(prompts), config.sample_tokens, [len(prompt) for prompt in prompts]
-    longest = max(lengths)
-    device = model.embedding.word.weight.device  # of frozen models too
-    cache = KVCache(len(model.layers), batch, longest + limit)
-    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-    last, counts = torch.tensor(lengths, device=device) - 1, lengths
-    uniform, rows = uniform.to(device), torch.arange(batch, device=device)  # which of the batch are still there
-    drawn = torch.zeros(batch, limit, dtype=torch.int64, device=device)
-    logps = torch.zeros(batch, limit, device=device)
-    going, new_lengths = torch.ones(batch, dtype=torch.bool, device=device), torch.zeros_like(drawn[:, 0])
-    seen = occurring(prompts, model.vocab_size, config)
-    seen = None if seen is None else seen.to(device)
-    for place in range(limit):
-        part = model(tokens, cache=cache, logits_at=last)[:, 0]
-        cache.add(counts)
-        logits = tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
-        token = pick_rows(logits, config, uniform[rows, place], None if seen is None else seen[rows])
-        token = model.cp.broadcast_(tp.broadcast_(token))
-        if seen is not None:
-            seen[rows, token] = True
-        scaled = logits / (config.sample_temperature or 1.0)
-        logp = scaled.gather(-1, token.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
-        here = going[rows]
-        drawn[rows, place], logps[rows, place] = token * here, logp * here
-        new_lengths[rows] += here
-        over = token == ends if ends is not None else torch.zeros_like(here)
-        if is_last is not None:
-            asked = zip(rows.tolist(), token.tolist(), here.tolist(), strict=True)
-            over |= torch.tensor([goes and is_last(row, new) for row, new, goes in asked], device=device)
-        going[rows] = here & ~over
-        left = (here & ~over).nonzero().flatten()
-        if not len(left):
-            break
-        tokens, last, counts = token.unsqueeze(1), torch.zeros_like(rows), [1] * len(rows)
-        if 2 * len(left) <= len(rows):
-            cache.keep(left)
-            rows, tokens, last, counts = rows[left], tokens[left], last[left], counts[: len(left)]
-    return Drawn(drawn.cpu(), new_lengths.cpu(), logps.cpu(), (~going).cpu())
+    drawing = Drawing(model, tp, prompts, config, uniform, ends=ends)
+    graphs = graphs or StepGraphs(capture=may_capture(model))
+    if is_last is not None or look_every is None:
+        look_every = LOOK_EVERY if drawing.going.is_cuda and is_last is None else 1
+    going, limit = [True] * len(prompts), config.sample_tokens
+    graphs.drop()  # of other weights
+    try:
+        for count in range(1, limit + 1):
+            if count == 1:
+                drawing.read_prompts_()
+            else:
+                drawing.advance_(graphs)
+            if is_last is None and (ends is None or count == limit or count % look_every):
+                continue
+            tokens, now = drawing.look()
+            if is_last is not None:
+                asked = zip(drawing.rows, tokens, going, strict=True)
+                over = [goes and is_last(row, token) for row, token, goes in asked]
+                if any(over):
+                    now = [goes and not ended for goes, ended in zip(now, over, strict=True)]
+                    drawing.end_(now)
+            left = [place for place, goes in enumerate(now) if goes]
+            if not left:
+                break
+            if 2 * len(left) <= len(now):
+                drawing.keep_(left)
+                now = [True] * len(left)
+            going = now
+    finally:
+        graphs.drop()
+    return Drawn(*(x.cpu() for x in (drawing.tokens, drawing.lengths, drawing.logps, ~drawing.going)))
 
 
 def _next_logits(
@@ -189,7 +191,9 @@ def _next_logits(
     device, longest = model.embedding.word.weight.device, max(map(len, new))  # of frozen models too
     # causal: what follows a row's own tokens is never seen
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in new], device=device)
-    last = torch.tensor([len(row) - 1 for row in new], device=device)
+    last = None
+    if longest > 1:
+        last = torch.tensor([len(row) - 1 for row in new], device=device)
     part = model(tokens, cache=cache, logits_at=last)[:, 0]
     if cache is not None:  # a row that is over stays where it is: its last token is read again and again
         cache.add([len(row) if goes else 0 for row, goes in zip(new, active, strict=True)])

@@ -34,7 +34,8 @@ class AttentionInputs:
 
     Attributes:
         rotary: (cos, sin), each [S, B or 1, 1, rotated channels] fp32.
-        mask: [B, 1, S, keys] bool, True where a query may look; without it and documents attention is causal.
+        mask: [B, 1, S, keys] bool, True where a query may look, or what `shared_mask` makes of it; without it and
+            documents attention is causal.
         document_starts: [documents + 1] int32 offsets into the B x S flattened tokens, for a document kernel.
         places: [B, S] where keys and values go in a cache.
     """

@@ -144,7 +144,10 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, dropout: float
 ) -> torch.Tensor:
-    """Attention where `mask` is True: q [B, heads, S, D], k and v [B, groups, keys, D], mask [B, 1, S, keys] bool."""
+    """Attention where `mask` is True: q [B, heads, S, D], k and v [B, groups, keys, D], mask [B, 1, S, keys] bool.
+
+    The mask may also be what `shared_mask` returns.
+    """
     if not q.is_cuda:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=k.shape[1] != q.shape[1]
@@ -152,6 +155,16 @@ def masked_attention(
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     with sdpa_kernel(MASKED_ON_CUDA):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+
+def shared_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the bool `mask` as the numbers that CUDA's kernels add to scores of type `dtype`; on a CPU as it is.
+
+    torch would make them anew in each layer, by two kernels.
+    """
+    if mask is None or not mask.is_cuda:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:

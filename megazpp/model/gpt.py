@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
-from megazpp.model.backends import DocumentKernel, compile_layer, mark_varying
+from megazpp.model.backends import DocumentKernel, compile_layer, mark_varying, shared_mask
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.kv_cache import KVCache, LayerCache
@@ -125,15 +125,15 @@ class GPTModel(nn.Module):
         """
         (batch, seq), device = tokens.shape, tokens.device
         if cache is not None:
-            position_ids = cache.positions(seq, device)
+            position_ids = cache.positions(seq)
         elif position_ids is None:
             position_ids = torch.arange(seq, device=device).expand(batch, seq)
         if self.context_parallel:
             assert cache is logits_at is None, "each rank has a part of the places"
             tokens, position_ids = (x.chunk(self.cp.size, dim=1)[self.cp.rank] for x in (tokens, position_ids))
             labels = None if labels is None else labels.chunk(self.cp.size, dim=1)[self.cp.rank]
-        inputs = self._attention_inputs(position_ids, document_starts, cache, seq)
         x = self.embedding(tokens, position_ids)
+        inputs = self._attention_inputs(position_ids, document_starts, cache, seq, x.dtype)
         for index, layer in enumerate(self.layers):
             x = layer(x, inputs, None if cache is None else cache.layers[index])
         x = self.final_norm(x)
@@ -188,14 +188,20 @@ class GPTModel(nn.Module):
         return [[self.embedding], *layers, [self.final_norm, self.output]]
 
     def _attention_inputs(
-        self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int
+        self,
+        position_ids: torch.Tensor,
+        starts: torch.Tensor | None,
+        cache: KVCache | None,
+        seq: int,
+        dtype: torch.dtype,
     ) -> AttentionInputs:
         config, batch, rotary = self.config, len(position_ids), None
         if config.positions == "rope":
             channels = int(config.head_size * config.rotary_percent)
             rotary = rotary_angles(position_ids, channels, config.rotary_base, config.rope_scaling)
         if cache is not None:
-            return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
+            mask = cache.mask(position_ids)
+            return AttentionInputs(rotary=rotary, mask=shared_mask(mask, dtype), places=position_ids)
         if starts is not None and self.document_kernel is None:
             return AttentionInputs(rotary=rotary, mask=document_mask(starts, batch=batch, seq=seq))
         return AttentionInputs(rotary=rotary, mask=None, document_starts=starts)

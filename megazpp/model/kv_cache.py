@@ -12,37 +12,87 @@ from typing import Any
 
 import torch
 
+# On CUDA the length of the mask is a multiple of this, so that shapes are the same for so many tokens. It is also a
+# multiple of 16, below which torch copies the mask of each layer into aligned memory.
+CUDA_MASK_MULTIPLE = 128
+
 
 class KVCache:
     """Keys and values of all layers of a model, for `batch` rows of `capacity` tokens; each row has `lengths` of them.
 
     With `on_host` they are in the host's memory; those of one layer at a time are copied to where it computes.
+
+    Args:
+        device: device on which the model computes.
+        mask_multiple: the keys that attention reads are a multiple of this, up to the capacity, which is rounded up;
+            None for CUDA_MASK_MULTIPLE on CUDA, unless `on_host`, and 1 elsewhere.
+    Attributes:
+        lengths: tokens of each row, as the host knows them.
     """
 
-    def __init__(self, num_layers: int, batch: int, capacity: int, *, on_host: bool = False) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        capacity: int,
+        *,
+        device: torch.device | str = "cpu",
+        on_host: bool = False,
+        mask_multiple: int | None = None,
+    ) -> None:
+        if mask_multiple is None:
+            mask_multiple = CUDA_MASK_MULTIPLE if torch.device(device).type == "cuda" and not on_host else 1
+        self._multiple = mask_multiple
         self.lengths = [0] * batch
+        self._next = torch.zeros(batch, dtype=torch.int64, device=device)  # the lengths, for forwards
+        capacity = self._rounded(capacity)
         self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]
 
-    def positions(self, seq: int, device: torch.device) -> torch.Tensor:
+    def positions(self, seq: int) -> torch.Tensor:
         """[B, S]: the places of the next `seq` tokens of each row."""
-        return (torch.tensor(self.lengths).unsqueeze(1) + torch.arange(seq)).to(device)
+        start = self._next.unsqueeze(1)
+        return start if seq == 1 else start + torch.arange(seq, device=start.device)
+
+    def mask_length(self, seq: int) -> int:
+        """Return the number of keys that a forward of `seq` further tokens attends to."""
+        return self._rounded(max(self.lengths) + seq)
 
     def mask(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """[B, 1, S, longest row]: True where tokens at `positions` may look; None while there is nothing but them."""
+        """[B, 1, S, mask length]: True where tokens at `positions` may look; None while there is nothing but them."""
         if not any(self.lengths):
             return None
-        places = torch.arange(max(self.lengths) + positions.shape[1], device=positions.device)
+        places = torch.arange(self.mask_length(positions.shape[1]), device=positions.device)
         return (places <= positions.unsqueeze(-1)).unsqueeze(1)
 
     def add(self, counts: Sequence[int]) -> None:
         """After a forward: so many of its tokens were each row's own."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        if len(set(counts)) == 1:  # no copy from the host
+            self._next += counts[0]
+        else:
+            self._next += torch.tensor(counts).to(self._next.device)
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows [n] alone, in this order."""
-        self.lengths = [self.lengths[row] for row in rows.tolist()]
+    def add_one_on_device_(self) -> None:
+        """Add a token to each row for the next forward; `add_one_on_host` does it for the host.
+
+        The two are apart because a replayed CUDA graph changes only the device's numbers.
+        """
+        self._next += 1
+
+    def add_one_on_host(self) -> None:
+        """Add a token to each row of `lengths`; see `add_one_on_device_`."""
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        index = torch.tensor(rows).to(self._next.device)
+        self._next = self._next[index]
         for layer in self.layers:
-            layer.keep(rows)
+            layer.keep(index)
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self._multiple) * self._multiple
 
 
 class LayerCache:

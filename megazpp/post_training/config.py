@@ -87,6 +87,12 @@ class PostTrainingConfig:
         "completions that a data-parallel rank draws together, whose keys and values it keeps (default: all)",
         needs=DRAWN,
     )
+    rollout_graphs: bool = flag(
+        True,
+        "replay CUDA graphs of decoding steps, where there is no tensor and no context parallelism; each token then "
+        "costs the host one launch",
+        needs=DRAWN,
+    )
     steps_per_generation: int = flag(
         1, "optimizer steps that one generation of completions is enough for; TRL counts micro-batches", needs=GRPO
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
 from megazpp.base.program import user_errors
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.inference.decoding import StepGraphs, may_capture
 from megazpp.inference.generate import Drawn, draw_completions, evaluating
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Continuation
@@ -36,6 +37,9 @@ class PolicySampler:
         seed: of everything that is drawn.
         at_once: completions of one batch on a data rank; None for all.
         base: the frozen weights of the policy, if it has some.
+        replays: replay CUDA graphs of decoding steps, where `may_capture` allows them.
+    Attributes:
+        graphs: runs the steps.
     """
 
     model: GPTModel
@@ -48,6 +52,11 @@ class PolicySampler:
     seed: int
     at_once: int | None = None
     base: WeightHandle | None = None
+    replays: bool = True
+    graphs: StepGraphs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.graphs = StepGraphs(capture=self.replays and may_capture(self.model))
 
     def draw(self, prompts: Sequence[Prompt], names: Sequence[str]) -> tuple[Drawn, list[str]]:
         """A completion of each of this data rank's prompts, at least one, and their texts.
@@ -99,6 +108,7 @@ class PolicySampler:
             uniform,
             ends=tokenizer.eod,
             is_last=is_last if stops else None,
+            graphs=self.graphs,
         )
         if stops:
             for row in rows:

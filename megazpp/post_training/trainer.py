@@ -218,6 +218,7 @@ class _PostTraining:
             functions=load_reward_functions(self.rewards),
             seed=self.config.launch.seed,
             at_once=post.rollouts_at_once,
+            replays=post.rollout_graphs,
             base=None if self._adapted is None else self._adapted.base,
         )
         return RolloutLoader(

@@ -44,6 +44,28 @@ def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_paddin
         torch.testing.assert_close(torch.cat(found, dim=1)[row], expected, atol=ROUNDING, rtol=ROUNDING)
 
 
+@pytest.mark.parametrize("multiple", [1, 16])
+@torch.no_grad()
+def test_rows_that_stay_have_their_logits_with_masks_of_rounded_lengths(multiple):
+    """The host's lengths and the device's places agree after every kind of change."""
+    model, tokens = build_gpt(LLAMA_STYLE), sample()[0]
+    cache = KVCache(2, 3, 16, mask_multiple=multiple)
+    model(tokens[:, :4], cache=cache)
+    cache.add([4, 3, 2])
+    cache.keep([2, 0])
+    for _ in range(3):
+        length = cache.mask_length(1)
+        assert length == (16 if multiple == 16 else max(cache.lengths) + 1)
+        new = torch.stack([tokens[row, place] for row, place in zip((2, 0), cache.lengths, strict=True)]).unsqueeze(1)
+        found = model(new, cache=cache)
+        cache.add_one_on_device_()
+        cache.add_one_on_host()
+    assert cache.lengths == cache.positions(1).flatten().tolist() == [5, 7]
+    for logits, row, length in zip(found, (2, 0), cache.lengths, strict=True):
+        expected = model(tokens[row : row + 1, :length])[0, -1:]
+        torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=ROUNDING)
+
+
 @torch.no_grad()
 def test_keys_and_values_take_the_type_in_which_the_model_computes():
     model = build_gpt(LLAMA_STYLE).bfloat16()

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.ranks import ranks
+from helpers.recorded_graph import record_steps
 from helpers.tiers import slow
 from post_training.policies import BATCH, SEQ, PostCase, build, near, train
 
@@ -16,7 +17,7 @@ from megazpp.base.program import UserError
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.generate import draw_completions, evaluating, generate
 from megazpp.inference.sample import SampleConfig, next_probabilities, pick_rows
-from megazpp.post_training import rollouts
+from megazpp.post_training import rollouts, sampler
 from megazpp.post_training.batch import RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
@@ -48,6 +49,7 @@ def open_loader(case: PostCase) -> RolloutLoader:
     config = SampleConfig(sample_tokens=length, sample_temperature=case.temperature, sample_top_k=0)
     functions = [RewardFunction("evens", evens)]
     options: dict[str, Any] = {"config": config, "functions": functions, "at_once": case.post.rollouts_at_once}
+    options["replays"] = case.post.rollout_graphs
     sampler = PolicySampler(*built, dims, ByteTokenizer(), **options, seed=3)
     return RolloutLoader(
         sampler,
@@ -342,6 +344,28 @@ def draw_together_and_alone(case: PostCase) -> None:
 
 def test_rows_that_are_over_leave_the_batch_and_the_others_go_on_as_if_alone():
     ranks(1).run(draw_together_and_alone, PostCase(post=GRPO))
+
+
+def draw_by_graphs(case: PostCase) -> None:
+    """Two draws, between which the weights are freed, by recorded steps and eagerly."""
+    with pytest.MonkeyPatch.context() as patch:
+        record_steps(patch)
+        patch.setattr(sampler, "may_capture", lambda model: True)
+        eager, replaying = (
+            open_loader(dataclasses.replace(case, post=dataclasses.replace(case.post, rollout_graphs=graphs))).sampler
+            for graphs in (False, True)
+        )
+        for captured in (1, 2):
+            (expected, texts), (found, same_texts) = (each.draw(PROMPTS, [*"abcdef"]) for each in (eager, replaying))
+            assert texts == same_texts
+            assert all(torch.equal(*both) for both in zip(expected, found, strict=True))
+            assert replaying.graphs.captured == captured
+        assert replaying.graphs.replayed > 4
+        assert (eager.graphs.capture, eager.graphs.replayed) == (False, 0)
+
+
+def test_sharded_policies_draw_the_same_by_graphs_and_eagerly():
+    ranks(2).run(draw_by_graphs, PostCase(post=GRPO))
 
 
 def draw_both_ways(case: PostCase) -> None:

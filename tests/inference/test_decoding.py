@@ -1,0 +1,205 @@
+"""Drawing that seldom waits for the device and replays its steps, against drawing that looks at each token."""
+
+import collections
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import ranks
+from helpers.recorded_graph import record_steps
+from helpers.tensor_parallel import build_gpt
+from helpers.training import GPT2_STYLE, LLAMA_STYLE
+
+from megazpp.inference import decoding
+from megazpp.inference.decoding import StepGraphs, may_capture
+from megazpp.inference.generate import Drawn, draw_completions, evaluating
+from megazpp.inference.sample import SampleConfig
+from megazpp.model.gpt import GPTModel
+
+PROMPTS = [[5, 1, 100], [7], [2, 3, 5, 7, 11, 13], [30, 31], [50], [99, 98, 97, 96]]
+LIMIT = 40
+STYLES = {  # a larger std than usual, so that the logits differ by much more than rounding
+    "gpt2": dataclasses.replace(GPT2_STYLE, init_method_std=0.3, max_position_embeddings=64),
+    "llama": dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=64),
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "all tokens": {"sample_top_k": 0, "sample_temperature": 1.0},
+    "top k and p": {"sample_top_k": 20, "sample_top_p": 0.9},
+    "min p": {"sample_min_p": 0.05},
+    "penalty": {"sample_repetition_penalty": 1.5, "sample_top_k": 0},
+    "greedy": {"sample_temperature": 0.0, "sample_repetition_penalty": 1.2},
+}
+ROUNDING = 1e-5  # fp32: products of other numbers of rows, and attention over more masked keys
+
+
+def draw(model: GPTModel, config: SampleConfig, *, ends: int | None = None, **options: Any) -> Drawn:
+    uniform = torch.rand(len(PROMPTS), config.sample_tokens, generator=torch.Generator().manual_seed(2)).double()
+    with evaluating(model):
+        return draw_completions(model, model.tp, PROMPTS, config, uniform, ends=ends, **options)
+
+
+def end_of_some(model: GPTModel, config: SampleConfig) -> int:
+    """A token with which about half of the completions end."""
+    found = draw(model, config)
+    counts = collections.Counter(token for row in found.tokens.tolist() for token in set(row))
+    return min(counts, key=lambda token: abs(counts[token] - len(PROMPTS) // 2))
+
+
+def assert_same(found: Drawn, expected: Drawn, *, atol: float) -> None:
+    for name in ("tokens", "lengths", "ended"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    torch.testing.assert_close(found.logps, expected.logps, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(("style", "config"), [*zip(itertools.cycle(STYLES), CONFIGS, strict=False)])
+def test_replayed_steps_draw_what_eager_steps_draw(style, config, monkeypatch):
+    model, sample = build_gpt(STYLES[style]), SampleConfig(sample_tokens=LIMIT, **CONFIGS[config])
+    ends = end_of_some(model, sample)
+    expected = draw(model, sample, ends=ends)
+    assert expected.ended.any()
+    assert not expected.ended.all()
+    assert_same(draw(model, sample, ends=ends, look_every=8), expected, atol=ROUNDING)
+
+    record_steps(monkeypatch)
+    eager, graphs = draw(model, sample, ends=ends, look_every=8), StepGraphs(capture=True)
+    assert_same(eager, expected, atol=ROUNDING)
+    assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)
+    assert graphs.captured >= 2
+    assert graphs.replayed > LIMIT // 2
+    assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)  # of the same object again
+
+
+def test_stop_strings_and_rows_that_leave_are_seen_by_replayed_steps(monkeypatch):
+    """Row i ends with its token 1 + 5i, so that the batch shrinks twice; the host looks at each token."""
+    model, sample = build_gpt(STYLES["llama"]), SampleConfig(sample_tokens=LIMIT, sample_top_k=0)
+
+    def draw_and_ask(**options: Any) -> tuple[Drawn, list[tuple[int, int]]]:
+        asked: list[tuple[int, int]] = []
+        counts: collections.Counter[int] = collections.Counter()
+
+        def is_last(row: int, token: int) -> bool:
+            asked.append((row, token))
+            counts[row] += 1
+            return counts[row] == 1 + 5 * row
+
+        return draw(model, sample, is_last=is_last, **options), asked
+
+    expected, questions = draw_and_ask()
+    assert expected.lengths.tolist() == [1, 6, 11, 16, 21, 26]
+    assert expected.ended.all()
+    record_steps(monkeypatch)
+    graphs = StepGraphs(capture=True)
+    found, asked = draw_and_ask(graphs=graphs)
+    assert_same(found, expected, atol=ROUNDING)
+    assert asked == questions
+    assert graphs.captured >= 3
+
+
+def count_waits(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """Count calls of methods of tensors that wait for a device, and tensors that are made on the host."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in ("tolist", "item", "cpu", "nonzero", "numpy", "__bool__", "__int__", "__float__"):
+        counted(torch.Tensor, name)
+    counted(torch, "tensor")
+    return counts
+
+
+def test_the_host_waits_once_per_eight_tokens_and_copies_nothing_to_the_device(monkeypatch):
+    model, found = build_gpt(STYLES["gpt2"]), []
+    counts = count_waits(monkeypatch)
+    for limit in (8, 40):
+        counts.clear()
+        sample = SampleConfig(sample_tokens=limit, sample_top_k=20, sample_top_p=0.9, sample_repetition_penalty=1.1)
+        draw(model, sample, ends=500, look_every=8)  # beyond the vocabulary: no row ends
+        found.append(dict(counts))
+    short, long = found
+    assert long.pop("tolist") == 4  # after 8, 16, 24 and 32 tokens
+    assert long == short  # before the first token and after the last one
+    assert short["cpu"] == 4
+
+
+def test_hooks_on_forwards_run_for_the_prompts_alone_and_stay():
+    """FSDP2's and those of frozen units gather weights, which stay gathered."""
+    model, calls = build_gpt(STYLES["gpt2"]), collections.Counter()
+    units = [model, *model.layers]
+    for index, module in enumerate(units):
+        module.register_forward_pre_hook(lambda module, args, index=index: calls.update([index]))
+    hooks = [module._forward_pre_hooks for module in units]
+    draw(model, SampleConfig(sample_tokens=5))
+    assert calls == dict.fromkeys(range(len(units)), 1)
+    assert all(module._forward_pre_hooks is kept for module, kept in zip(units, hooks, strict=True))
+
+
+def test_a_capture_that_fails_is_a_warning_and_tokens_are_drawn_eagerly(monkeypatch):
+    model, sample = build_gpt(STYLES["gpt2"]), SampleConfig(sample_tokens=9)
+    expected = draw(model, sample)
+    record_steps(monkeypatch)
+
+    def fail(step: Any, stream: Any, *, memory_of: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(decoding, "capture_graph", fail)
+    graphs = StepGraphs(capture=True)
+    with pytest.warns(UserWarning, match="drawn eagerly.*operation not permitted when stream is capturing$"):
+        found = draw(model, sample, graphs=graphs)
+    assert_same(found, expected, atol=ROUNDING)
+    assert (graphs.capture, graphs.captured, graphs.replayed) == (False, 0, 0)
+
+
+@pytest.mark.parametrize(("cuda", "tp", "cp", "expected"), [
+    (True, 1, 1, True),
+    (True, 2, 1, False),
+    (True, 1, 2, False),
+    (False, 1, 1, False),
+])  # fmt: skip
+def test_steps_are_captured_on_cuda_where_they_have_no_collectives(cuda, tp, cp, expected):
+    word = SimpleNamespace(weight=SimpleNamespace(is_cuda=cuda))
+    axes = {"tp": SimpleNamespace(size=tp), "cp": SimpleNamespace(size=cp)}
+    assert may_capture(SimpleNamespace(embedding=SimpleNamespace(word=word), **axes)) is expected
+
+
+def draw_on_ranks(config: SampleConfig, ends: int, look_every: int) -> Drawn:
+    return draw(build_gpt(STYLES["llama"]), config, ends=ends, look_every=look_every)
+
+
+@pytest.mark.parametrize("config", ["top k and p", "penalty"])
+def test_tensor_parallel_ranks_that_look_every_eight_tokens_draw_the_same(config):
+    sample = SampleConfig(sample_tokens=LIMIT, **CONFIGS[config])
+    ends = end_of_some(build_gpt(STYLES["llama"]), sample)
+    (expected,) = ranks(1).run(draw_on_ranks, sample, ends, 1)
+    for found in ranks(2).run(draw_on_ranks, sample, ends, 8):
+        assert_same(found, expected, atol=ROUNDING)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("style", "config", "compile_"), [
+    ("gpt2", "all tokens", False),
+    ("llama", "top k and p", False),
+    ("gpt2", "min p", False),
+    ("llama", "penalty", True),
+    ("gpt2", "greedy", True),
+])  # fmt: skip
+def test_on_a_gpu_captured_steps_draw_the_bits_of_eager_ones(style, config, compile_):
+    """Over a mask's length of 128, so that a second graph takes the memory of the first."""
+    wide = dataclasses.replace(STYLES[style], max_position_embeddings=256, kv_channels=16, compile=compile_)
+    model, sample = build_gpt(wide).to("cuda", torch.bfloat16), SampleConfig(sample_tokens=200, **CONFIGS[config])
+    ends = end_of_some(model, sample)
+    eager, graphs = draw(model, sample, ends=ends, graphs=StepGraphs(capture=False)), StepGraphs(capture=True)
+    for _ in range(2):
+        assert_same(draw(model, sample, ends=ends, graphs=graphs), eager, atol=0)
+    assert graphs.capture
+    assert graphs.captured >= 2
+    assert graphs.replayed > 100
