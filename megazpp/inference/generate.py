@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.inference.decoding import Drawing, StepGraphs, may_capture
+from megazpp.inference.decoding import Drawing, StepGraphs
 from megazpp.inference.sample import SampleConfig, pick
 from megazpp.model.gpt import GPTModel
 from megazpp.model.kv_cache import KVCache
@@ -145,12 +145,12 @@ def draw_completions(
         ends: the token that ends a completion.
         is_last: also asked, for each row and new token, whether the row ends with it. Same answers on all tp ranks.
             The host then waits for each token.
-        graphs: runs the steps; None for CUDA graphs where `may_capture` allows them.
+        graphs: object that runs the steps; None for eager steps.
         look_every: tokens after which the host looks which rows are over; None for LOOK_EVERY on CUDA, where it waits
             for the device, and 1 on a CPU. Tokens that a row draws after its end are not part of the result.
     """
     drawing = Drawing(model, tp, prompts, config, uniform, ends=ends)
-    graphs = graphs or StepGraphs(capture=may_capture(model))
+    graphs = graphs or StepGraphs(capture=False)
     if is_last is not None or look_every is None:
         look_every = LOOK_EVERY if drawing.going.is_cuda and is_last is None else 1
     going, limit = [True] * len(prompts), config.sample_tokens

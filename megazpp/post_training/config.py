@@ -88,9 +88,9 @@ class PostTrainingConfig:
         needs=DRAWN,
     )
     rollout_graphs: bool = flag(
-        True,
-        "replay CUDA graphs of decoding steps, where there is no tensor and no context parallelism; each token then "
-        "costs the host one launch",
+        False,
+        "replay CUDA graphs of decoding steps, so that each token costs the host one launch; not with tensor or context "
+        "parallelism, and not validated on a GPU yet",
         needs=DRAWN,
     )
     steps_per_generation: int = flag(

@@ -52,7 +52,7 @@ class PolicySampler:
     seed: int
     at_once: int | None = None
     base: WeightHandle | None = None
-    replays: bool = True
+    replays: bool = False
     graphs: StepGraphs = field(init=False)
 
     def __post_init__(self) -> None:
