@@ -103,6 +103,8 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rotary is not None:
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
+            if self.q_norm is None and not self.context_parallel and torch.is_grad_enabled():
+                v = v.contiguous()  # autograd keeps q, k and v: a view of `qkv` would keep all of it, for v alone
         if cache is not None:
             assert inputs.places is not None, "a cache needs places"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)

@@ -1,11 +1,11 @@
 """The output layer's product and the cross entropy in one, over a vocabulary split over the tensor-parallel axis.
 
 Logits are the largest tensor of a step: for 8192 tokens and a vocabulary of 128 thousand, 2.1 GB in 16 bits and 4.2 GB
-in fp32. They are never gathered over tp and never in fp32 but for some tokens at a time. Forward keeps them as the
-product gives them, and backward turns them into their own gradient in place, so a step has three products. Where they
-are larger than `CHUNK_BYTES`, their columns are worked through in chunks, of which one is in memory, and backward
-multiplies all but the last again. Chunks are cut from the vocabulary and not from the tokens, so that each row of the
-weight's gradient is one product.
+in fp32. They are never gathered over tp. A fused kernel (`fuse`) never stores them in fp32; eager code does so for a
+block of tokens at a time. Forward keeps them as the product gives them, and backward turns them into their own gradient
+in place, so a step has three products. Where they are larger than `CHUNK_BYTES`, their columns are worked through in
+chunks, of which one is in memory, and backward multiplies all but the last again. Chunks are cut from the vocabulary
+and not from the tokens, so that each row of the weight's gradient is one product.
 
     a chunk                    logits [N, C] = x w^T      normalizer [N] = logsumexp of the logits
     chunks and ranks together  normalizer [N] = logsumexp of theirs
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from megazpp.parallel.axis import MeshAxis
 
 CHUNK_BYTES = 1 << 32  # of a chunk's logits in their own format: in 16 bits, 16384 tokens of 128 thousand
-BLOCKS = 64  # a chunk's share that is in fp32 at a time, in up to five tensors
+BLOCKS = 64  # eager: the part of a chunk that is in fp32 at a time, in up to five tensors
 COLUMNS_MULTIPLE = 128  # of a chunk, as of the padded vocabulary: rows are aligned for the products
 
 
@@ -95,14 +95,18 @@ class _Chunk(NamedTuple):
 def _plan_chunks(
     settings: _Settings, num_rows: int, num_tokens: int, itemsize: int
 ) -> tuple[list[_Chunk], list[slice]]:
-    """Split this rank's `num_rows` of the weight into chunks of about the same size, and tokens into blocks of fp32."""
+    """Split this rank's `num_rows` of the weight into chunks of similar size, and the tokens into blocks.
+
+    Eager code makes fp32 tensors of one block at a time. A fused kernel makes none and takes all tokens as one block.
+    """
     first, step = settings.tp.rank * num_rows, COLUMNS_MULTIPLE
     real = min(max(settings.vocab_size - first, 0), num_rows)
     if real == 0:
         return [], []
     most = max(settings.chunk_bytes // (max(num_tokens, 1) * itemsize * step), 1)
     width = step * -(-real // (step * -(-real // (step * most))))
-    end, at_once = min(-(-real // step) * step, num_rows), max(settings.chunk_bytes // (BLOCKS * 4 * width), 1)
+    end = min(-(-real // step) * step, num_rows)
+    at_once = max(num_tokens if settings.fuse else settings.chunk_bytes // (BLOCKS * 4 * width), 1)
     blocks = [slice(start, start + at_once) for start in range(0, num_tokens, at_once)]
     starts = range(0, real, width)
     return [_Chunk(slice(s, min(s + width, end)), min(width, real - s), first + s) for s in starts], blocks
@@ -164,8 +168,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient_(logits[block, : chunk.real], normalizer[block], scale[block], temperature)
             logits.scatter_(-1, place, torch.where(mine.unsqueeze(-1), at_label, logits.gather(-1, place)))
             logits[:, chunk.real :] = 0.0
-            if x_grad is not None:
-                x_grad = x_grad.add_(logits @ weight[chunk.rows]) if several else logits @ weight[chunk.rows]
+            if x_grad is not None and several:
+                x_grad += logits @ weight[chunk.rows]
+            elif x_grad is not None:
+                torch.mm(logits, weight[chunk.rows], out=x_grad)
             if weight_grad is not None:
                 torch.mm(logits.t(), x, out=weight_grad[chunk.rows])
             logits = None

@@ -3,15 +3,18 @@
 import functools
 import itertools
 import math
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
-from helpers.tensor_parallel import REGION, compare_slices, draw, tp_axis
+from helpers.tensor_parallel import REGION, compare_slices, draw, saved_tensors, tp_axis
 
 from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles, rotate
 from megazpp.model.config import GPTConfig
+from megazpp.parallel.axis import MeshAxis
 
 RESTARTING = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
 FAR = torch.arange(2000, 2009).expand(2, 9)
@@ -111,3 +114,36 @@ def compare_with_formula() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_attention_however_it_is_split_is_its_formula_head_by_head(size):
     ranks(size).run(compare_with_formula)
+
+
+def keeps_fused_product(inputs: AttentionInputs, **changes: Any) -> bool:
+    """True if autograd keeps the output of the fused projection, of which queries, keys and values are views."""
+    config = GPTConfig(hidden_size=8, num_attention_heads=4, attention_dropout=0.0, **changes)
+    attention = SelfAttention(config, tp=MeshAxis("tp"), sequence_parallel=False, output_std=1.0).double()
+    outputs: list[torch.Tensor] = []
+    attention.qkv.register_forward_hook(lambda module, args, output: outputs.append(output))
+    with saved_tensors() as kept:
+        attention(draw(0, 6, 2, 8).requires_grad_(), inputs)
+    return outputs[0].untyped_storage().data_ptr() in {x.untyped_storage().data_ptr() for x in kept}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_rotary_attention_does_not_keep_the_fused_product(masked):
+    """Turned queries and keys are other tensors, and the values alone are a small part of the product."""
+    mask = document_mask(torch.tensor([0, 2, 6, 7, 12]), batch=2, seq=6) if masked else None
+    core = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
+    cases = itertools.product(("multi-head", "grouped", "multi-query"), (1.0, 0.5), ({}, core))
+    for shape, percent, recompute in cases:
+        changes = {"kv_channels": 4, "position_embedding_type": "rope", "rotary_percent": percent} | SHAPES[shape]
+        rotary = rotary_angles(torch.arange(6).expand(2, 6), channels=int(4 * percent), base=10000.0)
+        inputs = AttentionInputs(rotary=rotary, mask=mask)
+        assert not keeps_fused_product(inputs, **changes, **recompute), (shape, percent, recompute)
+
+
+def test_attention_without_copies_of_its_parts_keeps_the_fused_product():
+    """Without rotary positions all three are views of it, and norms of heads need it as their input."""
+    rotary = rotary_angles(torch.arange(6).expand(2, 6), channels=4, base=10000.0)
+    assert keeps_fused_product(AttentionInputs(rotary=None, mask=None), kv_channels=4)
+    with mock.patch.object(torch.Tensor, "contiguous", side_effect=AssertionError("a copy that saves no memory")):
+        norms = {"position_embedding_type": "rope", "kv_channels": 4, **SHAPES["grouped head norms"]}
+        assert keeps_fused_product(AttentionInputs(rotary=rotary, mask=None), **norms)

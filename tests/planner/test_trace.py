@@ -114,8 +114,8 @@ def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too():
         plain, documents = trace(like(config)), trace(like(config), documents=how)
         extra, heads, groups = 2 * SAMPLES * SEQ**2, config.heads, config.query_groups
         if how == "mask" and heads > groups:
-            # keys, and the fused projection of which values were a part, are not needed then
-            extra += (2 * heads - groups - (heads + 2 * groups)) * 2 * SAMPLES * SEQ * config.head_size
+            # keys and values of each head, in place of those of each group
+            extra += 2 * (heads - groups) * 2 * SAMPLES * SEQ * config.head_size
         assert kept(documents) - kept(plain) == extra
         above = SAMPLES * heads * SEQ**2 * config.head_size  # flops of a product's half above the diagonal
         assert flops(documents) - flops(plain) == 5 * (2 + 5) * above  # layers; forward and backward

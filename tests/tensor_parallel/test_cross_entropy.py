@@ -14,6 +14,7 @@ from helpers.tensor_parallel import assert_near, counted, draw, part, tp_axis
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.trace import BACKWARD, FORWARD, TraceRecorder
+from megazpp.tensor_parallel import cross_entropy
 from megazpp.tensor_parallel.cross_entropy import BLOCKS, linear_cross_entropy
 
 SEQ, BATCH = 13, 3  # odd, and 39 tokens are enough for every label of the small vocabularies
@@ -75,6 +76,30 @@ def test_losses_entropy_gradients_and_bytes_are_those_of_the_real_vocabulary(siz
 @pytest.mark.slow  # waits for the compiler
 def test_those_of_fused_kernels_are_the_same():
     ranks(2).run(compare, REAL, PADDED, SMALL, 0.7, fuse=True)
+
+
+def test_fused_kernels_take_all_tokens_of_a_chunk_at_once(monkeypatch):
+    def counting(function: Any) -> Any:
+        def counted(logits: torch.Tensor, *args: Any) -> Any:
+            calls.append((function.__name__, len(logits)))
+            return function(logits, *args)
+
+        return counted
+
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(cross_entropy, "_compiled", counting)
+    for tokens, chunk_bytes, num_chunks in ((TOKENS, WHOLE, 1), (TOKENS, SMALL, 3), (1, SMALL, 1), (0, WHOLE, 1)):
+        x, weight = draw(1, tokens, 5).requires_grad_(), draw(2, PADDED, 5).requires_grad_()
+        labels, found = torch.arange(tokens), []
+        for fuse in (False, True):
+            losses, _ = linear_cross_entropy(
+                x, weight, labels, tp=MeshAxis("tp"), vocab_size=REAL, fuse=fuse, chunk_bytes=chunk_bytes
+            )
+            found.append((losses, *torch.autograd.grad(losses.sum(), (x, weight))))
+        assert all(map(torch.equal, *found)), (tokens, chunk_bytes)
+        each = num_chunks if tokens else 0
+        assert calls == [("_distribution", tokens)] * each + [("_gradient_", tokens)] * each
+        calls.clear()
 
 
 def from_logits(
