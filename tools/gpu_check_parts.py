@@ -1,4 +1,7 @@
-"""The parts of tools/gpu_check.py: which programs they run, and what they read from them."""
+"""The parts of tools/gpu_check.py: which programs they run, and what they read from them.
+
+One file of more than 300 lines: all parts share `Check`, `train` and the tables of flags at the top.
+"""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ class PostTrainingConfig:
     )
     rollout_graphs: bool = flag(
         False,
-        "replay CUDA graphs of decoding steps, so that each token costs the host one launch; not with tensor or context "
-        "parallelism, and not validated on a GPU yet",
+        "replay CUDA graphs of decoding steps, so that each token costs the host one launch; needs one tensor-parallel "
+        "and one context-parallel rank; not validated on a GPU yet",
         needs=DRAWN,
     )
     steps_per_generation: int = flag(
