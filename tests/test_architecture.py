@@ -170,10 +170,10 @@ def code_lines(file: File) -> int:
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(file.text).readline)
     lines = {line for t in tokens if t.type not in skipped for line in range(t.start[0], t.end[0] + 1)}
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in file.nodes:
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            if ast.get_docstring(node, clean=False) is not None:
-                lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return len(lines)
 
 
