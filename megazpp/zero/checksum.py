@@ -21,7 +21,7 @@ def checksum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
         return mixed_sum(shards)
     found = 0
     for shard in shards:
-        found = zlib.crc32(shard.view(torch.uint8).numpy(), found)
+        found = zlib.crc32(shard.view(torch.uint8).numpy().data, found)
     return torch.tensor(found)
 
 

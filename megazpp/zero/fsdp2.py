@@ -185,7 +185,9 @@ def _wrap(model: nn.Module, device_type: str, fsdp: Mapping[str, Any]) -> None:
     """Wrap each repeated block, and the rest of the model, over all ranks."""
     if device_type == "meta":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = fsdp.get("mesh") or DeviceMesh.from_group(dist.group.WORLD, device_type)  # with the user's timeout
+    world = dist.group.WORLD
+    assert world is not None
+    mesh = fsdp.get("mesh") or DeviceMesh.from_group(world, device_type)  # with the user's timeout
     for block in repeated_blocks(model):
         fully_shard(block, **{**fsdp, "mesh": mesh})
     fully_shard(model, **{**fsdp, "mesh": mesh})
