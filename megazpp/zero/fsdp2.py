@@ -195,7 +195,8 @@ def _wrap(model: nn.Module, device_type: str, fsdp: Mapping[str, Any]) -> None:
     if device_type == "meta":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     world = dist.group.WORLD
-    assert world is not None, "zeropp needs torch.distributed to be initialized"
+    if world is None:
+        raise RuntimeError("megazpp.zeropp needs process groups: call torch.distributed.init_process_group first")
     mesh = fsdp.get("mesh") or DeviceMesh.from_group(world, device_type)  # with the user's timeout
     for block in repeated_blocks(model):
         fully_shard(block, **{**fsdp, "mesh": mesh})

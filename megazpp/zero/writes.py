@@ -207,7 +207,7 @@ class WriteWatch:
         self._unread: tuple[Ballot, list[int], torch.Tensor, torch.cuda.Event] | None = None
         for gather in gathers:
             gather.watch = self
-        modules: list[Any] = [module for gather in gathers for module in gather.unit.modules]
+        modules: list[Any] = [module for gather in gathers for module in gather.unit.modules]  # `nn.Module`s, too
         for module in dict.fromkeys(modules):
             module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's, which gathers
             module.register_forward_hook(self._end, always_call=True)
