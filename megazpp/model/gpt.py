@@ -7,6 +7,7 @@ than 300 lines, because `sharding_units` speaks of all its modules.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -132,8 +133,10 @@ class GPTModel(nn.Module):
             assert cache is logits_at is None, "each rank has a part of the places"
             tokens, position_ids = (x.chunk(self.cp.size, dim=1)[self.cp.rank] for x in (tokens, position_ids))
             labels = None if labels is None else labels.chunk(self.cp.size, dim=1)[self.cp.rank]
+        inputs = self._attention_inputs(position_ids, document_starts, cache, seq)
         x = self.embedding(tokens, position_ids)
-        inputs = self._attention_inputs(position_ids, document_starts, cache, seq, x.dtype)
+        if cache is not None:
+            inputs = dataclasses.replace(inputs, mask=shared_mask(inputs.mask, x.dtype))
         for index, layer in enumerate(self.layers):
             x = layer(x, inputs, None if cache is None else cache.layers[index])
         x = self.final_norm(x)
@@ -188,20 +191,14 @@ class GPTModel(nn.Module):
         return [[self.embedding], *layers, [self.final_norm, self.output]]
 
     def _attention_inputs(
-        self,
-        position_ids: torch.Tensor,
-        starts: torch.Tensor | None,
-        cache: KVCache | None,
-        seq: int,
-        dtype: torch.dtype,
+        self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int
     ) -> AttentionInputs:
         config, batch, rotary = self.config, len(position_ids), None
         if config.positions == "rope":
             channels = int(config.head_size * config.rotary_percent)
             rotary = rotary_angles(position_ids, channels, config.rotary_base, config.rope_scaling)
         if cache is not None:
-            mask = cache.mask(position_ids)
-            return AttentionInputs(rotary=rotary, mask=shared_mask(mask, dtype), places=position_ids)
+            return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
         if starts is not None and self.document_kernel is None:
             return AttentionInputs(rotary=rotary, mask=document_mask(starts, batch=batch, seq=seq))
         return AttentionInputs(rotary=rotary, mask=None, document_starts=starts)

@@ -304,7 +304,7 @@ def make_group(
         return world
     if len(mine) == 1:
         own = "gloo" if nccl else None  # not a communicator that nobody talks through; only this rank knows of it
-        return dist.new_group(list(mine), timeout, own, group_desc=name, use_local_synchronization=True)
+        return dist.new_group(list(mine), timeout=timeout, backend=own, group_desc=name, use_local_synchronization=True)
     if backend is None and ascending and nccl and world.bound_device_id is not None:
         # into all parts at once: splitting one off takes all ranks, and one by one a thousand would take a minute
         parts = [list(ranks) for ranks in partition]

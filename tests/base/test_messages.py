@@ -12,6 +12,7 @@ FOREIGN = {
     "--net": "unshare",
     "--gpus-per-task": "srun",
     "--continue-on-collection-errors": "pytest",
+    "--dist": "pytest-xdist",
     "--ckpt-format": "Megatron-LM, whose checkpoints are read",
     "--dataset-impl": "Megatron-LM, refused",
     "--keep-sequential-samples": "Megatron-LM, refused",

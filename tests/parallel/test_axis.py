@@ -80,7 +80,7 @@ def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(partition, b
     """On rank 2 of 4. One rank gets no communicator; all ranks have their group already."""
     called: list[Any] = []
 
-    def split_group(*, split_ranks, pg_options, group_desc):
+    def split_group(*, split_ranks, timeout, pg_options, group_desc):
         called.append(split_ranks)
         return "split"
 

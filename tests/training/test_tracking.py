@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -346,6 +347,7 @@ def test_tensorboard_forgets_lost_steps_and_keeps_those_before(tmp_path, resumed
     for iteration in range(1, 5):
         first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
     first.close(exit_code=1)
+    time.sleep(1 - time.time() % 1)  # files of one second are read in the order of a number in words, 10 before 9
     second = TensorBoardSink(tmp_path)
     second.resume(TrainingProgress(resumed, 8 * resumed))
     for iteration in (resumed + 1, resumed + 2):
