@@ -206,9 +206,10 @@ class TwoHopReduce(SummingReduce):
 
     def _drop_discarded(self) -> None:
         """Forget the partial sums and errors of gradients that the program has cleared since the last backward."""
-        if self._waiting:
+        # without marks nothing is discarded, and between copies of the model (HSDP) `.grad` is None until the last sum
+        if self._waiting and self._marks is not None:
             kept = tuple(index for index in self._waiting if self.unit.gradient(index) is not None)
-            self._factors = None if self._marks is None else self._marks.take(kept)  # kept until the next backward
+            self._factors = self._marks.take(kept)  # kept until the next backward
             if kept != self._waiting or self._factors is not None:
                 self._local_queue.submit(functools.partial(self._keep_partial_sums, kept, self._factors))
             self._waiting = kept
