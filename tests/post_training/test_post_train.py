@@ -108,7 +108,8 @@ def test_a_reward_model_serves_ppo(home):
     assert found[0]["sampling_logp_difference/max"] < 1e-4
     disk = "--weight-bits 8 --weights-on disk --weight-store stores"
     streamed = trained(home, "ppo-disk", f"{flags} reward {disk}")
-    assert streamed[0]["kl"] != found[0]["kl"]  # 8 bits are not 32
+    kls = [[row["kl"] for row in run] for run in (found, streamed)]
+    assert kls[0] != kls[1]  # 8 bits are not 32; on some CPUs the first rollouts are equal
     assert streamed[0]["kl"] == pytest.approx(found[0]["kl"], abs=0.1)
     assert {path.name for path in (home / "stores").iterdir()} == {"reference", "reward"}
     assert "value head (scalar_head) is left out" in tool(home, "convert_checkpoint", "--input ppo --output ppo-hf")
