@@ -46,7 +46,9 @@ def test_both_hold_every_file_that_programs_need(built):
     wanted = {
         path.replace(folder, FOLDERS[folder], 1)
         for path in tracked
-        if (folder := path.partition("/")[0]) in FOLDERS and not path.startswith(LEFT_OUT) and not path.endswith(".md")
+        if (folder := path.partition("/")[0]) in FOLDERS
+        and not path.startswith(LEFT_OUT)
+        and not path.endswith((".md", "megazpp/kernels"))  # the second is a link to a folder
     }
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         assert wanted - set(wheel.namelist()) == set()
