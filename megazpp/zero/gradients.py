@@ -53,7 +53,7 @@ class UnusedParameters:
 
 
 class GradientMarks:
-    """GradientMarks in the gradients of a unit, in the first element of each shard that has one."""
+    """Marks in the gradients of a unit, in the first element of each shard that has one."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit

@@ -18,7 +18,7 @@ precision, parameter types and checkpoints are the same everywhere. ZeRO++ is st
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -80,9 +80,9 @@ class Sharding:
         self._watchable = [reduce for _, reduce in comms]
         self._residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
         if self._gathers:
-            _notice_steps(weakref.ref(self))
+            _on_steps(self, Sharding.before_optimizer_step, Sharding.after_optimizer_step)
         if any(reduce.restores_none for reduce in self._reduces):
-            _watch_steps(weakref.ref(self))
+            _on_steps(self, Sharding.refuse_early_step, Sharding.keep_errors)
 
     def begin_step(self, iteration: int) -> None:
         """Call before the first micro-batch of a training step; only --zero-weight-keyframe-interval needs it."""
@@ -406,38 +406,26 @@ def _held_by(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
     return None if optimizer is None else _ids_of(optimizer)
 
 
-def _notice_steps(sharding: weakref.ref[Sharding]) -> None:
-    """Have every step of any torch optimizer change the weights of `sharding`.
+def _on_steps(sharding: Sharding, before: _StepHook, after: _StepHook) -> None:
+    """Call two methods of `Sharding` before and after every step of any torch optimizer.
 
     Hooks on all optimizers, because fused and foreach steps on DTensors move no version counter. They outlive the model
     and then do nothing: taking them away could happen while torch goes through its hooks.
     """
+    reference = weakref.ref(sharding)
 
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (alive := sharding()) is not None:
-            alive.before_optimizer_step(optimizer)
+    def hook(method: _StepHook) -> Callable[..., None]:
+        def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (alive := reference()) is not None:
+                method(alive, optimizer)
 
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (alive := sharding()) is not None:
-            alive.after_optimizer_step(optimizer)
+        return call
 
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
+    register_optimizer_step_pre_hook(hook(before))
+    register_optimizer_step_post_hook(hook(after))
 
 
-def _watch_steps(sharding: weakref.ref[Sharding]) -> None:
-    """Have a step raise that would use gradients which wait, and note which gradients were used."""
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (alive := sharding()) is not None:
-            alive.refuse_early_step(optimizer)
-
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (alive := sharding()) is not None:
-            alive.keep_errors(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
+_StepHook = Callable[[Sharding, torch.optim.Optimizer], None]
 
 
 def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
