@@ -257,7 +257,7 @@ class MixedCodec(Codec):
                 start += b - a
 
 
-ROOM, SPARE = 0.125, 128  # of a message beyond what is predicted: a share, and bytes
+ROOM, SPARE = 0.125, 512  # of a message beyond what is predicted: a share, and bytes (small units vary more)
 
 
 class LosslessCodec:
