@@ -54,7 +54,7 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job, home):
     output = main_job.output
     for text in (
         "using world size: 2, data-parallel size: 2, tensor-model-parallel size: 1",
-        "note: --emulate-nodes auto: 2 ranks on one machine are treated as 2 nodes\n",
+        "\n1 node(s) x 2 rank(s): ",
         "ZeRO stage 3",
         "torch.optim.AdamW(fused=True)",
         "training a SentencePiece tokenizer of 2048 pieces",
@@ -67,7 +67,7 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job, home):
     ):
         assert output.count(text) == 1, f"{text!r} in:\n{output}"
     assert re.search(r"\n  --num-layers 2 +# configs/gpt_tiny.args:5\n", output)
-    for text in ("--num-workers", "Traceback", "\r"):  # at its default; no progress bar without a terminal
+    for text in ("--num-workers", "Traceback", "\r", "note: --emulate-nodes", "between nodes", "cross MB"):
         assert text not in output
 
 
@@ -78,8 +78,8 @@ def test_metrics_and_summary_have_sane_values_and_the_log_has_the_same(main_job)
         assert row["consumed_samples"] == 8 * row["iteration"]
         assert row["consumed_tokens"] == 128 * row["consumed_samples"]
         assert min(row["step_seconds"], row["grad_norm"], row["learning_rate"]) > 0
-        assert row["cross_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
-        assert row["tp_bytes"] == row["local_bytes"] == row["skipped"] == 0  # two nodes of one rank each
+        assert row["local_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
+        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0  # one node
         assert f" | tokens/s per rank: {row['tokens_per_second'] / 2:.1f} | " in main_job.output
     assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048
     assert rows[2]["lm_loss"] < rows[0]["lm_loss"] - 0.3
@@ -89,7 +89,7 @@ def test_metrics_and_summary_have_sane_values_and_the_log_has_the_same(main_job)
     assert summary["tokens"] == 6 * 8 * 128
     assert 1e-6 < summary["cpu_seconds_per_token"] < 1e-2
     assert 1e8 < summary["peak_memory_bytes"] < 1e10
-    assert summary["cross_bytes_per_step"] == pytest.approx(rows[0]["cross_bytes"], rel=0.01)
+    assert summary["cross_bytes_per_step"] == 0
 
 
 def test_what_the_run_has_recorded_makes_a_report(main_job):
@@ -99,7 +99,7 @@ def test_what_the_run_has_recorded_makes_a_report(main_job):
     assert run.validations[1]["lm_loss"] == main_job.summary["validation_loss"]
     assert run.layout.describe() in main_job.output
     page = report_html([run], datetime.datetime(2026, 1, 2))
-    for chart in ("lm_loss", "validation", "tokens_per_second", "grad_norm", "cross_bytes", "peak_memory_bytes"):
+    for chart in ("lm_loss", "validation", "tokens_per_second", "grad_norm", "peak_memory_bytes"):
         assert f'"{chart}":[[[' in page
 
 
@@ -132,7 +132,6 @@ def test_a_run_folder_used_again_loses_nothing_and_args_txt_gives_the_same_losse
 def test_one_worker_gives_the_losses_of_two(main_job, home):
     run = home.pretrain(*MAIN_JOB, "--log-params-norm", "--log-num-zeros-in-grad", run="one", nproc=1)
     assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
-    assert "note: --emulate-nodes auto: 1 rank(s) on one machine stay one node" in run.output
     assert [row[f"{wire}_bytes"] for row in run.metrics for wire in ("local", "cross")] == [0] * 6
     assert len(re.findall(r"\| num zeros: \d+\.0 \| params norm: [1-9]\d\.\d{3} \|", run.output)) == 3
 
@@ -144,7 +143,6 @@ def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losse
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
     assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
     assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
-    assert "note: --emulate-nodes auto: 2 rank(s) on one machine stay one node (not 2 x tp 2)" in run.output
     assert list(tmp_path.iterdir()) == []  # its working directory
 
 
@@ -154,7 +152,7 @@ def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job, h
     run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "1", run="zeropp", nproc=4)
     assert run.values() == pytest.approx(main_job.values()[:3], rel=5e-3)
     assert "weights are gathered in two hops, int8 in blocks of 256, kept" in run.output
-
+    assert "note: --emulate-nodes auto: 4 ranks on one machine are treated as 2 nodes\n" in run.output
     rows = {(row["collective"], row["axis"]): row for row in run.summary["traffic"]}
     assert {key: row["wire"] for key, row in rows.items()} == {
         ("all_gather", "local"): "local",

@@ -24,7 +24,8 @@ from megazpp.optim.schedule import ScheduleConfig
 from megazpp.parallel.dims import ParallelConfig
 from megazpp.parallel.environment import NcclConfig
 from megazpp.parallel.launch import LaunchConfig
-from megazpp.topology.cluster_file import ClusterConfig
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
 from megazpp.training.anomalies import AnomalyConfig
 from megazpp.training.batches import BatchConfig
 from megazpp.training.loop import StopConfig
@@ -96,6 +97,13 @@ class RunConfig:
     def parts(self) -> tuple[Any, ...]:
         """The configs in order."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def detect_cluster(self, world_size: int, env: Mapping[str, str]) -> Cluster:
+        """Return the cluster of `world_size` ranks that the flags and the launcher's environment `env` describe."""
+        tp, zero = self.parallel.tensor_model_parallel_size, self.zero
+        two_hops = zero.quantizes_weights or zero.hpz_partition_size != "1" or zero.zero_quantized_gradients
+        nodes = bool(two_hops or zero.zeropp or self.parallel.hsdp or self.islands.asked)
+        return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
     def model_spec(self, vocab_size: int, wire: WirePlan | None = None) -> ModelSpec:
         """Collect what the run's model is built from; `vocab_size` is the tokenizer's."""

@@ -6,6 +6,7 @@ pretrain_gpt.py trains; the programs that use a checkpoint (`run_on_checkpoint`)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -34,7 +35,7 @@ from megazpp.parallel.worker import Worker, run_worker, seed_everything
 from megazpp.stored.load import WeightsConfig, bf16_note, load_used_model
 from megazpp.stored.streamed import StreamedUnits
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import detect_cluster, read_cluster
+from megazpp.topology.cluster_file import read_cluster
 from megazpp.training.context import Console
 from megazpp.training.setup import build_model
 from megazpp.zero.sharding import WeightHandle
@@ -79,15 +80,14 @@ def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
 def announced_cluster(config: RunConfig, place: Place) -> Cluster:
     """The cluster that the flags and the launcher's environment describe, before workers start."""
     launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
-    tp = config.parallel.tensor_model_parallel_size
-    return detect_cluster(place.world_size, config.cluster, launcher_env, tp=tp)
+    return config.detect_cluster(place.world_size, launcher_env)
 
 
 def planned_cluster(config: RunConfig) -> Cluster:
     """The cluster of --cluster-file, or this machine's ranks: for programs that start no workers."""
     path = config.cluster.cluster_file
     world_size = find_place(config.launch, {}).world_size if path is None else read_cluster(path).world_size
-    return detect_cluster(world_size, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
+    return config.detect_cluster(world_size, {})
 
 
 class Loaded(NamedTuple):
@@ -166,7 +166,8 @@ def _load(
 ) -> Loaded:
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).log
-    cluster = settle_cluster(worker, config.cluster, cluster, tp=config.parallel.tensor_model_parallel_size)
+    on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
+    cluster = settle_cluster(worker, config.cluster, cluster, on_one_machine=on_one_machine)
     layout, wire, notices = check_model_config(config, cluster, device_type=device.type)
     dims = ParallelDims(layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
     seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)

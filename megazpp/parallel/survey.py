@@ -23,19 +23,21 @@ import torch.distributed as dist
 from megazpp.base.flags import wrong_types
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
+from megazpp.topology.cluster_file import ClusterConfig
 from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, cluster_from_hosts, describe_hosts
 
 T = TypeVar("T")
 UNKNOWN_LINKS = "which GPUs NVLink joins is not known, so a node counts as one fast domain"
 
 
-def settle_cluster(worker: Worker, config: ClusterConfig, announced: Cluster, *, tp: int) -> Cluster:
+def settle_cluster(
+    worker: Worker, config: ClusterConfig, announced: Cluster, *, on_one_machine: Callable[[], Cluster]
+) -> Cluster:
     """The cluster to plan for: as the flags describe it, else as the ranks find it; all ranks return the same.
 
     Args:
         announced: what `detect_cluster` made of flags and the launcher's environment.
-        tp: the tensor-parallel degree, for --emulate-nodes auto.
+        on_one_machine: returns the cluster for --emulate-nodes auto where all ranks are on one machine.
     Raises:
         ValueError: on all ranks, what is wrong with a host.
     """
@@ -44,7 +46,7 @@ def settle_cluster(worker: Worker, config: ClusterConfig, announced: Cluster, *,
     info = describe_host(worker.local_rank, worker.device)
     found = share_survey(worker.store, worker.rank, worker.world_size, info)
     if config.emulate_nodes == "auto" and found.num_nodes == 1:
-        return detect_cluster(worker.world_size, config, {}, tp=tp)
+        return on_one_machine()
     return found
 
 

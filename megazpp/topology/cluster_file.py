@@ -61,8 +61,9 @@ class ClusterConfig:
     )
     emulate_nodes: int | Literal["auto"] | None = flag(
         None,
-        "treat the ranks of one machine as this many nodes of equal size; traffic is then counted as if; auto: 2 where "
-        "the ranks of one machine divide into two nodes of whole tensor-parallel groups",
+        "treat the ranks of one machine as this many nodes of equal size, and count traffic accordingly; auto: 2 if a "
+        "flag distinguishes nodes (--zeropp, --hsdp, --diloco-steps) and the ranks of one machine divide into two "
+        "nodes of whole tensor-parallel groups, else the machine is one node",
     )
     measure_links: bool = flag(
         False,
@@ -75,7 +76,12 @@ class ClusterConfig:
 
 
 def detect_cluster(
-    world_size: int, config: ClusterConfig, env: Mapping[str, str] = os.environ, *, tp: int = 1
+    world_size: int,
+    config: ClusterConfig,
+    env: Mapping[str, str] = os.environ,
+    *,
+    tp: int = 1,
+    distinguishes_nodes: bool = True,
 ) -> Cluster:
     """The cluster of a file, an emulated one, or the one that a launcher's environment describes.
 
@@ -84,6 +90,8 @@ def detect_cluster(
         env: LOCAL_WORLD_SIZE (torchrun, our launcher) or another launcher's variables give the ranks per node; without
             them the job is one node.
         tp: the tensor-parallel degree, whose groups `emulate_nodes` "auto" keeps whole.
+        distinguishes_nodes: whether a flag treats ranks of one node otherwise than those of another; only then does
+            `emulate_nodes` "auto" make two nodes of one machine.
     Raises:
         ValueError: the ranks do not divide into equal nodes, or are not those of the file.
     """
@@ -118,7 +126,7 @@ def detect_cluster(
             f"{world_size} ranks do not divide into nodes of {local} ({name}): nodes have to hold equally many ranks, "
             f"for instance {local} on each of {max(world_size // local, 1)} node(s)"
         )
-    if nodes != "auto" or world_size != local:
+    if nodes != "auto" or world_size != local or not distinguishes_nodes:
         return Cluster(num_nodes=world_size // local, ranks_per_node=local)
     if tp < 1 or world_size % (2 * tp):
         notice = f"--emulate-nodes auto: {world_size} rank(s) on one machine stay one node (not 2 x tp {tp})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import os
 import shlex
 import sys
@@ -49,8 +50,9 @@ def run_training(
     It begins with `source`, or goes on from there; `earlier` is the record of that.
     """
     with user_errors():
-        tp = parsed.config.parallel.tensor_model_parallel_size
-        cluster = settle_cluster(worker, parsed.config.cluster, plan.layout.cluster, tp=tp)
+        config = parsed.config
+        on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
+        cluster = settle_cluster(worker, config.cluster, plan.layout.cluster, on_one_machine=on_one_machine)
         start = start_of(source, earlier)
         plan = check_run_config(parsed.config, cluster, device_type=worker.device.type, start=start)
         find_product(parsed.config.model, worker.device)  # refuses a device that cannot

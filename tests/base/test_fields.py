@@ -17,7 +17,6 @@ from megazpp.base.arguments import RunConfig
 from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.flags import flag_name
 from megazpp.parallel.launch import find_place
-from megazpp.topology.cluster_file import detect_cluster
 
 BESIDE = """
 --train-iters none | --train-samples
@@ -83,7 +82,7 @@ def plan(flags: str) -> RunPlan:
     """Do all that happens before workers start."""
     config = parse(f"{SMALL} {flags}").config
     place = find_place(config.launch, {})
-    cluster = detect_cluster(place.world_size, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
+    cluster = config.detect_cluster(place.world_size, {})
     return check_run_config(config, cluster, device_type="cpu")
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from megazpp.base.arguments import parse_run_config
 from megazpp.base.checks import check_run_config
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import detect_cluster
 
 NODES, RANKS = ("--nnodes", "--nodes", "-N"), ("--nproc-per-node", "--ntasks-per-node")
 SCRIPTS = ("pretrain_gpt.py", "tools/slurm/pretrain.sbatch")
@@ -27,7 +26,7 @@ def main(launcher: str, *words: str) -> None:
     config = parse_run_config(words[place + 1 :], Path.cwd()).config
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks)
     if nodes == 1:  # which may be treated as several
-        cluster = detect_cluster(ranks, config.cluster, {}, tp=config.parallel.tensor_model_parallel_size)
+        cluster = config.detect_cluster(ranks, {})
     plan = check_run_config(config, cluster, device_type="cpu")
     print(f"{launcher}: {plan.layout.describe()}")
 

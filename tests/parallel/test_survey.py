@@ -56,18 +56,26 @@ def worker(rank: int, world_size: int, store: dist.Store) -> Worker:
     return Worker(CPU, rank, world_size, rank, store, timeout=timedelta(minutes=1))
 
 
+def never() -> Cluster:
+    raise AssertionError("only --emulate-nodes auto asks for it")
+
+
 def test_the_survey_overrules_what_the_launcher_announced_but_not_the_flags():
     announced = Cluster(num_nodes=4, ranks_per_node=1)
     alone = worker(0, 4, dist.HashStore())  # a survey would wait for three ranks
     for config in (ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")):
-        assert settle_cluster(alone, config, announced, tp=1) is announced
-    found = settle_cluster(worker(0, 1, dist.HashStore()), ClusterConfig(), announced, tp=1)
+        assert settle_cluster(alone, config, announced, on_one_machine=never) is announced
+    found = settle_cluster(worker(0, 1, dist.HashStore()), ClusterConfig(), announced, on_one_machine=never)
     assert found == Cluster(num_nodes=1, ranks_per_node=1)
     assert found.notices[0].startswith("hosts: ")
     store, auto = dist.HashStore(), ClusterConfig(emulate_nodes="auto")
+    emulated = Cluster(num_nodes=2, ranks_per_node=2)
+
+    def settle(rank: int) -> Cluster:
+        return settle_cluster(worker(rank, 4, store), auto, announced, on_one_machine=lambda: emulated)
+
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda rank: settle_cluster(worker(rank, 4, store), auto, announced, tp=1), range(4)))
-    assert found == [Cluster(num_nodes=2, ranks_per_node=2)] * 4
+        assert list(pool.map(settle, range(4))) == [emulated] * 4
 
 
 def test_what_nvlink_joins_is_a_domain_of_its_own():

@@ -57,6 +57,13 @@ def test_emulate_nodes_auto_makes_two_nodes_of_one_machine_where_they_fit_and_sa
         plan_layout(cluster, tp=tp, replicas=1)
 
 
+def test_emulate_nodes_auto_keeps_one_node_if_no_flag_distinguishes_nodes():
+    config = ClusterConfig(emulate_nodes="auto")
+    found = detect_cluster(4, config, {}, distinguishes_nodes=False)
+    assert (found, found.notices) == (Cluster(num_nodes=1, ranks_per_node=4), ())
+    assert detect_cluster(4, config, {"LOCAL_WORLD_SIZE": "2"}, distinguishes_nodes=False).num_nodes == 2
+
+
 def test_a_cluster_file_describes_the_job_whatever_the_launcher_and_the_tiny_config_say(path):
     written(path, "nodes: 2\nranks_per_node: 4\nfast_domain: 2\nrank_order: cyclic\n")
     expected = Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=CYCLIC)
