@@ -4,8 +4,8 @@
     python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; what comes later wins
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) has started
 
-Parse and check everything, start the workers, then in each worker (`run_training` of megazpp/training/run.py):
-the cluster as it is, the axes, the parts of the run (`pretraining` below, the rest in megazpp/training/trainer.py),
+Parse and check everything, start the workers, then in each worker (`run_training` of megazpp/run/training.py):
+the cluster as it is, the axes, the parts of the run (`pretraining` below, the rest in megazpp/run/trainer.py),
 training, evaluation, a sample of text, and where everything went.
 """
 
@@ -22,26 +22,26 @@ from megazpp.base.program import announce
 announce("pretrain_gpt.py", "megazpp")  # torch takes seconds to import, on a cold disk many
 
 import megazpp
-from megazpp.base.arguments import ParsedRun, parse_run_config
-from megazpp.base.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
-from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.program import EXIT_ERROR
-from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
+from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
-from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
 from megazpp.data.identity import describe_samples
-from megazpp.islands.loop import check_island_holds
+from megazpp.diloco.loop import check_island_holds
 from megazpp.model.backends import check_device
-from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
+from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.parallel.worker import leave
 from megazpp.planner.dry_run import dry_run
 from megazpp.planner.report import plan_report
+from megazpp.run.arguments import ParsedRun, parse_run_config
+from megazpp.run.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
+from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.ranks import Job, announced_cluster, planned_cluster, run_on_ranks
+from megazpp.run.trainer import TrainingParts
+from megazpp.run.training import run_training
 from megazpp.training.context import RunContext
 from megazpp.training.objective import Evaluator, LanguageModelLoss
-from megazpp.training.run import run_training
 from megazpp.training.setup import build_model, open_loader
-from megazpp.training.trainer import TrainingParts
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # where configs/ is, installed or not
@@ -71,7 +71,7 @@ def prepare() -> Job | int:
     earlier = peek(source)
     parsed = with_checkpoint(parsed, source, earlier)
     config = parsed.config
-    place = find_place(config.launch)
+    place = detect_rank_info(config.launch)
     start = start_of(source, earlier)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
     check_device(config.model, device_type())
@@ -87,8 +87,8 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
     wanted = Splits(train=batches.dataset_samples, valid=iterations * batch_size, test=iterations * batch_size)
     data = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=run.log)
     spec = config.model_spec(tokenizer.vocab_size, plan.wire)
-    if plan.islands is not None:
-        check_island_holds(spec, dims, run.device, plan.islands)
+    if plan.diloco is not None:
+        check_island_holds(spec, dims, run.device, plan.diloco)
     built = build_model(spec, dims, run.device)
     loader = functools.partial(
         open_loader, config=config.data, tokenizer=tokenizer, plan=batches, dims=dims, device=run.device
@@ -111,7 +111,7 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
     )
 
 
-def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: RunRecord | None) -> ParsedRun:
+def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: CheckpointMetadata | None) -> ParsedRun:
     """Take the checkpoint's flags (`earlier` is its record); raises ValueError if it is of another model."""
     parsed = with_checkpoint_args(parsed, earlier)
     if source is not None and earlier is not None:

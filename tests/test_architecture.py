@@ -1,4 +1,4 @@
-"""The floors of the house, kept by reading the source: who may import whom, and what only one file may do."""
+"""The layers of the library, checked by reading the source: who may import whom, and what only one file may do."""
 
 import ast
 import graphlib
@@ -12,27 +12,21 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = """
-megazpp.kernels megazpp.base
-megazpp.topology megazpp.parallel
-megazpp.tensor_parallel megazpp.zero
-megazpp.model megazpp.optim megazpp.data
-megazpp.checkpoint
-megazpp.islands megazpp.training megazpp.inference megazpp.report megazpp.convert
-megazpp.base.arguments megazpp.base.checks megazpp.stored
-megazpp.base.checkpoint_flags megazpp.training.trainer megazpp.planner
-megazpp.base.run megazpp.training.run
-megazpp.post_training
-"""  # from the lowest floor; of two that hold a file the longer one counts
-FLOOR = {room: floor for floor, rooms in enumerate(ROOMS.strip().splitlines()) for room in rooms.split()}
-# steps inside a floor: parallel/ builds groups from topology/'s integers
-SAME_FLOOR = {
-    ("megazpp.parallel", "megazpp.topology"),
-    ("megazpp.training", "megazpp.inference"),
-    ("megazpp.islands", "megazpp.training"),
-    ("megazpp.base.checks", "megazpp.base.arguments"),
-    ("megazpp.training.run", "megazpp.base.run"),
-}
+LAYERS = """
+kernels
+base
+topology
+parallel
+tensor_parallel zero
+model optim data
+checkpoint
+training inference report convert
+diloco packed_weights
+run
+planner
+post_training
+"""  # of folders, the lowest first
+LAYER = {f"megazpp.{name}": layer for layer, names in enumerate(LAYERS.strip().splitlines()) for name in names.split()}
 COLLECTIVES = re.compile(
     r"dist\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|batch_isend|all_to_all|new_group|new_subgroups)"
 )
@@ -47,17 +41,17 @@ class File(NamedTuple):
     imports: list[tuple[str, ast.AST]]
 
     @property
-    def room(self) -> str | None:
-        return room(self.name)
+    def folder(self) -> str | None:
+        return folder(self.name)
 
     @property
     def top_level(self) -> list[ast.stmt]:
         return self.nodes[0].body
 
 
-def room(module: str) -> str | None:
-    rooms = [room for room in FLOOR if f"{module}.".startswith(f"{room}.")]
-    return max(rooms, key=len, default=None)
+def folder(module: str) -> str | None:
+    found = ".".join(module.split(".")[:2])
+    return found if found in LAYER else None
 
 
 def read(path: Path) -> File:
@@ -76,48 +70,51 @@ def product() -> list[File]:
 
 
 @pytest.fixture(scope="module")
-def house(product) -> list[File]:
+def library(product) -> list[File]:
     """Without the programs."""
     return [file for file in product if file.name.startswith("megazpp")]
 
 
-def test_a_file_imports_only_from_lower_floors_or_its_own_folder(house):
-    assert len(house) > 30
-    assert [file.name for file in house if file.room is None] == ["megazpp", "megazpp.__main__"]
-    for file in house:
+def test_a_file_imports_only_from_lower_layers_or_its_own_folder(library):
+    assert len(library) > 30
+    assert [file.name for file in library if file.folder is None] == ["megazpp", "megazpp.__main__"]
+    for file in library:
         for target, _ in file.imports:
             if target.startswith(("megazpp.", "pretrain_gpt", "tools", "tests")):
-                mine, theirs = file.room, room(target)
-                lower = theirs in FLOOR and FLOOR[theirs] < FLOOR[mine]
-                assert lower or theirs == mine or (mine, theirs) in SAME_FLOOR, f"{file.name} imports {target}"
+                mine, theirs = file.folder, folder(target)
+                lower = theirs in LAYER and LAYER[theirs] < LAYER[mine]
+                assert lower or theirs == mine, f"{file.name} imports {target}"
 
 
-def test_the_import_graph_has_no_cycles(house):
-    graph = {file.name: {target for target, _ in file.imports} for file in house}
+def test_the_import_graph_has_no_cycles(library):
+    graph = {file.name: {target for target, _ in file.imports} for file in library}
     graphlib.TopologicalSorter(graph).prepare()  # raises where there is one
 
 
-def test_few_files_outside_its_folder_name_a_feature(product):
-    """Local steps are one folder, others speak of islands; so is the planner."""
-    for word, folder in (("diloco", "megazpp.islands"), ("megazpp.planner", "megazpp.planner")):
-        naming = [file.name for file in product if file.room != folder and word in file.text.lower()]
-        assert len(naming) <= 4, naming
+FEATURES = ("convert", "diloco", "inference", "packed_weights", "planner", "post_training", "report")
 
 
-def test_imports_stand_at_the_top(house):
-    """A lazy import of our own code would dodge the floors."""
-    ours = [(file.name, *each) for file in house for each in file.imports if each[0].startswith("megazpp")]
+def test_layers_below_run_import_no_optional_feature(library):
+    features = {f"megazpp.{name}" for name in FEATURES}
+    for file in library:
+        if file.folder not in features and LAYER.get(file.folder, 99) < LAYER["megazpp.run"]:
+            assert not features & {folder(target) for target, _ in file.imports}, file.name
+
+
+def test_imports_stand_at_the_top(library):
+    """A lazy import of our own code would hide an arrow between layers."""
+    ours = [(file.name, *each) for file in library for each in file.imports if each[0].startswith("megazpp")]
     assert [f"{name} imports {target}" for name, target, node in ours if node.col_offset > 0] == []
 
 
-def test_only_zero_touches_fsdp2_and_only_the_axis_calls_collectives(house):
-    assert {file.room for file in house if any("fsdp" in target for target, _ in file.imports)} == {"megazpp.zero"}
-    assert [file.name for file in house if COLLECTIVES.search(file.text)] == ["megazpp.parallel.axis"]
+def test_only_zero_touches_fsdp2_and_only_the_axis_calls_collectives(library):
+    assert {file.folder for file in library if any("fsdp" in target for target, _ in file.imports)} == {"megazpp.zero"}
+    assert [file.name for file in library if COLLECTIVES.search(file.text)] == ["megazpp.parallel.axis"]
 
 
-def test_there_is_no_mutable_state_at_module_level(house):
+def test_there_is_no_mutable_state_at_module_level(library):
     mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp)
-    for file in house:
+    for file in library:
         assert not any(isinstance(node, ast.Global) for node in file.nodes), file.name
         for statement in file.top_level:
             if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, mutable):

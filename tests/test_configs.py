@@ -9,12 +9,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megazpp.base.arguments import ParsedRun, parse_run_config
-from megazpp.base.checks import check_run_config
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.variants import for_planning
+from megazpp.run.arguments import ParsedRun, parse_run_config
+from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 
@@ -63,7 +63,7 @@ def test_each_file_of_the_folder_passes_every_check_on_a_cluster_it_is_meant_for
         local_steps = for_planning(read(name, "@configs/common/local_steps.args").config, "--plan")
         cluster = dataclasses.replace(cluster, num_nodes=max(expected.nodes, 2))
         plan = check_run_config(local_steps, cluster, device_type="cuda")
-        assert (plan.islands.steps, plan.islands.fragments) == (30, 2), name
+        assert (plan.diloco.steps, plan.diloco.fragments) == (30, 2), name
         assert plan.layout.island == plan.layout.cluster.num_nodes, name
 
 

@@ -26,12 +26,12 @@ from helpers.megatron_files import VOCAB, make_weights, write_megatron
 from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
 
-from megazpp.base.arguments import parse_run_config
 from megazpp.base.command_line import read_megatron_flags
 from megazpp.model.config import GPTConfig
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.paper import Memory
+from megazpp.planner.simulator import Memory
 from megazpp.planner.variants import for_planning, with_recompute
+from megazpp.run.arguments import parse_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 

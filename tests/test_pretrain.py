@@ -29,8 +29,8 @@ import pretrain_gpt
 from megazpp.planner.dry_run import DryRun
 from megazpp.report.page import report_html
 from megazpp.report.runs import read_runs
+from megazpp.run.training import what_next
 from megazpp.topology.cluster_file import read_cluster
-from megazpp.training.run import what_next
 
 MAIN_JOB = shlex.split(
     "@configs/gpt_tiny.args --global-batch-size 8 --train-iters 6 --log-interval 2 --eval-interval 4 --eval-iters 1 "
@@ -211,7 +211,7 @@ def test_skip_train_only_evaluates(home):
 @pytest.fixture
 def main(run_main, monkeypatch):
     """Runs main in an empty folder, which must not come as far as starting workers."""
-    monkeypatch.setattr("megazpp.base.run.launch_workers", lambda *_, **__: pytest.fail("started workers"))
+    monkeypatch.setattr("megazpp.run.ranks.launch_workers", lambda *_, **__: pytest.fail("started workers"))
     return functools.partial(run_main, pretrain_gpt.main)
 
 
@@ -275,7 +275,7 @@ def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(m
 
 def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    monkeypatch.setattr("megazpp.base.run.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
+    monkeypatch.setattr("megazpp.run.ranks.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--nproc", "2"])
     assert pretrain_gpt.main() == 102
 

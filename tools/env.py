@@ -25,8 +25,8 @@ from megazpp.kernels.block_quant import backend, native
 from megazpp.kernels.c_library import CLibraryError
 from megazpp.optim.apex import check_apex
 from megazpp.optim.optimizer import OptimizerConfig, optimizer_backends
+from megazpp.parallel.host_discovery import describe_host
 from megazpp.parallel.launch import device_type
-from megazpp.parallel.survey import describe_host
 from megazpp.topology.hosts import cluster_from_hosts
 
 Section = dict[str, str]

@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from megazpp.base.arguments import RunConfig
 from megazpp.base.flags import flag
 from megazpp.base.program import program
-from megazpp.base.run import Loaded, run_on_checkpoint
 from megazpp.data.dataset import Splits, build_datasets, check_inputs
+from megazpp.run.arguments import RunConfig
+from megazpp.run.ranks import Loaded, run_on_checkpoint
 from megazpp.training.batches import plan_batches
 from megazpp.training.objective import Evaluator, Score, check_input, count_labels, score_whole
 from megazpp.training.setup import open_loader

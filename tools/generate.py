@@ -21,13 +21,13 @@ from typing import Literal
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from megazpp.base.arguments import RunConfig
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import program
-from megazpp.base.run import Loaded, run_on_checkpoint
 from megazpp.data.tokenizer import marks_note
 from megazpp.inference.generate import sequences_that_fit
 from megazpp.inference.text import continue_texts
+from megazpp.run.arguments import RunConfig
+from megazpp.run.ranks import Loaded, run_on_checkpoint
 
 DEFAULT_TOKENS = 100
 

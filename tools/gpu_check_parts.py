@@ -28,8 +28,8 @@ import demo_post_training
 import torch
 from emulate_cluster import start_on_this_machine
 
-from megazpp.base.arguments import parse_run_config
 from megazpp.base.program import EXIT_USER_ERROR, GIGA, MEGA, TERA, end_with
+from megazpp.run.arguments import parse_run_config
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK
 
@@ -226,7 +226,7 @@ def _run_program(check: Check, seconds: float, item: tuple[str, str]) -> tuple[s
 def optimizers(check: Check) -> None:
     """Compare three steps of each optimizer and precision on the device with the same steps on the CPU."""
     log, out = check.folder / "log.txt", check.folder / "steps.json"
-    words = f"-m gpu_check_sides optimizers @configs/gpt_125m.args {TOY} --tokenizer-type NullTokenizer --mock-data"
+    words = f"-m gpu_check_workers optimizers @configs/gpt_125m.args {TOY} --tokenizer-type NullTokenizer --mock-data"
     words += f" --global-batch-size 2 --train-samples 64 --run-dir {out}"
     if code := check.run(words, log, check.left()):
         check.fail(f"exit code {code}, {last_line(log)}")
@@ -259,7 +259,7 @@ def training(check: Check) -> None:
             if began < longest:
                 check.note(f"no time for {name}, {side}")
                 continue
-            program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_sides {kind}"
+            program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_workers {kind}"
             words = f"@configs/{config}.args {shape} --mock-data {flags}"
             lines = train(check, f"{name} {side}", f"{program} {words}", began)
             longest = max(longest, began - check.left())
@@ -295,7 +295,7 @@ def streams(check: Check) -> None:
         more = MORE_WAYS[: check.size(2 + 2 * check.long, 1)] if tp == 1 else ()
         ways = ["--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed", *more]
         ways = [f"{way} {split}--num-layers 4" for way in ways]
-        _, off, on, *_ = on_two_nodes(check, "-m gpu_check_sides streams", ways, later=3 * (tp != degrees[-1]))
+        _, off, on, *_ = on_two_nodes(check, "-m gpu_check_workers streams", ways, later=3 * (tp != degrees[-1]))
         pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
         unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
         check.note(

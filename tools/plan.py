@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from megazpp.base.arguments import RunConfig, parse_run_config
 from megazpp.base.program import flags_of, program
 from megazpp.parallel.launch import device_type
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.variants import changed, for_planning, schemes
+from megazpp.run.arguments import RunConfig, parse_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 

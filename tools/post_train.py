@@ -24,17 +24,14 @@ from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 
 announce("post_train.py", "megazpp-post-train")  # torch takes seconds to import, on a cold disk many
 
-from megazpp.base.arguments import ParsedRun, parse_run_config
-from megazpp.base.checks import check_run_config
 from megazpp.base.program import program
-from megazpp.base.run import Job, announced_cluster, planned_cluster, run_on_ranks
 from megazpp.checkpoint.read import start_of
 from megazpp.model.backends import check_device
-from megazpp.parallel.launch import RESTART_COUNT, device_type, find_place
+from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import changed
 from megazpp.post_training.plan import describe_phases, dry_run_models, plan_models
-from megazpp.post_training.start import (
+from megazpp.post_training.setup import (
     EXTRA,
     check_files,
     check_post_training,
@@ -43,7 +40,10 @@ from megazpp.post_training.start import (
     without_checkpoint,
 )
 from megazpp.post_training.trainer import post_training
-from megazpp.training.run import run_training
+from megazpp.run.arguments import ParsedRun, parse_run_config
+from megazpp.run.checks import check_run_config
+from megazpp.run.ranks import Job, announced_cluster, planned_cluster, run_on_ranks
+from megazpp.run.training import run_training
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,7 +72,7 @@ def prepare(argv: list[str]) -> Job | int:
     if parsed.show.print_config:
         print(parsed.report())
         return 0
-    config, place = parsed.config, find_place(parsed.config.launch)
+    config, place = parsed.config, detect_rank_info(parsed.config.launch)
     start = start_of(source, earlier)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
     check_post_training(config, post_configs(parsed), plan.batches)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from megazpp.base.arguments import parse_run_config
 from megazpp.base.program import flags_of, program
-from megazpp.islands.config import count_islands
+from megazpp.diloco.config import count_islands
 from megazpp.parallel.dims import plan_dims
+from megazpp.run.arguments import parse_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cyclic_order, read_cluster
 from megazpp.topology.show import topology_text
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     args, run_flags = parser.parse_known_args(argv)
     config = parse_run_config(run_flags, ROOT, program="show_topology.py").config
     cluster = choose_cluster(args, config.cluster.cluster_file)
-    islands = count_islands(config.islands, cluster, verify_interval=config.verify.zero_verify_interval)
+    islands = count_islands(config.diloco, cluster, verify_interval=config.verify.zero_verify_interval)
     layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
     print(topology_text(layout))
 

@@ -1,1 +1,1 @@
-"""Flags and their checks, the outer frame of every program, files and errors."""
+"""Layers that everything imports: flags and their parser, command lines of programs, files and errors."""

@@ -68,13 +68,18 @@ class FlagParser:
     Args:
         configs: config classes; no two may share a field name or a spelling.
         program, description: for --help.
-        rivals: pairs of fields: the first, by hand or in a later file, takes the place of the second.
+        mutually_exclusive: pairs of fields: the first, by hand or in a later file, takes the place of the second.
     """
 
     def __init__(
-        self, configs: Sequence[type], *, program: str, description: str = "", rivals: Sequence[tuple[str, str]] = ()
+        self,
+        configs: Sequence[type],
+        *,
+        program: str,
+        description: str = "",
+        mutually_exclusive: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self.configs, self._rivals = tuple(configs), rivals
+        self.configs, self._mutually_exclusive = tuple(configs), mutually_exclusive
         self._argparse = _RaisingParser(
             prog=program,
             usage="%(prog)s [@file ...] [--flag value ...]",
@@ -119,7 +124,7 @@ class FlagParser:
                 problems.append(f"{given.origin}: {error}")
         rank = {name: (given.origin == COMMAND_LINE, at) for at, (name, given) in enumerate(words.items())}
         file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
-        for one, other in self._rivals:
+        for one, other in self._mutually_exclusive:
             both = asks(values.get(one)) and asks(values.get(other))
             if both and file[one] != file[other] and rank[one] > rank[other]:
                 del values[other]

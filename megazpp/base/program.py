@@ -115,7 +115,7 @@ def launched_rank(env: Mapping[str, str] = os.environ) -> int:
         return int(env["RANK"])
     try:
         launched = find_launcher(env)
-    except ValueError:  # which `find_place` reports
+    except ValueError:  # which `detect_rank_info` reports
         return 0
     return 0 if launched is None else launched.rank
 

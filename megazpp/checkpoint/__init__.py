@@ -1,1 +1,1 @@
-"""Floor 4: checkpoints: what a run is at one step, written so that nothing that happens later can spoil it."""
+"""Checkpoints: atomic saves, loading, resuming, and resharding to another layout."""

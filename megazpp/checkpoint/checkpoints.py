@@ -22,8 +22,8 @@ from megazpp.base.program import GIGA, user_errors
 from megazpp.checkpoint.checksums import SummingWriter, write_checksums, write_durably
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, kept_iterations, write_tokenizer
+from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
 from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed
-from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import TrainState
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.axis import MeshAxis
@@ -48,7 +48,7 @@ class Checkpoints:
         self,
         config: CheckpointConfig,
         state: TrainState,
-        record: RunRecord,
+        record: CheckpointMetadata,
         axis: MeshAxis,
         say: Callable[[str], None],
         *,
@@ -184,7 +184,7 @@ class Checkpoints:
 
 
 def write_checkpoint(
-    record: RunRecord,
+    record: CheckpointMetadata,
     tensors: Mapping[str, torch.Tensor],
     folder: CheckpointFolder,
     axis: MeshAxis,

@@ -21,9 +21,8 @@ from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, TRACKER, CheckpointFolder, iteration_of
-from megazpp.checkpoint.parts import Weights
-from megazpp.checkpoint.record import (
-    RunRecord,
+from megazpp.checkpoint.metadata import (
+    CheckpointMetadata,
     TrainingProgress,
     agreed_schedule,
     batch_size_of,
@@ -35,6 +34,7 @@ from megazpp.checkpoint.record import (
     read_record,
     schedule_ratio,
 )
+from megazpp.checkpoint.parts import Weights
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import RunValues, TrainState
 from megazpp.checkpoint.weights import check_weights, find_bases, open_weights
@@ -145,7 +145,7 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
     return source
 
 
-def peek(source: LoadSource | None) -> RunRecord | None:
+def peek(source: LoadSource | None) -> CheckpointMetadata | None:
     """The record of the checkpoint that will most likely be loaded, before all of it is verified; None without one.
 
     Raises:
@@ -155,7 +155,7 @@ def peek(source: LoadSource | None) -> RunRecord | None:
     if source is None or not candidates:
         return None
 
-    def read(iteration: int) -> RunRecord:
+    def read(iteration: int) -> CheckpointMetadata:
         verify_files(source.folder.of(iteration), names=[RECORD])
         return read_record(source.folder.of(iteration))
 
@@ -165,7 +165,7 @@ def peek(source: LoadSource | None) -> RunRecord | None:
     return record
 
 
-def start_of(source: LoadSource | None, record: RunRecord | None) -> TrainingProgress:
+def start_of(source: LoadSource | None, record: CheckpointMetadata | None) -> TrainingProgress:
     """Return the progress that a run begins at; `record` is what `peek` found, None without a checkpoint."""
     return record.progress if source is not None and record is not None and source.continues else TrainingProgress()
 
@@ -182,7 +182,12 @@ class CheckpointReader:
     """Reads for one run, which `own` describes, into `state`. Every rank calls every method; `say` prints on rank 0."""
 
     def __init__(
-        self, config: CheckpointConfig, state: TrainState, own: RunRecord, axis: MeshAxis, say: Callable[[str], None]
+        self,
+        config: CheckpointConfig,
+        state: TrainState,
+        own: CheckpointMetadata,
+        axis: MeshAxis,
+        say: Callable[[str], None],
     ) -> None:
         self._config, self._state, self._own, self._axis, self._say = config, state, own, axis, say
 
@@ -215,14 +220,14 @@ class CheckpointReader:
         progress = progress._replace(scheduled_samples=math.floor(position))
         return Resumed(progress, schedule, folder.of(iteration))
 
-    def _verify(self, checkpoint: Path) -> tuple[int, RunRecord]:
+    def _verify(self, checkpoint: Path) -> tuple[int, CheckpointMetadata]:
         """Return its size in bytes and its record; raises DamagedError on all ranks if a file is not as written."""
         axis = self._axis
         size = raise_on_all_ranks(axis, lambda: verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size))
         record = raise_on_all_ranks(axis, lambda: read_record(checkpoint) if axis.rank == 0 else None)
         return size, axis.share_object(record)
 
-    def _check(self, source: LoadSource, record: RunRecord, schedule: Schedule, checkpoint: Path) -> Schedule:
+    def _check(self, source: LoadSource, record: CheckpointMetadata, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own
         if source.continues and own.flags.get("lora_r") is None and record.flags.get("lora_r") is not None:
             raise ValueError(f"{checkpoint} holds adapters alone: --finetune begins with them merged into their base")
@@ -253,7 +258,7 @@ class CheckpointReader:
         described = "" if now == before else f"this run has {now}; {checkpoint} had {before}"
         return agreed_schedule(record.schedule, schedule, self._config, checkpoint, ratio=ratio, sizes=described)
 
-    def _fill(self, source: LoadSource, record: RunRecord, checkpoint: Path) -> list[str]:
+    def _fill(self, source: LoadSource, record: CheckpointMetadata, checkpoint: Path) -> list[str]:
         """Read the tensors and go on from them; a line for each thing that begins anew instead."""
         parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()
         reader = SafeReader(checkpoint)
@@ -294,7 +299,7 @@ def first_sound(
 
 def find_weights(
     folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False, lora_base: tuple[str, ...] = ()
-) -> tuple[LoadSource, RunRecord]:
+) -> tuple[LoadSource, CheckpointMetadata]:
     """A checkpoint without its optimizer, and what it says; its files are not verified yet.
 
     Raises ValueError if there is none, or it cannot be read.
@@ -311,7 +316,7 @@ def load_weights(
     sharding: Sharding,
     dims: ParallelDims,
     source: LoadSource,
-    record: RunRecord,
+    record: CheckpointMetadata,
     *,
     vocab_size: int,
     tokenizer: str | None = None,

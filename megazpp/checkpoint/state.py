@@ -8,7 +8,7 @@
     rng.{data x tp}.{place}.{..}                           one rank's random generators: only the same layout reads it
     extra.{..}                                             what a training keeps between steps: every rank reads all
 
-Those are in parts.py; features bring more: islands/state.py, post_training/reference.py. Keys are those of
+Those are in parts.py; features bring more: diloco/state.py, post_training/reference.py. Keys are those of
 `torch.distributed.checkpoint.state_dict`. Sharded tensors are DTensors: how tensor parallelism and ZeRO spread them is
 known to torch, so that every layout reads what any layout has written. A rank's place is its coordinates, not its
 number: the same layout on hosts in another order is the same. What a key of this layout is missing for begins anew. A
@@ -103,12 +103,12 @@ class TrainState:
 
     def tensors(self, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """This rank's part of everything, by key."""
-        self._sharding.free_gathered()  # parameters are shards from here on
+        self._sharding.reshard()  # parameters are shards from here on
         return {part.prefix + name: x for part in self._parts_of(optimizer, rng) for name, x in part.tensors().items()}
 
     def targets(self, saved: Saved, *, optimizer: bool, rng: bool) -> dict[str, torch.Tensor]:
         """The tensors to read `saved` into, by key."""
-        self._sharding.free_gathered()
+        self._sharding.reshard()
         parts = self._parts_of(optimizer, rng)
         return {part.prefix + name: x for part in parts for name, x in part.targets(saved).items()}
 

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megazpp.base.files import DamagedError
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder
-from megazpp.checkpoint.record import (
-    RunRecord,
+from megazpp.checkpoint.metadata import (
+    CheckpointMetadata,
     check_same_model,
     check_same_vocabulary,
     read_record,
@@ -42,7 +42,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
 _PIECE = 1 << 18  # elements that are summed at once
 
 
-def open_weights(checkpoint: Path, record: RunRecord, files: MeshAxis, lora_base: Sequence[str] = ()) -> SafeReader:
+def open_weights(
+    checkpoint: Path, record: CheckpointMetadata, files: MeshAxis, lora_base: Sequence[str] = ()
+) -> SafeReader:
     """Open a checkpoint's weights: of one of adapters, base and adapters as one model; every rank calls this.
 
     Args:
@@ -76,7 +78,7 @@ def open_weights(checkpoint: Path, record: RunRecord, files: MeshAxis, lora_base
     )
 
 
-def find_bases(checkpoint: Path, record: RunRecord, lora_base: Sequence[str] = ()) -> list[Path]:
+def find_bases(checkpoint: Path, record: CheckpointMetadata, lora_base: Sequence[str] = ()) -> list[Path]:
     """The checkpoints that may be the base of one of adapters, by --lora-base and its record; or a ValueError."""
     found, places = [], (*lora_base, record.flags["ref_load"])
     for place in places:
@@ -169,7 +171,7 @@ def check_weights(
     saved: Saved,
     shapes: Mapping[str, tuple[int, ...]],
     padded: Collection[str],
-    record: RunRecord,
+    record: CheckpointMetadata,
     checkpoint: Path,
     *,
     any_head: bool,
@@ -242,7 +244,7 @@ class WeightReader:
         self,
         model: GPTModel,
         checkpoint: Path,
-        record: RunRecord,
+        record: CheckpointMetadata,
         place: FrozenPlace,
         *,
         lora_base: Sequence[str] = (),

@@ -1,1 +1,1 @@
-"""Floor 5: models from Hugging Face and Megatron-LM, and back out to Hugging Face."""
+"""Conversion of models from Hugging Face and Megatron-LM, and to Hugging Face."""

@@ -19,8 +19,8 @@ import torch
 from megazpp.base.files import remove, renamed_when_done, try_lock
 from megazpp.base.flags import check_words, flag
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
+from megazpp.checkpoint.metadata import IMPORTED_FROM, SHAPE, CheckpointMetadata, found_from_anywhere
 from megazpp.checkpoint.read import find_weights
-from megazpp.checkpoint.record import IMPORTED_FROM, SHAPE, RunRecord, found_from_anywhere
 from megazpp.convert.huggingface import class_name, open_model, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import HEAD, Model
@@ -88,7 +88,7 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     if kind == "huggingface" and config.ckpt_step is not None:
         raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is one model, without iterations")
     say(f"{source} is {_NAMES[kind]}")
-    record: RunRecord | None = None
+    record: CheckpointMetadata | None = None
     if kind == "megazpp":
         model, record = open_checkpoint(source, config.ckpt_step, config.lora_base, merge=not config.keep_adapters)
     else:
@@ -126,7 +126,7 @@ def export(
     source: Path,
     target: Path,
     model: Model,
-    record: RunRecord,
+    record: CheckpointMetadata,
     given: TokenizerConfig,
     say: Callable[[str], None],
     *,
@@ -155,7 +155,12 @@ def export(
 
 
 def rewrite(
-    source: Path, target: Path, model: Model, record: RunRecord, given: TokenizerConfig, say: Callable[[str], None]
+    source: Path,
+    target: Path,
+    model: Model,
+    record: CheckpointMetadata,
+    given: TokenizerConfig,
+    say: Callable[[str], None],
 ) -> str:
     """Our checkpoint as another one of ours, without what trains it, and with adapters merged."""
     tokenizer = open_tokenizer(source, record, given, say)
@@ -197,7 +202,7 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
         "bf16": model.dtype == torch.bfloat16,
         "fp16": model.dtype == torch.float16,
     }
-    record = RunRecord(
+    record = CheckpointMetadata(
         progress=model.progress,
         scaler={},
         groups=[],

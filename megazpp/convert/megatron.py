@@ -33,7 +33,7 @@ from typing import IO, Any
 import torch
 
 from megazpp.checkpoint.folder import TRACKER, read_tracker
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.model import (
     OUTPUT,
     WORDS,

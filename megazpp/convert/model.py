@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel

@@ -13,8 +13,8 @@ import torch
 from megazpp.checkpoint.checkpoints import write_checkpoint
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder, read_tokenizer
+from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.checkpoint.read import find_weights
-from megazpp.checkpoint.record import RunRecord, shape_of
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, under
 from megazpp.checkpoint.weights import AdaptedReader, open_weights
@@ -28,7 +28,7 @@ from megazpp.parallel.axis import MeshAxis
 
 def open_checkpoint(
     folder: Path, iteration: int | None, lora_base: tuple[str, ...] = (), *, merge: bool = True
-) -> tuple[Model, RunRecord]:
+) -> tuple[Model, CheckpointMetadata]:
     """The weights of a checkpoint (None: the latest) without the padding of their vocabulary, and what it says.
 
     Adapters are merged into their base, or else left out. Raises ValueError if there is none, or it is damaged.
@@ -53,7 +53,9 @@ def open_checkpoint(
     return (model.first_rows(record.vocab_size) if record.layout else model), record
 
 
-def read_trained(folder: Path, record: RunRecord, config: GPTConfig) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
+def read_trained(
+    folder: Path, record: CheckpointMetadata, config: GPTConfig
+) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
     """The adapters of a LoRA run's checkpoint, and the scalar head beside them, whole."""
     flags, reader = record.flags, SafeReader(CheckpointFolder(folder, "--input").of(record.progress.iteration))
     targets = tuple(flags["lora_target_modules"] or default_targets(config))
@@ -63,7 +65,7 @@ def read_trained(folder: Path, record: RunRecord, config: GPTConfig) -> tuple[Ad
 
 
 def open_tokenizer(
-    folder: Path, record: RunRecord, given: TokenizerConfig, say: Callable[[str], None]
+    folder: Path, record: CheckpointMetadata, given: TokenizerConfig, say: Callable[[str], None]
 ) -> Tokenizer | None:
     """The tokenizer of a checkpoint: what flags name, else what lies beside it, else what its flags say.
 
@@ -91,7 +93,7 @@ def open_tokenizer(
     return tokenizer
 
 
-def write_weights(folder: Path, model: Model, record: RunRecord, tokenizer: Mapping[str, bytes]) -> str:
+def write_weights(folder: Path, model: Model, record: CheckpointMetadata, tokenizer: Mapping[str, bytes]) -> str:
     """Write a checkpoint of the record's iteration, and the tokenizer's files; returns the line that says so."""
     entries = {MODEL + name: entry for name, entry in model.tensors.items()}
     meta = {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()}
@@ -103,7 +105,7 @@ def write_weights(folder: Path, model: Model, record: RunRecord, tokenizer: Mapp
     return write_checkpoint(record, meta, folders, axis, read=read, tokenizer=tokenizer)
 
 
-def _remade_tokenizer(record: RunRecord, say: Callable[[str], None]) -> Tokenizer | None:
+def _remade_tokenizer(record: CheckpointMetadata, say: Callable[[str], None]) -> Tokenizer | None:
     """The tokenizer that the flags of a checkpoint without its files name, or were trained with."""
     saved: dict[str, Any] = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
     saved["add_special_tokens"] = bool(saved["add_special_tokens"])

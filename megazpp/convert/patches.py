@@ -18,14 +18,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megazpp.base.files import renamed_when_done
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import OUTPUT, WORDS, held
 from megazpp.convert.safetensors_file import write_tensors
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
-from megazpp.zero.config import PrecisionConfig, WirePlan
+from megazpp.zero.config import CommPlan, PrecisionConfig
 from megazpp.zero.sharding import Sharding
 
 
@@ -85,7 +85,7 @@ class WeightPatches:
                 module.reshard()
 
 
-def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: WirePlan) -> None:
+def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan) -> None:
     """Raises ValueError, naming flags, where the run's weights cannot be written as patches."""
     if precision.param_dtype.itemsize != 2:
         raise ValueError("--save-weight-patches needs --bf16 or --fp16: fp32 weights change all in every step")

@@ -1,1 +1,1 @@
-"""Floor 3: tokenizers, indexed datasets, GPT samples and batches."""
+"""Tokenizers, indexed datasets, samples and batches."""

@@ -1,1 +1,1 @@
-"""Floor 5: text from a trained model."""
+"""Text generation with a trained model."""

@@ -84,7 +84,7 @@ def generate(
     device = model.embedding.word.weight.device  # of frozen models too
     cache: KVCache | None = KVCache(len(model.layers), len(rows), capacity, device=device, on_host=cache_on_host)
     together = dims.tp if sharding.keeps_gathered else dims.world  # who must take equally many forwards
-    with torch.no_grad(), evaluating(model), sharding.kept_gathered():
+    with torch.no_grad(), evaluating(model), sharding.keep_unsharded():
         for _ in range(config.sample_tokens):
             if max(map(len, rows)) > max_length:
                 cache = None  # positions move from here on

@@ -1,1 +1,1 @@
-"""Floor 3: the GPT model, GPT-2/3 and Llama style."""
+"""The GPT model in the styles of GPT-2/3 and Llama."""

@@ -1,1 +1,1 @@
-"""Floor 3: optimizer, schedule, loss scale and gradient clipping."""
+"""Optimizers (AdamW, Muon, SGD), the learning-rate schedule, loss scaling and gradient clipping."""

@@ -2,8 +2,8 @@
 
 Formulas and unit are Megatron's: flags given in iterations are turned into samples by the global batch size, so a run
 and its continuation on another number of ranks see the same values. Where a run of --train-iters resumes with another
-global batch size, its position on the curves is converted, too (`schedule_ratio` of checkpoint/record.py). The rate of
-a step is the one at the samples consumed before it: with warm-up the first step has `--lr-warmup-init`.
+global batch size, its position on the curves is converted, too (`schedule_ratio` of checkpoint/metadata.py). The rate
+of a step is the one at the samples consumed before it: with warm-up the first step has `--lr-warmup-init`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Floor 1: process groups as axes, and the start and end of a distributed job."""
+"""Process groups as mesh axes, and the start and end of a distributed job."""

@@ -55,7 +55,7 @@ class CommQueue:
 
     blocks_host = True
 
-    def moment(self) -> Moment:
+    def record_event(self) -> Moment:
         """Mark the end of what the caller's current stream holds now; None where there are no streams."""
         return None
 
@@ -115,7 +115,7 @@ class StreamQueue(CommQueue):
     def __init__(self, *, priority: int = 0) -> None:
         self._stream = torch.cuda.Stream(priority=priority)
 
-    def moment(self) -> Moment:
+    def record_event(self) -> Moment:
         return torch.cuda.current_stream().record_event()
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:

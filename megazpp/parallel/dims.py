@@ -8,7 +8,7 @@
 | local     | the part of shard inside a node               | the fast hop of weights and gradients     |
 | cross     | the part of shard across nodes                | the slow hop, once per optimizer step     |
 | replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
-| island    | hold the same shards of different models      | islands/outer.py, once per synchronization  |
+| island    | hold the same shards of different models      | diloco/outer.py, once per synchronization  |
 | node      | tp x local, made for Muon alone               | rows of matrices, once per optimizer step   |
 
 A rank's index along shard is cross index x local size + local index. Each rank is in at most one group per axis (an

@@ -90,7 +90,7 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankInfo:
     """A process's place in the job; `started`: it is a worker already and need not start them."""
 
     started: bool
@@ -99,7 +99,7 @@ class Place:
     local_rank: int = 0
 
 
-def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Place:
+def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> RankInfo:
     """Read the launcher's environment (`find_launcher`).
 
     Raises:
@@ -112,13 +112,13 @@ def find_place(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> Pla
     if launched is None:
         cores = len(os.sched_getaffinity(0))
         nproc = config.nproc or torch.cuda.device_count() or min(max(cores, 2), MOST_CPU_WORKERS)
-        return Place(started=nproc == 1 and not config.max_restarts, world_size=nproc)
+        return RankInfo(started=nproc == 1 and not config.max_restarts, world_size=nproc)
     if LAUNCHER_PID not in env:
         for name, value in (("--nproc", config.nproc), ("--max-restarts", config.max_restarts or None)):
             if value is not None:
                 raise ValueError(f"{name} {value}: {launched.launcher} starts the workers, and starts them again")
         find_address(launched, env)
-    return Place(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
+    return RankInfo(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
 
 
 def device_type() -> str:
@@ -136,7 +136,7 @@ def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) 
 
 
 def open_store(
-    place: Place, timeout: timedelta, env: MutableMapping[str, str] = os.environ
+    place: RankInfo, timeout: timedelta, env: MutableMapping[str, str] = os.environ
 ) -> tuple[dist.Store, int, int]:
     """This worker's store, its rank and the number of ranks; sets MASTER_ADDR and MASTER_PORT if they are not set."""
     if place.world_size == 1:
@@ -147,7 +147,7 @@ def open_store(
     return next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
 
 
-def is_on_one_machine(place: Place, env: Mapping[str, str] = os.environ) -> bool:
+def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> bool:
     """True where no other machine can take part, as far as the environment says once the store is open."""
     local = env.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     return place.world_size == 1 or local or env.get("MASTER_ADDR") in LOOPBACK_NAMES

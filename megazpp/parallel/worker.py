@@ -36,7 +36,7 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, LAUNCHER_PID, JobError, end_with
-from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, LaunchConfig, Place, is_on_one_machine, open_store
+from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, LaunchConfig, RankInfo, is_on_one_machine, open_store
 
 REPORT_SECONDS = 1.0  # that the rank which failed first is given to say so
 WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
@@ -58,7 +58,7 @@ class Worker:
     restarts: int = 0  # how often the launcher has started the job again before this time
 
 
-def run_worker(place: Place, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
+def run_worker(place: RankInfo, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
     """Set up the device and the process group, run `main`, and leave the process with its exit code."""
     if LAUNCHER_PID in os.environ:
         end_with(int(os.environ[LAUNCHER_PID]))

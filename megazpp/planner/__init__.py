@@ -1,1 +1,1 @@
-"""Floor 7: what a run will need and how fast it will be, from its very configs, before anything is allocated."""
+"""Estimates of a run's memory, traffic and time, made from its config before anything is allocated."""

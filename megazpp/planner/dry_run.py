@@ -26,17 +26,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazpp.base.arguments import RunConfig
-from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.program import MEGA, aligned
 from megazpp.data.loader import make_micro_batch
-from megazpp.islands.outer import Islands
+from megazpp.diloco.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import paper_step
-from megazpp.planner.paper import Memory
 from megazpp.planner.report import describe_plan
+from megazpp.planner.simulator import Memory
 from megazpp.planner.step import (
     NOTHING,
     SIMULATED_MICRO_BATCHES,
@@ -48,9 +46,11 @@ from megazpp.planner.step import (
 )
 from megazpp.planner.trace import FLOAT8_ON_PAPER, FusedNorm
 from megazpp.planner.variants import changed, for_planning
+from megazpp.run.arguments import RunConfig
+from megazpp.run.checks import RunPlan, check_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.training.objective import Objective
-from megazpp.training.setup import Built, ModelSpec, shard_on_meta
+from megazpp.training.setup import ModelSpec, ShardedModel, shard_on_meta
 from megazpp.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ class DryTask(NamedTuple):
         before_step: is called before each step, for forwards of other models.
     """
 
-    built: Built
+    built: ShardedModel
     batch: Any
     objective: Objective | None = None
     before_step: Callable[[], object] = lambda: None
@@ -99,8 +99,8 @@ class DryRun(NamedTuple):
         rest, memory = self.micro_batches - SIMULATED_MICRO_BATCHES, self.memory.total()
         note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
         titles = [f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:"]
-        if self.plan.islands is not None:
-            titles.append(f"and one synchronization of all fragments, every {self.plan.islands.steps} steps:")
+        if self.plan.diloco is not None:
+            titles.append(f"and one synchronization of all fragments, every {self.plan.diloco.steps} steps:")
         lines = [*describe_plan(self.plan, self.micro_batches), ""]
         for title, planned, counted in zip(titles, self.planned, self.counted, strict=False):
             lines += [title, *_compared(planned, counted)]
@@ -165,7 +165,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def language_model_task(config: RunConfig, plan: RunPlan, built: Built) -> DryTask:
+def language_model_task(config: RunConfig, plan: RunPlan, built: ShardedModel) -> DryTask:
     seq_length = config.data.seq_length
     assert seq_length is not None
     samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
@@ -198,8 +198,8 @@ def count_step(
             task.objective.metrics = dict  # type: ignore[method-assign]
         with fake, FusedNorm(), FakeScalars(), PeakBytes() as live:
             islands = None
-            if plan.islands is not None:
-                islands = Islands(task.built.sharding, dims, plan.islands, config.precision)
+            if plan.diloco is not None:
+                islands = Islands(task.built.sharding, dims, plan.diloco, config.precision)
             model, dtype = task.built.model, config.precision.param_dtype
             matrices = build_orthogonalizer(model, config.optimizer, dims, dtype)
             step = TrainStep(

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.arguments import RunConfig
-from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.program import MEGA
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
-from megazpp.planner.paper import Memory, lossless_share
-from megazpp.planner.step import PaperStep, SimulatedStep, TrafficTable, measure, sent_on
+from megazpp.planner.simulator import Memory, lossless_share
+from megazpp.planner.step import SimulatedStep, StepSimulator, TrafficTable, measure, sent_on
 from megazpp.planner.trace import Documents
+from megazpp.run.arguments import RunConfig
+from megazpp.run.checks import RunPlan, check_run_config
 from megazpp.topology.cluster import Cluster, Device
 from megazpp.topology.layout import NODE, WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
@@ -100,7 +100,7 @@ class Estimate(NamedTuple):
         With local steps sending takes no longer than the steps that hide it, or than EXPOSED of all steps.
         0 where the times are not known.
         """
-        compute, islands = self.busy.get("compute", 0.0), self.plan.islands
+        compute, islands = self.busy.get("compute", 0.0), self.plan.diloco
         sent = self.node_cross_bytes
         if islands is not None:
             steps = islands.fragments * islands.hiding_steps or EXPOSED * islands.steps
@@ -126,10 +126,10 @@ class Estimator:
         plan = check_run_config(config, self.cluster, device_type=self._device_type)
         layout, shares = plan.layout, self.calibration.shares
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-        every = 1 if plan.islands is None else plan.islands.steps
+        every = 1 if plan.diloco is None else plan.diloco.steps
         timed = self.cluster.device is not None and self.cluster.links is not None
 
-        def run(costs: Costs | None) -> tuple[PaperStep, SimulatedStep, SimulatedStep]:
+        def run(costs: Costs | None) -> tuple[StepSimulator, SimulatedStep, SimulatedStep]:
             """A step and a synchronization."""
             paper = paper_step(config, plan, costs, device_type=self._device_type)
             step = measure(paper, count)
@@ -168,8 +168,8 @@ def paper_step(
     rank: int = 0,
     on_cpu: bool = False,
     **others: Any,
-) -> PaperStep:
-    """The run's step on one rank; `on_cpu` whatever is planned for. `others` are arguments of `PaperStep`.
+) -> StepSimulator:
+    """The run's step on one rank; `on_cpu` whatever is planned for. `others` are arguments of `StepSimulator`.
 
     A dry run, which is on a CPU, has no weights from which the size of differences could be known: they are whole.
     """
@@ -181,14 +181,14 @@ def paper_step(
         "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
         "moments": 1 if config.optimizer.optimizer == "sgd" else 2,
         "muon": config.optimizer if config.optimizer.optimizer == "muon" else None,
-        "islands": plan.islands,
+        "islands": plan.diloco,
         "lossless_share": 1.0 if on_cpu else lossless_share(config.schedule.lr),
     }
     spec = config.model_spec(config.tokenizer.vocab_size, plan.wire)
-    return PaperStep(spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **arguments | others)
+    return StepSimulator(spec, plan.layout, costs=costs, rank=rank, on_cpu=on_cpu, **arguments | others)
 
 
-def _describe_muon(config: RunConfig, paper: PaperStep, layout: Layout) -> str:
+def _describe_muon(config: RunConfig, paper: StepSimulator, layout: Layout) -> str:
     if paper.muon is None:
         return ""
     text, interval = paper.muon.describe(), config.optimizer.muon_full_interval

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from megazpp.base.arguments import RunConfig
-from megazpp.base.checks import RunPlan
 from megazpp.base.program import GIGA, MEGA, aligned
-from megazpp.islands.config import IslandsPlan
+from megazpp.diloco.config import DilocoPlan
 from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
-from megazpp.planner.paper import Memory
+from megazpp.planner.simulator import Memory
 from megazpp.planner.variants import (
     LOSSLESS,
     RECOMPUTE,
@@ -23,6 +21,8 @@ from megazpp.planner.variants import (
     with_context,
     with_recompute,
 )
+from megazpp.run.arguments import RunConfig
+from megazpp.run.checks import RunPlan
 from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.topology.layout import WIRES
 
@@ -53,8 +53,8 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
     """Layout, notes and batches of a run."""
     yield f"{plan.layout.describe()}; {plan.wire.describe()}"
-    if plan.islands is not None:
-        yield plan.islands.describe()
+    if plan.diloco is not None:
+        yield plan.diloco.describe()
     yield from (f"note: {notice}" for notice in plan.notices)
     yield (
         f"{plan.batches.global_batch_size} samples per optimizer step, per data rank in {micro_batches} "
@@ -86,7 +86,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     yield f"a rank sends per optimizer step: {sent}; a node to others {own.node_cross_bytes / MEGA:.3f} MB"
     if own.muon:
         yield own.muon
-    islands, device, gpus = own.plan.islands, estimator.cluster.device, estimator.cluster.world_size
+    islands, device, gpus = own.plan.diloco, estimator.cluster.device, estimator.cluster.world_size
     if islands is not None:
         yield (
             "these are means that include what a node sends to other islands: "
@@ -155,7 +155,7 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
     yield f"samples of {length} tokens, {size} in a micro-batch; the longest is of these and their doubles what fits"
 
 
-def _takes(islands: IslandsPlan) -> str:
+def _takes(islands: DilocoPlan) -> str:
     return "hide under the steps of its delay" if islands.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
@@ -185,7 +185,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     yield from aligned(rows)
     note = "* of a node's links to others, each way: from there on they are not what a step waits for most"
     for name in islands:
-        if name in found and (plan := found[name].plan.islands) is not None:
+        if name in found and (plan := found[name].plan.diloco) is not None:
             note += f" ({name}: a synchronization's bytes {_takes(plan)})"
             yield (
                 f"{name} is another algorithm, not the same training faster: between synchronizations every island "

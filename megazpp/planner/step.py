@@ -2,7 +2,7 @@
 
 One file of more than 300 lines: FSDP2's order of calls is told in one piece, as FSDP2 has it.
 
-The hops of zero/, FSDP2's counted collectives, both schedules and islands/outer.py's OuterUnit run as they are, on
+The hops of zero/, FSDP2's counted collectives, both schedules and diloco/outer.py's OuterUnit run as they are, on
 paper axes and meta tensors. Only FSDP2's own part is written down a second time: when it gathers, prefetches, waits,
 reduces and frees (torch 2.13, _fsdp_param_group.py). FSDP2 itself cannot run here: on CUDA its order is that of
 streams, which tensors without memory do not have, and three layers of it take 2 s where a plan has a hundred steps.
@@ -20,32 +20,32 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazpp.islands.config import IslandsPlan
-from megazpp.islands.outer import OuterUnit, send_fragment
+from megazpp.diloco.config import DilocoPlan
+from megazpp.diloco.outer import OuterUnit, send_fragment
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.muon import MuonConfig, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import products
+from megazpp.packed_weights.frozen import frozen_bytes
 from megazpp.parallel.axis import Traffic, TrafficCounter
 from megazpp.planner.cost import Costs, Operation
-from megazpp.planner.paper import (
+from megazpp.planner.simulator import (
     META,
     Clock,
     Ledger,
     Memory,
-    PaperAxis,
-    PaperCodec,
-    PaperLosslessCodec,
-    PaperUnit,
+    SimulatedAxis,
+    SimulatedCodec,
+    SimulatedLosslessCodec,
     SimulatedQueue,
+    SimulatedUnit,
     Simulation,
     own_shapes,
 )
 from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
-from megazpp.stored.frozen import frozen_bytes
 from megazpp.topology.layout import AXES, NODE, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comms import CommContext
-from megazpp.zero.config import plan_wire
+from megazpp.zero.config import plan_comm
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
@@ -68,7 +68,7 @@ class SimulatedStep(NamedTuple):
     busy: dict[str, float]
 
 
-class PaperStep:
+class StepSimulator:
     """The steps of one rank.
 
     Args:
@@ -104,7 +104,7 @@ class PaperStep:
         with_entropy: bool = False,
         prepare: Callable[[GPTModel], None] | None = None,
         frozen_bits: int | None = None,
-        islands: IslandsPlan | None = None,
+        islands: DilocoPlan | None = None,
         lossless_share: float = 1.0,
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
@@ -126,7 +126,7 @@ class PaperStep:
         self._simulation = Simulation(self._costs)
         self.counter, self.ledger = TrafficCounter(), Ledger()
         self._axes = {
-            name: PaperAxis(
+            name: SimulatedAxis(
                 layout,
                 name,
                 rank=rank,
@@ -138,16 +138,16 @@ class PaperStep:
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
         self._stage = zero.stage_over(self._shard.size)
-        wire = plan_wire(zero, layout, precision.param_dtype) if spec.wire is None else spec.wire
+        wire = plan_comm(zero, layout, precision.param_dtype) if spec.wire is None else spec.wire
         self._context = CommContext(
             *(self._axes[name] for name in ("cross", "local", "shard")),
             plan=wire,
             zero=zero,
             precision=precision,
-            codec=functools.partial(PaperCodec, touch=self._touch),
-            lossless_codec=functools.partial(PaperLosslessCodec, share=lossless_share, touch=self._touch),
+            codec=functools.partial(SimulatedCodec, touch=self._touch),
+            lossless_codec=functools.partial(SimulatedLosslessCodec, share=lossless_share, touch=self._touch),
         )
-        self.units = [PaperUnit(parameters, self._shard.size, self._shard.rank) for parameters in self.trace.units]
+        self.units = [SimulatedUnit(parameters, self._shard.size, self._shard.rank) for parameters in self.trace.units]
         for unit, frozen in zip(self.units, self.trace.frozen, strict=True):
             unit.connect(self._context)
             unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype, frozen_bits)
@@ -160,11 +160,11 @@ class PaperStep:
                 node=self._axes[NODE],
                 cross=self._axes["cross"],
                 dtype=row_dtype(precision.param_dtype),
-                codec=functools.partial(PaperCodec, touch=self._touch),
+                codec=functools.partial(SimulatedCodec, touch=self._touch),
                 iterate=self._newton_schulz,
             )
         self._islands, self.fragments = islands, [] if islands is None else self._outer_units(islands)
-        self._received: PaperUnit | None = None  # whose frozen weights were gathered ahead of their use
+        self._received: SimulatedUnit | None = None  # whose frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
         self._copied_out = 0.0  # when the last gather's parameters had been
         self._copied_from = self._sent_from = 0  # bytes of the buffers of the last gather and of the last reduction
@@ -287,8 +287,8 @@ class PaperStep:
         """False below the first layer that has something trained, to which no gradient comes."""
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
-    def _outer_units(self, plan: IslandsPlan) -> list[list[OuterUnit]]:
-        axis, codec = self._axes["island"], functools.partial(PaperCodec, touch=self._touch)
+    def _outer_units(self, plan: DilocoPlan) -> list[list[OuterUnit]]:
+        axis, codec = self._axes["island"], functools.partial(SimulatedCodec, touch=self._touch)
         common: dict[str, Any] = {"plan": plan, "precision": self._precision, "device": META, "codec": codec}
         return plan.in_fragments([OuterUnit(unit, unit.shapes, axis, **common) for unit in self.units])
 
@@ -345,7 +345,7 @@ class PaperStep:
     def unpacked_bytes(self) -> int:
         return sum(unit.frozen.unpacked for unit in self.units)
 
-    def _unpack(self, unit: PaperUnit, following: PaperUnit | None) -> None:
+    def _unpack(self, unit: SimulatedUnit, following: SimulatedUnit | None) -> None:
         """`FrozenUnit.unpack`: the messages of all ranks become weights, while those of what follows are gathered."""
         if not unit.frozen.unpacked:
             return
@@ -355,12 +355,12 @@ class PaperStep:
         self._received = following
         self.ledger.add(Memory.UNPACKED, -unit.frozen.received)
 
-    def _free_unpacked(self, unit: PaperUnit) -> None:
+    def _free_unpacked(self, unit: SimulatedUnit) -> None:
         self.ledger.add(Memory.UNPACKED, -unit.frozen.unpacked)
 
     # ---- FSDP2 ----------------------------------------------------------------------------------------------------
 
-    def _gather(self, unit: PaperUnit) -> None:
+    def _gather(self, unit: SimulatedUnit) -> None:
         """`unshard`: hand the shard to the gather, whose clock waits for it."""
         if unit.gathered or unit.ready is not None or unit.gather is None:
             return
@@ -379,7 +379,7 @@ class PaperStep:
                     pending.wait()
         unit.ready = clock.now
 
-    def _wait_for_gather(self, unit: PaperUnit, *, forward: bool) -> None:
+    def _wait_for_gather(self, unit: SimulatedUnit, *, forward: bool) -> None:
         """`wait_for_unshard`: copy out; the next gather but one may start after it in forward, the next in backward."""
         if unit.gathered or unit.gather is None:
             return
@@ -400,13 +400,13 @@ class PaperStep:
             self._gathers.wait_until(self._copied_out)
         unit.gathered, unit.ready, unit.is_sharded = True, None, False
 
-    def _release(self, unit: PaperUnit, *, when: bool) -> None:
+    def _release(self, unit: SimulatedUnit, *, when: bool) -> None:
         """`reshard`."""
         if when and unit.gathered:
             self.ledger.add(Memory.GATHERED, -self._whole(unit).nbytes)
             unit.gathered, unit.is_sharded = False, True
 
-    def _finish_unit(self, unit: PaperUnit, *, first: bool, last: bool) -> None:
+    def _finish_unit(self, unit: SimulatedUnit, *, first: bool, last: bool) -> None:
         """`post_backward`: reshard and reduce; one reduction at a time is in flight."""
         if unit.reduce is None:
             return
@@ -461,7 +461,7 @@ class PaperStep:
             self.ledger.add(Memory.OUTER, outer.outer.nbytes * (1 if outer.momentum is None else 2))
             self.ledger.add(Memory.OUTER_FEEDBACK, 0 if outer.errors is None else outer.errors.messages.nbytes)
 
-    def _whole(self, unit: PaperUnit, *, reduced: bool = False) -> torch.Tensor:
+    def _whole(self, unit: SimulatedUnit, *, reduced: bool = False) -> torch.Tensor:
         """The unit's gathered parameters, or its gradients as they are reduced."""
         dtype = self._precision.reduce_dtype if reduced else self._precision.param_dtype
         return torch.empty(unit.size * self._shard.size, dtype=dtype, device=META)
@@ -472,7 +472,7 @@ class PaperStep:
         self._simulation.spend(seconds, taken=seconds if self._on_cpu else 0.0)
 
 
-def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:
+def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
     """A step of any number of micro-batches, from three at most: those between the first and the last are alike."""
     step.run(1)  # learns the order of use
     if micro_batches <= SIMULATED_MICRO_BATCHES:
@@ -486,7 +486,7 @@ def measure(step: PaperStep, micro_batches: int) -> SimulatedStep:
     )
 
 
-def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: IslandsPlan) -> tuple[int, int]:
+def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:
     """The most bytes of outer gradients' messages that a rank keeps during a step, and the last fragment of them."""
     sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
     count = math.ceil(plan.delay * plan.fragments / plan.steps)

@@ -30,7 +30,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim.muon_plan import LayerMatrix, layer_matrices
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.cost import Operation
-from megazpp.planner.paper import PaperAxis, Parameters
+from megazpp.planner.simulator import Parameters, SimulatedAxis
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import partial_parameters
 from megazpp.topology.cluster import Cluster
@@ -110,7 +110,7 @@ def trace_model(
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again)
     recorder = TraceRecorder()
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp * cp), tp=tp, replicas=1, cp=cp)
-    paper_axis = functools.partial(PaperAxis, layout, rank=0, counter=TrafficCounter())
+    paper_axis = functools.partial(SimulatedAxis, layout, rank=0, counter=TrafficCounter())
     attention = FusedAttention(recorder, repeats_groups=documents == "mask")
     with torch.device("meta"):
         model = GPTModel(

@@ -10,9 +10,9 @@ import dataclasses
 import math
 from typing import Any, Literal, NamedTuple
 
-from megazpp.base.arguments import RunConfig
-from megazpp.islands.config import IslandsConfig, islands_every
+from megazpp.diloco.config import DilocoConfig, islands_every
 from megazpp.planner.estimate import Estimate, Estimator
+from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster, nested_sizes
 
 LOSSLESS = "--zeropp, lossless"
@@ -63,7 +63,7 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
     """The run, without local steps, with every way to shard and send beside each other, by flags."""
     bits = 8 * config.precision.param_dtype.itemsize
-    alone = dataclasses.replace(config, islands=IslandsConfig())
+    alone = dataclasses.replace(config, diloco=DilocoConfig())
     return {
         name: changed(
             alone,
@@ -82,9 +82,9 @@ def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     """
     if cluster.num_local_domains == 1:
         return {}
-    islands = config.islands if config.islands.asked else islands_every(USUAL_STEPS)
+    islands = config.diloco if config.diloco.asked else islands_every(USUAL_STEPS)
     inside = "--zeropp" if config.zero.zeropp and _has_wide_islands(islands, cluster) else "ZeRO-3"
-    run = dataclasses.replace(schemes(config)[inside], islands=islands)
+    run = dataclasses.replace(schemes(config)[inside], diloco=islands)
     return {islands.asked: run}
 
 
@@ -174,13 +174,13 @@ def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     zero = dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero
     own = next((n for n, other in named.items() if (other.zero, other.parallel) == (zero, config.parallel)), "as given")
     others: tuple[str, ...] = SEARCHED
-    if config.islands.asked:
-        others = ("ZeRO-3", "--zeropp") if _has_wide_islands(config.islands, cluster) else ()
-    runs = {name: dataclasses.replace(named[name], islands=config.islands) for name in others}
+    if config.diloco.asked:
+        others = ("ZeRO-3", "--zeropp") if _has_wide_islands(config.diloco, cluster) else ()
+    runs = {name: dataclasses.replace(named[name], diloco=config.diloco) for name in others}
     return runs | {own: config}
 
 
-def _has_wide_islands(islands: IslandsConfig, cluster: Cluster) -> bool:
+def _has_wide_islands(islands: DilocoConfig, cluster: Cluster) -> bool:
     """True where an island has several nodes."""
     return islands.number(cluster) != cluster.num_local_domains
 
@@ -190,7 +190,7 @@ def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: 
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * _ranks_of_a_sample(config):
         return []
-    sized, islands = with_batch(config, estimator.cluster, size), config.islands.asked
+    sized, islands = with_batch(config, estimator.cluster, size), config.diloco.asked
     samples, local = sized.batches.global_batch_size, max(estimator.cluster.local_domain_size // tp, 1)
     name = scheme + (islands and f", {islands}") + f", tp {tp}, local domain {local}"
     name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")

@@ -1,1 +1,1 @@
-"""Floor 8: from a pretrained model to one that answers: SFT, reward models, DPO, GRPO, PPO."""
+"""Post-training: SFT, reward models, DPO, GRPO, PPO and LoRA."""

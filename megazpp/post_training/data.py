@@ -30,7 +30,7 @@ from megazpp.data.cache import cache_key
 from megazpp.data.identity import Source
 from megazpp.data.loader import MicroBatch
 from megazpp.post_training.batch import PairBatch, shortened
-from megazpp.post_training.examples import Examples, Prompt
+from megazpp.post_training.formatting import Examples, Prompt
 
 
 class EpochOrder:

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.checkpoint.metadata import IMPORTED_FROM, CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource
-from megazpp.checkpoint.record import IMPORTED_FROM, RunRecord
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
 from megazpp.checkpoint.weights import FrozenPlace
@@ -33,12 +33,12 @@ from megazpp.convert.peft import (
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.gpt import GPTModel, TransformerLayer
+from megazpp.packed_weights.frozen import FrozenUnits
+from megazpp.packed_weights.load import load_frozen_model
 from megazpp.parallel.dims import ParallelDims
-from megazpp.stored.frozen import FrozenUnits
-from megazpp.stored.load import load_frozen_model
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.lora import Adapter, LowRankAdapter, QkvAdapter
-from megazpp.training.setup import Built, ModelSpec, fill, shard_built
+from megazpp.training.setup import ModelSpec, ShardedModel, fill, shard_built
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class LoraConfig:
 class AdaptedPolicy(NamedTuple):
     """A model with trained adapters on a frozen base."""
 
-    built: Built  # with the handle on the adapters' shards
+    built: ShardedModel  # with the handle on the adapters' shards
     base: FrozenUnits
     settings: AdapterSettings  # with the checksum of the base
 
@@ -103,7 +103,7 @@ def load_adapted(
     lora: LoraConfig,
     place: FrozenPlace,
     source: LoadSource,
-    record: RunRecord,
+    record: CheckpointMetadata,
     *,
     trained: Callable[[str], bool] = lambda name: False,
     keep_reference: bool = False,
@@ -205,7 +205,7 @@ def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, wit
         with_head: also a reward model's scalar head.
     """
     model, sharding = policy.built
-    sharding.free_gathered()
+    sharding.reshard()
     whole = {}
     with dims.counter.paused():
         for name, parameter in model.named_parameters():
@@ -216,9 +216,9 @@ def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, wit
         write_adapter(folder, model.config, policy.settings, whole)
 
 
-def _begin_with(built: Built, tensors: Mapping[str, torch.Tensor]) -> None:
+def _begin_with(built: ShardedModel, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give parameters the values of whole tensors, where there is one of their name."""
-    built.sharding.free_gathered()
+    built.sharding.reshard()
     with torch.no_grad():
         for name, parameter in built.model.named_parameters():
             if name in tensors:

@@ -23,26 +23,26 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megazpp.base.arguments import RunConfig
-from megazpp.base.checks import RunPlan
 from megazpp.base.program import MEGA, aligned
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
+from megazpp.packed_weights.frozen import FrozenUnits, freeze
+from megazpp.packed_weights.streamed import plan_stream
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import CPU, DryTask, count_step, language_model_task, plan_dry_run
 from megazpp.planner.estimate import paper_step
-from megazpp.planner.paper import Memory, PaperAxis
 from megazpp.planner.report import memory_rows
-from megazpp.planner.step import MASTER_BYTES, PaperStep, TrafficTable, measure, sent_on
+from megazpp.planner.simulator import Memory, SimulatedAxis
+from megazpp.planner.step import MASTER_BYTES, StepSimulator, TrafficTable, measure, sent_on
 from megazpp.post_training.batch import PairBatch, RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.lora import add_adapters
 from megazpp.post_training.objectives import PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel
-from megazpp.post_training.start import PostConfigs
-from megazpp.stored.frozen import FrozenUnits, freeze
-from megazpp.stored.streamed import plan_stream
+from megazpp.post_training.setup import PostConfigs
+from megazpp.run.arguments import RunConfig
+from megazpp.run.checks import RunPlan
 from megazpp.tensor_parallel.parameters import count_elements
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import WIRES
@@ -263,7 +263,7 @@ def _rows_of(post: PostTrainingConfig, micro_batch_size: int) -> int:
     return micro_batch_size * (2 if post.objective in ("dpo", "reward") else 1)
 
 
-def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: PaperStep) -> Counter[Memory]:
+def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: StepSimulator) -> Counter[Memory]:
     """All of the policy gathered, and keys and values of what a data rank draws at once."""
     post, model, itemsize = configs.training, config.model, config.precision.param_dtype.itemsize
     count = post.rollouts_at_once or plan.batches.global_batch_size * post.slices // plan.layout.data
@@ -284,7 +284,7 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Pap
 def _streamed_bytes(config: RunConfig, configs: PostConfigs, plan: RunPlan, rank: int, on_cpu: bool) -> int:
     """The bytes that a model that streams has on the device; a CPU's memory is the host's."""
     weights = configs.weights
-    tp = PaperAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
+    tp = SimulatedAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
     assert config.tokenizer.vocab_size is not None
     with torch.device("meta"):
         model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, tp=tp)

@@ -21,21 +21,21 @@ import numpy as np
 import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
-from megazpp.checkpoint.record import RunRecord
 from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.model.gpt import GPTModel
+from megazpp.packed_weights.load import WeightsConfig, load_used_model
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch
 from megazpp.post_training.objectives import Logps, scores
-from megazpp.stored.load import WeightsConfig, load_used_model
 from megazpp.tensor_parallel.lora import adapters_off
 from megazpp.tensor_parallel.parameters import local
-from megazpp.training.setup import Built, ModelSpec
+from megazpp.training.setup import ModelSpec, ShardedModel
 
 CHUNK = 2048  # pairs between two writes
 
@@ -74,7 +74,9 @@ class SyncedModel(FrozenModel, StatePart):
 
     prefix = "reference."
 
-    def __init__(self, reference: Built, policy: Built, *, alpha: float, every: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self, reference: ShardedModel, policy: ShardedModel, *, alpha: float, every: int, temperature: float = 1.0
+    ) -> None:
         super().__init__(reference.model, temperature=temperature)
         self.built, self._policy, self._alpha, self._every = reference, policy, alpha, every
 
@@ -85,7 +87,7 @@ class SyncedModel(FrozenModel, StatePart):
             self.take(self._alpha)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        self.built.sharding.free_gathered()
+        self.built.sharding.reshard()
         return {name: parameter.detach() for name, parameter in self.built.model.named_parameters()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
@@ -97,7 +99,7 @@ class SyncedModel(FrozenModel, StatePart):
     def take(self, alpha: float) -> None:
         """Mix the policy's weights in."""
         for each in (self.built, self._policy):
-            each.sharding.free_gathered()  # parameters are shards from here on
+            each.sharding.reshard()  # parameters are shards from here on
         mix_(self.built.model.parameters(), self._policy.model.parameters(), alpha)
 
 
@@ -110,7 +112,7 @@ def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alph
 
 def find_frozen(
     folder: CheckpointFolder, iteration: int | None, *, scalar_head: bool, lora_base: tuple[str, ...] = ()
-) -> tuple[LoadSource, RunRecord]:
+) -> tuple[LoadSource, CheckpointMetadata]:
     """Find the checkpoint of a frozen model and its record; raise ValueError if there is none, or no scalar head."""
     source, record = find_weights(folder, iteration, lora_base=lora_base)
     if scalar_head and record.flags.get("objective") != "reward":

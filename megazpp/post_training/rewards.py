@@ -22,7 +22,7 @@ import torch
 
 from megazpp.base.flags import flag
 from megazpp.post_training.config import DRAWN
-from megazpp.post_training.examples import Prompt
+from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.losses import nanstd
 
 

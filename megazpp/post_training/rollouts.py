@@ -30,7 +30,7 @@ from megazpp.inference.generate import Drawn
 from megazpp.post_training.batch import RolloutBatch, lay_out_rollouts, make_rollout_batch, row_multiple, shortened
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
-from megazpp.post_training.examples import Prompt
+from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.losses import gae, group_advantages, ppo_rewards, value_mask, whiten
 from megazpp.post_training.objectives import Logps
 from megazpp.post_training.reference import FrozenModel
@@ -217,7 +217,7 @@ class RolloutLoader(StatePart):
                 known["values"] = both[..., 1].contiguous()
         if self.reference is not None:
             known["ref_logps"] = self._each(batch, self.reference)
-        self.sampler.sharding.free_gathered()  # the step reads the shards anew
+        self.sampler.sharding.reshard()  # the step reads the shards anew
         return batch._replace(**known)
 
     def _compared(self, buffer: Buffer) -> RolloutBatch:

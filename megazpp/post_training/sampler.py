@@ -20,7 +20,7 @@ from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Continuation
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
-from megazpp.post_training.examples import Prompt
+from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.rewards import RewardFunction, judge
 from megazpp.tensor_parallel.parameters import seed_for
 from megazpp.zero.sharding import Sharding, WeightHandle
@@ -67,8 +67,8 @@ class PolicySampler:
         generators = [torch.Generator().manual_seed(seed_for(name, seed=self.seed)) for name in names]
         count, size = self.config.sample_tokens, self.at_once or len(prompts)
         uniform = torch.stack([torch.rand(count, generator=each, dtype=torch.float64) for each in generators])
-        base = contextlib.nullcontext() if self.base is None else self.base.kept_gathered()
-        with torch.no_grad(), evaluating(self.model), self.sharding.kept_gathered(), base:
+        base = contextlib.nullcontext() if self.base is None else self.base.keep_unsharded()
+        with torch.no_grad(), evaluating(self.model), self.sharding.keep_unsharded(), base:
             parts = [
                 self._draw([prompt.tokens for prompt in prompts[first : first + size]], uniform[first : first + size])
                 for first in range(0, len(prompts), size)

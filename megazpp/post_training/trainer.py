@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from megazpp.base.arguments import ParsedRun
-from megazpp.base.checks import RunPlan
 from megazpp.base.flags import DEFAULT
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
@@ -33,19 +31,21 @@ from megazpp.post_training.data import (
     make_pair_batch,
     make_supervised_batch,
 )
-from megazpp.post_training.examples import read_examples, read_prompts
+from megazpp.post_training.formatting import read_examples, read_prompts
 from megazpp.post_training.lora import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.post_training.objectives import Logps, ObjectiveEvaluator, PolicyLoss, PreferenceLoss
 from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_logps, load_frozen
 from megazpp.post_training.rewards import load_reward_functions
 from megazpp.post_training.rollouts import RewardEvaluator, RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
-from megazpp.post_training.start import post_configs, reference_folder, train_paths
+from megazpp.post_training.setup import post_configs, reference_folder, train_paths
+from megazpp.run.arguments import ParsedRun
+from megazpp.run.checks import RunPlan
+from megazpp.run.trainer import TrainingParts
 from megazpp.training.context import RunContext
+from megazpp.training.metrics_logger import Validation
 from megazpp.training.objective import Evaluator, LanguageModelLoss, Objective
-from megazpp.training.recorder import Validation
-from megazpp.training.setup import Built, ModelSpec, build_model
-from megazpp.training.trainer import TrainingParts
+from megazpp.training.setup import ModelSpec, ShardedModel, build_model
 from megazpp.zero.config import ZeroConfig
 
 
@@ -121,7 +121,7 @@ class _PostTraining:
         headed = self.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
         return dataclasses.replace(spec, scalar_head=headed, varying_sizes=True)
 
-    def _open_model(self) -> Built:
+    def _open_model(self) -> ShardedModel:
         if self.lora.lora_r is None:
             return build_model(self._spec(), self.run.dims, self.run.device)
         moved = self.config.checkpoint.lora_base

@@ -1,1 +1,1 @@
-"""Floor 5: a page that shows what runs did."""
+"""An HTML report about one or several runs."""

@@ -1,1 +1,1 @@
-"""Floor 2: layers split over the tensor-parallel axis."""
+"""Layers that are split over the tensor-parallel axis."""

@@ -1,1 +1,1 @@
-"""Floor 1: the machine and who gets which rank, in plain integers."""
+"""The cluster and the placement of ranks, in plain integers."""

@@ -9,7 +9,7 @@ form a domain; a multi-node NVLink fabric is a domain of whole nodes.
     host b: 1 3 5 7   (NVLink pairs 1-3, 5-7)        order 0 2 4 6 1 3 5 7
 
 Inside a node ranks stand in the order of their GPUs' PCI addresses (without GPUs: of the launcher's local ranks), so
-equal positions of two nodes use the same rail. Pure integers and strings; parallel/survey.py asks the machine.
+equal positions of two nodes use the same rail. Pure integers and strings; parallel/host_discovery.py asks the machine.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Positions (topology/cluster.py) go node by node and domain by domain, so neighbours share the fastest wire. The
 innermost positions go to tensor parallelism, the rest of a local domain (node or fast domain, the larger) to the local
 axis, local domains to the cross axis (ranks with the same local index: one rail), groups of these to replicas, and
-groups of replicas to islands, which take local steps (islands/outer.py). Context parallelism splits samples among
+groups of replicas to islands, which take local steps (diloco/outer.py). Context parallelism splits samples among
 neighbours of the same tp index: a cp group is `cp` of a shard group's ranks that follow each other (of replicas, where
 shards have one rank). Parameters are sharded over all of them as they are without it.
 

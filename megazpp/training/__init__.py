@@ -1,1 +1,1 @@
-"""Floor 5: the training step and loop, evaluation, metrics and tracking."""
+"""The training step and loop, evaluation, metrics and tracking."""

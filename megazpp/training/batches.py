@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,13 +22,13 @@ from typing import Any, Protocol
 import torch
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.launch import STOP_SIGNALS
 from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
-from megazpp.training.recorder import MetricsRecorder
+from megazpp.training.metrics_logger import MetricsRecorder
 from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
 
 GARBAGE_INTERVAL = 50  # iterations

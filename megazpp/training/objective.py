@@ -121,7 +121,7 @@ class Evaluator:
         with self.dims.counter.paused():  # the traffic of training steps is what is reported
             starts = range(0, self.iterations * self.batch_size, self.batch_size)
             loss = self.mean_loss(self.loader.step(start, self.batch_size) for start in starts)
-        self.sharding.free_gathered()
+        self.sharding.reshard()
         self.model.train()
         return loss
 

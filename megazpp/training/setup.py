@@ -19,7 +19,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import distribute_parameters, initialize_parameters_, share_parameters_
 from megazpp.training.batches import BatchPlan
-from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.sharding import Sharding, shard_model
 
 
@@ -40,7 +40,7 @@ class ModelSpec:
     vocab_size: int
     sequence_parallel: bool = False
     zero: ZeroConfig = field(default_factory=ZeroConfig)
-    wire: WirePlan | None = None
+    wire: CommPlan | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     seed: int
     product: Product | None = None
@@ -48,19 +48,19 @@ class ModelSpec:
     varying_sizes: bool = False
 
 
-class Built(NamedTuple):
+class ShardedModel(NamedTuple):
     """A model in shards and the handle on them."""
 
     model: GPTModel
     sharding: Sharding
 
 
-def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
+def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
     """Build on the meta device, shard, then allocate and initialise this rank's shards only; copies are equal."""
     return fill(shard_on_meta(spec, dims, device), spec, dims, device)
 
 
-def fill(built: Built, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
+def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
     """Allocate and initialise this rank's shards; copies are equal."""
     built.model.to_empty(device=device)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
@@ -70,7 +70,7 @@ def fill(built: Built, spec: ModelSpec, dims: ParallelDims, device: torch.device
     return built
 
 
-def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> Built:
+def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
     """The model in shards that have no memory yet; `device` is where it will run."""
     return shard_built(model_on_meta(spec, dims, device), spec, dims)
 
@@ -94,13 +94,13 @@ def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
         )
 
 
-def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> Built:
+def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> ShardedModel:
     """Shard the parameters of a model on the meta device, which may be fewer than it was built with."""
     if dims.tp.size > 1:
         distribute_parameters(model, dims.mesh["tp"])
     units = [unit for unit in model.sharding_units() if any(True for module in unit for _ in module.parameters())]
     sharding = shard_model(model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire)
-    return Built(model, sharding)
+    return ShardedModel(model, sharding)
 
 
 def open_loader(

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.topology.layout import Layout
 from megazpp.training.context import RunFolder, make_writable
 from megazpp.training.metrics import IntervalRecord, StepRecord, perplexity

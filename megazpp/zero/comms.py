@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megazpp.kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
-from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig
+from megazpp.zero.config import CommPlan, Dtypes, PrecisionConfig, ZeroConfig
 from megazpp.zero.schedule import GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, LosslessCodec, Segment, plan_message
@@ -50,7 +50,7 @@ class CommContext:
         local: MeshAxis,
         shard: MeshAxis,
         *,
-        plan: WirePlan,
+        plan: CommPlan,
         zero: ZeroConfig,
         precision: PrecisionConfig | Dtypes,
         restores_none: bool = False,

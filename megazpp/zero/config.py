@@ -190,7 +190,7 @@ class ReducePlan(NamedTuple):
     cross: BlockFormat | None
 
 
-class WirePlan(NamedTuple):
+class CommPlan(NamedTuple):
     """The replacement of FSDP2's collectives (None: its own); made once, shown to the user, handed to `shard_model`."""
 
     gather: GatherPlan | None = None
@@ -220,7 +220,7 @@ def _spell(fmt: BlockFormat | None) -> str:
     return "not quantized" if fmt is None else f"int{fmt.bits} in blocks of {fmt.block_size}"
 
 
-def plan_wire(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> WirePlan:
+def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> CommPlan:
     """Plan from the flags which collectives are replaced on `layout`, and by what.
 
     Args:
@@ -253,7 +253,7 @@ def plan_wire(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> W
         for asked_for in (config.overlap_param_gather, config.overlap_grad_reduce)
     )
     overlap_reduce = overlap_reduce and layout.replicate == 1  # FSDP2 sums over copies right after each reduction
-    plan, notices = WirePlan(overlap_gather=overlap_gather, overlap_reduce=overlap_reduce), list[str]()
+    plan, notices = CommPlan(overlap_gather=overlap_gather, overlap_reduce=overlap_reduce), list[str]()
     if asked and layout.cross == 1:
         notice = f"{asked[0]}: no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3"
         return plan._replace(notices=(notice,))
@@ -274,7 +274,7 @@ def plan_wire(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> W
     return plan._replace(notices=tuple(notices))
 
 
-def wire_backends(plan: WirePlan, device_type: str) -> list[tuple[str, str, str]]:
+def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]]:
     """Rows (piece, implementation, why) for the table of back ends: none where nothing is quantized.
 
     Raises:
@@ -296,7 +296,7 @@ def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
     return int(size) > 1
 
 
-def _without_effect(config: ZeroConfig, plan: WirePlan) -> str | None:
+def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
     """A line that names the flags that were set and change nothing of what travels."""
     two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
     used = {

@@ -32,7 +32,7 @@ from megazpp.zero.units import Fingerprint, Unit
 from megazpp.zero.wire import QUANTIZABLE, LosslessCodec, MixedCodec
 
 
-class Crossing(IntEnum):
+class InterNodeMessage(IntEnum):
     """The kind of message that crosses nodes at the next use of a unit; the numbers stand in checkpoints."""
 
     NOTHING = 0
@@ -113,11 +113,11 @@ class TwoHopGather(FreshBuffers, AllGather):
         if self.unit.is_sharded:
             self._after_step = self.unit.fingerprint()
 
-    def next_crossing(self) -> Crossing:
+    def next_crossing(self) -> InterNodeMessage:
         """The kind of message that the next use sends; ask while the unit is sharded."""
         if self.secondary.messages is None or self._made_from is None or self._made_from != self.unit.fingerprint():
-            return Crossing.KEYFRAME
-        return Crossing.DIFFERENCE if self._has_stepped else Crossing.NOTHING
+            return InterNodeMessage.KEYFRAME
+        return InterNodeMessage.DIFFERENCE if self._has_stepped else InterNodeMessage.NOTHING
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -206,7 +206,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         differences.settle()
         return differences
 
-    def restore(self, row: torch.Tensor, crossing: Crossing) -> None:
+    def restore(self, row: torch.Tensor, crossing: InterNodeMessage) -> None:
         """Have the resident weights again as a checkpoint has kept them; call on all ranks, while the unit is sharded.
 
         [S] is this rank's own row; `crossing` is the kind that the next use had to send.
@@ -217,17 +217,17 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._crossed = self._cross_queue.submit(functools.partial(secondary.restore, messages, row))
         self._crossed.wait()
         self._made_from, self._received = self.unit.fingerprint(), None
-        self._has_stepped = crossing == Crossing.DIFFERENCE
+        self._has_stepped = crossing == InterNodeMessage.DIFFERENCE
 
-    def _crossings(self, *, early: bool = False) -> Iterable[Crossing]:
+    def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
         """Return the messages to send now, the same on all ranks; `early`: ahead of use."""
         crossing = self.next_crossing()
-        return () if crossing == Crossing.NOTHING else (crossing,)
+        return () if crossing == InterNodeMessage.NOTHING else (crossing,)
 
     @property
     def _is_current(self) -> bool:
         """True if the secondary partition holds the weights that the next use needs."""
-        return self.unit.is_sharded and self.next_crossing() == Crossing.NOTHING
+        return self.unit.is_sharded and self.next_crossing() == InterNodeMessage.NOTHING
 
     def _fresh_messages(self, shard: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The messages of the current weights, and whether they cross nodes first."""
@@ -248,7 +248,7 @@ class TwoHopGather(FreshBuffers, AllGather):
 
     def _start_cross_hop(
         self,
-        crossing: Crossing,
+        crossing: InterNodeMessage,
         messages: torch.Tensor,
         shard: Callable[[], torch.Tensor],
         since: Moment = None,
@@ -262,11 +262,11 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._uncounted = (self._cross.size - 1) * self._crossing_bytes(crossing)
         self._crossed = self._cross_queue.submit(lambda: self._take_in(crossing, messages, shard), since=since)
 
-    def _take_in(self, crossing: Crossing, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        self.secondary.take_in(messages, shard(), keyframe=crossing == Crossing.KEYFRAME)
+    def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
-    def _crossing_bytes(self, crossing: Crossing) -> int:
-        return self.secondary.crossing_bytes(keyframe=crossing == Crossing.KEYFRAME)
+    def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
+        return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _count_crossing(self) -> None:
         """Weights that crossed for an evaluation, which counts nothing, are counted by the step that uses them."""

@@ -90,7 +90,7 @@ class GatherSchedule:
         """Start what follows the use of `gather`, when its own hops (`crossed`: the cross hop too) are submitted."""
         if crossed:
             self._stale = deque(other for other in dict.fromkeys([*self._order, *self._all]) if other is not gather)
-            self._since = self._queue.moment()
+            self._since = self._queue.record_event()
         self.start_stale(None if self._queue.blocks_host else CROSS_HOPS_PER_USE)
         if gather not in self._order:
             self._order.append(gather)

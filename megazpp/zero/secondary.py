@@ -9,7 +9,7 @@ With a resident partition a change crosses as a difference from what is there al
     4 bits       d = w - R[me], quantized; R[n] = round(R[n] + d[n]). Every earlier rounding is inside d
 
 on every rank for every n, its own row too, so what was left out or rounded off is part of the next difference. 4 bits
-are for the outer weights of local steps (islands/outer.py). A keyframe replaces all of R by w: at first, and where more
+are for the outer weights of local steps (diloco/outer.py). A keyframe replaces all of R by w: at first, and where more
 than the step of an optimizer has changed the weights. R is a view of the elements in the messages of a keyframe, which
 the local hop sends: 2 P / L bytes for P parameters of 16 bits.
 

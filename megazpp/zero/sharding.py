@@ -31,8 +31,8 @@ from megazpp.kernels.block_quant import rescale_
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comms import CommContext, CountedGather, CountedReduce
-from megazpp.zero.config import Dtypes, PrecisionConfig, WirePlan, ZeroConfig, plan_wire
-from megazpp.zero.gather import Crossing, TwoHopGather
+from megazpp.zero.config import CommPlan, Dtypes, PrecisionConfig, ZeroConfig, plan_comm
+from megazpp.zero.gather import InterNodeMessage, TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 from megazpp.zero.secondary import Resident
 from megazpp.zero.units import Unit, find_units
@@ -43,11 +43,11 @@ from megazpp.zero.writes import WatchedGather, WriteWatch
 class WeightHandle(Protocol):
     """A handle on weights that are only used: `Sharding`, or another."""
 
-    keeps_gathered: bool  # whether `kept_gathered` keeps them, so that later forwards need no other data rank
+    keeps_gathered: bool  # whether `keep_unsharded` keeps them, so that later forwards need no other data rank
 
-    def kept_gathered(self) -> Any: ...
+    def keep_unsharded(self) -> Any: ...
 
-    def free_gathered(self) -> None: ...
+    def reshard(self) -> None: ...
 
 
 class Sharding:
@@ -129,13 +129,13 @@ class Sharding:
             for reduce in self._reduces:
                 reduce.warm_up(device)
 
-    def free_gathered(self) -> None:
+    def reshard(self) -> None:
         """Free gathered parameters, so that the next forward gathers the shards anew; call after an evaluation."""
         for module in self._modules:
             module.reshard()
 
     @contextmanager
-    def kept_gathered(self) -> Iterator[None]:
+    def keep_unsharded(self) -> Iterator[None]:
         """Keep each weight after its first gather, as stage 2 does (the whole model's memory); afterwards free all."""
         for module in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
@@ -144,7 +144,7 @@ class Sharding:
         finally:
             for module in self._modules:
                 module.set_reshard_after_forward(self.stage == 3, recurse=False)
-            self.free_gathered()
+            self.reshard()
 
     def weights_changed(self) -> None:
         """Have the next use of each weight gather it anew, whole.
@@ -202,13 +202,13 @@ class Sharding:
 
         {parameter}: a copy of the weights that the nodes keep, a DTensor sharded like the parameter; none where the
         next use sends whole weights. {unit's first parameter}.crossing: what the next use sends, a scalar, the same on
-        all ranks. Call while the parameters are shards, as after `free_gathered`.
+        all ranks. Call while the parameters are shards, as after `reshard`.
         """
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:
             crossing, resident = gather.next_crossing(), gather.resident()
             state[gather.crossing_key] = torch.tensor(crossing, dtype=torch.uint8)
-            if crossing != Crossing.KEYFRAME:
+            if crossing != InterNodeMessage.KEYFRAME:
                 assert resident is not None
                 assert resident.weights is not None
                 own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
@@ -233,9 +233,9 @@ class Sharding:
         for gather in self._residents:
             gather.drop()
             sent = state.get(gather.crossing_key)
-            crossing = Crossing.KEYFRAME if sent is None else Crossing(int(sent))
-            if crossing == Crossing.KEYFRAME or any(p.name not in state for p in gather.unit.parameters):
-                complete = complete and crossing == Crossing.KEYFRAME and sent is not None
+            crossing = InterNodeMessage.KEYFRAME if sent is None else InterNodeMessage(int(sent))
+            if crossing == InterNodeMessage.KEYFRAME or any(p.name not in state for p in gather.unit.parameters):
+                complete = complete and crossing == InterNodeMessage.KEYFRAME and sent is not None
                 continue
             row = gather.new_row(self._device)
             for name, part in gather.unit.as_parameters(row).items():
@@ -312,7 +312,7 @@ def shard_model(
     *,
     zero: ZeroConfig | None = None,
     precision: PrecisionConfig | None = None,
-    wire: WirePlan | None = None,
+    wire: CommPlan | None = None,
 ) -> Sharding:
     """Shard `model` in place.
 
@@ -322,14 +322,14 @@ def shard_model(
         dims: the axes to shard and replicate over; with stage 0 one replica per data rank.
         zero: stage and wire formats; the default is ZeRO-3.
         precision: compute and reduction formats; the shards stay fp32. The default computes in fp32.
-        wire: what `plan_wire` makes of `zero` on the layout of `dims`.
+        wire: what `plan_comm` makes of `zero` on the layout of `dims`.
     Raises:
         ValueError: `zero` asks for what `dims` cannot do.
     """
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
     if wire is None:
-        wire = plan_wire(zero, dims.layout, precision.param_dtype)  # refuses before anything is changed
+        wire = plan_comm(zero, dims.layout, precision.param_dtype)  # refuses before anything is changed
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
@@ -345,7 +345,7 @@ def install_comms(
     model: nn.Module,
     units: Sequence[Unit],
     dims: ParallelDims,
-    wire: WirePlan,
+    wire: CommPlan,
     zero: ZeroConfig,
     precision: PrecisionConfig | Dtypes,
     *,

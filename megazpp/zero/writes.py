@@ -34,11 +34,11 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.checksum import checksum
 from megazpp.zero.comms import CommContext
-from megazpp.zero.gather import Crossing, TwoHopGather
+from megazpp.zero.gather import InterNodeMessage, TwoHopGather
 from megazpp.zero.schedule import in_backward
 from megazpp.zero.units import Unit
 
-LATE = 4  # a bit of a vote beside those of `Crossing`: the last forward has used weights that were written to
+LATE = 4  # a bit of a vote beside those of `InterNodeMessage`: the last forward has used weights that were written to
 
 
 class Ballot:
@@ -81,7 +81,7 @@ class WatchedGather(TwoHopGather):
         return self.secondary.sends_differences or len(set(self._trained)) > 1
 
     def before_step(self, held: Collection[int] | None = None) -> None:
-        if any(self.unit.stepped(held)) and self.vote() == Crossing.KEYFRAME:
+        if any(self.unit.stepped(held)) and self.vote() == InterNodeMessage.KEYFRAME:
             self.drop()
 
     def after_step(self, *, keyframe: bool, held: Collection[int] | None = None) -> None:
@@ -100,24 +100,24 @@ class WatchedGather(TwoHopGather):
                 self._made_from = self.unit.fingerprint()
         self._after_step = self.unit.fingerprint()
 
-    def next_crossing(self) -> Crossing:
+    def next_crossing(self) -> InterNodeMessage:
         """The kind of message that this rank has to send, as far as it knows; on CUDA this waits for the device."""
         vote = self.vote()
         return max([vote, *(kind for differs, kind in self.unknown(vote) if differs)])
 
-    def vote(self) -> Crossing:
+    def vote(self) -> InterNodeMessage:
         """Return what this rank has to send, as far as it knows without a checksum."""
         if self.secondary.messages is None or self._made_from is None or self._trained != self.unit.is_trained:
-            return Crossing.KEYFRAME
+            return InterNodeMessage.KEYFRAME
         moved = [now != then for now, then in zip(self.unit.fingerprint(), self._made_from, strict=True)]
         if self.secondary.sends_differences:
-            return Crossing.KEYFRAME if any(moved) else Crossing(self._has_stepped)
+            return InterNodeMessage.KEYFRAME if any(moved) else InterNodeMessage(self._has_stepped)
         kinds = [self._kind_of(trained) for each, trained in zip(moved, self._trained, strict=True) if each]
-        return max([Crossing.NOTHING, *kinds, *([self._kind_of(True)] if self._has_stepped else ())])
+        return max([InterNodeMessage.NOTHING, *kinds, *([self._kind_of(True)] if self._has_stepped else ())])
 
-    def unknown(self, vote: Crossing) -> Iterator[tuple[torch.Tensor, Crossing]]:
+    def unknown(self, vote: InterNodeMessage) -> Iterator[tuple[torch.Tensor, InterNodeMessage]]:
         """Yield, of each part that `vote` does not send, whether it was written to, and what to vote for if it was."""
-        if vote == Crossing.KEYFRAME:
+        if vote == InterNodeMessage.KEYFRAME:
             return
         assert self._crossed is not None
         assert self._sums is not None
@@ -127,15 +127,15 @@ class WatchedGather(TwoHopGather):
             if kind > vote:
                 yield checksum(shards) != self._sums[int(trained)], kind
 
-    def restore(self, row: torch.Tensor, crossing: Crossing) -> None:
+    def restore(self, row: torch.Tensor, crossing: InterNodeMessage) -> None:
         super().restore(row, crossing)
         self._trained = self.unit.is_trained
         self._keep_sums()
 
-    def _crossings(self, *, early: bool = False) -> Iterable[Crossing]:
+    def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
         if self.secondary.messages is None:  # on all ranks
             self.ballot = None
-            return (Crossing.KEYFRAME,)
+            return (InterNodeMessage.KEYFRAME,)
         return self.watch.undone(self) if early else self.watch.crossings(self)
 
     @property
@@ -146,16 +146,16 @@ class WatchedGather(TwoHopGather):
         self._trained = self.unit.is_trained
         super()._start_cross_hop(*args)
 
-    def _take_in(self, crossing: Crossing, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        is_part = crossing == Crossing.DIFFERENCE and not self.secondary.sends_differences
+    def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        is_part = crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences
         self._keep_sums(of_frozen=not is_part)  # before the shard is read: a write in between is sent once more
         if is_part:
             self.secondary.take_in_part(messages, shard(), self._trained_bytes())
         else:
             super()._take_in(crossing, messages, shard)
 
-    def _crossing_bytes(self, crossing: Crossing) -> int:
-        if crossing == Crossing.DIFFERENCE and not self.secondary.sends_differences:
+    def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
+        if crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences:
             return sum(stop - start for start, stop in self._trained_bytes())
         return super()._crossing_bytes(crossing)
 
@@ -163,10 +163,10 @@ class WatchedGather(TwoHopGather):
         trained = [segment for segment, each in zip(self.unit.segments, self._trained, strict=True) if each]
         return self._codec.byte_ranges(trained)
 
-    def _kind_of(self, trained: bool) -> Crossing:
+    def _kind_of(self, trained: bool) -> InterNodeMessage:
         """The kind of message that sends a write to the trained or to the frozen parameters."""
         is_part = trained and self.has_parts and not self.secondary.sends_differences
-        return Crossing.DIFFERENCE if is_part else Crossing.KEYFRAME
+        return InterNodeMessage.DIFFERENCE if is_part else InterNodeMessage.KEYFRAME
 
     def _parts(self) -> Iterator[tuple[bool, list[torch.Tensor]]]:
         """Yield the shards of trained and of frozen parameters, each of which has a checksum; differences have one."""
@@ -212,28 +212,28 @@ class WriteWatch:
             module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's, which gathers
             module.register_forward_hook(self._end, always_call=True)
 
-    def crossings(self, gather: WatchedGather) -> Iterator[Crossing]:
+    def crossings(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
         """Yield the kinds of messages that all ranks send of the unit now, in order; waits where it has to."""
         if not (in_backward() or gather in self._decided):  # `FSDPModule.unshard` outside of a forward
             self._decide([gather])
         yield from self.undone(gather)
 
-    def undone(self, gather: WatchedGather) -> Iterator[Crossing]:
+    def undone(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
         """Yield what the last vote has decided of the unit and no use has sent yet."""
         ballot, gather.ballot = gather.ballot, None
         if ballot is None:
             return
-        index, own = self._index[gather], Crossing(ballot.own[self._index[gather]] & ~LATE)
-        if own == Crossing.KEYFRAME and not gather.has_parts:
-            yield Crossing.KEYFRAME
+        index, own = self._index[gather], InterNodeMessage(ballot.own[self._index[gather]] & ~LATE)
+        if own == InterNodeMessage.KEYFRAME and not gather.has_parts:
+            yield InterNodeMessage.KEYFRAME
             return
-        if own == Crossing.DIFFERENCE:
-            yield Crossing.DIFFERENCE
+        if own == InterNodeMessage.DIFFERENCE:
+            yield InterNodeMessage.DIFFERENCE
         agreed = ballot.result()[index]
-        if agreed & Crossing.DIFFERENCE and own != Crossing.DIFFERENCE:
-            yield Crossing.DIFFERENCE
-        if agreed & Crossing.KEYFRAME:
-            yield Crossing.KEYFRAME
+        if agreed & InterNodeMessage.DIFFERENCE and own != InterNodeMessage.DIFFERENCE:
+            yield InterNodeMessage.DIFFERENCE
+        if agreed & InterNodeMessage.KEYFRAME:
+            yield InterNodeMessage.KEYFRAME
 
     def is_done(self, gather: WatchedGather) -> bool:
         """Return True if nothing that was decided of the unit has still to be sent."""

@@ -13,10 +13,10 @@ import pytest
 from helpers.refusals import not_refused, table
 from helpers.small_run import ROOT, SMALL, parse
 
-from megazpp.base.arguments import RunConfig
-from megazpp.base.checks import RunPlan, check_run_config
 from megazpp.base.flags import flag_name
-from megazpp.parallel.launch import find_place
+from megazpp.parallel.launch import detect_rank_info
+from megazpp.run.arguments import RunConfig
+from megazpp.run.checks import RunPlan, check_run_config
 
 BESIDE = """
 --train-iters none | --train-samples
@@ -81,7 +81,7 @@ FLOATS, INTS = numbers("float"), numbers("int")
 def plan(flags: str) -> RunPlan:
     """Do all that happens before workers start."""
     config = parse(f"{SMALL} {flags}").config
-    place = find_place(config.launch, {})
+    place = detect_rank_info(config.launch, {})
     cluster = config.detect_cluster(place.world_size, {})
     return check_run_config(config, cluster, device_type="cpu")
 

@@ -20,7 +20,7 @@ FOREIGN = {
     "--short": "git",
     "--split-sentences": "Megatron-LM, refused",
     "--character_coverage": "SentencePiece, in the text that is replaced",
-    "--disturbed": "gpu_check_sides.py, read from sys.argv",
+    "--disturbed": "gpu_check_workers.py, read from sys.argv",
     "--elements": "benchmark_kernels.py",
     "--flag": "the example of a docstring of the parser",
     "--help": "argparse",

@@ -21,7 +21,7 @@ from megazpp.checkpoint import checkpoints
 from megazpp.checkpoint.checkpoints import STAGER_IS_REUSABLE, Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.parallel.dims import open_axis
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 

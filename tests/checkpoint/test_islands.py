@@ -13,12 +13,12 @@ from helpers.training import Case
 
 from megazpp.base.files import DamagedError
 from megazpp.checkpoint.state import under
-from megazpp.islands.config import IslandsConfig
+from megazpp.diloco.config import DilocoConfig
 
 
 def islands(number: int, *, fragments: int = 1, **case: int) -> Case:
     rule = {"diloco_steps": 2, "diloco_outer_lr": 0.7, "diloco_outer_momentum": 0.9, "diloco_delay": 1}
-    config = IslandsConfig(diloco_islands=number, diloco_fragments=fragments, **rule)
+    config = DilocoConfig(diloco_islands=number, diloco_fragments=fragments, **rule)
     return Case(**{"nodes": 4, "diloco": config} | case)
 
 

@@ -13,8 +13,8 @@ from helpers.training import Case, build_on_ranks
 
 from megazpp.checkpoint.checksums import SummingWriter, read_checksums, sum_file, write_checksums
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.metadata import shape_of
 from megazpp.checkpoint.read import find_weights, load_weights
-from megazpp.checkpoint.record import shape_of
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.weights import AdaptedReader, sum_of_bits, wrapped
 from megazpp.model.config import GPTConfig

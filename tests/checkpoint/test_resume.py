@@ -10,7 +10,7 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen, slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
 
-from megazpp.islands.config import IslandsConfig
+from megazpp.diloco.config import DilocoConfig
 from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
@@ -36,17 +36,17 @@ CASES = {
     "differences, bf16": gpt(zero=DIFFERENCES, micro_batches=2, precision=BF16),
     "differences, fp16, tp 2, async": llama(tp=2, zero=DIFFERENCES, precision=FP16),
     "zeropp, muon, tp 2, fp16": llama(tp=2, zero=ZEROPP, precision=FP16, optimizer=MUON_3),
-    "islands, muon": gpt(optimizer=MUON, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
-    "islands, fp16": llama(precision=FP16, diloco=IslandsConfig(diloco_steps=3)),
+    "islands, muon": gpt(optimizer=MUON, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
+    "islands, fp16": llama(precision=FP16, diloco=DilocoConfig(diloco_steps=3)),
     "islands, fragments, between two": gpt(
-        tp=2, precision=BF16, diloco=IslandsConfig(diloco_steps=4, diloco_fragments=2, diloco_outer_momentum=0.5)
+        tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=4, diloco_fragments=2, diloco_outer_momentum=0.5)
     ),
-    "islands, messages under way, async": llama(diloco=IslandsConfig(diloco_steps=2, diloco_delay=1)),
+    "islands, messages under way, async": llama(diloco=DilocoConfig(diloco_steps=2, diloco_delay=1)),
     "islands of two nodes, differences": gpt(
         nodes=4,
         zero=DIFFERENCES,
         precision=BF16,
-        diloco=IslandsConfig(diloco_steps=2, diloco_islands=2, diloco_delay=1),
+        diloco=DilocoConfig(diloco_steps=2, diloco_islands=2, diloco_delay=1),
     ),
 }
 DEFAULT = (

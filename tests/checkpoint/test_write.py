@@ -22,7 +22,7 @@ from megazpp.base.program import UserError
 from megazpp.checkpoint.checkpoints import write_checkpoint
 from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.record import TrainingProgress, read_record
+from megazpp.checkpoint.metadata import TrainingProgress, read_record
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.parallel.axis import MeshAxis
 

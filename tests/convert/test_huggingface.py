@@ -30,8 +30,8 @@ from helpers.training import Case, build_on_ranks
 from safetensors.torch import save_file
 
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.metadata import shape_of
 from megazpp.checkpoint.read import find_weights, load_weights
-from megazpp.checkpoint.record import shape_of
 from megazpp.convert import huggingface
 from megazpp.convert.huggingface import choose_architecture, open_model
 from megazpp.convert.native import open_checkpoint

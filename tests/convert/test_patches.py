@@ -14,7 +14,7 @@ from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_step
 from safetensors.torch import load_file
 
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import OUTPUT, WORDS, held, split_all
 from megazpp.convert.patches import WeightPatches

@@ -7,8 +7,8 @@ import itertools
 import sys
 from pathlib import Path
 
-from megazpp.base.arguments import parse_run_config
-from megazpp.base.checks import check_run_config
+from megazpp.run.arguments import parse_run_config
+from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 
 NODES, RANKS = ("--nnodes", "--nodes", "-N"), ("--nproc-per-node", "--ntasks-per-node")

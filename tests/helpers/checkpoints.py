@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.checkpoint.checkpoints import Checkpoints
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import choose_source
-from megazpp.checkpoint.record import RunRecord, TrainingProgress
 from megazpp.checkpoint.state import RunValues, TrainState
 from megazpp.checkpoint.weights import FrozenPlace, open_frozen_place
 from megazpp.data.loader import MicroBatch
-from megazpp.islands.state import island_parts
+from megazpp.diloco.state import island_parts
 from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
 from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.training.anomalies import LossHistory
@@ -77,7 +77,7 @@ class Attempt:
         model = self.step.model.eval()
         with torch.no_grad():
             model(batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts)
-        self.step.sharding.free_gathered()
+        self.step.sharding.reshard()
         model.train()
 
     def fingerprint(self) -> dict[str, str]:
@@ -130,13 +130,13 @@ def digest(x: torch.Tensor) -> str:
     return hashlib.sha1(local_part(x).contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def record_of(case: Case, **values: Any) -> RunRecord:
+def record_of(case: Case, **values: Any) -> CheckpointMetadata:
     """run.json of such a run, at its beginning or with other values."""
     flags = dataclasses.asdict(case.model) | dataclasses.asdict(case.optimizer)
     flags |= {"objective": "reward"} if case.scalar_head else {}
     known: dict[str, Any] = {"progress": TrainingProgress(), "schedule": schedule().state_dict(), "flags": flags}
     known |= {"scaler": {}, "groups": [], "vocab_size": case.vocab_size, "tokenizer": "ids", "layout": {"tp": case.tp}}
-    return RunRecord(**known | values)
+    return CheckpointMetadata(**known | values)
 
 
 @functools.cache

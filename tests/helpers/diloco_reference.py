@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megazpp.islands.config import IslandsPlan
+from megazpp.diloco.config import DilocoPlan
 
 
 class Islands:
@@ -34,7 +34,7 @@ class Islands:
         momentum: the outer optimizer's, by the parameter's name.
     """
 
-    def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], plan: IslandsPlan) -> None:
+    def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], plan: DilocoPlan) -> None:
         self.plan, self.fragments = plan, fragments
         self._weights = [{name: p.detach() for name, p in model.named_parameters()} for model in models]
         assert sorted(name for fragment in fragments for name in fragment) == sorted(self._weights[0])

@@ -12,12 +12,12 @@ import safetensors.torch
 import tokenizers
 import torch
 
-from megazpp.base.checks import check_model
 from megazpp.convert.convert import ConvertConfig, convert
 from megazpp.convert.model import Model
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
+from megazpp.run.checks import check_model
 
 if TYPE_CHECKING:  # imported where it is used: it takes a second
     import transformers

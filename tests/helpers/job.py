@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megazpp.base.program import JobError, UserError
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
-from megazpp.parallel.launch import LaunchConfig, find_place, launch_workers
+from megazpp.parallel.launch import LaunchConfig, detect_rank_info, launch_workers
 from megazpp.parallel.timeline import STEP
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker, leave, run_worker
@@ -73,7 +73,7 @@ def main() -> int:
     restarts = int(sys.argv[3]) if len(sys.argv) > 3 else 0
     limits = {"distributed_timeout_minutes": 1, "distributed_timeout_seconds_after_init": 1.5}
     config = LaunchConfig(nproc=nproc or None, max_restarts=restarts, **limits)
-    place = find_place(config)
+    place = detect_rank_info(config)
     if place.started:
         run_worker(place, config, functools.partial(work, what, config))
     return launch_workers([sys.executable, *sys.argv], place.world_size, max_restarts=restarts)

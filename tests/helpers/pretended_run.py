@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from helpers.metrics import meter
 
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.optim.schedule import ScheduleConfig, build_schedule
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.timeline import Timeline
@@ -21,7 +21,7 @@ from megazpp.training.batches import BatchConfig, plan_batches
 from megazpp.training.context import Console, RunContext
 from megazpp.training.loop import Evaluations, StopConditions, StopConfig, train
 from megazpp.training.metrics import StepRecord
-from megazpp.training.recorder import MetricsRecorder
+from megazpp.training.metrics_logger import MetricsRecorder
 from megazpp.training.tracking import TrackingConfig
 
 CPU = torch.device("cpu")

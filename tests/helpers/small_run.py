@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
-from megazpp.base.arguments import ParsedRun, parse_run_config
-from megazpp.base.checks import RunPlan, check_run_config
+from megazpp.run.arguments import ParsedRun, parse_run_config
+from megazpp.run.checks import RunPlan, check_run_config
 from megazpp.topology.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megazpp.base import run
 from megazpp.base.program import JobError
-from megazpp.base.run import Job
 from megazpp.parallel.worker import Worker
+from megazpp.run.ranks import Job
 
 
 def run_tool(tool: str, *flags: object, world: int = 1) -> tuple[int, str]:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from megazpp.data.loader import MicroBatch, make_micro_batch
-from megazpp.islands.config import IslandsConfig, IslandsPlan, plan_islands
-from megazpp.islands.outer import Islands
+from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_islands
+from megazpp.diloco.outer import Islands
 from megazpp.model.config import GPTConfig
 from megazpp.model.float8 import Float8Format, float8_product
 from megazpp.model.gpt import GPTModel
@@ -86,7 +86,7 @@ class Case:
     zero: ZeroConfig | None = None
     float8: Float8Format | None = None  # emulated
     scalar_head: bool = False
-    diloco: IslandsConfig = field(default_factory=IslandsConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     @property
@@ -187,7 +187,7 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
     return TrainStep(model, sharding, optimizer, scaler, dims, clip_grad=CLIP), dims
 
 
-def diloco_plan(case: Case) -> IslandsPlan | None:
+def diloco_plan(case: Case) -> DilocoPlan | None:
     """None where every step is synchronized."""
     return plan_islands(
         case.diloco,

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.program import LAUNCHER_PID
 from megazpp.parallel import launch, worker
-from megazpp.parallel.launch import AGENT_STORE, LaunchConfig, Place, find_place, is_on_one_machine, open_store
+from megazpp.parallel.launch import AGENT_STORE, LaunchConfig, RankInfo, detect_rank_info, is_on_one_machine, open_store
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -35,15 +35,15 @@ def mpi(prefix: str, *, rank: int = 5, size: int = 8) -> dict[str, str]:
     }
 
 
-STARTED = Place(started=True, world_size=8, rank=5, local_rank=1)
+STARTED = RankInfo(started=True, world_size=8, rank=5, local_rank=1)
 PLACES = [
-    ({"nproc": 3}, {}, Place(started=False, world_size=3)),
-    ({"nproc": 1}, {}, Place(started=True, world_size=1)),
-    ({"nproc": 1, "max_restarts": 2}, {}, Place(started=False, world_size=1)),
+    ({"nproc": 3}, {}, RankInfo(started=False, world_size=3)),
+    ({"nproc": 1}, {}, RankInfo(started=True, world_size=1)),
+    ({"nproc": 1, "max_restarts": 2}, {}, RankInfo(started=False, world_size=1)),
     ({}, TORCHRUN, STARTED),
     ({}, SRUN, STARTED),
     ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),  # torchrun, which srun has started
-    ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, Place(started=False, world_size=2)),  # a batch script
+    ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, RankInfo(started=False, world_size=2)),  # a batch script
     ({"nproc": 8}, {**TORCHRUN, LAUNCHER_PID: "1"}, STARTED),  # our own worker
     ({}, {**mpi("OMPI_COMM_WORLD"), **ADDRESS}, STARTED),
     ({}, {**mpi("MV2_COMM_WORLD"), "PMI_RANK": "5", "PMI_SIZE": "8", **ADDRESS}, STARTED),
@@ -57,7 +57,7 @@ PLACES = [
     ({}, {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}, STARTED),  # srun's PMI plugins
     ({}, {**TORCHRUN, **mpi("OMPI_COMM_WORLD", rank=1, size=2)}, STARTED),  # torchrun, which mpirun has started
     *(
-        ({"nproc": 2}, env, Place(started=False, world_size=2))
+        ({"nproc": 2}, env, RankInfo(started=False, world_size=2))
         for env in (
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
             {"PMI_RANK": "0", "PMI_SIZE": "1"},  # a container, or a step of one task
@@ -86,21 +86,21 @@ REFUSED = [
 
 def test_the_environment_says_who_starts_the_workers():
     for flags, env, expected in PLACES:
-        assert find_place(LaunchConfig(**flags), env) == expected, (flags, env)
+        assert detect_rank_info(LaunchConfig(**flags), env) == expected, (flags, env)
 
 
 def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for cores, workers in ((1, 2), (3, 3), (64, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=range(cores)))
-        assert find_place(LaunchConfig(), {}).world_size == workers
+        assert detect_rank_info(LaunchConfig(), {}).world_size == workers
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
-    assert find_place(LaunchConfig(), {}).world_size == 7
+    assert detect_rank_info(LaunchConfig(), {}).world_size == 7
 
 
 def test_what_cannot_be_names_flag_and_value(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not_refused(REFUSED, lambda flags, env: find_place(LaunchConfig(**flags), env)) == []
+    assert not_refused(REFUSED, lambda flags, env: detect_rank_info(LaunchConfig(**flags), env)) == []
 
 
 def test_after_the_first_step_half_the_timeout_is_enough_unless_said_otherwise():
@@ -134,7 +134,7 @@ def test_the_launchers_store_listens_on_the_loopback_only_and_its_workers_find_i
     assert listening() - before == {("127.0.0.1", store.port)}
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), AGENT_STORE: "True"}.items():
         monkeypatch.setenv(name, value)
-    place = Place(started=True, world_size=2, rank=1)
+    place = RankInfo(started=True, world_size=2, rank=1)
     opened, rank, size = open_store(place, TIMEOUT)
     opened.set("key", "value")
     assert (store.get("key"), rank, size) == (b"value", 1, 2)
@@ -142,10 +142,10 @@ def test_the_launchers_store_listens_on_the_loopback_only_and_its_workers_find_i
 
 
 def test_rank_0_that_opens_the_store_at_the_loopback_listens_there_only_and_one_process_nowhere():
-    assert isinstance(open_store(Place(started=True, world_size=1), TIMEOUT, {})[0], dist.HashStore)
+    assert isinstance(open_store(RankInfo(started=True, world_size=1), TIMEOUT, {})[0], dist.HashStore)
     before = listening()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    store, _, _ = open_store(Place(started=True, world_size=2, rank=0), TIMEOUT, env)
+    store, _, _ = open_store(RankInfo(started=True, world_size=2, rank=0), TIMEOUT, env)
     assert listening() - before == {("127.0.0.1", store.port)}
 
 
@@ -155,14 +155,14 @@ def test_srun_on_one_node_meets_on_the_loopback(monkeypatch):
         env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
         launch._set_missing_address(env)
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
-        assert is_on_one_machine(Place(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
+        assert is_on_one_machine(RankInfo(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
 
 
 def test_mpirun_on_one_node_meets_on_the_loopback_at_a_port_of_its_job():
     ports = set()
     for job in ("prterun-a@1", "prterun-b@1"):
         env = mpi("OMPI_COMM_WORLD", size=4) | {"PMIX_NAMESPACE": job}
-        place = find_place(LaunchConfig(), env)
+        place = detect_rank_info(LaunchConfig(), env)
         launch._set_missing_address(env)
         assert env["MASTER_ADDR"] == "127.0.0.1"
         assert is_on_one_machine(place, env)

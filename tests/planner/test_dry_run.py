@@ -11,11 +11,11 @@ from helpers.refusals import table
 from helpers.tiers import chosen
 
 import megazpp.planner.dry_run as module
-from megazpp.base.arguments import RunConfig, parse_run_config
-from megazpp.islands.outer import Islands, OuterUnit
+from megazpp.diloco.outer import Islands, OuterUnit
 from megazpp.parallel.axis import Traffic
 from megazpp.planner.dry_run import DryRun, dry_run
-from megazpp.planner.paper import Memory
+from megazpp.planner.simulator import Memory
+from megazpp.run.arguments import RunConfig, parse_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cyclic_order
 from megazpp.training.step import TrainStep

@@ -7,7 +7,7 @@ import pytest
 from helpers.small_run import ROOT, parse
 
 from megazpp.planner.estimate import Estimate, Estimator
-from megazpp.planner.paper import Memory
+from megazpp.planner.simulator import Memory
 from megazpp.planner.variants import for_planning, schemes
 from megazpp.topology.cluster import Cluster, Link
 from megazpp.topology.cluster_file import read_cluster

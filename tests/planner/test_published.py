@@ -30,11 +30,11 @@ from megazpp.kernels.formats import BlockFormat
 from megazpp.model.config import GPTConfig
 from megazpp.planner.cost import CALIBRATIONS, ClusterCosts
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.step import PaperStep, measure
+from megazpp.planner.step import StepSimulator, measure
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import plan_layout
 from megazpp.training.setup import ModelSpec
-from megazpp.zero.config import GatherPlan, PrecisionConfig, ReducePlan, WirePlan, ZeroConfig
+from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig
 
 V100 = Device("V100-SXM3-32GB", 125.0, 34.36, 900.0, shares="v100")
 H800 = Device("H800", 989.0, 85.9, 3350.0, shares="h800")
@@ -75,7 +75,7 @@ OTHERS = (
 )
 SHAPES = {"1.3B": (24, 2048, 16), "6.7B": (32, 4096, 32), "18B": (40, 6144, 48), "138B": (76, 12288, 96)}
 VOCABULARY = 50257
-SDP4BIT = WirePlan(GatherPlan(BlockFormat(4, 128), keep=False), ReducePlan(BlockFormat(8, 128), BlockFormat(4, 128)))
+SDP4BIT = CommPlan(GatherPlan(BlockFormat(4, 128), keep=False), ReducePlan(BlockFormat(8, 128), BlockFormat(4, 128)))
 ZEROPP = ZeroConfig(zeropp=True, zero_gradient_bits=(4, 4), overlap_param_gather=True, overlap_grad_reduce=True)
 # Beyond stage3_max_reuse_distance (1e9 parameters) DeepSpeed frees a matrix between recomputation and backward: all of
 # a layer of 138B but the last (4 of its 12 hidden sizes squared) are gathered a third time, and none of 18B.
@@ -110,7 +110,7 @@ def errors(
     quantized = plain | {"wire": SDP4BIT} if megatron else {"zero": ZEROPP}
     precision, found = PrecisionConfig(bf16=megatron, fp16=not megatron), []
     for published, scheme in ((without, plain), (with_it, quantized)):
-        step = PaperStep(
+        step = StepSimulator(
             ModelSpec(config=config, vocab_size=VOCABULARY, precision=precision, seed=0, **scheme),
             layout,
             seq_length=sample,

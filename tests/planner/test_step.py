@@ -11,12 +11,12 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan, spec_of
 
-from megazpp.islands.config import IslandsConfig
+from megazpp.diloco.config import DilocoConfig
 from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.parallel.dims import ParallelConfig, plan_dims
 from megazpp.planner.dry_run import PeakBytes
-from megazpp.planner.paper import Memory
-from megazpp.planner.step import PaperStep, TrafficTable, measure, traffic_between
+from megazpp.planner.simulator import Memory
+from megazpp.planner.step import StepSimulator, TrafficTable, measure, traffic_between
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import DATA_AXES
 from megazpp.zero.config import GRADIENT_BLOCK, PrecisionConfig, ZeroConfig
@@ -25,11 +25,11 @@ BF16 = PrecisionConfig(bf16=True)
 ALL = ZeroConfig(zeropp=True)
 ALONE = ZeroConfig(zeropp=True, overlap_param_gather=False, overlap_grad_reduce=False)
 MUON = OptimizerConfig(optimizer="muon")
-LOCAL = functools.partial(IslandsConfig, diloco_steps=4)
+LOCAL = functools.partial(DilocoConfig, diloco_steps=4)
 two_nodes = functools.partial(Case, nodes=2)
 
 
-def plan(case: Case, rank: int = 0) -> PaperStep:
+def plan(case: Case, rank: int = 0) -> StepSimulator:
     """The step of one of four ranks."""
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=4 // case.nodes, order=case.order)
     config = ParallelConfig(
@@ -38,7 +38,7 @@ def plan(case: Case, rank: int = 0) -> PaperStep:
         num_distributed_optimizer_instances=case.replicas,
     )
     layout = plan_dims(config, cluster, zero_stage=case.stage, islands=case.islands)
-    return PaperStep(
+    return StepSimulator(
         spec_of(case),
         layout,
         seq_length=case.seq_length,

@@ -13,7 +13,7 @@ from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.config import PostTrainingConfig
-from megazpp.training.setup import Built
+from megazpp.training.setup import ShardedModel
 from megazpp.training.step import TrainStep
 
 STYLE = dataclasses.replace(GPT2_STYLE, init_method_std=0.3, max_position_embeddings=32)
@@ -33,13 +33,15 @@ class PostCase(Case):
     temperature: float = 1.0
 
 
-def build(case: PostCase, *, scalar_head: bool | None = None) -> tuple[Built, ParallelDims]:
+def build(case: PostCase, *, scalar_head: bool | None = None) -> tuple[ShardedModel, ParallelDims]:
     headed = case.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
     model, sharding, dims = build_on_ranks(dataclasses.replace(case, scalar_head=headed))
-    return Built(model, sharding), dims
+    return ShardedModel(model, sharding), dims
 
 
-def train(built: Built, dims: ParallelDims, objective: Any, steps: Iterable[list[Any]]) -> list[dict[str, float]]:
+def train(
+    built: ShardedModel, dims: ParallelDims, objective: Any, steps: Iterable[list[Any]]
+) -> list[dict[str, float]]:
     """Loss, gradient norm and metrics of each step; `steps` gives its micro-batches."""
     # not Adam, which makes a step of full size out of a gradient that is nothing but rounding
     optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(optimizer="sgd"), CPU)

@@ -19,7 +19,7 @@ from megazpp.post_training.data import (
     make_supervised_batch,
     pack,
 )
-from megazpp.post_training.examples import Examples, Prompt
+from megazpp.post_training.formatting import Examples, Prompt
 
 PAD = 99
 

@@ -9,22 +9,22 @@ from helpers.small_run import parse
 from helpers.tiers import chosen, slow
 from helpers.training import CPU
 
-from megazpp.base.arguments import RunConfig
-from megazpp.base.checks import check_run_config
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.inference.sample import SampleConfig
+from megazpp.packed_weights.load import WeightsConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.dry_run import PeakBytes
-from megazpp.planner.paper import Memory
+from megazpp.planner.simulator import Memory
 from megazpp.planner.step import sent_on
 from megazpp.post_training.config import ROLLOUTS, PostTrainingConfig
-from megazpp.post_training.examples import DataFormatConfig, Prompt
+from megazpp.post_training.formatting import DataFormatConfig, Prompt
 from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.plan import dry_run_models, plan_models
 from megazpp.post_training.rewards import RewardConfig
 from megazpp.post_training.sampler import PolicySampler
-from megazpp.post_training.start import PostConfigs
-from megazpp.stored.load import WeightsConfig
+from megazpp.post_training.setup import PostConfigs
+from megazpp.run.arguments import RunConfig
+from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 

@@ -20,10 +20,10 @@ from megazpp.convert.native import open_checkpoint
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
+from megazpp.packed_weights.format import plan_rows
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.lora import AdaptedPolicy, LoraConfig, add_adapters, load_adapted, save_adapter
-from megazpp.stored.format import plan_rows
 from megazpp.tensor_parallel.lora import LowRankAdapter, adapters_off
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.training.step import TrainStep
@@ -153,7 +153,7 @@ def check_reference(case: Case, load: str, folder: str) -> None:
     def losses(of: AdaptedPolicy, training: bool = False) -> torch.Tensor:
         with torch.no_grad():
             found = of.built.model.train(training)(batch.tokens, batch.labels)
-        of.built.sharding.free_gathered()
+        of.built.sharding.reshard()
         return found
 
     def reference(of: AdaptedPolicy) -> torch.Tensor:

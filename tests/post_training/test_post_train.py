@@ -17,9 +17,9 @@ from helpers.refusals import not_refused, table
 from post_train import prepare
 from transformers import AutoModelForCausalLM
 
-from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.checkpoint.read import LoadSource
-from megazpp.post_training.start import EXTRA, find_start, post_configs
+from megazpp.post_training.setup import EXTRA, find_start, post_configs
+from megazpp.run.arguments import ParsedRun, parse_run_config
 
 pytestmark = pytest.mark.slow
 

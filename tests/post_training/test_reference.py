@@ -17,10 +17,10 @@ from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, dims_on_ranks, spec_of
 
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.packed_weights.load import WeightsConfig
 from megazpp.post_training import reference
 from megazpp.post_training.data import PreferenceDataset
-from megazpp.post_training.examples import Examples
-from megazpp.stored.load import WeightsConfig
+from megazpp.post_training.formatting import Examples
 
 CASE = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5), scalar_head=True)
 PAIRS, LENGTH, CHUNK = 11, 8, 4

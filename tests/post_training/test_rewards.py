@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.refusals import not_refused
 
-from megazpp.post_training.examples import Prompt
+from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.rewards import (
     RewardConfig,
     RewardFunction,

@@ -21,13 +21,13 @@ from megazpp.post_training import rollouts, sampler
 from megazpp.post_training.batch import RolloutBatch
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PromptDataset
-from megazpp.post_training.examples import Prompt
+from megazpp.post_training.formatting import Prompt
 from megazpp.post_training.objectives import PolicyLoss
 from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import RewardFunction
 from megazpp.post_training.rollouts import RolloutLoader
 from megazpp.post_training.sampler import PolicySampler
-from megazpp.training.setup import Built
+from megazpp.training.setup import ShardedModel
 from megazpp.zero.config import ZeroConfig
 
 TEXTS = ("ab", "Hello", "x", "12+34=", "zz zz", "??")
@@ -89,7 +89,7 @@ def train_on_rollouts(case: PostCase) -> tuple[list[Any], list[dict[str, float]]
             yield loader.step(index * BATCH, BATCH)
             tables.append(loader._buffer.table.tolist())
 
-    return tables, train(Built(sampler.model, sampler.sharding), sampler.dims, objective, steps())
+    return tables, train(ShardedModel(sampler.model, sampler.sharding), sampler.dims, objective, steps())
 
 
 def train_all(names: list[str], multiple: int, **layout: Any) -> list[Any]:
@@ -332,7 +332,7 @@ def draw_together_and_alone(case: PostCase) -> None:
         asked[row] += 1
         return asked[row] == 1 + 2 * row
 
-    with evaluating(model), sharding.kept_gathered():
+    with evaluating(model), sharding.keep_unsharded():
         together = draw_completions(model, dims.tp, rows, config, uniform, ends=None, is_last=is_last)
         assert together.ended.all()
         assert together.lengths.tolist() == [1, 3, 5, 7, 9, 11]
@@ -375,7 +375,7 @@ def draw_both_ways(case: PostCase) -> None:
     for penalty in (1e6, 1.0):
         config = SampleConfig(sample_tokens=12, sample_temperature=0.0, sample_repetition_penalty=penalty)
         ends: dict[str, Any] = {"is_last": lambda row, token: row < 4}
-        with evaluating(model), sharding.kept_gathered():
+        with evaluating(model), sharding.keep_unsharded():
             drawn = draw_completions(model, dims.tp, rows, config, nothing, ends=None, **ends)
         texts = generate(model, sharding, dims, rows, config, max_length=SEQ, seed=1, **ends).tokens
         assert [len(text) for text in texts] == [1, 1, 1, 1, 12, 12]

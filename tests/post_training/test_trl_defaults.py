@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from post_training.test_losses import FILES
 
-from megazpp.base.arguments import RunConfig
 from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
-from megazpp.post_training.start import EXTRA
+from megazpp.post_training.setup import EXTRA
+from megazpp.run.arguments import RunConfig
 
 OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {  # TRL's config -> ours, and some that have to be the same
     "SFTConfig": ({"objective": "sft"}, "max_length packing"),

@@ -11,7 +11,7 @@ from helpers.program import run_forked
 from helpers.tool import run_tool
 
 from megazpp.base import run
-from megazpp.base.run import Job
+from megazpp.run.ranks import Job
 
 
 def losses(output: str) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 
 import gpu_check
 import gpu_check_parts
-import gpu_check_sides
+import gpu_check_workers
 import pytest
 import torch
 from gpu_check import Part
@@ -14,10 +14,10 @@ from gpu_check_parts import FLOAT8, OVERLAP_OFF, Check, on_two_nodes, train
 from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program
 
-from megazpp.base.arguments import parse_run_config
 from megazpp.base.program import EXIT_USER_ERROR
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
+from megazpp.run.arguments import parse_run_config
 
 
 def good(check: Check) -> None:
@@ -159,7 +159,7 @@ def test_the_baseline_is_of_the_same_size():
         config = parse_run_config([f"@configs/{name}.args"], ROOT).config
         with torch.device("meta"):
             ours = GPTModel(config.model, vocab_size=50304, tp=MeshAxis("tp"))
-            theirs = gpu_check_sides.PlainModel(config.model, 50304, config.data.seq_length)
+            theirs = gpu_check_workers.PlainModel(config.model, 50304, config.data.seq_length)
         counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
         assert counts[0] == counts[1], name
 
@@ -168,7 +168,7 @@ def test_the_baseline_is_of_the_same_size():
 @pytest.mark.parametrize("side", ["ours", "baseline", "pretended --zeropp"])
 def test_a_side_trains_and_logs(forking_check, side):
     kind, _, flags = side.partition(" ")
-    program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_sides {kind}"
+    program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_workers {kind}"
     lines = train(forking_check, side, f"{program} @configs/llama_1b.args --mock-data {flags}", 300)
     assert forking_check.found["failures"] == []
     assert [line["iteration"] for line in lines] == [2, 3, 4]
@@ -191,7 +191,7 @@ def test_kernels_are_timed_beside_a_copy_and_saves_and_generation_from_the_host_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "same"), [("gpu_check_sides streams", True), ("helpers.impatient", False)])
+@pytest.mark.parametrize(("program", "same"), [("gpu_check_workers streams", True), ("helpers.broken_overlap", False)])
 def test_disturbances_change_no_bit_unless_something_does_not_wait(forking_check, program, same):
     ways = [f"{way} --num-layers 2" for way in (OVERLAP_OFF, "--zeropp --disturbed")]
     off, on = on_two_nodes(forking_check, f"-m {program}", ways)

@@ -114,7 +114,7 @@ def test_a_child_whose_launcher_is_gone_already_ends_at_once(tmp_path):
     assert run_program("-c", program, folder=tmp_path) == (1, "")
 
 
-RUN_BY_OTHERS = {"gpu_check_sides", "benchmark_cluster_ranks", "write_trl_goldens"}
+RUN_BY_OTHERS = {"gpu_check_workers", "benchmark_cluster_ranks", "write_trl_goldens"}
 TOOLS = sorted(path.relative_to(ROOT) for path in ROOT.glob("tools/**/*.py") if "examples" not in path.parts)
 
 

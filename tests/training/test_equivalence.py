@@ -25,7 +25,7 @@ from helpers.training import (
     train_plain,
 )
 
-from megazpp.islands.config import IslandsConfig
+from megazpp.diloco.config import DilocoConfig
 from megazpp.model.attention import heads_for_tokens, tokens_for_heads
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaler
@@ -162,7 +162,7 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [
     Case(model=LLAMA_STYLE, nodes=2, precision=BF16, learning_rate=1e-3),
-    Case(nodes=2, diloco=IslandsConfig(diloco_steps=2)),
+    Case(nodes=2, diloco=DilocoConfig(diloco_steps=2)),
     Case(model=LLAMA_STYLE, nodes=2, optimizer=OptimizerConfig(optimizer="muon"), learning_rate=1e-3),
 ], ids=["bf16", "islands", "muon"])  # fmt: skip
 def test_context_parallelism_equals_the_same_ranks_without_it(case):

@@ -10,9 +10,9 @@ from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import CPU, Case, build_diloco, build_on_ranks, build_step, diloco_plan, spec_of
 
-from megazpp.islands import loop
-from megazpp.islands.config import IslandsConfig
-from megazpp.islands.loop import LocalSteps, check_island_holds
+from megazpp.diloco import loop
+from megazpp.diloco.config import DilocoConfig
+from megazpp.diloco.loop import LocalSteps, check_island_holds
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.loop import StopConditions, StopConfig
 from megazpp.zero.config import ZeroConfig
@@ -45,9 +45,9 @@ def train(
     return rows, ""
 
 
-PLAIN = Case(nodes=2, steps=8, diloco=IslandsConfig(diloco_steps=3))
-LATE = Case(nodes=2, steps=8, diloco=IslandsConfig(diloco_steps=3, diloco_delay=2))
-LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=IslandsConfig(diloco_steps=3, diloco_islands=2))
+PLAIN = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3))
+LATE = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3, diloco_delay=2))
+LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig(diloco_steps=3, diloco_islands=2))
 
 
 @pytest.mark.parametrize(("case", "meetings"), [(PLAIN, [3, 6, 8]), (LATE, [5, 8]), slow(LARGE, [3, 6, 8])])
@@ -90,7 +90,7 @@ def test_what_every_rank_knows_stops_at_once():
 
 def check_memory() -> None:
     """In bytes per element: 16 for weights, gradients and moments, 4 for R, 1 for feedback, 8 shared by 2 islands."""
-    case = Case(nodes=2, tp=2, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9))
+    case = Case(nodes=2, tp=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9))
     model, _, dims = build_on_ranks(case)
     needed = 25 * sum(parameter.to_local().numel() for parameter in model.parameters())
     with mock.patch.object(loop, "device_bytes", side_effect=[needed, needed - 1]):

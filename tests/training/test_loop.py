@@ -12,7 +12,7 @@ from helpers.pretended_run import Run
 from helpers.ranks import ranks
 from helpers.training import Case, dims_on_ranks
 
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training import loop
 from megazpp.training.anomalies import NotFiniteError

@@ -17,7 +17,7 @@ from megazpp.data.gpt_dataset import PADDING
 from megazpp.data.text import write_indexed_dataset
 from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.training.objective import LanguageModelLoss, Score, check_input, count_labels, score_whole
-from megazpp.training.setup import Built
+from megazpp.training.setup import ShardedModel
 
 
 def test_the_shares_of_micro_batches_add_up_to_the_mean_over_the_tokens_that_count():
@@ -53,7 +53,7 @@ def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> 
     """The score, and the mean loss over windows one after the other through the same model."""
     model, sharding, dims = build_on_ranks(case)
     data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0)
-    built = Built(model, sharding)
+    built = ShardedModel(model, sharding)
     options = {"micro_batch_size": micro_batch_size, "device": CPU, "say": lambda line: None}
     score = score_whole(built, dims, BYTES, path, data, **options)
     assert model.training
@@ -113,7 +113,7 @@ def score_with_masks(path: str, cache: str) -> Score:
     model, sharding, dims = build_on_ranks(Case(vocab_size=257))
     data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0, eod_mask_loss=True)
     options = {"micro_batch_size": 2, "device": CPU, "say": lambda line: None}
-    return score_whole(Built(model, sharding), dims, BYTES, path, data, **options)
+    return score_whole(ShardedModel(model, sharding), dims, BYTES, path, data, **options)
 
 
 def test_a_score_is_shown_in_megatron_s_lines_with_one_more():

@@ -22,7 +22,7 @@ from helpers.refusals import not_refused
 from helpers.wandb_files import offline_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megazpp.checkpoint.record import TrainingProgress
+from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 from megazpp.training import tracking

@@ -9,7 +9,7 @@ from helpers.refusals import not_refused
 from megazpp.kernels.formats import BlockFormat
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
-from megazpp.zero.config import GatherPlan, PrecisionConfig, ReducePlan, WirePlan, ZeroConfig, plan_wire, wire_backends
+from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig, plan_comm, wire_backends
 
 
 def layout_of(nodes: int = 2, ranks: int = 4, tp: int = 1, replicas: int = 1) -> Layout:
@@ -20,8 +20,8 @@ INT8, INT4, WEIGHTS = BlockFormat(8, 128), BlockFormat(4, 128), BlockFormat(8, 2
 CLIPPED = BlockFormat(4, 128, clip=True)
 
 
-def plan(layout: Layout | None = None, dtype: torch.dtype = torch.bfloat16, **flags: Any) -> WirePlan:
-    return plan_wire(ZeroConfig(**flags), layout or layout_of(), dtype)
+def plan(layout: Layout | None = None, dtype: torch.dtype = torch.bfloat16, **flags: Any) -> CommPlan:
+    return plan_comm(ZeroConfig(**flags), layout or layout_of(), dtype)
 
 
 def test_each_switch_can_be_set_or_unset_alone():

@@ -16,7 +16,7 @@ from megazpp.training.objective import Evaluator
 from megazpp.training.step import TrainStep
 from megazpp.zero import wire
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
-from megazpp.zero.gather import Crossing
+from megazpp.zero.gather import InterNodeMessage
 from megazpp.zero.verify import CorruptWeightsError, verify_weights
 
 BF16 = PrecisionConfig(bf16=True)
@@ -158,8 +158,8 @@ def see_what_crosses_next(case: Case) -> None:
         for parameter in parameters[:first]:
             (parameter.data if past_counters else parameter).mul_(1.5)
 
-    assert {gather.next_crossing() for gather in gathers} == {Crossing.KEYFRAME}, "nothing was ever sent"
-    nothing, difference, keyframe = ({crossing} for crossing in Crossing)
+    assert {gather.next_crossing() for gather in gathers} == {InterNodeMessage.KEYFRAME}, "nothing was ever sent"
+    nothing, difference, keyframe = ({crossing} for crossing in InterNodeMessage)
     for index, (what, action, expected) in enumerate([
         ("a use", lambda: None, nothing),
         ("a change of mode", lambda: (step.model.eval(), step.model.train()), nothing),
@@ -251,7 +251,7 @@ def restore(case: Case) -> None:
     for index in range(2):
         take_step(step, case, index)
     step._forward_backward(case.batches(2, dims))
-    step.sharding.free_gathered()
+    step.sharding.reshard()
     again.model.load_state_dict(step.model.state_dict())
     assert again.sharding.load_secondary_state(step.sharding.secondary_state())
     again._forward_backward(case.batches(2, again_dims))

@@ -15,8 +15,8 @@ from helpers.refusals import not_refused
 from helpers.tiers import chosen, slow
 from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan
 
-from megazpp.islands.config import IslandsConfig, IslandsPlan, plan_islands
-from megazpp.islands.outer import Islands, send_fragment
+from megazpp.diloco.config import DilocoConfig, DilocoPlan, plan_islands
+from megazpp.diloco.outer import Islands, send_fragment
 from megazpp.kernels.formats import BlockFormat
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_
@@ -34,10 +34,10 @@ ADAM = OptimizerConfig(adam_eps=1e-4)  # of gradients near 0 the rest is roundin
 Weights = dict[str, torch.Tensor]
 
 
-def exact(steps: int, **flags: Any) -> IslandsConfig:
+def exact(steps: int, **flags: Any) -> DilocoConfig:
     """Nothing is quantized."""
     given = {f"diloco_{name}": value for name, value in flags.items()}
-    return IslandsConfig(diloco_steps=steps, diloco_weight_bits=16, diloco_gradient_bits=16, **given)
+    return DilocoConfig(diloco_steps=steps, diloco_weight_bits=16, diloco_gradient_bits=16, **given)
 
 
 def train_islands(
@@ -58,7 +58,7 @@ def train_islands(
             islands.finish()
         else:
             islands.after_step(index + 1)
-        step.sharding.free_gathered()
+        step.sharding.reshard()
         yield step, islands, loss
 
 
@@ -167,8 +167,8 @@ def test_it_is_the_simulator_of_islands(given):
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        (4, Case(nodes=2, diloco=IslandsConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
-        slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
+        (4, Case(nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
+        slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_islands=2))),
     ],
 )
 def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights(world, case):
@@ -207,7 +207,7 @@ def count_what_is_sent(case: Case, bits: int) -> None:
 
 def test_each_synchronization_sends_two_messages_of_each_unit_and_the_tokens():
     for bits, nodes in ((16, 4), (8, 3), (4, 3)):
-        config = IslandsConfig(diloco_steps=1, diloco_weight_bits=bits, diloco_gradient_bits=bits)
+        config = DilocoConfig(diloco_steps=1, diloco_weight_bits=bits, diloco_gradient_bits=bits)
         case = Case(model=WIDE, nodes=nodes, global_batch=12, steps=2, diloco=config)
         ranks(nodes).run(count_what_is_sent, case, bits)
 
@@ -224,15 +224,15 @@ def look_at_outer_weights(case: Case) -> float:
         with islands.outer_weights():
             assert all(map(torch.equal, shards, common))
             loss = step.model(batch.tokens, batch.labels).mean().item()
-            step.sharding.free_gathered()
+            step.sharding.reshard()
         step.model(batch.tokens, batch.labels)
-    step.sharding.free_gathered()
+    step.sharding.reshard()
     assert all(map(torch.equal, shards, own))
     return loss
 
 
 def test_an_evaluation_sees_the_islands_common_weights_and_leaves_their_own():
-    flags = IslandsConfig(diloco_steps=2, diloco_delay=1)
+    flags = DilocoConfig(diloco_steps=2, diloco_delay=1)
     case = Case(nodes=2, tp=2, precision=BF16, diloco=flags)
     assert len({*ranks(4).run(look_at_outer_weights, case)}) == 1
 
@@ -240,9 +240,9 @@ def test_an_evaluation_sees_the_islands_common_weights_and_leaves_their_own():
 # ---- flags and plan -------------------------------------------------------------------------------------------------
 
 
-def plan(*, iterations: int = 60, **flags: Any) -> IslandsPlan:
+def plan(*, iterations: int = 60, **flags: Any) -> DilocoPlan:
     given = {"iterations": iterations, "num_layers": 3, "tokens_per_step": 1.0}
-    return plan_islands(IslandsConfig(**flags), ZeroConfig(), **given)
+    return plan_islands(DilocoConfig(**flags), ZeroConfig(), **given)
 
 
 def test_fragments_take_turns_and_nobody_waits_for_one_that_has_not_come():

@@ -178,7 +178,7 @@ def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[floa
             with torch.no_grad():
                 model.layers[0].weight.mul_(0.5)
         if step == 5:
-            sharding.free_gathered()
+            sharding.reshard()
             sharding.load_secondary_state(sharding.secondary_state())
     return losses
 

@@ -14,7 +14,7 @@ from zero.test_launches import Launches
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
-from megazpp.zero.config import PrecisionConfig, WirePlan, ZeroConfig
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.sharding import Sharding, shard_model
 
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
@@ -65,7 +65,7 @@ def samples(step: int) -> torch.Tensor:
 
 
 def build(
-    zero: ZeroConfig, *, nodes: int = 2, replicas: int = 1, wire: WirePlan | None = None, bf16: bool = False
+    zero: ZeroConfig, *, nodes: int = 2, replicas: int = 1, wire: CommPlan | None = None, bf16: bool = False
 ) -> tuple[Partly, Sharding, ParallelDims]:
     cluster = Cluster(num_nodes=nodes, ranks_per_node=torch.distributed.get_world_size() // nodes)
     config = ParallelConfig(num_distributed_optimizer_instances=replicas)
@@ -139,12 +139,12 @@ def freed_after_evaluation() -> None:
     for stage in (1, 2, 3):
         model, sharding, _ = build(ZeroConfig(zero_stage=stage), nodes=1)
         with torch.no_grad():
-            with sharding.kept_gathered():
+            with sharding.keep_unsharded():
                 model(samples(0), True)
                 assert not isinstance(model.last.main.weight, DTensor)
             model(samples(0), True)
             assert isinstance(model.last.main.weight, DTensor) == (stage == 3)  # which frees after each use by itself
-            sharding.free_gathered()
+            sharding.reshard()
             torch._foreach_mul_([parameter.to_local() for parameter in model.parameters()], 2.0)
             doubled = Partly()
             torch._foreach_mul_(list(doubled.parameters()), 2.0)
@@ -174,11 +174,11 @@ def test_copies_of_one_rank_cast_their_weights_once_per_step_and_one_alone_divid
         ranks(replicas).run(one_step, replicas)
 
 
-def num_two_hop_gathers(wire: WirePlan | None) -> int:
+def num_two_hop_gathers(wire: CommPlan | None) -> int:
     return len(build(QUANTIZED, wire=wire)[1]._gathers)
 
 
 def test_the_wire_plan_that_was_shown_is_the_one_that_is_used():
     """It is not made a second time out of the flags: an empty plan leaves FSDP2's collectives, whatever they say."""
-    for wire, found in ((None, 5), (WirePlan(), 0)):
+    for wire, found in ((None, 5), (CommPlan(), 0)):
         assert ranks(2).run(num_two_hop_gathers, wire) == [found] * 2

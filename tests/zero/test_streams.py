@@ -13,12 +13,12 @@ from helpers.training import LLAMA_STYLE, Case, build_step, train_on_ranks
 from zero.test_diloco import full, train_islands
 from zero.test_schedule import ALL, BF16, LOSSLESS, ON, train_while_skipping
 
-from megazpp.islands.config import IslandsConfig
+from megazpp.diloco.config import DilocoConfig
 from megazpp.parallel import comm_queue
 from megazpp.zero import schedule
 from megazpp.zero.config import ZeroConfig
 
-LOCAL_STEPS = IslandsConfig(diloco_steps=2, diloco_delay=1, diloco_outer_momentum=0.9)
+LOCAL_STEPS = DilocoConfig(diloco_steps=2, diloco_delay=1, diloco_outer_momentum=0.9)
 NO_OVERLAP = {"zero_weight_delta": "lossless", "overlap_param_gather": False}
 BREAKAGES: dict[str, tuple[Any, str, Any]] = {
     "waiting for a work does not wait": (comm_queue._StreamWork, "join", lambda work: work._result),
@@ -59,7 +59,7 @@ SETTINGS: dict[str, tuple[int, Case]] = {
     "lossless, no overlap": (4, Case(zero=zeropp(**NO_OVERLAP), nodes=2, precision=BF16)),
     "lossless, tp": (4, Case(zero=LOSSLESS, nodes=2, tp=2, precision=BF16)),
     "islands": (4, Case(nodes=2, steps=4, diloco=LOCAL_STEPS)),
-    "islands of nodes": (4, Case(zero=ALL, nodes=4, steps=4, diloco=IslandsConfig(diloco_steps=2, diloco_islands=2))),
+    "islands of nodes": (4, Case(zero=ALL, nodes=4, steps=4, diloco=DilocoConfig(diloco_steps=2, diloco_islands=2))),
 }
 
 
@@ -81,7 +81,7 @@ def test_a_task_that_is_given_a_moment_waits_for_what_came_before_it_and_for_not
     with simulated_streams() as streams:
         queue, before, after = comm_queue.StreamQueue(), torch.empty(4), torch.empty(4)
         before.fill_(1.0)
-        moment = queue.moment()
+        moment = queue.record_event()
         after.fill_(1.0)
         queue.submit(lambda: before * 2, since=moment)
         assert streams.found == []

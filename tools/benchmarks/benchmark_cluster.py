@@ -29,10 +29,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_this_machine
 
-from megazpp.base.arguments import parse_run_config
-from megazpp.base.checks import check_run_config
 from megazpp.base.files import write_whole
 from megazpp.base.program import EXIT_INTERRUPTED, MEGA, UserError, exit_on_signals, flags_of, program, say
+from megazpp.run.arguments import parse_run_config
+from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"

@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from megazpp.base.arguments import RunConfig, parse_run_config
-from megazpp.base.checks import check_run_config
 from megazpp.data.loader import make_micro_batch
-from megazpp.islands.outer import Islands
+from megazpp.diloco.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.launch import LaunchConfig, find_place
+from megazpp.parallel.launch import LaunchConfig, detect_rank_info
 from megazpp.parallel.worker import Worker, run_worker, seed_everything
+from megazpp.run.arguments import RunConfig, parse_run_config
+from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.training.setup import build_model
@@ -95,8 +95,8 @@ class VariantRun:
         optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, CPU)
         scaler = build_loss_scaler(config.loss_scale, fp16=False)
         self._step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
-        self._islands = None if plan.islands is None else Islands(built.sharding, dims, plan.islands, config.precision)
-        self.steps, self._iteration = (1, 0) if plan.islands is None else (plan.islands.steps, plan.islands.delay)
+        self._islands = None if plan.diloco is None else Islands(built.sharding, dims, plan.diloco, config.precision)
+        self.steps, self._iteration = (1, 0) if plan.diloco is None else (plan.diloco.steps, plan.diloco.delay)
         self._lr = config.schedule.lr or 0.0
         self.num_parameters = sum(p.numel() for p in built.model.parameters())
         generator = torch.Generator().manual_seed(config.launch.seed + dims.data_rank)
@@ -152,7 +152,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     cluster = Cluster(num_nodes=job["nodes"], ranks_per_node=job["ranks_per_node"])
     config = LaunchConfig(distributed_backend="gloo", distributed_timeout_minutes=TIMEOUT_MINUTES)
-    run_worker(find_place(config), config, functools.partial(serve, cluster, job["flags"], int(sys.argv[2])))
+    run_worker(detect_rank_info(config), config, functools.partial(serve, cluster, job["flags"], int(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,286 @@
+"""The start of a post-training: flags that a checkpoint answers, defaults of the objective, and all checks.
+
+--load PRETRAINED --save MINE    the weights alone, of any checkpoint
+--load MINE --save MINE          goes on with everything, bit for bit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megazpp.base.command_line import COMMAND_LINE
+from megazpp.base.flags import DEFAULT, as_words, spelling
+from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
+from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
+from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
+from megazpp.checkpoint.weights import find_bases
+from megazpp.convert.peft import read_adapter
+from megazpp.data.cache import check_cache_dir
+from megazpp.data.dataset import build_tokenizer, cache_dir
+from megazpp.packed_weights.load import WeightsConfig, check_base_bits
+from megazpp.post_training.chat import load_chat_template
+from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
+from megazpp.post_training.formatting import DataFormatConfig, read_examples, read_prompts
+from megazpp.post_training.lora import LoraConfig
+from megazpp.post_training.reference import find_frozen
+from megazpp.post_training.rewards import RewardConfig, check_reward_functions
+from megazpp.run.arguments import ParsedRun, RunConfig
+from megazpp.run.checkpoint_flags import with_checkpoint_flags
+from megazpp.training.batches import BatchPlan
+
+CHECK_SECONDS = 1.0  # of reading data before anything is started
+LONGEST = 1024  # TRL's --max-length, where the model has so many positions
+TAKEN = ("model", "tokenizer", "precision")  # of a pretraining's flags
+
+
+class PostConfigs(NamedTuple):
+    """The configs that post-training has beside those of a run."""
+
+    training: PostTrainingConfig
+    form: DataFormatConfig
+    rewards: RewardConfig
+    lora: LoraConfig
+    weights: WeightsConfig
+
+
+EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, LoraConfig, WeightsConfig)
+
+
+def post_configs(parsed: ParsedRun) -> PostConfigs:
+    return PostConfigs(*parsed.extra)
+
+
+def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSource, CheckpointMetadata]:
+    """Complete `parsed` from the checkpoint that training begins with and the objective's defaults.
+
+    Args:
+        restarted: a fault ended an earlier attempt of this job.
+    Raises:
+        ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it.
+    """
+    _check_objective(parsed)
+    given = parsed.config.checkpoint
+    if given.load is None:
+        raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
+    if not saves_where_it_loads(given):  # what a restarted job has saved comes first anyway
+        given = dataclasses.replace(given, finetune=True)
+    source = choose_source(given, restarted=restarted)
+    earlier = peek(source)
+    if source is None or earlier is None:
+        raise ValueError(f"--load {given.load} has no checkpoint")
+    parsed = parsed._replace(config=dataclasses.replace(parsed.config, checkpoint=given))
+    parsed = with_checkpoint_flags(parsed, earlier, source.folder, TAKEN)
+    check_same_model(earlier.flags, parsed.config.model, source.folder.path)
+    return _completed(parsed, source, earlier), source, earlier
+
+
+def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
+    """`parsed` for a dry run, which opens no checkpoint: what post-training always sets.
+
+    Raises:
+        ValueError: --objective is missing, or the length of samples.
+    """
+    _check_objective(parsed)
+    configs, length = post_configs(parsed), parsed.config.data.seq_length
+    if "max_length" not in parsed.origins:
+        if length is None:
+            raise ValueError(
+                "--max-length is missing: a dry run opens no checkpoint that would say how long samples are"
+            )
+        configs = configs._replace(form=dataclasses.replace(configs.form, max_length=length))
+    return _filled(parsed, configs._replace(lora=_with_adapters(configs.lora, parsed, None, "")), {})
+
+
+def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
+    """Raises ValueError, by flags and values, for what lies between these configs and those of a run."""
+    post, form = configs.training, configs.form
+    if config.diloco.asked:
+        raise ValueError(f"{config.diloco.asked} is for pretraining, not --objective {post.objective}")
+    if config.data.mock_data or config.data.text_path:
+        raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
+    if form.packing and post.objective != "sft":
+        raise ValueError(f"--packing is for --objective sft, not {post.objective}")
+    streams, lora = configs.weights.packs and not post.reward_load, configs.lora.lora_r is not None
+    if lora:
+        configs.lora.settings(config.model)
+        tp, dtype = config.parallel.tensor_model_parallel_size, config.precision.param_dtype
+        check_base_bits(config.model, configs.lora.base_weight_bits, dtype, tp=tp)
+    if config.checkpoint.save_weight_patches is not None and (lora or post.objective == "reward"):
+        asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
+        raise ValueError(f"--save-weight-patches is for all weights of a policy, not with {asked}")
+    if lora and post.sync_ref_model:
+        raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which nothing changes")
+    if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
+        raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim would leave its reference behind")
+    if streams and (lora or post.sync_ref_model or not post.needs_reference):
+        bits = f"--weight-bits {configs.weights.weight_bits}"
+        given = bits if configs.weights.weights_on == "device" else f"--weights-on {configs.weights.weights_on}"
+        why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
+        if post.sync_ref_model:
+            why = "with --sync-ref-model the reference is sharded like the policy"
+        raise ValueError(f"{given} is for the weights of a reference or reward model: {why}, and no --reward-load")
+    if not post.draws:
+        return
+    if not (configs.rewards.reward_funcs or post.reward_load):
+        raise ValueError(f"--objective {post.objective} needs --reward-funcs or --reward-load")
+    if config.batches.rampup_batch_size is not None:
+        raise ValueError(f"--rampup-batch-size: completions of --objective {post.objective} do not ramp up")
+    if config.sample.sample_temperature == 0.0:
+        raise ValueError("--sample-temperature 0.0: the most likely token alone has nothing to be compared with")
+    if not post.max_completion_length < form.max_length:
+        raise ValueError(
+            f"--max-completion-length {post.max_completion_length} leaves no room for a prompt in --max-length "
+            f"{form.max_length}"
+        )
+    size = plan.global_batch_size
+    if size * post.slices % post.group_size:
+        raise ValueError(
+            f"--global-batch-size {size} x --steps-per-generation {post.slices} is not divisible by --num-generations "
+            f"{post.group_size}"
+        )
+
+
+def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
+    """Open what the flags name, as `check_inputs` does for pretraining, and read the data for about a second.
+
+    Raises:
+        ValueError: a checkpoint, tokenizer, template, reward function or line of data is not what it has to be.
+    """
+    config, (post, form, rewards, lora, _) = parsed.config, post_configs(parsed)
+    asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
+    frozen = [(reference_folder(post), post.ref_ckpt_step, False)] if asked else []
+    if post.reward_load is not None:
+        frozen.append((CheckpointFolder(post.reward_load, "--reward-load"), None, True))
+    for folder, iteration, scalar_head in frozen:
+        source, record = find_frozen(folder, iteration, scalar_head=scalar_head, lora_base=config.checkpoint.lora_base)
+        check_same_model(record.flags, config.model, source.checkpoint)
+        if record.vocab_size != earlier.vocab_size:
+            sizes = f"{record.vocab_size} tokens, and that of the policy {earlier.vocab_size}"
+            raise ValueError(f"{folder.name}: its tokenizer has {sizes}")
+    check_reward_functions(rewards)
+    folders = {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
+    for flag, path in {**folders, "--data-cache-path": cache_dir(config.data)}.items():
+        if path is not None:
+            check_cache_dir(Path(path).expanduser(), flag)
+    tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+    template = load_chat_template(form.chat_template, tokenizer)
+    uses = [paths for paths in (train_paths(config), config.data.valid_data_path, config.data.test_data_path) if paths]
+    for paths in uses:
+        files, seconds = [Path(path).expanduser() for path in paths], CHECK_SECONDS / len(uses)
+        with contextlib.suppress(TimeoutError):
+            if post.draws:
+                longest = form.max_length - post.max_completion_length
+                read_prompts(files, tokenizer, template, max_prompt_length=longest, seconds=seconds)
+            else:
+                pairs, kept = post.objective != "sft", None
+                read_examples(files, tokenizer, template, form, pairs=pairs, cache_dir=kept, seconds=seconds)
+
+
+def train_paths(config: RunConfig) -> tuple[str, ...]:
+    """The files of the training data."""
+    return config.data.train_data_path or config.data.data_path
+
+
+def _check_objective(parsed: ParsedRun) -> None:
+    if post_configs(parsed).training.objective is None:
+        raise ValueError("--objective is missing: sft, reward, dpo, grpo or ppo")
+
+
+def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadata) -> ParsedRun:
+    """With defaults of the objective, and with the names of the models beside the policy."""
+    config, (post, form, _, lora, _) = parsed.config, post_configs(parsed)
+    assert post.objective is not None
+    lora = _with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
+    if source.continues and not post.needs_reference:
+        lora = dataclasses.replace(lora, lora_load=None)
+    if "seq_length" in parsed.origins:
+        raise ValueError(f"--seq-length {config.data.seq_length}: post-training has --max-length")
+    if "max_length" not in parsed.origins:
+        form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
+    longest = config.model.max_position_embeddings
+    if longest is not None and form.max_length > longest:
+        raise ValueError(f"--max-length {form.max_length} is longer than --max-position-embeddings {longest}")
+    free = DEFAULTS | {
+        "lr": DEFAULT_RATE[post.objective],
+        "ref_load": str(source.folder.path.resolve()),
+        "ref_ckpt_step": earlier.progress.iteration,
+    }
+    if source.continues:  # the reference is what this training began with
+        names = ("ref_load", "ref_ckpt_step", "ref_checksum")
+        free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
+        if post.sync_ref_model != earlier.flags.get("sync_ref_model", False):
+            given = "--sync-ref-model" if post.sync_ref_model else "--no-sync-ref-model"
+            raise ValueError(
+                f"{given}: {source.folder.name} was trained the other way, which its reference follows from"
+            )
+        if lora.lora_r is not None:
+            base = find_bases(source.folder.path, earlier, source.lora_base)[0]
+            free |= {"ref_load": str(base.parent.resolve()), "ref_ckpt_step": iteration_of(base)}
+    if post.ref_load is not None:
+        if post.sync_ref_model or not post.needs_reference:
+            why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not asked"
+            raise ValueError(f"--ref-load {post.ref_load}: the reference {why} (--objective {post.objective})")
+        if lora.lora_r is not None:
+            raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
+        free.pop("ref_ckpt_step")
+    values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
+    origins = parsed.origins | dict.fromkeys(values, f"{DEFAULT} of {post.objective}")
+    return _filled(parsed, post_configs(parsed)._replace(form=form, lora=lora), values)._replace(origins=origins)
+
+
+def _filled(parsed: ParsedRun, configs: PostConfigs, values: dict[str, Any]) -> ParsedRun:
+    """`parsed` with these configs and values of fields, no dropout, and samples of --max-length."""
+    config = parsed.config
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(config.model, name)
+        if value != 0.0 and parsed.origins.get(name) == COMMAND_LINE:
+            raise ValueError(f"{spelling(config.model, name)} {value}: post-training drops nothing out")
+    values = values | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": configs.form.max_length}
+
+    def filled(part: Any) -> Any:
+        names = {field.name for field in dataclasses.fields(part)}
+        return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
+
+    changed = {name: filled(getattr(config, name)) for name in ("schedule", "optimizer", "sample", "model", "data")}
+    configs = configs._replace(training=filled(configs.training))
+    return parsed._replace(config=dataclasses.replace(config, **changed), extra=tuple(configs))
+
+
+def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
+    """`lora` with what the adapters are that training goes on with: --lora-load's, or those of the run that goes on.
+
+    Args:
+        earlier: that run's flags.
+        where: what it is loaded from, for messages.
+    Raises:
+        ValueError: flags say something else, or --lora-load cannot be used.
+    """
+    if earlier is not None:
+        theirs = {f.name: earlier.get(f.name, f.default) for f in dataclasses.fields(LoraConfig)}
+        theirs["lora_target_modules"] = theirs["lora_target_modules"] and tuple(theirs["lora_target_modules"])
+    elif lora.lora_load is not None:
+        path = Path(lora.lora_load).expanduser().resolve()
+        (rank, alpha, dropout, targets, *_), where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
+        theirs = {"lora_r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "lora_target_modules": targets}
+        theirs["base_weight_bits"] = lora.base_weight_bits  # a base may be rounded otherwise than it was
+        theirs["lora_load"] = str(path)
+    else:
+        return lora
+    for name in ("lora_r", "lora_alpha", "lora_target_modules", "base_weight_bits"):
+        asked, there = (sorted(x) if isinstance(x, tuple) else x for x in (getattr(lora, name), theirs[name]))
+        if name in parsed.origins and asked != there:
+            raise ValueError(
+                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, {where} has {as_words(theirs[name])}"
+            )
+    if "lora_dropout" in parsed.origins:
+        theirs.pop("lora_dropout")
+    return dataclasses.replace(lora, **theirs)
+
+
+def reference_folder(post: PostTrainingConfig) -> CheckpointFolder:
+    assert post.ref_load is not None
+    return CheckpointFolder(post.ref_load, "--ref-load")

@@ -1,0 +1,216 @@
+"""All configs of a run together, read from the command line; checks.py checks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megazpp.base.command_line import FlagParser, read_megatron_flags
+from megazpp.base.flags import as_words, flag, render_flags, spelling
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.data.dataset import DataConfig
+from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.diloco.config import DilocoConfig
+from megazpp.inference.sample import SampleConfig
+from megazpp.model.config import GPTConfig
+from megazpp.optim.loss_scale import LossScaleConfig
+from megazpp.optim.optimizer import OptimizerConfig
+from megazpp.optim.schedule import ScheduleConfig
+from megazpp.parallel.dims import ParallelConfig
+from megazpp.parallel.environment import NcclConfig
+from megazpp.parallel.launch import LaunchConfig
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
+from megazpp.training.anomalies import AnomalyConfig
+from megazpp.training.batches import BatchConfig
+from megazpp.training.loop import StopConfig
+from megazpp.training.objective import EvalConfig
+from megazpp.training.profiler import ProfilerConfig
+from megazpp.training.setup import ModelSpec
+from megazpp.training.timers import TimingConfig
+from megazpp.training.tracking import TrackingConfig
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
+from megazpp.zero.verify import VerifyConfig
+
+DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
+_EXCLUSIVE = (  # fields, of which one is given
+    ("train_iters", "train_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("swiglu", "squared_relu", "openai_gelu"),
+    ("position_embedding_type", "use_rotary_position_embeddings"),
+    ("recompute_granularity", "recompute_activations"),
+    ("fp16", "bf16"),
+    ("fp16", "grad_reduce_in_bf16"),
+    ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"),
+    ("zero_stage", "use_distributed_optimizer"),
+    ("num_distributed_optimizer_instances", "hsdp"),
+    ("tokenizer_model", "vocab_file"),
+    ("tokenizer_model", "merge_file"),
+    ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+    *(("data_path", "text_path", "mock_data", f"{use}_data_path") for use in ("train", "valid", "test")),
+)
+_PARTS = ("decay", "warmup", "wsd_decay")  # of the schedule, in the unit of the run's length
+RIVALS = (  # of each pair the first, given by hand, takes the place of the second in a file
+    *(pair for group in _EXCLUSIVE for pair in itertools.permutations(group, 2)),
+    *(("train_iters", f"lr_{part}_samples") for part in _PARTS),
+    *(("train_samples", f"lr_{part}_iters") for part in _PARTS),
+    ("train_iters", "rampup_batch_size"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One config of each kind; each belongs to the file that defines its class."""
+
+    model: GPTConfig
+    batches: BatchConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    precision: PrecisionConfig
+    loss_scale: LossScaleConfig
+    parallel: ParallelConfig
+    zero: ZeroConfig
+    diloco: DilocoConfig
+    cluster: ClusterConfig
+    nccl: NcclConfig
+    launch: LaunchConfig
+    stop: StopConfig
+    anomalies: AnomalyConfig
+    verify: VerifyConfig
+    checkpoint: CheckpointConfig
+    evaluation: EvalConfig
+    tracking: TrackingConfig
+    timing: TimingConfig
+    profiler: ProfilerConfig
+    sample: SampleConfig
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The configs in order."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def detect_cluster(self, world_size: int, env: Mapping[str, str]) -> Cluster:
+        """Return the cluster of `world_size` ranks that the flags and the launcher's environment `env` describe."""
+        tp, zero = self.parallel.tensor_model_parallel_size, self.zero
+        two_hops = zero.quantizes_weights or zero.hpz_partition_size != "1" or zero.zero_quantized_gradients
+        nodes = bool(two_hops or zero.zeropp or self.parallel.hsdp or self.diloco.asked)
+        return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
+
+    def model_spec(self, vocab_size: int, wire: CommPlan | None = None) -> ModelSpec:
+        """Collect what the run's model is built from; `vocab_size` is the tokenizer's."""
+        return ModelSpec(
+            config=self.model,
+            vocab_size=vocab_size,
+            sequence_parallel=self.parallel.sequence_parallel,
+            zero=self.zero,
+            wire=wire,
+            precision=self.precision,
+            seed=self.launch.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowConfig:
+    """Show something and stop."""
+
+    print_config: bool = flag(False, "print every flag, its value and where that came from, and stop")
+    plan: bool = flag(
+        False, "print memory, bytes and time of the run, what else would fit, and stop; see --cluster-file"
+    )
+    dry_run: bool = flag(
+        False,
+        "be one rank of a cluster that is not there for one step without data, compare what it sends with the plan",
+    )
+    dry_run_rank: int = flag(0, "the rank that --dry-run is")
+
+
+class ParsedRun(NamedTuple):
+    """The configs of a command line: a run's, and `extra`, the program's own; origins and notices as in `Parsed`.
+
+    `name` is that of the last flag file, without folder and suffix; "run" if there is none.
+    """
+
+    config: RunConfig
+    origins: dict[str, str]
+    notices: tuple[str, ...]
+    name: str
+    show: ShowConfig
+    extra: tuple[Any, ...] = ()
+
+    def values(self) -> dict[str, Any]:
+        """Every flag's value by field name."""
+        return {f.name: getattr(part, f.name) for part in self.parts for f in dataclasses.fields(part)}
+
+    def report(self) -> str:
+        """Every flag with its value and origin; can be read back as a flag file."""
+        return render_flags(self.parts, self.origins)
+
+    def with_checkpoint(self, names: Iterable[str], notices: Iterable[str] = (), **parts: Any) -> ParsedRun:
+        """Replace configs of the run, of which the fields `names` now have a checkpoint's values."""
+        return self._replace(
+            config=dataclasses.replace(self.config, **parts),
+            origins=self.origins | dict.fromkeys(names, "checkpoint"),
+            notices=(*self.notices, *notices),
+        )
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All configs: the program's own, then those of a run."""
+        return (*self.extra, *self.config.parts)
+
+
+def parse_run_config(
+    argv: Sequence[str],
+    script_dir: Path,
+    *,
+    program: str = "pretrain_gpt.py",
+    description: str | None = None,
+    extra: Sequence[type] = (),
+    default_file: str | None = DEFAULT_FLAG_FILE,
+) -> ParsedRun:
+    """Read the command line (without the program's name) and the flag files it names, as `FlagParser.read` does.
+
+    Args:
+        extra: config classes that the program has beside those of a run.
+        default_file: read first where neither a flag file nor --num-layers is given.
+    """
+    implied = None if any(text.startswith(("@", "--num-layers")) for text in argv) else default_file
+    if implied is not None:
+        argv = [implied, *argv]
+    kinds = typing.get_type_hints(RunConfig)
+    classes = [*extra, *kinds.values(), ShowConfig]
+    parser = FlagParser(classes, program=program, description=description or _DESCRIPTION, mutually_exclusive=RIVALS)
+    (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
+    config = RunConfig(**dict(zip(kinds, configs[len(extra) :], strict=True)))
+    files = [text[1:] for text in argv if text.startswith("@")]
+    name = Path(files[-1]).stem if files else "run"
+    if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
+        notices = (*notices, _implied_notice(config, origins, implied[1:]))
+    return ParsedRun(config, origins, notices, name, show, extra=tuple(configs[: len(extra)]))
+
+
+def _implied_notice(config: RunConfig, origins: Mapping[str, str], file: str) -> str:
+    """Say which settings of a training come from the flag file that nobody has named."""
+    parts = (config.batches, config.schedule, config.optimizer, config.data, config.tokenizer)
+    fields = [(part, field.name) for part in parts for field in dataclasses.fields(part)]
+    given = [
+        f"{spelling(part, name)} {as_words(getattr(part, name))}"
+        for part, name in fields
+        if origins.get(name, "").startswith(file)
+    ]
+    return f"no @file is given, so these are of {file}: {', '.join(given)}; name a flag file, or give other values"
+
+
+_DESCRIPTION = (
+    "Train a GPT. @file stands for the flags that the file holds, one or more to a line; what comes later wins. "
+    "Without flags: " + DEFAULT_FLAG_FILE
+)

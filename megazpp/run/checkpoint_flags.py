@@ -1,0 +1,111 @@
+"""Flags taken from a checkpoint: the model's shape for a training, nearly all for a program that only uses it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megazpp.base.files import DamagedError
+from megazpp.base.flags import asks, spelling, wrong_types
+from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
+from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
+from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
+from megazpp.diloco.config import RUN_DEPENDENT
+from megazpp.run.arguments import RIVALS, ParsedRun
+
+# What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
+TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
+OF_THE_DEVICE = ("fp8_format",)  # of these parts, what the device here may not have
+
+
+def with_checkpoint_flags(
+    parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder, parts_taken: Sequence[str] = TAKEN
+) -> ParsedRun:
+    """Take the checkpoint's flags about model, data, tokenizer, precision, evaluation (or `parts_taken`) and seed.
+
+    Raises:
+        DamagedError: a flag's value is none that it can have, or the tokenizer's files are damaged.
+    """
+    parsed = with_checkpoint_tokenizer(parsed, record, folder)
+    config = parsed.config
+    taken = [name for name in parts_taken if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
+    given = {name: value for name, value in parsed.values().items() if name in parsed.origins}
+    others = {other for name, other in RIVALS if asks(given.get(name))}
+    free = {name: value for name, value in record.flags.items() if name not in {*given, *others, *OF_THE_DEVICE}}
+    where = folder.of(record.progress.iteration) / RECORD
+    parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
+    names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()
+    parts["launch"] = _updated(config.launch, {name: free[name] for name in {"seed"} & free.keys()}, where)
+    return parsed.with_checkpoint(names, **parts)
+
+
+def with_checkpoint_args(parsed: ParsedRun, record: CheckpointMetadata | None) -> ParsedRun:
+    """Take the model's shape from the checkpoint, if --use-checkpoint-args asks for it.
+
+    Raises:
+        ValueError: there is no checkpoint, and `record` is None.
+    """
+    config = parsed.config
+    if not config.checkpoint.use_checkpoint_args:
+        return parsed
+    if record is None:
+        raise ValueError(f"--use-checkpoint-args: --load {config.checkpoint.load} has no checkpoint")
+    shape, own = shape_of(record.flags), parsed.values()
+    notices = [
+        f"{spelling(config.model, name)} {own[name]} gives way to the checkpoint's {shape[name]}"
+        for name in shape
+        if name in parsed.origins and shape[name] != own[name]
+    ]
+    return parsed.with_checkpoint(shape, notices, model=dataclasses.replace(config.model, **shape))
+
+
+def with_outer_rates(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
+    """Take the outer learning rate and momentum that the run went on with, where flags do not give them.
+
+    They were chosen by the number of synchronizations that were planned then; a longer run does not flip the choice.
+    """
+    known = record.flags if parsed.config.diloco.asked else {}
+    taken = {name: known[name] for name in RUN_DEPENDENT if name not in parsed.origins and known.get(name) is not None}
+    islands = _updated(parsed.config.diloco, taken, folder.of(record.progress.iteration) / RECORD)
+    return parsed.with_checkpoint(taken, diloco=islands)
+
+
+def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
+    """Take the tokenizer whose files lie beside the checkpoint in `folder`, unless flags name one.
+
+    Special tokens stay as the checkpoint has them, unless --add-special-tokens or --no-add-special-tokens is given; one
+    that says nothing was made without. Its tokenizer has the model's vocabulary, wherever it lies.
+    """
+    given = found = parsed.config.tokenizer
+    notices, names, named = list[str](), {"add_special_tokens"}, names_tokenizer(given)
+    if record.tokenizer_folder is not None and not named:
+        found = read_tokenizer(folder.path, record.tokenizer_folder)
+        names |= {f.name for f in dataclasses.fields(found)} - {"model_vocab_size"}
+        notices.append(f"the tokenizer is that of {folder.name}: {record.tokenizer_folder}")
+        if given.vocab_size not in (None, record.vocab_size):
+            notices.append(f"--vocab-size {given.vocab_size} gives way to the checkpoint's {record.vocab_size}")
+    adds = bool(record.flags.get("add_special_tokens", False))
+    found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size)
+    tokenizer = load_tokenizer(found) if names_tokenizer(found) else None
+    if named and (tokenizer is None or tokenizer.identity != record.tokenizer):
+        return parsed  # another one
+    if tokenizer is not None and tokenizer.vocab_size != record.vocab_size and given.model_vocab_size is None:
+        found = dataclasses.replace(found, model_vocab_size=record.vocab_size)
+        names.add("model_vocab_size")
+    if "add_special_tokens" in parsed.origins:
+        found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
+        names.remove("add_special_tokens")
+    elif tokenizer is not None and "add_special_tokens" not in record.flags and (note := marks_note(tokenizer)):
+        notices.append(f"{folder.name} was made before special tokens were added; {note}")
+    return parsed.with_checkpoint(names, notices, tokenizer=found)
+
+
+def _updated(part: Any, values: dict[str, Any], where: Path) -> Any:
+    names = {field.name for field in dataclasses.fields(part)}
+    values = {name: value for name, value in values.items() if name in names}
+    if problems := wrong_types(type(part), values):
+        raise DamagedError(f"{where}: {'; '.join(problems)}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return dataclasses.replace(part, **values)

@@ -1,0 +1,215 @@
+"""Checks of all configs against each other and the machine, and the plan that follows.
+
+A config checks itself when it is made (its `__post_init__`). Here is what lies between configs, and between them and
+the cluster, before any process group, file or tensor is made; each error names the flags and their values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.convert.patches import check_patches
+from megazpp.diloco.config import DilocoPlan, count_islands, plan_islands
+from megazpp.model.backends import check_products
+from megazpp.model.config import GPTConfig
+from megazpp.optim.apex import check_apex
+from megazpp.optim.schedule import Schedule, build_schedule
+from megazpp.parallel.dims import plan_dims
+from megazpp.run.arguments import RunConfig
+from megazpp.topology.cluster import Cluster, Links
+from megazpp.topology.layout import Layout
+from megazpp.training.batches import BatchPlan, plan_batches
+from megazpp.zero.config import CommPlan, plan_comm, wire_backends
+
+
+class RunPlan(NamedTuple):
+    """Everything that follows from a config and a cluster; `notices` are lines to show the user."""
+
+    layout: Layout
+    wire: CommPlan
+    batches: BatchPlan
+    schedule: Schedule
+    diloco: DilocoPlan | None
+    notices: tuple[str, ...]
+
+    def with_links(self, links: Links) -> RunPlan:
+        """Replace the cluster's links, which are known now."""
+        cluster = dataclasses.replace(self.layout.cluster, links=links)
+        return self._replace(layout=dataclasses.replace(self.layout, cluster=cluster))
+
+
+ModelPlan = tuple[Layout, CommPlan, tuple[str, ...]]  # of a `RunPlan` what a model needs that is not trained
+
+
+def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str, islands: int = 1) -> ModelPlan:
+    """Check the model, its layout and its wires, where `islands` parts of the cluster train a model each."""
+    if config.parallel.hsdp and cluster.num_local_domains == 1:
+        raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
+    if config.zero.use_distributed_optimizer and config.zero.stage == 0:
+        raise ValueError("--use-distributed-optimizer shards the moments, --zero-stage 0 shards nothing")
+    layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
+    seq_length = config.data.seq_length
+    if seq_length is None:
+        raise ValueError("--seq-length is missing")
+    check_model(config.model, layout.tp, seq_length, cp_size=layout.cp)
+    products = check_products(config.model, layout.tp, device_type, bf16=config.precision.bf16)
+    split = layout.tp if config.parallel.sequence_parallel else 1
+    if seq_length % (layout.cp * split):
+        sizes = [f"--context-parallel-size {layout.cp}"] if layout.cp > 1 else []
+        sizes += [f"--tensor-model-parallel-size {split}, which --sequence-parallel needs"] if split > 1 else []
+        raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}")
+    wire = plan_comm(config.zero, layout, config.precision.param_dtype)
+    wire_backends(wire, device_type)  # refuses a device that cannot quantize
+    return layout, wire, (*cluster.notices, *layout.notices, *products, *wire.notices)
+
+
+def check_run_config(
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    device_type: str,
+    start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
+) -> RunPlan:
+    """Check everything that can be checked before anything is made; a ValueError names the flags and their values.
+
+    Called twice: with the cluster that flags and launcher describe, before workers start, and with what they find.
+
+    Args:
+        start: progress that the run resumes from.
+    """
+    _check_required(config)
+    layout, wire, notices = _check_apart(config, cluster, device_type)
+    batches = plan_batches(config.batches, data_parallel_size=layout.data).resumed_at(start)
+    _check_observers(config, batches.total_iterations, cluster.world_size, device_type, start=start.iteration)
+    schedule = build_schedule(
+        config.schedule,
+        weight_decay=config.optimizer.weight_decay,
+        train_iters=config.batches.train_iters,
+        train_samples=config.batches.train_samples,
+        global_batch_size=batches.global_batch_size,
+    )
+    assert config.model.num_layers is not None
+    assert config.data.seq_length is not None
+    islands = plan_islands(
+        config.diloco,
+        config.zero,
+        iterations=batches.total_iterations,
+        num_layers=config.model.num_layers,
+        tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.island,
+    )
+    if islands is not None:
+        notices += islands.notices
+    left = batches.dataset_samples - batches.total_samples
+    if left > 0 and batches.start_iteration > 0:  # otherwise it is Megatron's usual rest
+        notices += (
+            f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
+            f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
+        )
+    return RunPlan(layout, wire, batches, schedule, islands, notices)
+
+
+def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> ModelPlan:
+    """Check what does not depend on each other, and raise all that is wrong with it together."""
+    problems, plan = list[str](), None
+    saves = config.checkpoint.save is not None or config.checkpoint.save_to_run_dir
+    if config.anomalies.loss_spike_action == "rewind" and not saves:
+        problems.append("--loss-spike-action rewind needs --save")
+    try:
+        if config.optimizer.optimizer_backend == "apex":
+            check_apex(device_type)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        islands = count_islands(config.diloco, cluster, verify_interval=config.verify.zero_verify_interval)
+        plan = check_model_config(config, cluster, device_type=device_type, islands=islands)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        if config.checkpoint.save_weight_patches is not None and plan is not None:
+            check_patches(config.model, config.precision, plan[1])
+            if config.diloco.asked:
+                raise ValueError(
+                    f"--save-weight-patches: the islands of {config.diloco.asked} have weights of their own"
+                )
+    except ValueError as error:
+        problems.append(str(error))
+    if plan is None or problems:
+        raise ValueError("\n".join(problems))
+    interval, (layout, wire, notices) = config.checkpoint.save_interval, plan
+    if config.optimizer.muon_full_interval and layout.cross == 1:
+        notices += (
+            f"--muon-full-interval {config.optimizer.muon_full_interval}: no matrix spans nodes, all are whole",
+        )
+    unsaved = () if interval is None or saves else (f"--save-interval {interval} without --save: nothing is saved",)
+    return layout, wire, (*notices, *unsaved)
+
+
+def _check_required(config: RunConfig) -> None:
+    model, data, batches = config.model, config.data, config.batches
+    learned = model.positions == "learned_absolute"
+    needed = {
+        "--num-layers": model.num_layers,
+        "--hidden-size": model.hidden_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--max-position-embeddings": model.max_position_embeddings if learned else 1,
+        "--seq-length": data.seq_length,
+        "--micro-batch-size": batches.micro_batch_size or batches.global_batch_size,
+        "--lr": config.schedule.lr,
+        "--train-iters (or --train-samples)": (
+            batches.train_samples if batches.train_iters is None else batches.train_iters
+        ),
+        "--data-path (or --text-path, or --mock-data)": data.sources or None,
+    }
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(f"required flags are missing: {', '.join(missing)}")
+
+
+def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int = 1) -> None:
+    """Raises ValueError, naming the flags, where parallelism or the samples' tokens do not fit the model."""
+    sizes = {"--num-attention-heads": model.heads, "--ffn-hidden-size": model.ffn_size}
+    if model.group_query_attention:
+        sizes["--num-query-groups"] = model.num_query_groups
+    for name, size in sizes.items():
+        if size % tp_size:
+            raise ValueError(f"{name} {size} is not divisible by --tensor-model-parallel-size {tp_size}")
+    if model.heads % (cp_size * tp_size):
+        degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
+        raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}")
+    longest, window = model.max_position_embeddings, model.window
+    if longest is None and model.positions == "learned_absolute":
+        raise ValueError("--max-position-embeddings is required")
+    if longest is not None and seq_length > longest:
+        raise ValueError(f"--seq-length {seq_length} is longer than --max-position-embeddings {longest}")
+    if window is not None and seq_length > window:
+        raise ValueError(
+            f"--seq-length {seq_length} is longer than the {window} tokens of --window-size {model.window_size}: "
+            "attention here is over the whole sample"
+        )
+
+
+def _check_observers(
+    config: RunConfig, total_iterations: int, world_size: int, device_type: str, *, start: int
+) -> None:
+    """Refuse what would record nothing: steps, ranks or devices that a run from iteration `start` does not have."""
+    timeline, profiler, interval = config.timing.timeline_step, config.profiler, config.stop.exit_interval
+    first, last = profiler.profile_step_start, total_iterations
+    if interval is not None:
+        last = min(last, (start // interval + 1) * interval)
+    for flag, given in ((f"--timeline-step {timeline}", timeline), ("--profile", profiler.profile)):
+        if given and config.stop.skip_train:
+            raise ValueError(f"{flag}: --skip-train takes no step")
+    end = f"the run ends with iteration {last}"
+    if last != total_iterations:
+        end = f"--exit-interval {interval} ends the run" + (f" after iteration {last}" if last != interval else "")
+    if timeline is not None and timeline > last:
+        raise ValueError(f"--timeline-step {timeline}: {end}")
+    if profiler.profile and first >= last:
+        raise ValueError(f"--profile-step-start {first}: {end}")
+    if profiler.record_memory_history and device_type != "cuda":
+        raise ValueError(f"--record-memory-history records CUDA's allocator, not {device_type}'s: --profile works")
+    for rank in profiler.profile_ranks if profiler.profile or profiler.record_memory_history else ():
+        if not 0 <= rank < world_size:
+            raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")

@@ -1,0 +1,201 @@
+"""One worker's whole run: the cluster as it is, the axes, the parts of the run, training, what came out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import megazpp
+from megazpp.base.flags import render_arguments_block
+from megazpp.base.program import aligned, user_errors
+from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
+from megazpp.checkpoint.read import LoadSource, Resumed, start_of
+from megazpp.data.dataset import cache_dir
+from megazpp.data.text import BUILTIN
+from megazpp.model.backends import find_product, model_backends
+from megazpp.optim.optimizer import optimizer_backends
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.host_discovery import resolve_cluster
+from megazpp.parallel.launch import RESTART_COUNT
+from megazpp.parallel.measure_links import measure_links
+from megazpp.parallel.worker import Worker, seed_everything
+from megazpp.run.arguments import ParsedRun
+from megazpp.run.checks import RunPlan, check_run_config
+from megazpp.run.trainer import BuildParts, Trainer
+from megazpp.topology.cluster_file import cluster_text
+from megazpp.topology.layout import layout_record
+from megazpp.training.context import Console, RunContext, RunFolder, default_run_dir
+from megazpp.training.flops import device_name, mfu_convention
+from megazpp.training.loop import StopConditions
+from megazpp.training.tracking import Tracker, open_sinks, run_tags
+from megazpp.zero.config import wire_backends
+
+
+def run_training(
+    build_parts: BuildParts,
+    parsed: ParsedRun,
+    plan: RunPlan,
+    source: LoadSource | None,
+    earlier: CheckpointMetadata | None,
+    worker: Worker,
+) -> None:
+    """One worker's whole run; rank 0 records it, where the run that it continues was recorded.
+
+    It begins with `source`, or goes on from there; `earlier` is the record of that.
+    """
+    with user_errors():
+        config = parsed.config
+        on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
+        cluster = resolve_cluster(worker, config.cluster, plan.layout.cluster, on_one_machine=on_one_machine)
+        start = start_of(source, earlier)
+        plan = check_run_config(parsed.config, cluster, device_type=worker.device.type, start=start)
+        find_product(parsed.config.model, worker.device)  # refuses a device that cannot
+        continued = earlier if source is not None and source.continues else None
+        tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
+    with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop, answers=worker.rank == 0) as stops:
+        run, plan = open_context(parsed, plan, worker, tracker)
+        parsed = _with_folder_to_save_to(parsed, run)
+        introduce(run, parsed, plan)
+        trainer = Trainer(build_parts, parsed, plan, run, tracker)
+        resumed = trainer.load(source)
+        if resumed is not None:
+            with user_errors():
+                trainer.plan = resumed_plan(trainer.plan, resumed)
+        progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
+        if tracker is not None and (progress.iteration > 0 or int(os.environ.get(RESTART_COUNT, "0")) > 0):
+            tracker.resume(progress)
+        meter = trainer.recorder.meter
+        run.log(mfu_convention(meter.flops_per_token, device_name(run.device), meter.peak_flops), short="")
+        progress = trainer.train(progress, schedule, stops, worker)
+        trainer.finish(progress, evaluate=not stops.hurried)
+        if not stops.hurried:
+            trainer.write_sample()
+        if source is not None and resumed is None:
+            run.log(f"note: {source.folder.name} had no checkpoint: this training began anew, with random weights")
+        if run.folder is not None:
+            run.log(f"records of this run: {run.folder.path}")
+            run.log(f"tokenizer and data indices: {cache_dir(parsed.config.data)}", short="")
+            stopped = progress.stop_reason is not None
+            run.log(what_next(parsed, run.folder.path, stopped=stopped, generates=trainer.parts.generates))
+
+
+def resumed_plan(plan: RunPlan, resumed: Resumed) -> RunPlan:
+    """Return the plan from the loaded checkpoint on, which --load-fallback may have chosen.
+
+    Raises:
+        ValueError: the data was opened for another checkpoint, and from this one the run takes other samples.
+    """
+    planned, progress = plan.batches, resumed.progress
+    batches = planned.resumed_at(progress)
+    if (batches.total_iterations, batches.total_samples) != (planned.total_iterations, planned.total_samples):
+        raise ValueError(
+            f"--load-fallback: {resumed.checkpoint} has another global batch size than the newer checkpoint for which "
+            f"the data was prepared; --ckpt-step {progress.iteration} resumes from it"
+        )
+    return plan._replace(batches=batches)
+
+
+def _with_folder_to_save_to(parsed: ParsedRun, run: RunContext) -> ParsedRun:
+    """Have --save-to-run-dir name the folder, which rank 0 has made."""
+    checkpoint = parsed.config.checkpoint
+    if checkpoint.save is not None or not checkpoint.save_to_run_dir:
+        return parsed
+    save = run.dims.world.share_object(None if run.folder is None else str(run.folder.path / "checkpoints"))
+    checkpoint = dataclasses.replace(checkpoint, save=save)
+    return parsed._replace(config=dataclasses.replace(parsed.config, checkpoint=checkpoint))
+
+
+def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:
+    """The commands that go on from a run with records in `folder`, as they can be typed."""
+    save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
+
+    def tool(name: str) -> str:
+        script = home / "tools" / f"{name}.py"
+        return f"python {os.path.relpath(script)}" if script.exists() else f"python -m megazpp.tools.{name}"
+
+    if stopped and save is None:
+        return "nothing was saved: a run with --save FOLDER goes on from where it was stopped"
+    if stopped:
+        program, *flags = sys.argv
+        there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load != save else ""
+        to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
+        return f"to go on: python {shlex.join([program, *flags])}{to}{there}"
+    lines = [f"see its curves: {tool('report')} {folder}"]
+    if save is not None and generates:
+        lines.append(f"let it write: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")
+    if any(path.startswith(BUILTIN) for path in parsed.config.data.text_path) and "save" not in parsed.origins:
+        program = sys.argv[0] if Path(sys.argv[0]).suffix == ".py" else Path(sys.argv[0]).name
+        python = "python " if program.endswith(".py") else ""
+        lines.append(f"train it on your text: {python}{program} --text-path your_text.txt --save your_model/")
+    return "\n".join(lines)
+
+
+def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
+    """Print what will run: what was noticed, flags, sizes, layout, back ends."""
+    layout, config = plan.layout, parsed.config
+    run.log(
+        f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
+        + (f"context-parallel size: {layout.cp}, " if layout.cp > 1 else "")
+        + f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
+    )
+    for notice in (*parsed.notices, *plan.notices):
+        run.log(f"note: {notice}")
+    where = "" if run.folder is None else f", all in {run.folder.path / 'args.txt'}"
+    run.log(render_arguments_block(parsed.parts, parsed.origins), short=f"{len(parsed.origins)} flags are set{where}")
+    run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
+    if layout.cluster.links is not None:
+        run.log(layout.cluster.links.describe())
+    run.log(plan.wire.describe(), short=None if plan.wire.gather or plan.wire.reduce else "")
+    if plan.diloco is not None:
+        run.log(plan.diloco.describe())
+    device_type = run.device.type
+    with user_errors():
+        model = model_backends(
+            config.model,
+            device=run.device,
+            dtype=config.precision.param_dtype,
+            documents=config.data.reset_attention_mask,
+        )
+    rows = [*optimizer_backends(config.optimizer, device_type), *model, *wire_backends(plan.wire, device_type)]
+    run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])), short="")
+
+
+def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: CheckpointMetadata | None) -> Tracker:
+    """The run folder, a continued run's own, with the flags in it, and what else the flags ask to record to."""
+    tracking = parsed.config.tracking
+    before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
+    folder = RunFolder(tracking.run_dir or before or default_run_dir(parsed.name, datetime.datetime.now()))
+    if continued is not None and continued.wandb_run_id is not None:
+        folder.keep_wandb_run_id(continued.wandb_run_id)
+    folder.write_json("args.json", parsed.values(), indent=2)
+    folder.write("args.txt", parsed.report())
+    folder.write_json("topology.json", layout_record(plan.layout))
+    zero = parsed.config.zero
+    tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
+    sinks = open_sinks(tracking, folder, parsed.values(), tags)
+    return Tracker(tracking, folder, sinks, device=worker.device)
+
+
+def open_context(
+    parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None
+) -> tuple[RunContext, RunPlan]:
+    """The axes, the console and the folder that every part needs; the plan with the links, if they are measured."""
+    config, console, folder = parsed.config, Console(enabled=worker.rank == 0), tracker.folder if tracker else None
+    if folder is not None:
+        console.keep(folder.path / "log.txt")
+    dims = ParallelDims(plan.layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
+    seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
+    if config.cluster.measure_links:
+        links, lines = measure_links(dims, worker.device)
+        for line in lines:
+            console.log(line)
+        plan = plan.with_links(links)
+        if folder is not None:
+            folder.write("cluster.yaml", cluster_text(plan.layout.cluster))
+    return RunContext(dims=dims, device=worker.device, console=console, folder=folder), plan

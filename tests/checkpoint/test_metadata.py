@@ -1,0 +1,231 @@
+"""run.json: what a checkpoint says about its run."""
+
+import dataclasses
+import functools
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.checkpoints import record_of
+from helpers.refusals import not_refused
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
+
+from megazpp.base.files import DamagedError
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.folder import RECORD as NAME
+from megazpp.checkpoint.metadata import (
+    CheckpointMetadata,
+    TrainingProgress,
+    agreed_schedule,
+    batch_size_of,
+    check_same_model,
+    data_notes,
+    describe_sizes,
+    found_from_anywhere,
+    read_record,
+    rows_problem,
+    schedule_ratio,
+)
+from megazpp.optim.schedule import Schedule, ScheduleConfig, build_schedule
+
+WHERE = Path("iter_0000007")
+RECORD = record_of(Case())
+
+
+def write(folder: Path, **values: Any) -> None:
+    """A record in which these values are other ones."""
+    folder.mkdir(exist_ok=True)
+    (folder / NAME).write_text(json.dumps(json.loads(RECORD.as_json()) | values))
+
+
+def test_a_record_is_read_as_it_was_written_one_of_format_1_without_a_tokenizer_and_a_later_one_not(tmp_path):
+    progress = TrainingProgress(iteration=3, consumed_samples=5)
+    record = dataclasses.replace(RECORD, progress=progress, scaler={"scale": 2.0**16})
+    (tmp_path / NAME).write_text(record.as_json())
+    assert read_record(tmp_path) == record
+    old = {name: value for name, value in json.loads(record.as_json()).items() if not name.startswith("tokenizer")}
+    (tmp_path / NAME).write_text(json.dumps(old | {"format": 1}))
+    assert read_record(tmp_path) == dataclasses.replace(record, tokenizer=None, tokenizer_folder=None, format=1)
+    write(tmp_path, format=3)
+    with pytest.raises(ValueError, match="has format 3, this version knows 2") as caught:
+        read_record(tmp_path)
+    assert not isinstance(caught.value, DamagedError)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"flags": {"hidden_size": "64"}}, ": hidden_size is '64', not int"),
+    ({"flags": {"num_layers": True}}, ": num_layers is True, not int"),
+    ({"flags": {"num_layers": 2.0}}, ": num_layers is 2.0, not int"),
+    ({"flags": {"norm_epsilon": None}}, ": norm_epsilon is None, not float"),
+    ({"flags": {"normalization": "Batch"}}, ": normalization is 'Batch', not "),
+    ({"flags": []}, ": flags is [], not dict"),
+    ({"vocab_size": None}, ": vocab_size is None, not int"),
+    ({"tokenizer_folder": 3}, ": tokenizer_folder is 3, not "),
+    ({"groups": [1]}, ": groups is [1], not list"),
+    ({"has_optimizer": 1}, ": has_optimizer is 1, not bool"),
+    ({"progress": {"iteration": "x"}}, ": iteration is 'x', not int"),
+    ({"progress": {"iteration": 9}}, " is of iteration 9, the folder's name says 7"),
+    ({"progress": []}, " cannot be read"),
+    ({"schedule": {}}, " cannot be read"),
+    ({"schedule": None}, " cannot be read"),
+    ({"format": "x"}, " cannot be read"),
+]
+
+
+def test_a_record_that_cannot_be_read_or_has_a_value_of_another_type_or_folder_is_damage_and_named(tmp_path):
+    checkpoint = tmp_path / WHERE
+    write(checkpoint, progress={"iteration": 7})
+    assert read_record(checkpoint).progress.iteration == 7
+
+    def read(content: dict[str, Any] | str) -> None:
+        if isinstance(content, dict):
+            write(checkpoint, **content)
+        else:
+            (checkpoint / NAME).write_text(content, encoding="latin-1")
+        read_record(checkpoint)
+
+    junk = ("", "{", "[]", '{"format": 1}', '{"format": 1, "progress": {"x": 1}}', "\xff")
+    rows = [*((content, " cannot be read") for content in junk), *WRONG]
+    named = [(content, f"{checkpoint}/{NAME}{message}") for content, message in rows]
+    assert not_refused(named, read, DamagedError) == []
+
+
+def test_a_run_may_pad_the_vocabulary_s_rows_and_a_conversion_has_its_own():
+    converted = dataclasses.replace(RECORD, layout={})
+    rows = (RECORD.vocab_size - 1, RECORD.vocab_size, RECORD.vocab_size + 27)
+    assert [rows_problem(RECORD, count) is None for count in rows] == [False, True, True]
+    assert [rows_problem(converted, count) is None for count in rows] == [False, True, False]
+
+
+def test_a_model_of_another_shape_is_refused_by_its_flags_whatever_they_come_from():
+    gpt, llama = (dataclasses.asdict(config) for config in (GPT2_STYLE, LLAMA_STYLE))
+    check, other = functools.partial(check_same_model, where=WHERE), functools.partial(dataclasses.replace, GPT2_STYLE)
+    check(gpt, other(hidden_dropout=0.3))
+    check(dataclasses.asdict(other(ffn_hidden_size=80, kv_channels=5)), other(ffn_hidden_size=None))
+    rows = [
+        (gpt | {"hidden_size": 24, "kv_channels": 5}, GPT2_STYLE, "--hidden-size is 20, was 24 in iter_0000007; "),
+        (llama, GPT2_STYLE, "--normalization is LayerNorm, was RMSNorm"),
+    ]
+    flags = {"qk_layernorm": True, "use_rope_scaling": True, "window_size": "15,0", "add_qkv_bias": True}
+    for name, value in flags.items():
+        variant = dataclasses.replace(LLAMA_STYLE, **{name: value})
+        check(dataclasses.asdict(variant), variant)
+        check({key: kept for key, kept in llama.items() if key != name}, LLAMA_STYLE)  # from before there was this flag
+        rows.append((llama, variant, f"--{name.replace('_', '-')} is"))
+    assert not_refused(rows, check) == []
+
+
+def test_other_data_gives_a_note_and_the_same_data_none():
+    saved = {"seed": 1, "data_path": ["0.3", "a"], "train_iters": 10}
+    now = {"seed": 1, "data_path": ("0.3", "a"), "train_iters": 10}
+    assert data_notes(saved, now, WHERE) == []
+    (note,) = data_notes(saved, now | {"seed": 2, "train_iters": 20}, WHERE)
+    assert note.startswith("--seed is 2, was 1, --train-iters is 20, was 10 in iter_0000007: ")
+
+
+def test_the_batch_size_of_an_old_checkpoint_follows_from_its_flags_and_layout():
+    def size(flags: dict[str, Any], **layout: int) -> int | None:
+        return batch_size_of(dataclasses.replace(RECORD, flags=flags, layout=layout))
+
+    micro = {"micro_batch_size": 4, "global_batch_size": None}
+    assert size({**micro, "global_batch_size": 24}, tp=2) == 24
+    assert size(micro, island=2, replicate=3, cross=2, local=4, tp=8) == 4 * 48
+    assert size({**micro, "context_parallel_size": 4}, replicate=1, cross=2, local=4) == 4 * 2
+    assert size({**micro, "samples": {"global_batch_size": 7}}, local=4) == 7
+    assert size(micro) is None  # a converted model
+    assert size({}, local=4) is None
+
+
+STEPS = {"train_iters": 100, "train_samples": None}
+IN_SAMPLES = {"train_iters": None, "train_samples": 320}
+
+
+def of_batch(size: int, length: dict[str, Any], progress: TrainingProgress = TrainingProgress()) -> CheckpointMetadata:  # noqa: B008
+    return dataclasses.replace(RECORD, progress=progress, flags={**length, "samples": {"global_batch_size": size}})
+
+
+def test_the_position_on_a_schedule_of_steps_counts_steps_and_else_samples():
+    at = TrainingProgress(30, 480, 464)  # one step of 16 was skipped
+    assert schedule_ratio(of_batch(16, STEPS, at), of_batch(8, STEPS)) == Fraction(8, 16)
+    assert schedule_ratio(of_batch(16, STEPS, at), of_batch(16, STEPS)) == 1
+    assert schedule_ratio(of_batch(16, IN_SAMPLES, at), of_batch(8, IN_SAMPLES)) == 1
+    twice = TrainingProgress(40, 560, 304)  # ten steps of 8 later
+    assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, STEPS)) == 1
+    assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, IN_SAMPLES)) * (40 * 8) == 560
+    assert schedule_ratio(of_batch(8, IN_SAMPLES, twice), of_batch(8, STEPS)) * 560 == 40 * 8
+    converted = dataclasses.replace(RECORD, progress=at, flags={}, layout={})
+    assert schedule_ratio(converted, of_batch(8, STEPS)) == 1
+    assert schedule_ratio(of_batch(16, STEPS), of_batch(8, STEPS)) == 1  # nothing is done yet
+
+
+@pytest.mark.parametrize("warmup", [{}, {"lr_warmup_iters": 7}, {"lr_warmup_fraction": 0.15}])
+def test_a_run_of_steps_ends_its_schedule_with_its_last_step_at_any_batch_size(warmup):
+    def scheduled(size: int) -> Schedule:
+        rates = ScheduleConfig(
+            lr=1.0,
+            lr_decay_style="WSD",
+            lr_wsd_decay_iters=50,
+            start_weight_decay=0.0,
+            end_weight_decay=0.1,
+            weight_decay_incr_style="linear",
+            **warmup,
+        )
+        return build_schedule(rates, weight_decay=0.1, **STEPS, global_batch_size=size)
+
+    before, own, ratio = scheduled(16), scheduled(6), Fraction(6, 16)
+    agree = functools.partial(agreed_schedule, before.state_dict(), own, where=WHERE, ratio=ratio)
+    with pytest.raises(ValueError, match=r"a step of the schedule has 0\.375 times the samples that it had in iter_"):
+        agree(CheckpointConfig())
+    for flag in ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"):
+        found = agree(CheckpointConfig(load="x", **{flag: True}))
+        for step in range(101):
+            assert found.learning_rate(step * 6) == pytest.approx(before.learning_rate(step * 16)), (flag, step)
+            assert found.weight_decay(step * 6) == pytest.approx(before.weight_decay(step * 16)), (flag, step)
+
+
+def test_twice_the_steps_at_half_the_batch_size_are_another_schedule():
+    rates = ScheduleConfig(lr=1.0)
+    one, two = (
+        build_schedule(rates, weight_decay=0.0, train_iters=steps, train_samples=None, global_batch_size=size)
+        for steps, size in ((100, 16), (200, 8))
+    )
+    assert one == two  # in samples
+    with pytest.raises(ValueError, match=r"0\.5 times the samples"):
+        agreed_schedule(one.state_dict(), two, CheckpointConfig(), WHERE, ratio=Fraction(8, 16))
+
+
+def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(tmp_path, monkeypatch):
+    for name in ("my.model", "my_text_document.idx"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    flags = {
+        "tokenizer_model": "my.model",
+        "vocab_file": None,
+        "merge_file": "gone.txt",
+        "data_path": ("0.3", "my_text_document", "0.7", "sub/other"),
+        "text_path": ("builtin:moby_dick",),
+        "data_cache_path": "",
+        "seed": 3,
+        "load": "my.model",
+    }
+    assert found_from_anywhere(flags) == flags | {
+        "tokenizer_model": str(tmp_path / "my.model"),
+        "data_path": ("0.3", str(tmp_path / "my_text_document"), "0.7", "sub/other"),
+    }
+
+
+def test_a_schedule_that_differs_is_explained_by_ranks_and_batch_sizes():
+    flags = {"micro_batch_size": 8, "global_batch_size": None}
+    layouts = ({"replicate": 1, "cross": 1, "local": ranks, "tp": 1} for ranks in (1, 2))
+    one, two = (dataclasses.replace(RECORD, flags=flags, layout=layout) for layout in layouts)
+    assert describe_sizes(two) == "2 rank(s), --micro-batch-size 8, --global-batch-size None"
+    now = build_schedule(
+        ScheduleConfig(lr=1.0), weight_decay=0.0, train_iters=40, train_samples=None, global_batch_size=16
+    )
+    saved = now.state_dict() | {"decay_samples": 320}
+    sizes = f"this run has {describe_sizes(two)}; {WHERE} had {describe_sizes(one)}"
+    message = "decay samples is 640, in .* 320\nthis run has 2 rank.*had 1 rank.*\n--override"
+    with pytest.raises(ValueError, match=message):
+        agreed_schedule(saved, now, CheckpointConfig(), WHERE, sizes=sizes)

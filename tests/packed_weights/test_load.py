@@ -1,0 +1,366 @@
+"""Models of stored weights out of a checkpoint compute what was saved, wherever the weights lie, on any layout."""
+
+import dataclasses
+import gc
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers.checkpoints import frozen_place, run
+from helpers.ranks import ranks
+from helpers.refusals import not_refused
+from helpers.tiers import slow
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, dims_on_ranks, spec_of
+from torch import nn
+
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.metadata import CheckpointMetadata
+from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.inference.generate import generate
+from megazpp.inference.sample import SampleConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.packed_weights import store
+from megazpp.packed_weights.frozen import frozen_bytes
+from megazpp.packed_weights.load import (
+    WeightsConfig,
+    load_frozen_model,
+    load_streamed_model,
+    load_used_model,
+    pack_where_they_stay,
+)
+from megazpp.packed_weights.store import FetchRing
+from megazpp.packed_weights.streamed import plan_stream
+from megazpp.parallel.dims import ParallelDims
+from megazpp.planner.trace import FORWARD, TraceRecorder
+from megazpp.zero.config import PrecisionConfig
+
+# 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
+SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
+TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
+ALONE = dataclasses.replace(SAVED, tp=1, seed=99)
+BF16 = PrecisionConfig(bf16=True)
+PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13))
+GREEDY = SampleConfig(sample_tokens=4, sample_temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory) -> str:
+    """The folder of the checkpoints of two iterations."""
+    folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
+    ranks(4).run(run, SAVED, 2, save=folder, save_interval=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
+    ranks(1).run(run, TIED, 1, save=folder)
+    return folder
+
+
+def found(load: str, step: int | None = None) -> tuple[LoadSource, CheckpointMetadata]:
+    return find_weights(CheckpointFolder(load, "--load"), step)
+
+
+def build_trained(case: Case, load: str, step: int | None = None) -> tuple[GPTModel, Any, ParallelDims]:
+    """The model as a training has it: shards, with gradients."""
+    model, sharding, dims = build_on_ranks(case)
+    load_weights(model, sharding, dims, *found(load, step), vocab_size=101, say=lambda line: None)
+    return model, sharding, dims
+
+
+def disk(folder: Path, **options: Any) -> WeightsConfig:
+    return WeightsConfig(**{"weights_on": "disk", "weight_bits": 8, "weight_store": str(folder)} | options)
+
+
+# ---- frozen units -------------------------------------------------------------------------------------------------
+
+
+def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list[torch.Tensor]:
+    """The gradient is that of what comes out of the embedding, below which nothing is trained."""
+    outputs, (batch,) = list[torch.Tensor](), case.batches(0, dims)
+
+    def cut(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        outputs.append(output.detach().requires_grad_())
+        return outputs[-1]
+
+    with model.embedding.register_forward_hook(cut):
+        losses = model(batch.tokens, batch.labels)
+    losses.sum().backward()
+    return [losses.detach(), outputs[0].grad]
+
+
+def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, int]:
+    """The checksum of the weights, and the elements that this rank reads of them."""
+    trained, _, dims = build_trained(case, load, step)
+    with mock.patch.object(SafeReader, "read_box", autospec=True, side_effect=SafeReader.read_box) as read_box:
+        model, units, checksum = load_frozen_model(spec_of(case), frozen_place(dims), *found(load, step))
+    elements = sum(box.numel() for (_, _, _, box), _ in read_box.call_args_list)
+    expected, before = losses_and_gradient(trained, case, dims), dims.counter.table()
+
+    assert all(map(torch.equal, losses_and_gradient(model, case, dims), expected))
+    assert list(model.parameters()) == []
+    wires = {wire for wire, _, _ in dims.counter.table().keys() - before.keys()}
+    assert wires == ({"local"} if dims.local.size > 1 else set())
+    shapes = [{placed.name: placed.shape for placed, _, _ in unit.weights} for unit in units.units]
+    planned = [frozen_bytes(each, dims.local.size, case.precision.param_dtype) for each in shapes]
+    assert units.kept_bytes == sum(each.kept for each in planned)
+    share = sum(p.numel() for p in trained.parameters()) / (dims.local.size * case.tp)
+    assert elements < 1.2 * share  # norms are whole on each tp rank
+    return checksum, elements
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "sequence_parallel": True},
+        {"nodes": 2, "precision": BF16},
+        slow({"nodes": 2, "tp": 2, "float8": "hybrid"}),
+        slow({"nodes": 2, "replicas": 2}),
+    ],
+    ids=["tp", "bf16", "float8", "copies"],
+)
+def test_every_layout_reads_each_weight_once_per_node_and_has_every_bit_of_a_trained_model_without_gradients(
+    load, layout
+):
+    if "float8" in layout:
+        pytest.importorskip("torchao")
+    case = dataclasses.replace(ALONE, **layout)
+    ((checksum, elements),), ((other, _),) = (ranks(1).run(load_frozen, ALONE, load, step) for step in (2, 1))
+    results = ranks(4).run(load_frozen, case, load)
+    assert {each for each, _ in results} == {checksum} != {other}
+    assert sum(read for _, read in results) >= case.nodes * elements
+
+
+def test_so_has_a_model_with_biases_and_a_tied_embedding(tied):
+    ranks(2).run(load_frozen, dataclasses.replace(TIED, tp=2, sequence_parallel=True), tied)
+
+
+# ---- layers that stream ------------------------------------------------------------------------------------------
+
+
+def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]], torch.Tensor, list[str]]:
+    """Tokens and losses of a model that streams, and the lines that it says on this rank."""
+    dims, lines, passes = dims_on_ranks(case), list[str](), GREEDY.sample_tokens
+    gc.freeze()  # no search among what is there already
+    with mock.patch.object(FetchRing, "fetch", autospec=True, side_effect=FetchRing.fetch) as fetch:
+        model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load))
+        tokens = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
+        fetched = f" {passes} passes fetched {passes * units.plan.pass_bytes} bytes"
+        assert units.describe_speed(24, 1.0).startswith(f"{fetched}; 24.0 tokens/s; ")
+        assert units.describe_speed(24, 0.0) == f"{fetched}; 0.0 tokens/s; 0% of the time waited for weights"
+        batch = case.batch(0, 0, 2)
+        with torch.no_grad():
+            losses = model.eval()(batch.tokens, batch.labels)
+    on_disk = config.weights_on == "disk"
+    assert bytes_of_live_messages() == units.plan.device_bytes(config.prefetch_layers, fetched=on_disk)
+    gc.unfreeze()
+    assert dims.counter.sent_bytes("cross") == 0
+    assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
+    if on_disk:  # the tokens, the losses, and the first of two layers ahead for another pass
+        fetched = sum(units.plan.streamed[index].num_bytes for (_, index), _ in fetch.call_args_list)
+        assert fetched == (passes + 1 + 0.5 * (config.prefetch_layers > 0)) * units.plan.pass_bytes
+    return tokens, losses, lines
+
+
+def bytes_of_live_messages() -> int:
+    """Bytes of the storages of all tensors of bytes, but for those that `gc.freeze` has put aside."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "bits"),
+    [(2, {"tp": 2}, 8), (4, {"nodes": 2}, None), slow(2, {}, 16), slow(4, {"nodes": 2, "tp": 2}, 4)],
+)
+def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layout(load, tmp_path, world, layout, bits):
+    case = dataclasses.replace(ALONE, **layout)
+    configs = [WeightsConfig(weights_on=place, weight_bits=bits) for place in ("device", "host")]
+    configs += [disk(tmp_path, weight_bits=bits, prefetch_layers=ahead) for ahead in (0, 5)]
+    results = [ranks(world).run(stream, case, load, config) for config in configs]
+    for of_ranks in results:
+        for (tokens, losses, _), (_, expected, _) in zip(of_ranks, results[0], strict=True):
+            assert tokens == results[0][0][0]
+            assert torch.equal(losses, expected)
+    wrote = [any(" wrote " in line for _, _, lines in of_ranks for line in lines) for of_ranks in results]
+    assert wrote == [False, False, True, False]
+    assert len([*tmp_path.glob("*.weights")]) == world // case.nodes
+
+
+def test_while_it_loads_a_model_is_never_in_memory_twice(monkeypatch):
+    """Live bytes: messages where they stay (on a device: without memory, but counted), one more, and its pieces."""
+    empty, pinned = torch.empty, []
+
+    def without_pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", without_pinning)
+    model = nn.Sequential(*(nn.Linear(256, 256, device="meta") for _ in range(64)))
+    plan = plan_stream(model, list(model), 1, 8, torch.bfloat16)
+
+    def load(name: str, rows: slice) -> torch.Tensor:
+        return torch.zeros(model.get_parameter(name)[rows].shape)
+
+    for place, pin in (("meta", False), ("cpu", True)):
+        with TraceRecorder() as recorder:
+            messages = pack_where_they_stay(plan, load, 0, torch.device(place), pin=pin)
+        total = sum(map(len, messages))
+        assert {message.device.type for message in messages} == {place}
+        assert total == plan.pass_bytes + plan.kept.num_bytes > 2e6
+        assert recorder.segments[FORWARD, 0].peak < 1.15 * total
+        assert sum(pinned) == 64 * pin
+
+
+def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens and losses of the shards of a training."""
+    model, sharding, dims = build_trained(case, load)
+    tokens = generate(model, sharding, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
+    batch = case.batch(0, 0, 2)
+    with torch.no_grad():
+        return tokens, model.eval()(batch.tokens, batch.labels)
+
+
+def test_the_losses_are_those_of_the_checkpoint_but_for_the_rounding_of_weights(tied, load):
+    """Weights of std 0.5 in a model of three small layers: the loss moves with the relative error of the weights."""
+    for case, folder, said, tolerances in (
+        (TIED, tied, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
+        (ALONE, load, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
+        (dataclasses.replace(ALONE, precision=BF16), load, "16 bits", {}),
+    ):
+        ((tokens, expected),) = ranks(1).run(resident, case, folder)
+        ((ours, losses, lines),) = ranks(1).run(stream, case, folder, WeightsConfig(weights_on="host"))
+        assert ours == tokens
+        assert torch.equal(losses, expected)
+        assert f" weights: {said} from host; " in lines[-1]
+        for bits, tolerance in tolerances.items():
+            config = WeightsConfig(weights_on="host", weight_bits=bits)
+            ((_, losses, lines),) = ranks(1).run(stream, case, folder, config)
+            assert 0.0 < float((losses - expected).abs().mean()) <= tolerance, config
+            assert f" weights: {bits} bits (rounded: tokens may differ) from host; " in lines[-1]
+
+
+@torch.no_grad()
+def leave_forwards(load: str, config: WeightsConfig) -> None:
+    """By an exception, in each layer and again; the losses after it have to be those before."""
+    model, _ = load_streamed_model(config, spec_of(ALONE), frozen_place(dims_on_ranks(ALONE)), *found(load))
+    batch = ALONE.batch(0, 0, 2)
+    expected = model.eval()(batch.tokens, batch.labels)
+    for layer in (*model.layers, *model.layers):
+        leave = mock.Mock(side_effect=KeyboardInterrupt)
+        with layer.mlp.register_forward_pre_hook(leave), pytest.raises(KeyboardInterrupt):
+            model(batch.tokens, batch.labels)
+        assert torch.equal(model(batch.tokens, batch.labels), expected)
+
+
+def test_a_forward_that_was_left_does_not_mix_up_layers(load, tmp_path):
+    for world, ahead in ((1, 0), (1, 1), (2, 2)):
+        ranks(world).run(leave_forwards, load, disk(tmp_path, prefetch_layers=ahead))
+
+
+# ---- the store ---------------------------------------------------------------------------------------------------
+
+
+def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | None = None) -> str:
+    """What is said while one rank's model is loaded and computes once, or the error that ends it."""
+    dims, lines = dims_on_ranks(case), list[str]()
+    try:
+        place = frozen_place(dims, lines.append)
+        model, _ = load_used_model(config, spec_of(case), place, *found(load, step))
+        with torch.no_grad():
+            model(case.batch(0, 0, 2).tokens)
+    except ValueError as error:
+        return f"error: {error}"
+    return "".join(lines)
+
+
+@pytest.fixture(scope="module")
+def written(load, tmp_path_factory) -> Path:
+    """A store's only file."""
+    folder = tmp_path_factory.mktemp("store")
+    assert " wrote " in ranks(1).run(use, load, disk(folder))[0]
+    (path,) = folder.glob("*.weights")
+    return path
+
+
+def damage(path: Path, place: float, *, cut: bool = False) -> None:
+    """By another file: the model of the last run may still read this one ahead, and would remove it as damaged."""
+    content = bytearray(path.read_bytes())
+    at = int(len(content) * place)
+    content[at] ^= 1
+    path.unlink()
+    path.write_bytes(content[:at] if cut else content)
+
+
+def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_anew(load, written):
+    for place, cut in ((0.3, False), (0.7, False), (0.999, False), (0.0, True), (0.999, True)):
+        damage(written, place, cut=cut)
+        (said,) = ranks(1).run(use, load, disk(written.parent))
+        assert "part0of1.weights is damaged: " in said, (place, cut)
+        assert "is removed, and the next run writes it anew" in said
+        assert not written.exists()
+        (said,) = ranks(1).run(use, load, disk(written.parent))
+        assert " wrote " in said
+
+
+def test_other_weights_another_tokenizer_and_a_damaged_checkpoint_are_refused_and_the_store_stays(
+    load, written, tmp_path
+):
+    shutil.copytree(load, tmp_path / "copy")
+    (path,) = (tmp_path / "copy/iter_0000002").glob("__0_*.distcp")
+    damage(path, 0.5)
+    content, folder = written.read_bytes(), written.parent
+    smaller = dataclasses.replace(ALONE, vocab_size=100)
+    for words, from_, config, changes in (
+        ("is the store of other weights (checkpoint: ", load, disk(folder), {"step": 1}),
+        ("is the store of other weights (bits: 8, not 4", load, disk(folder, weight_bits=4), {}),
+        ("the tokenizer has 100 tokens, that of", load, WeightsConfig(), {"case": smaller}),
+        (path.name, str(tmp_path / "copy"), WeightsConfig(weight_bits=8), {}),
+    ):
+        (said,) = ranks(1).run(use, from_, config, **changes)
+        assert said.startswith("error: ")
+        assert words in said
+    assert written.read_bytes() == content
+
+
+def use_on_a_full_disk(load: str, config: WeightsConfig) -> str:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
+    try:
+        return use(load, config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_left_is_written_over(load, tmp_path):
+    (said,) = ranks(1).run(use_on_a_full_disk, load, disk(tmp_path))
+    assert "needs 0.00 GB: File too large; nothing of it was kept" in said
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    left = tmp_path / "tp0of1-part0of1.weights.unfinished"
+    left.write_bytes(b"x" * 10_000_000)
+    (said,) = ranks(1).run(use, load, disk(tmp_path))
+    assert " wrote " in said
+    assert not left.exists()
+    assert left.with_suffix("").stat().st_size < 10_000_000
+
+
+def test_a_store_has_its_name_after_its_bytes_are_on_disk(tmp_path):
+    path, existed = tmp_path / "a.weights", list[bool]()
+    with mock.patch.object(store, "sync", side_effect=lambda file: existed.append(path.exists())):
+        store.write_store(path, {"of": 1}, [("one", 4096, [torch.zeros(4096, dtype=torch.uint8)])])
+    assert existed == [False]
+    assert path.exists()
+
+
+def test_flags_that_contradict_each_other_are_refused():
+    rows = (
+        ({"weight_store": "x"}, "--weight-store x needs --weights-on disk, not device"),
+        ({"weights_on": "disk", "prefetch_layers": -1}, "--prefetch-layers -1 is negative"),
+    )
+    assert not not_refused(rows, lambda flags: WeightsConfig(**flags))

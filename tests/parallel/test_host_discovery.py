@@ -1,0 +1,218 @@
+"""The ranks' own answers become the cluster: what a host says of itself and its GPU, and how all come together."""
+
+import ctypes
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megazpp.parallel.host_discovery import describe_gpu, describe_host, query_gpu, resolve_cluster, share_survey
+from megazpp.parallel.worker import Worker
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import ClusterConfig
+from megazpp.topology.hosts import SWITCH, Gpu, HostInfo
+
+CPU = torch.device("cpu")
+
+
+def survey(hosts: str, gpus: Sequence[Gpu | None] = (None,) * 4) -> list[Cluster | str]:
+    """What each rank gets that says it is on its one of `hosts`; a thread is a rank."""
+    store = dist.HashStore()
+
+    def share(rank, host, gpu):
+        place = {"host": host, "boot_id": host, "local_rank": hosts[:rank].count(host)}
+        try:
+            return share_survey(store, rank, len(hosts), HostInfo(**place, gpu=gpu, notice=f"{host} is odd"))
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        return list(pool.map(share, range(len(hosts)), hosts, gpus))
+
+
+def test_all_ranks_get_the_cluster_of_a_launcher_that_deals_ranks_out():
+    found = survey("abab")
+    assert found == [Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))] * 4
+    hosts = "hosts: a (rank 0 2), b (rank 1 3); no GPU"
+    assert found[3].notices == (hosts, "a is odd", "b is odd")  # each host's notice once
+
+
+def test_what_is_wrong_with_a_host_reaches_every_rank_in_the_same_words():
+    found = survey("aaab")
+    assert "1 on b (rank 3)" in found[0]
+    assert found == found[:1] * 4
+
+
+def worker(rank: int, world_size: int, store: dist.Store) -> Worker:
+    return Worker(CPU, rank, world_size, rank, store, timeout=timedelta(minutes=1))
+
+
+def never() -> Cluster:
+    raise AssertionError("only --emulate-nodes auto asks for it")
+
+
+def test_the_survey_overrules_what_the_launcher_announced_but_not_the_flags():
+    announced = Cluster(num_nodes=4, ranks_per_node=1)
+    alone = worker(0, 4, dist.HashStore())  # a survey would wait for three ranks
+    for config in (ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")):
+        assert resolve_cluster(alone, config, announced, on_one_machine=never) is announced
+    found = resolve_cluster(worker(0, 1, dist.HashStore()), ClusterConfig(), announced, on_one_machine=never)
+    assert found == Cluster(num_nodes=1, ranks_per_node=1)
+    assert found.notices[0].startswith("hosts: ")
+    store, auto = dist.HashStore(), ClusterConfig(emulate_nodes="auto")
+    emulated = Cluster(num_nodes=2, ranks_per_node=2)
+
+    def settle(rank: int) -> Cluster:
+        return resolve_cluster(worker(rank, 4, store), auto, announced, on_one_machine=lambda: emulated)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(settle, range(4))) == [emulated] * 4
+
+
+def test_what_nvlink_joins_is_a_domain_of_its_own():
+    gpus = [Gpu(f"u{index}", "A40", pci=f"{index}", nvlink_peers=(f"{index ^ 1}",)) for index in range(4)]
+    assert survey("aaaa", gpus) == [Cluster(num_nodes=1, ranks_per_node=4, domain_size=2)] * 4
+
+
+class Evil:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+OTHER_TEXTS = ["", "1", "{", "{}", "[]", '"text"', "[" * 100_000, '{"gpu": []}', '{"gpu": "u"}', '{"gpu": {"id": "u"}}']
+OTHER_TEXTS += ['{"gpu": null, "host": 7}', '{"gpu": {"uuid": 7}, "host": "a"}', '{"num_nodes": "2"}']
+
+
+def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path):
+    for key, rank, kind in (("host/1", 0, "HostInfo"), ("cluster", 1, "Cluster")):
+        for text in (*OTHER_TEXTS, pickle.dumps(Evil(tmp_path / "ran"))):
+            store = dist.HashStore()
+            dist.PrefixStore("megazpp/survey", store).set(key, text)
+            with pytest.raises(ValueError, match=f"is no {kind}"):
+                share_survey(store, rank, 2, HostInfo(host="a"))
+    assert not (tmp_path / "ran").exists()
+
+
+# ---- one host ---------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_is_described_with_its_boot_and_its_network_namespace_where_it_has_them(tmp_path):
+    here = describe_host(0, CPU)
+    assert len(here.boot_id) == 36
+    assert here.network_namespace == Path("/proc/self/ns/net").stat().st_ino
+    assert here.gpu is None
+    assert describe_host(3, CPU, root=tmp_path) == HostInfo(host=here.host, local_rank=3)
+
+
+class NVMLError(Exception):
+    pass
+
+
+class FabricInfo(ctypes.Structure):
+    _fields_ = (("clusterUuid", ctypes.c_uint8 * 16), ("cliqueId", ctypes.c_uint32), ("state", ctypes.c_uint8))
+
+
+def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str = "") -> SimpleNamespace:
+    """The library on a host with GPUs 0 to 3 under the bus addresses 0x1b to 0x4b; a handle is the GPU's index.
+
+    Args:
+        ends: of the GPUs' first NVLinks: the index of a GPU, or "switch"; the other links are down.
+        reachable: pairs of GPUs that the driver says NVLink joins.
+        fabric: (cluster byte, clique, state).
+        without: a function that this driver does not have.
+    """
+
+    def answer(value, supported):
+        if not supported:
+            raise NVMLError
+        return value
+
+    def describe_fabric(handle, pointer):
+        info = pointer._obj
+        info.clusterUuid[15], info.cliqueId, info.state = answer(fabric, fabric is not None)
+        return 0
+
+    functions = {
+        "HandleByUUID": lambda uuid: answer(int(uuid[-1]), uuid.startswith("GPU-uuid")),
+        "HandleByIndex": lambda index: answer(index, index != 2),  # which is another job's
+        "Count": lambda: 4,
+        "PciInfo": lambda handle: SimpleNamespace(busId=f"00000000:{handle + 1}B:00.0"),
+        "NvLinkState": lambda handle, link: answer(int(link < len(ends)), ends),
+        "NvLinkRemoteDeviceType": lambda handle, link: 2 if ends[link] == "switch" else 0,
+        "NvLinkRemotePciInfo": lambda handle, link: SimpleNamespace(busId=b"00000000:%dB:00.0" % (ends[link] + 1)),
+        "P2PStatus": lambda one, other, kind: answer(0 if (one, other) in reachable else 5, one != other),
+        "GpuFabricInfoV": describe_fabric,
+    }
+    functions.pop(without, None)
+    return SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_NVLINK_MAX_LINKS=18,
+        NVML_NVLINK_DEVICE_TYPE_GPU=0,
+        NVML_NVLINK_DEVICE_TYPE_SWITCH=2,
+        NVML_P2P_CAPS_INDEX_NVLINK=2,
+        NVML_P2P_STATUS_OK=0,
+        NVML_GPU_FABRIC_STATE_COMPLETED=3,
+        c_nvmlGpuFabricInfoV_t=FabricInfo,
+        **{f"nvmlDeviceGet{name}": function for name, function in functions.items()},
+    )
+
+
+PEERS = [
+    (nvml(ends=("switch",) * 18), 0, (SWITCH,)),
+    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # a bridge to a GPU that this process may not see
+    (  # where links do not say where they lead, the driver's paths count
+        nvml(ends=(1,), reachable=((0, 1), (0, 3)), without="NvLinkRemoteDeviceType"),
+        0,
+        ("0000:2b:00.0", "0000:4b:00.0"),
+    ),
+    (nvml(), 1, ()),
+]
+FABRICS = [
+    ((7, 2, 3), "00" * 15 + "07/2"),
+    ((0, 2, 3), ""),  # inside one node
+    ((7, 2, 1), ""),  # not started
+    (None, ""),
+]
+
+
+def test_a_gpu_has_peers_over_nvlink_and_a_working_fabric_of_several_nodes_a_name():
+    for library, index, peers in PEERS:
+        expected = Gpu(f"uuid{index}", "A40", f"0000:{index + 1}b:00.0", nvlink_peers=peers)
+        assert query_gpu(library, f"uuid{index}", "A40") == expected
+    for fabric, name in FABRICS:
+        assert query_gpu(nvml(fabric=fabric), "uuid0", "GB200").fabric == name, fabric
+
+
+def test_without_the_library_the_gpu_keeps_its_name_and_the_user_reads_why(monkeypatch):
+    def fail():
+        raise NVMLError("driver not loaded")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="uuid0", name="H100"))
+    broken = SimpleNamespace(NVMLError=NVMLError, nvmlInit=fail)
+    for module, said in ((None, "pip install nvidia-ml-py"), (broken, "driver not loaded")):
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        gpu, notice = describe_gpu(torch.device("cuda", 0))
+        assert gpu == Gpu("uuid0", "H100")
+        assert said in notice
+
+
+@pytest.mark.gpu
+def test_this_machine_s_gpu_is_described():
+    pytest.importorskip("pynvml")
+    gpu, notice = describe_gpu(torch.device("cuda", 0))
+    assert notice == ""
+    assert gpu.pci.count(":") == 2

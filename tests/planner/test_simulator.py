@@ -1,0 +1,105 @@
+"""On paper: order and time of queues and links, passes of codecs, and the ledger. Bytes: test_step.py."""
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+
+from megazpp.kernels.formats import BlockFormat
+from megazpp.planner.cost import Costs
+from megazpp.planner.simulator import Ledger, Memory, SimulatedCodec, SimulatedQueue, SimulatedUnit, Simulation
+from megazpp.zero.wire import plan_message
+
+
+def test_a_codec_tells_what_its_passes_read_and_write():
+    unit, told = SimulatedUnit([("norm", (6,)), ("weight", (6, 100))], 4), []
+    layout = plan_message(unit.segments, BlockFormat(8, 128), exact_itemsize=2)
+    codec, meta = SimulatedCodec(layout, torch.bfloat16, told.append), torch.device("meta")
+    shards, out = torch.empty(3, 202, dtype=torch.bfloat16, device=meta), torch.empty(202, device=meta)
+    messages, errors = codec.empty(3, device=meta), codec.new_errors(3, device=meta)
+    codec.pack(shards, messages)
+    codec.unpack(messages, shards)
+    codec.unpack_sum(messages, out, accumulate=False)
+    codec.unpack_sum(messages, out, accumulate=True)
+    codec.pack(shards, messages, errors=errors)
+    whole, sent, summed, fed_back = 3 * 202 * 2, 3 * layout.message_bytes, 202 * 4, errors.messages.nbytes
+    assert told[:4] == [whole + sent, whole + sent, sent + summed, sent + 2 * summed]
+    assert told[4:] == [whole + sent + 2 * fed_back]  # read and written
+    assert fed_back > 0
+
+
+def test_the_ledger_remembers_its_peak_by_kind():
+    ledger = Ledger()
+    ledger.add(Memory.PARAMETERS, 10)
+    ledger.pass_through(Memory.ACTIVATIONS, 5)
+    ledger.add(Memory.GRADIENTS, 3)
+    assert ledger.peak == {Memory.PARAMETERS: 10, Memory.ACTIVATIONS: 5}
+    ledger.free(Memory.PARAMETERS)
+    ledger.add(Memory.ACTIVATIONS, 13)
+    assert ledger.peak == Counter({Memory.ACTIVATIONS: 13, Memory.GRADIENTS: 3})
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+class TwoSeconds(Costs):
+    """Of every collective; a quarter of it is taken from the compute."""
+
+    beside = 0.25
+
+    def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        return 2.0
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    return Simulation(TwoSeconds())
+
+
+def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it_and_does_not_start_before_it_was_given(simulation):
+    queue = SimulatedQueue(simulation, "cross")
+    work = queue.submit(lambda: simulation.spend(3.0))
+    simulation.spend(2.0)
+    work.wait()
+    assert simulation.compute.now == 3.0
+    simulation.spend(5.0)
+    assert queue.submit(lambda: simulation.running.now).wait() == 8.0
+
+
+def test_a_queue_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done(simulation):
+    cross, local = SimulatedQueue(simulation, "cross"), SimulatedQueue(simulation, "local")
+    began: list[float] = []
+
+    def task(seconds: float) -> None:
+        began.append(simulation.running.now)
+        simulation.spend(seconds)
+
+    first = cross.submit(functools.partial(task, 3.0))
+    cross.submit(functools.partial(task, 1.0))
+    local.submit(functools.partial(task, 1.0), after=(first,))
+    assert began == [0.0, 3.0, 3.0]
+    assert simulation.compute.now == 0.0
+
+
+def test_a_new_step_begins_when_all_is_done_and_works_of_the_last_one_hold_nobody_up(simulation):
+    work = SimulatedQueue(simulation, "cross").submit(lambda: simulation.spend(3.0))
+    simulation.spend(1.0)
+    assert simulation.busy == {"compute": 1.0}
+    assert simulation.begin_step() == simulation.compute.now == 3.0
+    work.wait()
+    assert simulation.compute.now == 3.0
+    assert not simulation.busy
+
+
+def test_collectives_of_a_group_run_one_after_the_other_and_those_beside_the_compute_take_from_it(simulation):
+    reductions, gathers = simulation.new_clock(), simulation.new_clock()
+    for clock in (reductions, gathers):
+        with simulation.on(clock):
+            simulation.send("shard", "all_gather", 1)
+    assert (reductions.now, gathers.now) == (2.0, 4.0)
+    assert simulation.busy["shard"] == 4.0
+    assert simulation.compute.now == 1.0
+    simulation.running.wait_until(gathers.now)  # it was taken from a compute that had nothing to do
+    simulation.send("shard", "all_reduce", 1)  # the compute waits for it
+    assert simulation.compute.now == 6.0

@@ -1,0 +1,237 @@
+"""Lines of data become tokens with a loss where it belongs; a line that cannot is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from helpers.hf_models import write_llama_tokenizer
+from helpers.refusals import not_refused
+
+from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megazpp.data.tokenizer_folder import find_tokenizer
+from megazpp.post_training.chat import ChatTemplate, load_chat_template
+from megazpp.post_training.formatting import DataFormatConfig, Examples, Prompt, read_examples, read_prompts
+
+TOKENIZER = ByteTokenizer()
+TEMPLATE = load_chat_template(None, TOKENIZER)
+USER, ANSWER = {"role": "user", "content": "é?"}, {"role": "assistant", "content": "ja"}
+WORSE = {"role": "assistant", "content": "nein"}
+PARTS = [{"type": "text", "text": "é", "image": None}, {"type": "text", "text": "?"}]
+ASKED = "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n"
+CHAT = f"{ASKED}ja$\n"
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "a.jsonl"
+
+
+def write(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(
+    *paths: Path, tokenizer: Tokenizer = TOKENIZER, template: ChatTemplate = TEMPLATE, flags: Any = (), **options: Any
+) -> Examples:
+    """The examples of files; `flags` are DataFormatConfig's."""
+    config = DataFormatConfig(**{"max_length": 200, **dict(flags)})
+    return read_examples(paths, tokenizer, template, config, **{"pairs": False, "cache_dir": None, **options})
+
+
+def shown(examples: Examples) -> list[tuple[str, str]]:
+    """Each row as text, and what of it is learned, eod as $."""
+
+    def text(ids: Any) -> str:
+        return bytes(ord("$") if token == TOKENIZER.eod else token for token in ids.tolist()).decode(errors="replace")
+
+    rows = [examples.row(number) for number in range(len(examples.starts) - 1)]
+    return [(text(ids), text(ids[mask > 0])) for ids, mask in rows]
+
+
+ASSISTANT = {"assistant_only_loss": True}
+SUPERVISED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [  # record, flags, text, what is learned of it
+    ({"text": "abc"}, {}, "abc$", "bc$"),
+    ({"prompt": "1+1=", "completion": "2"}, {}, "1+1=2$", "2$"),
+    ({"prompt": "1+1=", "completion": "2"}, {"completion_only_loss": False}, "1+1=2$", "+1=2$"),
+    ({"prompt": "é", "completion": "ü", "text": "?"}, {}, "éü$", "ü$"),
+    ({"messages": [USER, ANSWER]}, {}, CHAT, CHAT[1:]),
+    ({"messages": [USER, ANSWER]}, ASSISTANT, CHAT, "ja$"),
+    ({"messages": [USER, ANSWER, USER, ANSWER]}, ASSISTANT, CHAT * 2, "ja$ja$"),
+    ({"messages": [{"role": "user", "content": PARTS}, ANSWER]}, {}, CHAT, CHAT[1:]),
+    ({"prompt": [USER], "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
+    ({"prompt": [USER], "completion": [ANSWER]}, ASSISTANT, CHAT, "ja$"),
+    ({"prompt": "é?", "completion": [ANSWER]}, {}, CHAT, "ja$\n"),
+    ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, {}, CHAT * 2, "ja$\n"),
+    ({"text": "abcdef"}, {"max_length": 4}, "abcd", "bcd"),
+]
+CHATS = [(CHAT, "ja$\n"), (CHAT.replace("ja", "nein"), "nein$\n")]
+PAIRS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+    ({"prompt": "1+1=", "chosen": "2", "rejected": "31"}, [("1+1=2$", "2$"), ("1+1=31$", "31$")]),
+    ({"chosen": "say so now", "rejected": "say so not"}, [("say so now$", "w$"), ("say so not$", "t$")]),
+    ({"chosen": "say yes", "rejected": "say no"}, [("say yes$", " yes$"), ("say no$", " no$")]),
+    ({"prompt": [USER], "chosen": [ANSWER], "rejected": [WORSE]}, CHATS),
+    ({"chosen": [USER, ANSWER], "rejected": [USER, WORSE]}, CHATS),
+    ({"prompt": "é?", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]}, CHATS),
+]
+
+
+def test_a_record_becomes_its_text_and_what_is_learned_of_it_and_a_pair_two_rows(path):
+    for record, flags, text, learned in SUPERVISED:
+        assert shown(read(write(path, record), flags=flags)) == [(text, learned)], record
+    for record, rows in PAIRS:
+        assert shown(read(write(path, record), pairs=True)) == rows, record
+
+
+def test_what_is_cut_has_no_answer_or_twice_the_same_is_counted_and_what_is_kept_is_not_read_again(path, tmp_path):
+    lines: list[str] = []
+    rows = [("1", "2", "3"), ("1234567", "8", "9"), ("1", "23456789", "2"), ("a", "b", "b"), ("a", "23456", "23457")]
+    chat = [USER, ANSWER]
+    write(path, *({"prompt": p, "chosen": c, "rejected": r} for p, c, r in rows), {"chosen": chat, "rejected": chat})
+    options: dict[str, Any] = {"pairs": True, "cache_dir": tmp_path / "cache", "log": lines.append}
+    examples = read(path, flags={"max_length": 5}, **options)
+    assert shown(examples) == [("12$", "2$"), ("13$", "3$"), ("12345", "2345"), ("12$", "2$")]
+    same = f"3 left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 4"
+    assert lines == [
+        "tokenizing a.jsonl",
+        "6 examples of 14 tokens: a.jsonl; 3 were cut to --max-length 5; 1 left out, of whose answer there is nothing; "
+        + same,
+    ]
+    again = read(path, flags={"max_length": 5}, **options)
+    assert lines[2:] == lines[1:2]  # counted all the same
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
+
+
+def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(path, tmp_path):
+    write(path, {"messages": [USER, ANSWER]})
+    short = (
+        "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    found = {
+        shown(read(path, template=template, flags={"assistant_only_loss": only}, cache_dir=tmp_path))[0]
+        for template in (TEMPLATE, ChatTemplate(short, name="short"))
+        for only in (False, True)
+    }
+    assert len(found) == 4
+
+
+def message(**fields: object) -> dict[str, Any]:
+    return {"messages": [fields]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"txt": "a"},
+        "a.jsonl, line 2: there is neither 'messages', nor 'prompt' and 'completion', nor 'text', only 'txt'",
+    ),
+    ({}, "only an empty object"),
+    ({"text": 3}, "'text' is neither a string nor a list of messages"),
+    ({"text": [USER]}, "'text' is a list, not a string"),
+    ({"messages": "hi"}, "'messages' is a string, not a list of messages"),
+    ({"messages": [{"from": "human"}]}, "'messages' is neither a string nor a list of messages"),
+    ({"prompt": [USER], "completion": "ja"}, "'prompt' is a conversation and 'completion' a string"),
+    ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "the last message of 'prompt' is the assistant's"),
+    ({"text": "\ud800"}, "is half of a surrogate pair"),
+    (message(role="usr", content="a"), "message 1 has the role 'usr', which is none of system"),
+    (message(role="user", content=None), "message 1 of 'messages' has the role 'user' and no content"),
+    (message(role="assistant", tool_calls=[]), "has the role 'assistant' and no content"),
+    (message(role="user", content=5), "has the content 5, neither a string nor a list"),
+    (message(role="user", content=[{"type": "image"}]), "has a part that is no text: {"),
+]
+REFUSED_PAIRS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "chosen": "b"}, "a.jsonl, line 1: there is no 'rejected', only 'prompt', 'chosen'"),
+    ({"chosen": "b", "rejected": [USER]}, "of 'chosen' and 'rejected' one is a string"),
+    ({"prompt": [USER], "chosen": [ANSWER], "rejected": [USER]}, "'rejected' has no message of the role 'assistant'"),
+    ({"chosen": "a b", "rejected": "a b"}, "'chosen' and 'rejected' are the same, first in line 1"),
+]
+REFUSED_WITH: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"text": "a"}, ASSISTANT, "line 1: --assistant-only-loss needs a conversation"),
+    ({"prompt": "a", "completion": "b"}, ASSISTANT, "line 1: --assistant-only-loss needs a conversation"),
+    (
+        {"prompt": "123", "completion": "4"},
+        {"max_length": 2},
+        "a.jsonl: no example has an answer within --max-length 2",
+    ),
+]
+
+
+def test_a_bad_line_is_named_by_file_and_number(path):
+    assert not not_refused(REFUSED, lambda record: read(write(path, {"text": "fine"}, record)))
+    assert not not_refused(REFUSED_PAIRS, lambda record: read(write(path, record), pairs=True))
+    assert not not_refused(REFUSED_WITH, lambda record, flags: read(write(path, record), flags=flags))
+    assert not not_refused([(path, "a.jsonl: there is no example")], lambda path: read(write(path)))
+
+
+def test_prompts_keep_their_columns_and_place(path):
+    write(path, {"prompt": "1+1=", "answer": 2}, {"prompt": [USER], "level": "easy"}, {"prompt": ""})
+    first, second, third = read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=53)
+    assert first == Prompt([*b"1+1="], "1+1=", {"answer": 2}, f"{path}, line 1")
+    assert second == Prompt([*ASKED.encode()], [USER], {"level": "easy"}, f"{path}, line 2")
+    assert third.tokens == [TOKENIZER.eod]
+    refused = [
+        ([{"prompt": [USER]}], "line 1: the prompt has 53 tokens, more than the 52 that --max-length leaves"),
+        ([{"text": "a"}], "line 1: there is no 'prompt', only 'text'"),
+        ([], "a.jsonl: there is no prompt"),
+    ]
+
+    def ask(records: list[object]) -> object:
+        return read_prompts([write(path, *records)], TOKENIZER, TEMPLATE, max_prompt_length=52)
+
+    assert not not_refused(refused, ask)
+
+
+def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_template_writes(path, tmp_path):
+    """The ids that TRL's trainers give a folder of transformers: text and eos as one string, templates as they are."""
+    words = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money\n" * 9
+    template = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"
+    folder = write_llama_tokenizer(tmp_path / "their", words, chat_template=template)
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(find_tokenizer(folder))
+    chat = load_chat_template(None, tokenizer)
+    talk = [{"role": "user", "content": "money"}, {"role": "assistant", "content": "little"}]
+
+    def plain(text: str) -> list[int]:
+        return theirs(text)["input_ids"]
+
+    def rendered(messages: list[dict[str, str]]) -> list[int]:
+        return theirs.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+
+    records: list[Any] = [{"prompt": "Call", "completion": answer} for answer in (" me", " me</s>")]
+    records += [{"text": "money"}, {"messages": talk}, {"prompt": "Call ", "completion": "me"}]
+    lines: list[str] = []
+    examples = read(write(path, *records), tokenizer=tokenizer, template=chat, log=lines.append)
+    assert "note: the answers of 1 begin within a token of their prompt" in lines[0]  # " me" is a token
+    expected = [plain("Call me</s>"), plain("Call me</s>"), plain("money</s>"), rendered(talk)]
+    for number, (ids, first) in enumerate(zip(expected, [len(plain("Call"))] * 2 + [1, 1], strict=True)):
+        assert ids[:2].count(1) == 1
+        assert examples.row(number)[0].tolist() == ids
+        assert examples.row(number)[1].tolist() == [0] * first + [1] * (len(ids) - first)
+    prompts = read_prompts(
+        [write(path, {"prompt": "money"}, {"prompt": talk[:1]})], tokenizer, chat, max_prompt_length=50
+    )
+    assert [prompt.tokens for prompt in prompts] == [plain("money"), rendered(talk[:1])]
+
+
+def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(path, tmp_path):
+    good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a"}
+    write(path, good, bad)
+    with pytest.raises(TimeoutError):
+        read(path, seconds=0.0)
+    with pytest.raises(ValueError, match=r"b.jsonl, line 1: there is neither"):  # each file from its beginning
+        read(path, write(tmp_path / "b.jsonl", bad), seconds=0.0)
+    with pytest.raises(TimeoutError):
+        read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=9, seconds=0.0)
+
+
+def test_a_role_that_the_template_names_and_a_call_without_content_are_taken_and_keys_without_a_value_left_out(path):
+    source = (
+        "{% for m in messages %}{{ m.keys() | join('+') }}:{{ m.role }}{{ m.content }}{{ m.tool_calls }} {% endfor %}"
+    )
+    calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
+    write(path, {"messages": [{"role": "critic", "content": "x", "tool_calls": None}, calls]})
+    with pytest.raises(ValueError, match="line 1: message 1 has the role 'critic'"):
+        read(path, template=ChatTemplate(source, name="t"))
+    found = read(path, template=ChatTemplate("{% if 'critic' %}" + source + "{% endif %}", name="t"))
+    assert shown(found)[0][0] == "role+content:criticx role+tool_calls:assistant['f'] "

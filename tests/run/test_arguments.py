@@ -1,0 +1,188 @@
+"""All flags of a run together: parsed, and compared with Megatron's."""
+
+import dataclasses
+import typing
+from typing import Any
+
+from helpers.refusals import not_refused
+from helpers.small_run import ROOT, SMALL, parse
+from train_tokenizer import TrainTokenizerConfig
+
+from megazpp.base.command_line import FlagParser, read_megatron_flags
+from megazpp.base.flags import flag_name
+from megazpp.convert.convert import ConvertConfig
+from megazpp.data.preprocess import PreprocessConfig
+from megazpp.post_training.setup import EXTRA
+from megazpp.run.arguments import RunConfig, parse_run_config
+from megazpp.run.checks import check_run_config
+from megazpp.topology.cluster import Cluster
+
+CLASSES = tuple(typing.get_type_hints(RunConfig).values())
+
+# where our default is not Megatron's: {flag: why}
+OTHER_DEFAULTS = {
+    "--distributed-backend": "nccl needs GPUs; without the flag the device decides",
+    **{f"--{use}data-path": "an empty list instead of None" for use in ("", "train-", "valid-", "test-")},
+    "--local-rank": "None instead of the environment's",
+    "--zero-stage": "Megatron-DeepSpeed's; None leaves it to --use-distributed-optimizer",
+    "--overlap-grad-reduce": "None: on with --zeropp",
+    "--overlap-param-gather": "None: on with --zeropp",
+}
+
+
+# Megatron's most used flags and their defaults
+MEGATRON = dict(
+    line.split(maxsplit=1)
+    for line in (ROOT / "tests/helpers/megatron_defaults.txt").read_text(encoding="utf-8").splitlines()
+    if line.startswith("--")
+)
+
+
+# ---- names and defaults -----------------------------------------------------------------------------------------
+
+
+def test_another_word_than_a_field_has_is_refused_in_python_too():
+    rows = []
+    for config in (*CLASSES, *EXTRA, PreprocessConfig, TrainTokenizerConfig, ConvertConfig):
+        for field in dataclasses.fields(config):
+            hint = str(typing.get_type_hints(config)[field.name])
+            if "Literal" in hint:
+                value = ("mlp",) if "tuple" in hint else "mlp"
+                rows.append((config, {field.name: value}, f"{flag_name(field)} mlp is not one of "))
+    assert len(rows) > 30
+    assert not not_refused(rows, lambda config, values: config(**values))
+
+
+def test_megatrons_most_used_flags_are_known_and_none_is_both_ours_and_in_the_table():
+    ours, others = FlagParser(CLASSES, program="x").spellings, read_megatron_flags().keys()
+    assert not ours & others
+    assert not MEGATRON.keys() - ours - others
+
+
+def test_our_defaults_are_megatrons():
+    fields, compared = [field for config in CLASSES for field in dataclasses.fields(config)], 0
+    ours = {name: field.default for field in fields for name in (flag_name(field), *field.metadata["flag"].aliases)}
+    for name, megatron in MEGATRON.items():
+        if name.startswith("--no-") and (switch := name.replace("--no-", "--")) in ours:
+            assert (megatron.removesuffix("(off)"), ours[switch]) == ("flag", True)  # what it turns off is on
+        elif name in ours and name not in OTHER_DEFAULTS:
+            compared += 1
+            assert same_default(ours[name], megatron), (name, ours[name], megatron)
+    assert compared > 90
+
+
+def same_default(ours: Any, megatron: str) -> bool:
+    if isinstance(ours, bool):
+        return megatron in ("flag", "flag(off)") and not ours
+    if isinstance(ours, float):
+        return ours == float(megatron)
+    return megatron == (str(list(ours)) if isinstance(ours, tuple) else str(ours) or "None")
+
+
+# ---- parsing ----------------------------------------------------------------------------------------------------
+
+
+def test_values_and_origins_come_from_the_last_place_that_gives_them():
+    """Without flag file and model from the tiny config."""
+    parsed = parse("@configs/gpt_125m.args --lr 1e-4")
+    config, origins, values = parsed.config, parsed.origins, parsed.values()
+    assert (config.schedule.lr, config.model.num_layers, config.data.seq_length) == (1e-4, 12, 2048)
+    assert origins["lr"] == "command line"
+    assert origins["num_layers"].split(":")[0].endswith("configs/gpt_125m.args")
+    assert "configs/common/gpt3.args:" in origins["seq_length"]
+    assert ("sgd_momentum" in origins, values["lr"], values["sgd_momentum"]) == (False, 1e-4, 0.9)
+    tiny, small = parse("--train-iters 7"), parse(SMALL)
+    assert (tiny.config.batches.train_iters, tiny.config.model.num_layers) == (7, 2)
+    assert (parsed.name, tiny.name, small.name) == ("gpt_125m", "gpt_tiny", "run")
+    assert small.config.data.text_path == ()
+
+
+def test_the_args_txt_of_4e7c419_still_repeats_its_run():
+    """With a line for each flag that had an effect then and has none now."""
+    parsed = parse(f"@{ROOT}/tests/fixtures/args_4e7c419.txt")
+    assert (parsed.config.diloco.diloco_steps, parsed.config.model.hidden_size) == (2, 16)
+    assert parsed.config.stop.exit_interval is None
+    ignored = {notice.split()[1] for notice in parsed.notices}
+    assert {"--manual-gc", "--no-use-flash-attn", "--timing-log-option"} <= ignored
+
+
+def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path):
+    parsed = parse("@configs/llama_8b.args --print-config --data-path 0.3 a 0.7 'b c' --no-bf16")
+    (tmp_path / "flags.args").write_text(parsed.report())
+    again = parse(f"@{tmp_path}/flags.args")
+    assert (parsed.show.print_config, again.show.print_config) == (True, False)
+    assert again.config == parsed.config
+
+
+def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path):
+    (tmp_path / "pasted.args").write_text(
+        """
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --sequence-parallel \\
+        --use-distributed-optimizer --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \\
+        --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 64 \\
+        --rampup-batch-size 32 32 1000 --lr 0.00015 --train-samples 500000 --lr-decay-samples 320000 \\
+        --min-lr 1.0e-5 --lr-warmup-fraction .01 --DDP-impl local --use-mcore-models \\
+        --attention-backend auto --fp16 --loss-scale-window 500 --data-impl mmap --split 949,50,1 \\
+        --data-path 0.5 my-gpt2_text_document 0.5 "other corpus" --distributed-backend gloo \\
+        --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer
+        """
+    )
+    parsed = parse(f"@{tmp_path}/pasted.args")
+    plan = check_run_config(parsed.config, Cluster(num_nodes=1, ranks_per_node=8), device_type="cpu")
+    assert (plan.layout.tp, plan.layout.data, parsed.config.zero.stage) == (2, 4, 1)
+    assert parsed.config.data.data_path == ("0.5", "my-gpt2_text_document", "0.5", "other corpus")
+    assert (parsed.config.launch.distributed_backend, parsed.config.loss_scale.loss_scale_window) == ("gloo", 500.0)
+    assert len(parsed.notices) == 4
+
+
+EXCLUDED = [  # a file's flags, and those by hand that take their place
+    ("--lr-warmup-fraction 0.06", "--lr-warmup-iters 0"),
+    ("--train-samples 640 --lr-decay-samples 64 --rampup-batch-size 2 2 8", "--train-iters 10"),
+    ("--lr-decay-iters 10 --lr-warmup-iters 3", "--lr-decay-samples 64 --train-samples 640"),
+    ("--lr-wsd-decay-iters 3", "--lr-wsd-decay-samples 64 --lr-decay-style WSD --train-samples 640"),
+    ("--data-path a", "--mock-data"),
+    ("--text-path a.txt", "--train-data-path b --valid-data-path c"),
+    ("--train-data-path b --test-data-path c", "--data-path a"),
+    ("--swiglu", "--squared-relu"),
+    ("--squared-relu", "--openai-gelu"),
+    ("--use-rotary-position-embeddings", "--position-embedding-type none"),
+    ("--recompute-granularity full", "--recompute-activations"),
+    ("--bf16 --grad-reduce-in-bf16", "--fp16"),
+    ("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32 --bf16"),
+    ("--zero-stage 3", "--use-distributed-optimizer"),
+    ("--num-distributed-optimizer-instances 2", "--hsdp"),
+    ("--vocab-file a --merge-file b", "--tokenizer-model c"),
+    ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler"),
+]
+
+
+def test_by_hand_a_flag_takes_the_place_of_flags_from_a_file_that_exclude_it(tmp_path):
+    base = SMALL.replace("--mock-data", "").replace("--train-iters 10", "")
+    for file, hand in EXCLUDED:
+        (tmp_path / "a.args").write_text(f"{base}\n{file}\n")
+        (tmp_path / "b.args").write_text(f"@a.args\n{hand}\n")  # as one file does of a file that it includes
+        wanted = parse(f"{base} {hand}")
+        for text in (f"@{tmp_path}/a.args {hand}", f"{hand} @{tmp_path}/a.args", f"@{tmp_path}/b.args"):
+            found = parse(text)
+            assert found.config == wanted.config, (file, text)
+            assert found.origins.keys() == wanted.origins.keys()
+            assert f"a.args:2: {file.split(' --')[0]} gives way to {hand.split(' --')[0]}" in found.notices[0]
+
+
+def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path):
+    (tmp_path / "a.args").write_text(f"{SMALL} --bf16 --swiglu --lr-warmup-fraction 0.1")
+    found = parse(f"@{tmp_path}/a.args --no-fp16 --no-squared-relu --data-path --lr-warmup-fraction none")
+    assert (found.config.precision.bf16, found.config.model.swiglu, found.notices) == (True, True, ())
+
+
+def test_a_finetuning_without_a_flag_file_names_what_gpt_tiny_gives():
+    def notices(*words: str) -> str:
+        return "\n".join(parse_run_config([*words], ROOT).notices)
+
+    said = notices("--load", "x", "--finetune", "--lr", "1e-2")
+    assert "no @file is given, so these are of configs/gpt_tiny.args: " in said
+    for flag in ("--train-iters 800", "--lr-decay-style cosine", "--weight-decay 0.1", "--text-path builtin:moby_dick"):
+        assert flag in said
+    assert "--lr 0.003" not in said
+    for words in ((), ("--load", "x"), ("@configs/gpt_tiny.args", "--load", "x", "--finetune")):
+        assert "no @file" not in notices(*words)

@@ -1,0 +1,148 @@
+"""Flags of a tool that uses a checkpoint: given ones first, then the checkpoint's, then the defaults."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from helpers.refusals import not_refused
+
+from megazpp.base.files import DamagedError
+from megazpp.checkpoint.folder import CheckpointFolder, write_tokenizer
+from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
+from megazpp.data.tokenizer import HFTokenizer, load_tokenizer
+from megazpp.run.arguments import ParsedRun, parse_run_config
+from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer, with_outer_rates
+
+SAVED = {
+    "num_layers": 3, "hidden_size": 64, "seq_length": 48, "bf16": True, "seed": 77, "text_path": ["a.txt", "b.txt"],
+    "nproc": 5, "tensor_model_parallel_size": 4, "zero_stage": 1, "sample_tokens": 9, "a_flag_of_another_version": 1,
+}  # fmt: skip
+
+
+def parse(argv: str = "") -> ParsedRun:
+    return parse_run_config(argv.split(), Path.cwd(), program="tool.py", default_file=None)
+
+
+def record(tokenizer_folder: str | None = None, tokenizer: str = "", **flags: Any) -> CheckpointMetadata:
+    empty = {"scaler": {}, "groups": [], "schedule": {}, "layout": {}, "progress": TrainingProgress()}
+    names = {"tokenizer_folder": tokenizer_folder, "tokenizer": tokenizer}
+    return CheckpointMetadata(**empty, **names, vocab_size=300, flags=SAVED | flags)
+
+
+def settle(argv: str = "", *, take: Any = with_checkpoint_flags, **flags: Any) -> ParsedRun:
+    return take(parse(argv), record(**flags), CheckpointFolder("ck", "--load"))
+
+
+def test_what_the_model_is_comes_from_the_checkpoint_and_where_and_how_the_tool_runs_does_not():
+    config = settle().config
+    assert (config.model.num_layers, config.model.hidden_size, config.data.seq_length) == (3, 64, 48)
+    assert (config.precision.bf16, config.launch.seed, config.data.text_path) == (True, 77, ("a.txt", "b.txt"))
+    assert (config.launch.nproc, config.parallel.tensor_model_parallel_size, config.zero.stage) == (None, 1, 3)
+    assert config.sample.sample_tokens == 0
+    earlier = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")  # none beside the checkpoint
+    assert earlier.config.tokenizer.tokenizer_model == "/my.model"
+
+
+def test_given_flags_win_also_over_those_that_they_exclude_and_the_report_says_where_values_come_from():
+    parsed = settle("--seq-length 24 --seed 3 --no-bf16")
+    assert (parsed.config.data.seq_length, parsed.config.launch.seed, parsed.config.precision.bf16) == (24, 3, False)
+    assert (parsed.origins["num_layers"], parsed.origins["seq_length"]) == ("checkpoint", "command line")
+    assert "nproc" not in parsed.origins
+    config = settle("--fp16 --mock-data", grad_reduce_in_bf16=True).config
+    assert (config.precision.fp16, config.precision.bf16, config.data.sources) == (True, False, ["--mock-data"])
+    assert settle(fp8_format="hybrid").config.model.fp8_format is None  # not every device has it
+    assert settle("--fp8-format e4m3", fp8_format="hybrid").config.model.fp8_format == "e4m3"
+
+
+def test_a_saved_value_of_another_type_is_refused_by_name():
+    rows = [
+        ({"seq_length": "48"}, "seq_length is '48', not "),
+        ({"text_path": [1]}, "text_path is [1], not tuple"),
+        ({"bf16": "yes"}, "bf16 is 'yes', not bool"),
+        ({"seed": 1.5}, "seed is 1.5, not int"),
+    ]
+    rows = [(flags, f"ck/iter_0000000/run.json: {message}") for flags, message in rows]
+    assert not not_refused(rows, lambda flags: settle(**flags), DamagedError)
+
+
+# ---- tokenizers ----
+
+
+WORDS = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1}, "<s>"))
+
+
+@pytest.fixture
+def folder(tmp_path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path, "--load")
+
+
+@pytest.fixture
+def beside(folder) -> str:
+    """The name of the tokenizer beside the checkpoints of the folder."""
+    return write_tokenizer(folder.path, HFTokenizer(WORDS.to_str()).files)
+
+
+def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_trained_with(folder, beside):
+    saved = record(beside, tokenizer_type="SentencePieceTokenizer", tokenizer_model="/gone.model")
+    parsed = with_checkpoint_flags(parse(), saved, folder)
+    path, found = f"{folder.path}/{beside}", parsed.config.tokenizer
+    assert (found.kind, found.tokenizer_model) == ("HuggingFaceTokenizer", path)
+    assert (found.add_special_tokens, found.model_vocab_size) == (False, 300)
+    assert parsed.origins["tokenizer_model"] == "checkpoint"
+    for lines in (parsed.notices, with_checkpoint_tokenizer(parse(), saved, folder).notices):
+        assert lines == (f"the tokenizer is that of --load {folder.path}: {beside}",)
+
+
+def test_a_tokenizer_that_flags_name_is_taken_whole(folder, beside):
+    saved = record(beside, vocab_file="v", merge_file="m", tokenizer_type="GPT2BPETokenizer")
+    WORDS.save(f"{folder.path}/other.json")
+    for argv in (f"--tokenizer-model {folder.path}/other.json", "--tokenizer-type NullTokenizer"):
+        given = parse(argv)
+        for parsed in (with_checkpoint_flags(given, saved, folder), with_checkpoint_tokenizer(given, saved, folder)):
+            assert (parsed.config.tokenizer, parsed.notices) == (given.config.tokenizer, ())
+
+
+def test_special_tokens_and_rows_are_the_checkpoint_s_unless_flags_say_otherwise(folder):
+    """A record that says nothing was made without, and that is said; so with a tokenizer that flags name once more."""
+    marking = tokenizers.Tokenizer.from_str(WORDS.to_str())
+    marking.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    for recorded, named in itertools.product((None, True, False), (False, True)):
+        made = HFTokenizer(marking.to_str(), add_special_tokens=bool(recorded))
+        beside = write_tokenizer(folder.path, made.files)
+        saved = record(beside, made.identity, **({} if recorded is None else {"add_special_tokens": recorded}))
+        argv = f"--tokenizer-model {folder.path}/{beside}" if named else ""
+        parsed = with_checkpoint_flags(parse(argv), saved, folder)
+        loaded = load_tokenizer(parsed.config.tokenizer)
+        assert loaded is not None
+        assert (loaded.identity, loaded.vocab_size, loaded.encode("</s>")) == (made.identity, 300, made.encode("</s>"))
+        assert ["made before special tokens were" in line for line in parsed.notices].count(True) == (recorded is None)
+        other = parse(f"{argv} --{'no-' * bool(recorded)}add-special-tokens")
+        settled = with_checkpoint_flags(other, saved, folder).config.tokenizer
+        assert (settled.add_special_tokens, settled.model_vocab_size) == (not recorded, 300)
+
+
+def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(folder, beside):
+    parsed = with_checkpoint_tokenizer(parse("--vocab-size 8000"), record(beside), folder)
+    assert parsed.config.tokenizer.tokenizer_model == f"{folder.path}/{beside}"
+    assert parsed.notices[1:] == ("--vocab-size 8000 gives way to the checkpoint's 300",)
+    same = with_checkpoint_tokenizer(parse("--vocab-size 300"), record(beside), folder)
+    assert len(same.notices) == 1
+
+
+# ---- islands ----
+
+
+def test_what_was_chosen_for_the_outer_optimizer_stays_unless_flags_say_otherwise():
+    def rates(argv: str, **chosen: Any) -> tuple[Any, ...]:
+        settled = settle(argv, take=with_outer_rates, **chosen)
+        islands = settled.config.diloco
+        return islands.diloco_outer_lr, islands.diloco_outer_momentum, settled.origins.get("diloco_outer_lr")
+
+    chosen = {"diloco_outer_lr": 1.0, "diloco_outer_momentum": 0.0}
+    assert rates("--diloco-steps 10", **chosen) == (1.0, 0.0, "checkpoint")
+    assert rates("--diloco-steps 10 --diloco-outer-momentum 0.5", **chosen) == (1.0, 0.5, "checkpoint")
+    assert rates("", **chosen) == rates("--diloco-steps 10") == (None, None, None)  # no islands now, or none before
+    with pytest.raises(DamagedError, match=r"run\.json: .*outer.lr"):
+        rates("--diloco-steps 10", diloco_outer_lr="a lot")

@@ -1,0 +1,121 @@
+"""The plan of a run's flags and a cluster, and flags that do not fit together."""
+
+import pytest
+import torch
+from helpers.refusals import not_refused, table
+from helpers.small_run import SMALL, check, parse
+
+from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.run.checks import check_run_config
+from megazpp.topology.cluster import Cluster, Link, Links
+from megazpp.zero.config import CommPlan, ZeroConfig, plan_comm
+
+# ranks of the one node, flags, message
+REFUSED = """
+2 | --tensor-model-parallel-size 2 --num-attention-heads 7 --kv-channels 8 | --num-attention-heads 7 is not divisible by
+4 | --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2 | --num-query-groups 2 is not
+2 | --tensor-model-parallel-size 2 --ffn-hidden-size 101 | --ffn-hidden-size 101 is not divisible by
+2 | --tensor-model-parallel-size 2 --sequence-parallel --seq-length 63 | --seq-length 63 is not divisible by
+1 | --rope-scaling-factor 32 | --rope-scaling-factor 32.0 needs --use-rope-scaling
+1 | --use-rope-scaling | --use-rope-scaling needs --position-embedding-type rope
+1 | --window-size 62,0 | --seq-length 64 is longer than the 63 tokens of --window-size 62,0
+1 | --window-size 63,1 | --window-size 63,1 is not LEFT,0
+1 | --num-query-groups 2 | --num-query-groups 2 needs --group-query-attention
+1 | --seq-length 65 | --seq-length 65 is longer than --max-position-embeddings 64
+1 | --hidden-dropout 1.0 | --hidden-dropout 1.0 is not in [0, 1)
+1 | --recompute-method uniform | need --recompute-granularity full
+2 | --pipeline-model-parallel-size 2 | --pipeline-model-parallel-size 2 is not supported
+4 | --context-parallel-size 4 --num-attention-heads 6 --kv-channels 8 | --num-attention-heads 6 is not divisible by
+4 | --context-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --tensor-model-parallel-size 2 | parallel-size 2 x
+4 | --context-parallel-size 4 --seq-length 62 | --seq-length 62 is not divisible by --context-parallel-size 4
+4 | --hsdp | --hsdp makes one copy of the model per node, and there is only one node
+2 | --zero-stage 0 --use-distributed-optimizer | --use-distributed-optimizer
+2 | --global-batch-size 6 | --global-batch-size 6 is not divisible by --micro-batch-size 2
+1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be mixed with --train-iters 10
+1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
+1 | --fp16 --bf16 | --fp16 and --bf16 exclude each other
+1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only
+1 | --grad-reduce-in-bf16 | --grad-reduce-in-bf16 needs --bf16
+1 | --seed 4294967296 | --seed 4294967296 is not a number from 0 to 4294967295
+1 | --distributed-timeout-minutes 1e12 | --distributed-timeout-minutes 1000000000000.0 is more than a year
+1 | --distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than a year
+1 | --optimizer sgd --sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
+1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is not a number from 1 to 64
+1 | --lr -1 --min-lr 1e-4 | --lr -1.0 is negative
+1 | --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not two of 4, 8 and 16
+1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)
+1 | --optimizer-backend apex | --optimizer-backend apex
+1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam
+1 | --loss-spike-sigma 5 --loss-spike-action rewind | --loss-spike-action rewind needs --save
+1 | --timeline-step 11 | --timeline-step 11: the run ends with iteration 10
+1 | --timeline-step 5 --exit-interval 4 | --timeline-step 5: --exit-interval 4 ends the run
+1 | --timeline-step 5 --skip-train | --timeline-step 5: --skip-train takes no step
+1 | --record-memory-history | --record-memory-history records CUDA's allocator, not cpu's
+4 | --profile --profile-step-start 1 --profile-ranks 4 | --profile-ranks 4: the ranks are 0 to 3
+1 | --profile --profile-step-start 1 --profile-step-end 1 | --profile-step-start 1 is not below --profile-step-end 1
+1 | --profile | --profile-step-start 10: the run ends with iteration 10
+1 | --profile --profile-step-start 1 --exit-interval 1 | --profile-step-start 1: --exit-interval 1 ends the run
+1 | --profile --profile-step-start 1 --skip-train | --profile: --skip-train takes no step
+"""
+
+
+def test_flags_that_do_not_fit_are_refused_by_name_and_value():
+    assert not not_refused(table(REFUSED), lambda ranks, flags: check(flags, ranks_per_node=int(ranks)))
+
+
+def test_all_missing_flags_are_named_at_once():
+    missing = "--hidden-size, --num-attention-heads, --max-position-embeddings, --seq-length, --micro-batch-size, --lr"
+    with pytest.raises(ValueError, match=f"flags are missing: {missing}, --train-iters .*, --data-path "):
+        check_run_config(parse("--num-layers 2").config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu")
+
+
+def test_a_run_that_fits_gives_its_layout_batches_schedule_wire_formats_and_notices():
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 32 --lr-warmup-iters 3 --hsdp"
+    plan = check(flags, nodes=2, ranks_per_node=4)
+    assert (plan.layout.tp, plan.layout.shard, plan.layout.replicate, plan.layout.data) == (2, 2, 2, 4)
+    assert plan.batches.num_micro_batches_at(0) == 4
+    assert plan.schedule.learning_rate(3 * 32) == 1e-3
+    assert plan.notices == ()
+    plan = check("--zeropp", nodes=2, ranks_per_node=2)
+    assert plan.wire == plan_comm(ZeroConfig(zeropp=True), plan.layout, torch.float32) != CommPlan()
+    cluster = Cluster(num_nodes=2, ranks_per_node=2, notices=("hosts: a, b",))
+    spanning = check_run_config(parse(f"{SMALL} --tensor-model-parallel-size 4").config, cluster, device_type="cpu")
+    assert spanning.notices[0] == "hosts: a, b"
+    assert spanning.notices[1].startswith("warning: --tensor-model-parallel-size 4 spans 2 nodes")
+    links = Links(network=Link(12.5, 3.0, "measured"))  # filled in once they are measured
+    known = plan.with_links(links)
+    assert known.layout.cluster.links == links
+    assert known._replace(layout=plan.layout) == plan
+
+
+def test_observers_that_record_something_are_fine():
+    profile = "--profile --profile-step-start 1"
+    check(f"{profile} --timeline-step 4 --timing-log-level 2 --profile-ranks 0")
+    check("--profile-step-start 99 --skip-train")
+    check(f"{profile} --record-memory-history", device="cuda")
+    with pytest.raises(ValueError, match="--profile-ranks -1"):
+        check("--record-memory-history --profile-ranks -1", device="cuda")
+
+
+def test_exit_interval_ends_a_resumed_run_at_the_next_multiple():
+    def check_at(iteration: int, timeline_step: int) -> None:
+        config = parse(f"{SMALL} --timeline-step {timeline_step} --exit-interval 4").config
+        start = TrainingProgress(iteration, 2 * iteration)
+        check_run_config(config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu", start=start)
+
+    check_at(5, 8)
+    rows = [
+        ((0, 8), "--timeline-step 8: --exit-interval 4 ends the run"),
+        ((5, 9), "--timeline-step 9: --exit-interval 4 ends the run after iteration 8"),
+        ((9, 11), "--timeline-step 11: the run ends with iteration 10"),
+    ]
+    assert not not_refused(rows, lambda at: check_at(*at))
+
+
+def test_a_resumed_run_of_samples_says_what_no_step_takes():
+    config = parse(f"{SMALL} --train-samples 21".replace("--train-iters 10", "")).config
+    plan = check_run_config(
+        config, Cluster(num_nodes=1, ranks_per_node=2), device_type="cpu", start=TrainingProgress(3, 6)
+    )
+    assert (plan.batches.total_iterations, plan.batches.total_samples) == (3 + 3, 6 + 3 * 4)
+    assert "--train-samples 21: the last 3 are too few for a global batch of 4, and no step takes them" in plan.notices

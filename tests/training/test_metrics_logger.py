@@ -1,0 +1,198 @@
+"""What is logged and written of a run's steps; what they sent, and ZeRO-3's formula held against counted ZeRO-3."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.metrics import meter, step
+from helpers.pretended_run import Run
+from helpers.ranks import ranks
+from helpers.training import LLAMA_STYLE, Case, build_step
+
+from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
+from megazpp.training.context import Console, RunContext
+from megazpp.training.metrics_logger import (
+    MetricsRecorder,
+    TrafficRow,
+    Zero3Traffic,
+    collect_traffic,
+    traffic_table,
+    zero3_traffic,
+)
+from megazpp.training.tracking import TrackingConfig
+from megazpp.zero.config import PrecisionConfig
+
+
+def test_bytes_are_those_of_training_steps_per_node_and_not_of_evaluations():
+    run = Run([1.0] * 6)
+    # 100 bytes a step over 2 nodes; the evaluation at 3 falls inside the second interval
+    assert [r["cross_bytes"] for r in run.tracker.records] == [50, 50, 50]
+
+
+def test_an_island_counts_its_own_bytes_and_takes_the_others_to_send_as_much():
+    run = Run([1.0] * 2)
+    dims: Any = run.dims
+    dims.island = SimpleNamespace(size=4)  # of half a node each, with one rank
+    dims.counter.add("cross", "shard", "all_gather", 100)
+    run.recorder.step(step(4), last=True)
+    assert run.tracker.records[-1]["cross_bytes"] == 4 * 100 // 2
+
+
+def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
+    run = Run([3.0, 2.0, 1.0])
+    summaries: list[dict[str, Any]] = []
+    run.tracker.summary = lambda values: summaries.append(values)
+    run.recorder.test = lambda: 8.0
+    run.recorder.finish(run.progress, evaluate=True, unigram_entropy=6.0)
+    (summary,) = summaries
+    assert summary["validation_loss"] == 7.0
+    assert summary["unigram_entropy"] == 6.0
+    assert summary["final_loss"] == 1.0
+    assert summary["test_loss"] == 8.0
+    assert summary["cross_bytes_per_step"] == 50
+    assert summary["tokens"] == 3 * 2 * 4
+    row = {"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 3, "sent_bytes": 150}
+    assert (summary["traffic"], summary["zero3"]) == ([row], None)
+    assert summary["cpu_seconds_per_token"] >= 0.0
+    assert run.tracker.validations == [(3, 7.0)]  # evaluated at the last iteration already, not again
+    text = run.out.getvalue()
+    assert 0.0 < summary["data_wait_share"] < 1.0
+    assert f"{summary['data_wait_share']:.1%} of the time waiting for data" in text
+    assert "validation loss: 7.0000; unigram entropy of the validation text: 6.0000 nats per token" in text
+    assert "validation loss at iteration 3 on test set | lm loss value: 8.0" in text
+
+
+def test_a_continued_run_is_compared_with_what_zero_3_would_have_sent_for_the_same_steps():
+    run = Run([3.0, 2.0, 1.0], start=TrainingProgress(iteration=1, consumed_samples=2, micro_batches=50))
+    run.tracker.summary = lambda values: None
+    run.recorder.finish(run.progress, evaluate=False, unigram_entropy=6.0)
+    assert run.zero3_asked == [2]  # steps 2 and 3, of one micro-batch each
+
+
+def test_a_step_whose_gradients_are_ten_medians_long_is_named():
+    for norm, named in ((11.0, True), (9.5, False)):
+        text = Run([1.0] * 15, norms=[1.0] * 14 + [norm]).out.getvalue()
+        note = "note: iteration 15: grad norm 11.000 is 11 x the median of the 14 steps before it, 1.000"
+        assert (note in text, "note: " in text) == (named, named), norm
+
+
+def test_a_norm_after_a_median_of_zero_is_no_spike():
+    for norms in ([0.0] * 14 + [5.0], [0.0] * 8 + [1.0] * 6 + [5.0], [0.0] * 15):
+        assert "note: " not in Run([1.0] * 15, norms=norms).out.getvalue()
+
+
+CPU = torch.device("cpu")
+
+
+def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Three steps in two log intervals, in which data rank r has r + 1 times 10 tokens, then 100, then 7."""
+    cluster = Cluster(num_nodes=1, ranks_per_node=4)
+    dims = ParallelDims(
+        plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3), device_type="cpu"
+    )
+    run = RunContext(dims=dims, device=CPU, console=Console(enabled=False))
+    filled, records = meter(whole_samples=False), list[dict[str, Any]]()
+    tracker: Any = SimpleNamespace(step=lambda record: None, interval=lambda record: records.append(record.fields))
+    recorder = MetricsRecorder(
+        TrackingConfig(log_interval=2), run, filled, model=torch.nn.Module(), zero3=lambda count: None, tracker=tracker
+    )
+    for iteration, tokens in enumerate((10, 100, 7), start=1):
+        recorder.step(step(iteration, tokens=(dims.data_rank + 1) * tokens), last=iteration == 3)
+    assert dims.counter.table() == {}
+    return records, filled.summary(cpu_seconds=0.0)
+
+
+def test_tokens_of_rows_of_any_length_are_summed_over_the_data_ranks():
+    for records, summary in ranks(4).run(record_uneven_rows):
+        assert [record["tokens"] for record in records] == [3 * 110, 3 * 7]  # two data ranks, tp ranks count once
+        assert [record["tokens_per_second"] for record in records] == [3 * 110 / 1.0, 3 * 7 / 0.5]
+        assert all("consumed_tokens" not in record for record in records)
+        assert (summary["tokens"], summary["tokens_per_second"]) == (3 * 117, 3 * 107 / 1.0)
+
+
+def send_some() -> list[TrafficRow]:
+    """Rank 0 sends more than the others inside its node; the cross axis is used by rank 0 and its peer only."""
+    cluster = Cluster(num_nodes=2, ranks_per_node=2)
+    dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
+    dims.local.all_gather(torch.zeros(8, dtype=torch.uint8))
+    if dims.local.rank == 0:
+        dims.cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
+        dims.cross.all_to_all(torch.zeros(2, 50, dtype=torch.uint8))
+    if dims.world.rank == 0:
+        dims.local.count("all_gather", 100)
+    return collect_traffic(dims, CPU)
+
+
+def test_rows_are_the_most_calls_of_a_rank_and_the_mean_bytes_of_a_node_on_every_rank():
+    local = TrafficRow("all_gather", "local", "local", 2, (4 * 8 + 100) // 2)
+    cross = TrafficRow("all_to_all", "cross", "cross", 2, 2 * 2 * 50 // 2)
+    assert ranks(4).run(send_some) == [[local, cross]] * 4
+
+
+def zero3_steps(case: Case) -> tuple[int, Any]:
+    """Bytes per node that two steps of ZeRO-3 put between nodes for shards, and what the formula says."""
+    train_step, dims = build_step(case)
+    for index in range(2):
+        train_step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.0)
+    rows = collect_traffic(dims, CPU)
+    shards = sum(
+        row.sent_bytes
+        for row in rows
+        if row.wire == "cross" and row.axis == "shard" and row.collective in ("all_gather", "reduce_scatter")
+    )
+    return shards, zero3_traffic(train_step.sharding.shard_elements, dims, case.precision, 2 * case.micro_batches)
+
+
+@pytest.mark.parametrize(("tp", "bf16"), [(1, False), (2, True)])
+def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp, bf16):
+    """Exactly; a ring's (W - 1) / W is rounded down once per collective."""
+    case = Case(nodes=2, tp=tp, micro_batches=2, model=LLAMA_STYLE, precision=PrecisionConfig(bf16=bf16))
+    for counted, formula in ranks(4).run(zero3_steps, case):
+        assert counted == pytest.approx(formula.cross_bytes, abs=64)
+        assert counted > 100_000
+
+
+def test_zero3_s_figure_is_what_the_rings_over_the_layout_send():
+    """With 12 elements on each rank, in 2 bytes as weights and 4 as gradients, and 3 micro-batches."""
+    found = []
+    for cluster, tp, replicas in (
+        (Cluster(num_nodes=2, ranks_per_node=4), 2, 1),
+        (Cluster(num_nodes=4, ranks_per_node=4), 2, 2),
+        (Cluster(num_nodes=6, ranks_per_node=2, domain_size=6), 2, 1),  # racks
+        (Cluster(num_nodes=4, ranks_per_node=2), 4, 1),  # tp over nodes
+        (Cluster(num_nodes=1, ranks_per_node=4), 1, 1),  # nothing leaves a node, and there is nothing to compare
+        (Cluster(num_nodes=2, ranks_per_node=4), 1, 2),
+    ):
+        dims: Any = SimpleNamespace(layout=plan_layout(cluster, tp=tp, replicas=replicas))
+        leaving = [rank for rank in range(cluster.world_size) if dims.layout.wire("shard", rank) == "cross"]
+        per_rank = 3 * (2 * 2 + 4) * 12 * (dims.layout.shard - 1)  # (W - 1)/W of the W shards, of 2, 2 and 4 bytes
+        found.append(zero3_traffic(12, dims, PrecisionConfig(bf16=True), 3))
+        sent = None if found[-1] is None else found[-1].cross_bytes
+        assert sent == (len(leaving) * per_rank // cluster.num_nodes or None), cluster
+    first = found[0]  # 96 elements, 4 data ranks
+    assert first == (192, 384, 3, 3 * (2 * 192 + 384) * 3 // 4, first.formula)
+    assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.000 MB of weights" in first.formula
+
+
+def test_the_table_is_aligned_and_ends_with_the_comparison():
+    rows = [
+        TrafficRow("all_gather", "local", "local", 24, 1_500_000),
+        TrafficRow("all_gather", "cross", "cross", 6, 300_000),
+        TrafficRow("all_to_all", "cross", "cross", 6, 200_000),
+    ]
+    zero3 = Zero3Traffic(400, 800, 12, 6_000_000, "a formula")
+    lines = [
+        "collective  axis   wire   calls  MB sent per node",
+        "all_gather  local  local  24     1.500",
+        "all_gather  cross  cross  6      0.300",
+        "all_to_all  cross  cross  6      0.200",
+    ]
+    assert traffic_table(rows, None).splitlines() == lines
+    more = "between nodes: 0.500 MB per node; ZeRO-3 would have sent 6.000 MB, 12.0 times as much: a formula"
+    assert traffic_table(rows, zero3).splitlines() == [*lines, more]
+    alone = "between nodes: 0.000 MB per node; ZeRO-3 would have sent 6.000 MB: a formula"
+    assert traffic_table(rows[:1], zero3).splitlines() == [*lines[:2], alone]

@@ -1,0 +1,162 @@
+"""Calls of `megazpp.zeropp`: a further call for the same model, and the process groups that it makes."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.ranks import ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import megazpp
+from megazpp.zero.api import RANKS_PER_NODE
+
+
+def blocks(*, frozen: str = "", width: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(2)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and frozen in name))
+    return model
+
+
+def wrapped(**how: Any) -> nn.Module:
+    model = blocks(**how)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def config(**fields: Any) -> megazpp.ZeroConfig:
+    return megazpp.ZeroConfig(zeropp=True, zero_error_feedback=False, **fields)
+
+
+def call_again(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
+    model = wrapped()
+    handle = megazpp.zeropp(model, ranks_per_node=2, config=config(zero_weight_bits=16))
+    model(torch.ones(2, 16)).sum().backward()
+    assert megazpp.zeropp(model, ranks_per_node=2, config=config(zero_weight_bits=16)) is handle
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RANKS_PER_NODE, "2")
+        assert megazpp.zeropp(model, config=config(zero_weight_bits=16)) is handle
+    for name, arguments in {
+        "ranks_per_node was 2, now 1": {"ranks_per_node": 1, "config": config(zero_weight_bits=16)},
+        "ranks_per_node was 2, now None": {"config": config(zero_weight_bits=16)},
+        "config.zero_weight_bits was": {"ranks_per_node": 2},
+        "config.overlap_grad_reduce was None, now False": {
+            "ranks_per_node": 2,
+            "config": config(zero_weight_bits=16, overlap_grad_reduce=False),
+        },
+        "mp_policy was None": {
+            "ranks_per_node": 2,
+            "config": config(zero_weight_bits=16),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
+        },
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            megazpp.zeropp(model, **arguments)
+    with pytest.raises(ValueError, match="outermost module"):
+        megazpp.zeropp(model[0], ranks_per_node=2)
+    with pytest.raises(ValueError, match="outermost module"):
+        megazpp.zeropp(nn.ModuleList([model, nn.Linear(2, 2)]), ranks_per_node=2)
+
+
+def test_a_second_call_returns_the_handle_or_names_what_differs():
+    ranks(4).run(call_again)
+
+
+def call_bare_again() -> None:
+    model, policy = blocks(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    handle = megazpp.zeropp(model, ranks_per_node=2, mp_policy=policy)
+    assert (
+        megazpp.zeropp(model, ranks_per_node=2, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)) is handle
+    )
+    with pytest.raises(ValueError, match="mp_policy was"):
+        megazpp.zeropp(model, ranks_per_node=2)
+
+
+def test_a_second_call_for_a_model_that_zeropp_has_wrapped():
+    ranks(4).run(call_bare_again)
+
+
+def groups_of(ranks_per_node: int) -> dict[str, float]:
+    """The timeouts of the groups that `zeropp` has made, by name, after two models were trained in turn."""
+    first = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    pairs = []
+    before = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(2):
+        model = wrapped()
+        megazpp.zeropp(model, ranks_per_node=ranks_per_node, config=config())
+        pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    for _ in range(2):
+        loss = sum(model(torch.ones(2, 16)).square().mean() for model, _ in pairs)
+        dist.all_reduce(loss.detach().clone())
+        loss.backward()
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+    names = {group.group_desc: group for group in dist.distributed_c10d._world.pg_map}
+    found = {n: g._get_backend(torch.device("cpu")).options._timeout for n, g in names.items() if "megazpp" in n}
+    assert made <= len(found)
+    assert set(found.values()) == {first} != {timedelta(minutes=30)}
+    return {name: timeout.total_seconds() for name, timeout in found.items()}
+
+
+@pytest.mark.parametrize(("ranks_per_node", "axes"), [(2, ("local", "cross")), (1, ("cross",))])
+def test_models_share_groups_that_have_the_first_group_s_timeout(ranks_per_node, axes):
+    expected = {f"megazpp {name}" for axis in axes for name in (axis, f"hosts of {axis}")}
+    workers = ranks.__wrapped__(4)  # new ones: other tests change the timeout of the first group
+    try:
+        for found in workers.run(groups_of, ranks_per_node):
+            assert expected <= set(found)
+    finally:
+        workers.stop()
+
+
+# ---- frozen weights -------------------------------------------------------------------------------------------------
+
+
+def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]:
+    """Bytes of weights that this rank sends to other nodes in each of four steps of AdamW."""
+    model = wrapped(frozen=frozen, width=width)
+    handle = megazpp.zeropp(model, ranks_per_node=2, config=config(zero_weight_bits=bits))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1) if trained else None
+    own = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    sent, key = [], ("cross", "cross", "all_gather")
+    for _ in range(4):
+        before = handle.counter.table()[key].sent_bytes if sent else 0
+        x = torch.ones(2, width, requires_grad=True)
+        model(x).square().mean().backward()
+        for each in filter(None, (optimizer, own)):
+            each.step()
+            each.zero_grad()
+        sent.append(handle.counter.table()[key].sent_bytes - before)
+    return sent
+
+
+def test_frozen_weights_cross_nodes_once():
+    """To one other node, a rank sends 4 bytes an element of a quarter of the parameters."""
+    matrix, bias = 4 * 16 * 16 // 4, 4 * 16 // 4
+    whole = 4 * (matrix + bias)
+    for frozen, trained in {
+        "": whole,
+        ".0.": whole // 2,  # half of each unit
+        "0.": matrix + bias,  # the first unit, and half of the second one
+        "weight": 4 * bias,
+        "bias": 4 * matrix,
+        ".": 0,
+    }.items():
+        assert ranks(4).run(bytes_per_step, frozen) == [[whole, trained, trained, trained]] * 4
+
+
+def test_the_trained_part_of_quantized_weights_crosses_alone():
+    """8 bits: a block of 256 elements has a scale of 2 bytes, and biases have 4 bytes an element."""
+    for sent in ranks(4).run(bytes_per_step, ".0.", width=64, bits=8):
+        matrix, bias = 64 * 64 // 4 // 256 * (256 + 2), 4 * 64 // 4
+        assert sent[1:] == [2 * (matrix + bias)] * 3
+        assert sent[0] >= 2 * sent[1]

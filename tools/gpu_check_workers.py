@@ -1,0 +1,309 @@
+"""The programs of tools/gpu_check.py: `python -m gpu_check_workers baseline|pretended|optimizers|streams ...`.
+
+"baseline" and "pretended" train beside `pretrain_gpt.py`, with its flags and on random tokens.
+
+baseline: a GPT-2 or Llama in plain PyTorch as torchtitan has it: FSDP2 on each block, bf16 parameters, fp32 gradients,
+fused AdamW, clipping; each block and the head compiled; query, key and value from one product.
+
+pretended: our step on rank 0 of 2 nodes x 8 that do not exist (torch's back end "fake"). Its collectives are copies of
+the bytes that would arrive, on their streams: shards of a sixteenth, hops, queues and kernels are real, wires are not.
+
+optimizers: three steps of each optimizer and precision on the device and on the CPU, from the same weights.
+
+streams: `pretrain_gpt.py` with deterministic kernels; with --disturbed under delays and NaN on every queue
+(parallel/comm_queue.py) and on the streams that submit to it:
+
+- random waits before and after a task: a result that is read too early shows what was there before;
+- random waits of the compute before layers: what overwrites memory that the compute still reads, is early now;
+- memory of random sizes is allocated, filled with NaN and freed, so that a buffer which was freed while another stream
+  still used it is NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore  # with it comes the back end
+
+import pretrain_gpt
+from megazpp.base.program import program
+from megazpp.data.loader import MicroBatch, make_micro_batch
+from megazpp.model.backends import find_product
+from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import TransformerLayer
+from megazpp.optim.loss_scale import build_loss_scaler
+from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.comm_queue import StreamQueue, ThreadQueue, Work
+from megazpp.parallel.dims import ParallelDims, plan_dims
+from megazpp.run.arguments import RunConfig, parse_run_config
+from megazpp.topology.cluster import Cluster
+from megazpp.training.setup import build_model
+from megazpp.training.step import TrainStep
+
+PRETENDED = Cluster(num_nodes=2, ranks_per_node=8)
+MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9  # of a delay
+POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 18, 3 << 18, 1 << 20, 3 << 20)  # torch keeps blocks above 1 MB apart
+RANDOM = random.Random(int(os.environ.get("RANK", "0")))
+
+
+class PlainBlock(nn.Module):
+    """[B, S, H] -> [B, S, H]; `rotary`: cosines and sines [2, S, D] or None."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config, width, queries = config, config.hidden, config.heads * config.head_size
+        linear = functools.partial(nn.Linear, bias=not config.disable_bias_linear)
+        self.norm_1, self.norm_2 = (getattr(nn, config.normalization)(width) for _ in range(2))
+        self.qkv = linear(width, queries + 2 * config.query_groups * config.head_size)
+        self.projection, self.fc2 = linear(queries, width), linear(config.ffn_size, width)
+        self.fc1 = linear(width, (1 + config.swiglu) * config.ffn_size)
+
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
+        heads, groups, size = self.config.heads, self.config.query_groups, self.config.head_size
+        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (-1, size)).transpose(1, 2)  # [B, heads, S, D]
+        q, k, v = qkv.split((heads, groups, groups), dim=1)
+        if rotary is not None:
+            q, k = (rotate(each, *rotary) for each in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups != heads)
+        x = x + self.projection(y.transpose(1, 2).flatten(2))
+        gate, *up = self.fc1(self.norm_2(x)).split(self.config.ffn_size, dim=-1)
+        return x + self.fc2(F.silu(gate) * up[0] if up else F.gelu(gate))
+
+
+def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return (x * cosine + torch.cat((-b, a), dim=-1) * sine).to(x.dtype)
+
+
+class PlainModel(nn.Module):
+    """Tokens and labels [B, S] -> the mean loss."""
+
+    def __init__(self, config: GPTConfig, rows: int, length: int) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(rows, config.hidden), nn.Linear(config.hidden, rows, bias=False)
+        self.norm, self.rotary, self.positions = getattr(nn, config.normalization)(config.hidden), None, None
+        self.blocks = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
+        if config.position_embedding_type == "rope":
+            rates = config.rotary_base ** -torch.arange(0, 1, 2 / config.head_size)
+            angles = torch.outer(torch.arange(length), rates).repeat(1, 2)
+            self.rotary = torch.stack((angles.cos(), angles.sin()))
+        else:
+            self.positions = nn.Parameter(torch.empty(length, config.hidden))
+        if not config.untie_embeddings_and_output_weights:
+            self.linear.weight = self.embedding.weight
+        for parameter in self.parameters():
+            if parameter.dim() >= 2:
+                nn.init.normal_(parameter, std=config.init_method_std)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + (0.0 if self.positions is None else self.positions)
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        return self.loss(x, labels)
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.linear(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch.device) -> Callable[[], object]:
+    with device:
+        model = PlainModel(config.model, rows, data[0].tokens.shape[1])
+    if config.model.fp8_format is not None:
+        torchao = importlib.import_module("torchao.float8")
+        recipe = torchao.Float8LinearConfig.from_recipe_name("tensorwise")
+        torchao.convert_to_float8_training(model.blocks, config=recipe)
+    backend = "inductor" if device.type == "cuda" else "aot_eager"  # a rehearsal generates no code
+    model.loss = torch.compile(model.loss, backend=backend)  # type: ignore[method-assign]
+    for block in model.blocks:
+        block.compile(backend=backend)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=dist.init_device_mesh(device.type, (1,)), mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step() -> None:
+        for batch in data:
+            (model(batch.tokens, batch.labels) / len(data)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+class CopyingAxis(MeshAxis):
+    """An axis whose other ranks send what this one does."""
+
+    def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        if out is None:
+            out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        out.view(self.size, *x.shape).copy_(x.clone().expand(self.size, *x.shape))  # `x` may be a slot of `out`
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        mine = x[: x.shape[0] // self.size]
+        return mine.clone() if out is None else out.copy_(mine)
+
+    def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
+        return x.clone()
+
+
+def pretended(config: RunConfig, rows: int, data: list[MicroBatch], device: torch.device) -> Callable[[], object]:
+    dims = ParallelDims(plan_dims(config.parallel, PRETENDED, zero_stage=3), device_type=device.type)
+    for axis in (dims.tp, dims.cross, dims.local, dims.shard):
+        axis.__class__ = CopyingAxis
+    built = build_model(config.model_spec(rows), dims, device)
+    optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, device)
+    scaler = build_loss_scaler(config.loss_scale, fp16=False)
+    step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
+    return functools.partial(step, data, learning_rate=1e-4, weight_decay=0.0)
+
+
+def train(side: str, words: list[str]) -> None:
+    """Train, and write lines like those of metrics.jsonl."""
+    config, cuda = parse_run_config(words, Path()).config, torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    find_product(config.model, device)  # refuses what cannot be
+    batches, folder, every = config.batches, Path(config.tracking.run_dir or ""), config.tracking.log_interval
+    samples, length = batches.global_batch_size or 1, config.data.seq_length or 1
+    rows = config.model.padded_vocab_size((config.tokenizer.vocab_size or 1) + 1, 1)
+    tokens = torch.randint(rows, (samples, length + 1)).split(batches.micro_batch_size or 1)
+    data = [make_micro_batch(each, eod=None).to(device) for each in tokens]
+    if side == "baseline":
+        dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        step = baseline(config, rows, data, device)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PRETENDED.world_size)
+        step = pretended(config, rows, data, device)
+    folder.mkdir(parents=True)
+    for last in range(every, (batches.train_iters or (batches.train_samples or 0) // samples) + 1, every):
+        started = time.perf_counter()
+        for _ in range(every):
+            step()
+        if cuda:
+            torch.cuda.synchronize()
+        line = {"iteration": last, "step_seconds": (time.perf_counter() - started) / every}
+        line["peak_memory_bytes"] = torch.cuda.max_memory_allocated() if cuda else 0
+        line["consumed_tokens"] = last * samples * length
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+# ---- optimizers ----
+
+# flags, and the largest relative difference of losses and gradient norms that rounding explains
+LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2"
+OPTIMIZERS = (
+    ("--optimizer adam --no-bf16", 1e-3),
+    ("--optimizer sgd --no-bf16", 1e-3),
+    ("--optimizer muon --no-bf16", 1e-2),  # orthogonalization computes in bf16
+    ("--optimizer adam --bf16", 3e-2),
+    ("--optimizer adam --no-bf16 --fp16 --loss-scale 128", 3e-2),
+    (f"--optimizer adam --no-bf16 {LLAMA}", 1e-3),
+)
+
+
+def optimizers(words: list[str]) -> None:
+    """Write a row for each entry of OPTIMIZERS to the file of --run-dir: how far the device is from the CPU."""
+    cuda, rows = torch.cuda.is_available(), list[dict[str, Any]]()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for flags, allowed in OPTIMIZERS:
+        config = parse_run_config([*words, "--use-cpu-initialization", *flags.split()], Path()).config
+        on_cpu, on_device = (_steps(config, torch.device(name)) for name in ("cpu", "cuda" if cuda else "cpu"))
+        apart = max(abs(a - b) / abs(a) for a, b in zip(on_cpu, on_device, strict=True))
+        rows.append({"flags": flags, "largest_relative_difference": float(f"{apart:.2g}"), "allowed": allowed})
+        rows[-1]["first_loss"], rows[-1]["last_loss"] = (round(on_device[index], 4) for index in (0, -2))
+        Path(config.tracking.run_dir or "").write_text(json.dumps(rows))
+
+
+def _steps(config: RunConfig, device: torch.device) -> list[float]:
+    """Train three steps on random tokens; returns loss and gradient norm of each."""
+    dims = ParallelDims(
+        plan_dims(config.parallel, Cluster(num_nodes=1, ranks_per_node=1), zero_stage=3), device_type=device.type
+    )
+    rows = config.model.padded_vocab_size((config.tokenizer.vocab_size or 1) + 1, 1)
+    tokens = torch.randint(rows, (2, (config.data.seq_length or 1) + 1), generator=torch.Generator().manual_seed(1))
+    batch = make_micro_batch(tokens, eod=None).to(device)
+    built = build_model(config.model_spec(rows), dims, device)
+    matrices = build_orthogonalizer(built.model, config.optimizer, dims, config.precision.param_dtype)
+    named = list(built.model.named_parameters())
+    optimizer = build_optimizer(named, config.optimizer, device, orthogonalizer=matrices)
+    scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
+    step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
+    records = [step([batch], learning_rate=1e-3, weight_decay=0.1) for _ in range(3)]
+    numbers = [number for record in records for number in (record.loss, record.grad_norm)]
+    return [float("nan") if number is None else number for number in numbers]
+
+
+# ---- streams ----
+
+
+def disturb() -> None:
+    """Now and then keep the current stream (on the CPU: the thread) waiting; fill memory that it frees with NaN."""
+    cuda, seconds = torch.cuda.is_available(), RANDOM.choice((0.0, RANDOM.random())) * MOST_SECONDS
+    if cuda:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+    else:
+        time.sleep(seconds)
+    torch.full((RANDOM.choice(POISON_ELEMENTS),), float("nan"), device="cuda" if cuda else "cpu")
+
+
+def disturbed(submit: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
+    """A queue's `submit` that disturbs its caller and its task."""
+
+    def submit_disturbed(queue: object, task: Callable[[], Any], **when: Any) -> Work[Any]:
+        def around() -> Any:
+            disturb()
+            result = task()
+            disturb()
+            return result
+
+        disturb()
+        return submit(queue, around, **when)
+
+    return submit_disturbed
+
+
+def streams() -> int:
+    """Be `pretrain_gpt.py`; returns its exit code."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for kernel in ("cudnn", "flash", "mem_efficient"):  # with `warn_only` their backward adds in any order nevertheless
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
+    if "--disturbed" in sys.argv:
+        sys.argv.remove("--disturbed")
+        for kind in (StreamQueue, ThreadQueue):
+            kind.submit = disturbed(kind.submit)  # type: ignore[method-assign]
+        register_module_forward_pre_hook(lambda module, _: disturb() if isinstance(module, TransformerLayer) else None)
+    return pretrain_gpt.main()
+
+
+@program
+def main(argv: list[str]) -> None:
+    side, *words = argv
+    if side == "streams":
+        sys.argv[1:] = words
+        pretrain_gpt.leave(streams())
+    if side == "optimizers":
+        optimizers(words)
+    else:
+        train(side, words)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
