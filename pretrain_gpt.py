@@ -22,21 +22,18 @@ from megazpp.base.program import announce
 announce("pretrain_gpt.py", "megazpp")  # torch takes seconds to import, on a cold disk many
 
 import megazpp
-from megazpp.base.program import EXIT_ERROR
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
 from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
 from megazpp.data.identity import describe_samples
-from megazpp.diloco.loop import check_island_holds
+from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.parallel.worker import leave
-from megazpp.planner.dry_run import dry_run
-from megazpp.planner.report import plan_report
 from megazpp.run.arguments import ParsedRun, parse_run_config
-from megazpp.run.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_outer_rates
+from megazpp.run.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_resumed_features
 from megazpp.run.checks import RunPlan, check_run_config
-from megazpp.run.ranks import Job, announced_cluster, planned_cluster, run_on_ranks
+from megazpp.run.ranks import Job, announced_cluster, run_on_ranks
 from megazpp.run.trainer import TrainingParts
 from megazpp.run.training import run_training
 from megazpp.training.context import RunContext
@@ -54,18 +51,14 @@ def main() -> int:
 
 def prepare() -> Job | int:
     """Find out everything that can be known before workers start; raises ValueError by flag and value."""
-    parsed = parse_run_config(sys.argv[1:], HOME)
-    show = parsed.show
-    if show.print_config:
+    parsed = parse_run_config(sys.argv[1:], HOME, features=FEATURES)
+    if parsed.show.print_config:
         print(parsed.report())
         return 0
-    if show.plan:
-        print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type()))
-        return 0
-    if show.dry_run:
-        dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=show.dry_run_rank)
-        print(dry.describe())
-        return 0 if dry.agrees else EXIT_ERROR
+    for feature in FEATURES:
+        status = feature.command(parsed)
+        if status is not None:
+            return status
     restarted = int(os.environ.get(RESTART_COUNT, "0")) > 0
     source = choose_source(parsed.config.checkpoint, restarted=restarted)
     earlier = peek(source)
@@ -87,8 +80,6 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
     wanted = Splits(train=batches.dataset_samples, valid=iterations * batch_size, test=iterations * batch_size)
     data = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=run.log)
     spec = config.model_spec(tokenizer.vocab_size, plan.wire)
-    if plan.diloco is not None:
-        check_island_holds(spec, dims, run.device, plan.diloco)
     built = build_model(spec, dims, run.device)
     loader = functools.partial(
         open_loader, config=config.data, tokenizer=tokenizer, plan=batches, dims=dims, device=run.device
@@ -118,7 +109,7 @@ def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: Check
         check_same_model(earlier.flags, parsed.config.model, source.folder.path)
         parsed = with_checkpoint_tokenizer(parsed, earlier, source.folder)
         if source.continues:
-            parsed = with_outer_rates(parsed, earlier, source.folder)
+            parsed = with_resumed_features(parsed, earlier, source.folder)
     if source is not None and not source.candidates():
         anew = f"{source.folder.name} has no checkpoint: training begins anew, with random weights"
         parsed = parsed._replace(notices=(*parsed.notices, anew))

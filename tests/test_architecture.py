@@ -3,13 +3,19 @@
 import ast
 import graphlib
 import io
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tokenize
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from megazpp.features import NEEDS
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = """
@@ -20,9 +26,10 @@ parallel
 tensor_parallel zero
 model optim data
 checkpoint
-training inference report convert
-diloco packed_weights
+training
 run
+convert diloco packed_weights report
+inference weight_patches
 planner
 post_training
 """  # of folders, the lowest first
@@ -77,10 +84,10 @@ def library(product) -> list[File]:
 
 def test_a_file_imports_only_from_lower_layers_or_its_own_folder(library):
     assert len(library) > 30
-    assert [file.name for file in library if file.folder is None] == ["megazpp", "megazpp.__main__"]
+    assert {file.name for file in library if file.folder is None} == {"megazpp", "megazpp.__main__", "megazpp.features"}
     for file in library:
         for target, _ in file.imports:
-            if target.startswith(("megazpp.", "pretrain_gpt", "tools", "tests")):
+            if file.folder and target.startswith(("megazpp.", "pretrain_gpt", "tools", "tests")):
                 mine, theirs = file.folder, folder(target)
                 lower = theirs in LAYER and LAYER[theirs] < LAYER[mine]
                 assert lower or theirs == mine, f"{file.name} imports {target}"
@@ -91,14 +98,32 @@ def test_the_import_graph_has_no_cycles(library):
     graphlib.TopologicalSorter(graph).prepare()  # raises where there is one
 
 
-FEATURES = ("convert", "diloco", "inference", "packed_weights", "planner", "post_training", "report")
+def test_every_folder_above_run_is_listed_as_an_optional_feature():
+    above = [name.removeprefix("megazpp.") for name, layer in LAYER.items() if layer > LAYER["megazpp.run"]]
+    assert sorted(above) == sorted(NEEDS)
 
 
-def test_layers_below_run_import_no_optional_feature(library):
-    features = {f"megazpp.{name}" for name in FEATURES}
-    for file in library:
-        if file.folder not in features and LAYER.get(file.folder, 99) < LAYER["megazpp.run"]:
-            assert not features & {folder(target) for target, _ in file.imports}, file.name
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", NEEDS)
+def test_training_saves_and_resumes_without_an_optional_feature(feature, tmp_path):
+    """The feature's folder, its line in features.py and its flags in the default flag file are deleted."""
+    for name in ("configs", "kernels", "megazpp"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
+    shutil.rmtree(tmp_path / "megazpp" / feature)
+    for path, line in (("megazpp/features.py", f'    "{feature}": '), ("configs/gpt_tiny.args", "--sample-")):
+        kept = [text for text in (tmp_path / path).read_text().splitlines() if not text.startswith(line)]
+        (tmp_path / path).write_text("\n".join(kept) + "\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for iterations in (2, 4):
+        flags = (
+            f"--zeropp --nproc 2 --train-iters 4 --exit-interval {iterations} --eval-iters 1 --save ckpt --load ckpt"
+        )
+        command = [sys.executable, "pretrain_gpt.py", *flags.split(), "--run-dir", "run", "--data-cache-path", "cache"]
+        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert f"successfully saved checkpoint at iteration {iterations:7d}" in run.stdout
+        assert ("successfully loaded checkpoint" in run.stdout) == (iterations == 4)
 
 
 def test_imports_stand_at_the_top(library):

@@ -9,6 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from megazpp.diloco.config import DilocoPlan
+from megazpp.features import FEATURES
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.planner.estimate import Estimator
@@ -46,7 +48,7 @@ EXPECTED = {
 
 def read(name: str, *more: str) -> ParsedRun:
     data = [] if name == "gpt_tiny" else ["--mock-data"]
-    return parse_run_config([f"@configs/{name}.args", *more, *data], ROOT)
+    return parse_run_config([f"@configs/{name}.args", *more, *data], ROOT, features=FEATURES)
 
 
 def test_each_file_of_the_folder_passes_every_check_on_a_cluster_it_is_meant_for_also_with_local_steps():
@@ -63,7 +65,7 @@ def test_each_file_of_the_folder_passes_every_check_on_a_cluster_it_is_meant_for
         local_steps = for_planning(read(name, "@configs/common/local_steps.args").config, "--plan")
         cluster = dataclasses.replace(cluster, num_nodes=max(expected.nodes, 2))
         plan = check_run_config(local_steps, cluster, device_type="cuda")
-        assert (plan.diloco.steps, plan.diloco.fragments) == (30, 2), name
+        assert (plan.of(DilocoPlan).steps, plan.of(DilocoPlan).fragments) == (30, 2), name
         assert plan.layout.island == plan.layout.cluster.num_nodes, name
 
 
@@ -92,7 +94,7 @@ def test_the_memory_that_a_config_names_is_what_its_command_plans():
     for name in EXPECTED:
         ((gigabytes, flags),) = MEMORY.findall((ROOT / f"configs/{name}.args").read_text())
         assert flags.startswith(f"@configs/{name}.args --plan --cluster-file configs/clusters/")
-        config = for_planning(parse_run_config(flags.split(), ROOT).config, "--plan")
+        config = for_planning(parse_run_config(flags.split(), ROOT, features=FEATURES).config, "--plan")
         cluster = read_cluster(ROOT / config.cluster.cluster_file)
         planned = Estimator(cluster, device_type="cpu").estimate(config).gigabytes
         assert f"{planned:.{len(gigabytes.partition('.')[2])}f}" == gigabytes, name

@@ -27,6 +27,7 @@ from helpers.program import ROOT, run_program
 from helpers.ranks import ranks
 
 from megazpp.base.command_line import read_megatron_flags
+from megazpp.features import FEATURES
 from megazpp.model.config import GPTConfig
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.simulator import Memory
@@ -260,7 +261,7 @@ def test_the_files_for_clouds_start_a_run_that_parses():
     job, task = map(yaml.safe_load, blocks("docs/cloud.md", "yaml"))
     words = shlex.split(" ".join(commands(task["run"])))
     for flags in (job["spec"]["trainer"]["args"], words[words.index("pretrain_gpt.py") + 1 :]):
-        config = parse_run_config(flags, ROOT).config
+        config = parse_run_config(flags, ROOT, features=FEATURES).config
         assert config.zero.zeropp
         assert config.checkpoint.save == config.checkpoint.load == "/data/my-gpt"
 
@@ -291,7 +292,7 @@ def test_charts_are_those_of_the_tables_beside_them(tmp_path):
 @functools.cache
 def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) -> Estimate:
     """What the planner says of a config on nodes of eight GPUs."""
-    config = for_planning(parse_run_config([f"@configs/{name}.args", *flags], ROOT).config, "--plan")
+    config = for_planning(parse_run_config([f"@configs/{name}.args", *flags], ROOT, features=FEATURES).config, "--plan")
     cluster = Cluster(num_nodes=nodes, ranks_per_node=8)
     return Estimator(cluster, device_type="cpu").estimate(with_recompute(config, recompute))
 

@@ -19,8 +19,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is 
 from megazpp.base.flags import flag
 from megazpp.base.program import program
 from megazpp.data.dataset import Splits, build_datasets, check_inputs
+from megazpp.features import FEATURES
+from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
 from megazpp.run.arguments import RunConfig
-from megazpp.run.ranks import Loaded, run_on_checkpoint
 from megazpp.training.batches import plan_batches
 from megazpp.training.objective import Evaluator, Score, check_input, count_labels, score_whole
 from megazpp.training.setup import open_loader
@@ -37,7 +38,7 @@ class EvaluateConfig:
 
 @program
 def main(argv: list[str]) -> int:
-    return run_on_checkpoint(__file__, __doc__, EvaluateConfig, run, argv, check=check)
+    return run_on_checkpoint(__file__, __doc__, EvaluateConfig, run, argv, check=check, features=FEATURES)
 
 
 def check(config: RunConfig, extra: EvaluateConfig) -> None:

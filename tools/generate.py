@@ -24,10 +24,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is 
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import program
 from megazpp.data.tokenizer import marks_note
+from megazpp.features import FEATURES
 from megazpp.inference.generate import sequences_that_fit
+from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
+from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import continue_texts
 from megazpp.run.arguments import RunConfig
-from megazpp.run.ranks import Loaded, run_on_checkpoint
 
 DEFAULT_TOKENS = 100
 
@@ -51,14 +53,14 @@ class GenerateConfig:
 
 @program
 def main(argv: list[str]) -> int:
-    return run_on_checkpoint(__file__, __doc__, GenerateConfig, run, argv, check=check, spread=False)
+    return run_on_checkpoint(__file__, __doc__, GenerateConfig, run, argv, check=check, features=FEATURES, spread=False)
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:
     """Refuse what cannot be before anything is loaded."""
     if extra.prompt_file is None:
         return
-    if config.sample.sample_prompt:
+    if config.section(SampleConfig).sample_prompt:
         raise ValueError("--sample-prompt and --prompt-file exclude each other")
     if not Path(extra.prompt_file).expanduser().is_file():
         raise ValueError(f"--prompt-file {extra.prompt_file} does not exist")
@@ -69,13 +71,14 @@ def check(config: RunConfig, extra: GenerateConfig) -> None:
 def run(loaded: Loaded) -> None:
     config, world, extra, longest = loaded.config, loaded.dims.world, loaded.extra, loaded.config.data.seq_length
     assert longest is not None
-    sample = dataclasses.replace(config.sample, sample_tokens=config.sample.sample_tokens or DEFAULT_TOKENS)
+    sample = config.section(SampleConfig)
+    sample = dataclasses.replace(sample, sample_tokens=sample.sample_tokens or DEFAULT_TOKENS)
     on_host, size, batches = extra.kv_on == "host", extra.prompts_at_once, iter(list[list[str]]())
     if world.rank == 0:
         if size == "auto":
             size = sequences_that_fit(loaded.built[0], longest, loaded.device, on_host=on_host)
             loaded.say(f" {size} prompts at once")
-        batches = read_prompts(config.sample.sample_prompt, extra.prompt_file, size)
+        batches = read_prompts(config.section(SampleConfig).sample_prompt, extra.prompt_file, size)
     out, done = sys.stdout if world.rank == 0 else None, 0
     if note := marks_note(loaded.tokenizer):
         loaded.say(f"note: {note}")

@@ -29,6 +29,7 @@ import torch
 from emulate_cluster import start_on_this_machine
 
 from megazpp.base.program import EXIT_USER_ERROR, GIGA, MEGA, TERA, end_with
+from megazpp.features import FEATURES
 from megazpp.run.arguments import parse_run_config
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
 from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK
@@ -265,7 +266,7 @@ def training(check: Check) -> None:
             longest = max(longest, began - check.left())
             if not lines:
                 continue
-            found = parse_run_config(f"{words} {check.size('', TOY)}".split(), Path()).config
+            found = parse_run_config(f"{words} {check.size('', TOY)}".split(), Path(), features=FEATURES).config
             rows = found.model.padded_vocab_size((found.tokenizer.vocab_size or 1) + 1, 1)
             flops = model_flops_per_token(found.model, padded_vocab_size=rows, seq_length=found.data.seq_length or 1)
             seconds = step_seconds(lines)

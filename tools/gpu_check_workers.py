@@ -43,6 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # with it com
 import pretrain_gpt
 from megazpp.base.program import program
 from megazpp.data.loader import MicroBatch, make_micro_batch
+from megazpp.features import FEATURES
 from megazpp.model.backends import find_product
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import TransformerLayer
@@ -177,7 +178,7 @@ def pretended(config: RunConfig, rows: int, data: list[MicroBatch], device: torc
 
 def train(side: str, words: list[str]) -> None:
     """Train, and write lines like those of metrics.jsonl."""
-    config, cuda = parse_run_config(words, Path()).config, torch.cuda.is_available()
+    config, cuda = parse_run_config(words, Path(), features=FEATURES).config, torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     find_product(config.model, device)  # refuses what cannot be
     batches, folder, every = config.batches, Path(config.tracking.run_dir or ""), config.tracking.log_interval
@@ -224,7 +225,8 @@ def optimizers(words: list[str]) -> None:
     cuda, rows = torch.cuda.is_available(), list[dict[str, Any]]()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     for flags, allowed in OPTIMIZERS:
-        config = parse_run_config([*words, "--use-cpu-initialization", *flags.split()], Path()).config
+        own = [*words, "--use-cpu-initialization", *flags.split()]
+        config = parse_run_config(own, Path(), features=FEATURES).config
         on_cpu, on_device = (_steps(config, torch.device(name)) for name in ("cpu", "cuda" if cuda else "cpu"))
         apart = max(abs(a - b) / abs(a) for a, b in zip(on_cpu, on_device, strict=True))
         rows.append({"flags": flags, "largest_relative_difference": float(f"{apart:.2g}"), "allowed": allowed})

@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.program import flags_of, program
+from megazpp.features import FEATURES
 from megazpp.parallel.launch import device_type
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.variants import changed, for_planning, schemes
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", required=True, help="numbers of nodes of the cluster file")
     parser.add_argument("--micro-batches", type=int, default=1, help="of an optimizer step (default 1)")
     args, run_flags = parser.parse_known_args(argv)
-    config = parse_run_config(run_flags, ROOT, program="plan.py").config
+    config = parse_run_config(run_flags, ROOT, features=FEATURES, program="plan.py").config
     path = config.cluster.cluster_file
     if path is None or config.tokenizer.vocab_size is None:
         raise ValueError("--cluster-file and --vocab-size are needed")

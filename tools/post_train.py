@@ -26,8 +26,10 @@ announce("post_train.py", "megazpp-post-train")  # torch takes seconds to import
 
 from megazpp.base.program import program
 from megazpp.checkpoint.read import start_of
+from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
+from megazpp.planner.feature import PlanConfig
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import changed
 from megazpp.post_training.plan import describe_phases, dry_run_models, plan_models
@@ -62,10 +64,11 @@ def prepare(argv: list[str]) -> Job | int:
     """
     first_line = (__doc__ or "").partition("\n")[0]
     name = {"program": "post_train.py", "description": first_line}
-    parsed = parse_run_config(argv, ROOT, **name, extra=EXTRA, default_file=None)
-    if parsed.show.dry_run:  # as pretraining's, without a checkpoint
+    parsed = parse_run_config(argv, ROOT, **name, features=FEATURES, extra=EXTRA, default_file=None)
+    show = parsed.config.section(PlanConfig)
+    if show.dry_run:  # as pretraining's, without a checkpoint
         parsed = without_checkpoint(parsed)
-        cluster, rank = planned_cluster(parsed.config), parsed.show.dry_run_rank
+        cluster, rank = planned_cluster(parsed.config), show.dry_run_rank
         print(dry_run_models(parsed.config, post_configs(parsed), cluster, rank=rank).describe())
         return 0
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
@@ -76,7 +79,7 @@ def prepare(argv: list[str]) -> Job | int:
     start = start_of(source, earlier)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
     check_post_training(config, post_configs(parsed), plan.batches)
-    if parsed.show.plan:
+    if show.plan:
         show_plan(parsed, earlier.vocab_size)
         return 0
     check_device(config.model, device_type())

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
 from megazpp.base.program import flags_of, program
-from megazpp.diloco.config import count_islands
+from megazpp.features import FEATURES
 from megazpp.parallel.dims import plan_dims
 from megazpp.run.arguments import parse_run_config
 from megazpp.topology.cluster import Cluster
@@ -35,9 +35,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--fast-domain", type=int, help="ranks that share the fastest wire (default: those of a node)")
     parser.add_argument("--rank-order", choices=["block", "cyclic"], default="block", help="who numbers the ranks how")
     args, run_flags = parser.parse_known_args(argv)
-    config = parse_run_config(run_flags, ROOT, program="show_topology.py").config
+    config = parse_run_config(run_flags, ROOT, features=FEATURES, program="show_topology.py").config
     cluster = choose_cluster(args, config.cluster.cluster_file)
-    islands = count_islands(config.diloco, cluster, verify_interval=config.verify.zero_verify_interval)
+    islands = max(feature.num_islands(config, cluster) for feature in FEATURES)
     layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)
     print(topology_text(layout))
 

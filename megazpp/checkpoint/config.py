@@ -21,14 +21,6 @@ class CheckpointConfig:
     save_optim: bool = flag(True, "write the optimizer's state")
     save_rng: bool = flag(True, "write the states of the random generators")
     async_save: bool = flag(False, "go on training while a copy is written; takes the memory of that copy")
-    save_weight_patches: str | None = flag(
-        None,
-        "folder for patches: after every step the 16-bit weights that have changed, under Hugging Face's names, for an "
-        "engine that draws from the policy",
-    )
-    weight_anchor_interval: int = flag(
-        100, "iterations between whole weights among these patches", needs="--save-weight-patches"
-    )
     load: str | None = flag(None, "folder of checkpoints to continue from; where there is none, training starts anew")
     ckpt_step: int | None = flag(None, "load the checkpoint of this iteration instead of the latest")
     load_fallback: bool = flag(False, "where the checkpoint to load is damaged, load the newest that is not")
@@ -56,7 +48,7 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
-        check_positive(self, "save_interval", "keep_last", "save_retain_interval", "weight_anchor_interval")
+        check_positive(self, "save_interval", "keep_last", "save_retain_interval")
         check_not_negative(self, "ckpt_step")
         for name in ("keep_last", "save_retain_interval", "async_save"):
             if getattr(self, name) and self.save is None and not self.save_to_run_dir:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.kernels.formats import BlockFormat
+from megazpp.run.arguments import FeatureConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import local_domains, numbers
 from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, block_format
@@ -19,7 +20,7 @@ FEWEST, SHORTEST = 200, 10  # synchronizations, and steps between two, from whic
 
 
 @dataclass(frozen=True, kw_only=True)
-class DilocoConfig:
+class DilocoConfig(FeatureConfig):
     """Local steps between islands (DiLoCo): another algorithm, for links too slow for a synchronization per step
 
     An island is a node or several; inside it training is as ever, between islands weights meet every --diloco-steps
@@ -72,6 +73,15 @@ class DilocoConfig:
     def asked(self) -> str:
         """The flag that asks for islands, with its value; "" where every step is synchronized."""
         return "" if self.diloco_steps is None else f"--diloco-steps {self.diloco_steps}"
+
+    @property
+    def distinguishes_nodes(self) -> bool:
+        return bool(self.asked)
+
+    @property
+    def resumed_fields(self) -> tuple[str, ...]:
+        """The outer learning rate and momentum, whose defaults depend on the number of planned synchronizations."""
+        return RUN_DEPENDENT if self.asked else ()
 
     def number(self, cluster: Cluster) -> int:
         """The islands of a cluster; 1 where every step is synchronized."""

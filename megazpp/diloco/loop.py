@@ -11,14 +11,15 @@ from __future__ import annotations
 import torch
 
 from megazpp.base.program import GIGA
+from megazpp.checkpoint.parts import weights_bytes
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import Islands
+from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.training.anomalies import Guard
 from megazpp.training.metrics import INNER_LOSS
 from megazpp.training.objective import LanguageModelLoss, Objective
-from megazpp.training.setup import ModelSpec, model_on_meta
 from megazpp.training.step import LaunchedStep
 
 
@@ -61,16 +62,19 @@ class LocalSteps:
         return self._guard.settle(failed=failed > 0, back=back > 0)
 
 
-def check_island_holds(spec: ModelSpec, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
-    """Raises ValueError where the states of an island's model are larger than a GPU's memory; of a CPU nobody knows."""
+def check_island_holds(model: GPTModel, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
+    """Raise ValueError if the states of an island's model need more than a GPU's memory; a CPU's is not checked.
+
+    Args:
+        model: the sharded model, of which this rank holds one part.
+    """
     available = device_bytes(device)
     if available is None:
         return
-    parameters = sum(parameter.numel() for parameter in model_on_meta(spec, dims, device).parameters())
     # fp32 weights, gradients and two moments, R, error feedback, and an island's part of the outer states
     feedback = 1 if plan.feedback and plan.gradients is not None else 0
     each = 16 + 4 + feedback + (8 if plan.outer_momentum else 4) / dims.island.size
-    needed = round(parameters / dims.shard.size * each)
+    needed = round(weights_bytes(model) / 4 / dims.shard.size * each)
     if needed > available:
         ranks = dims.shard.size * dims.tp.size
         raise ValueError(

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
+from megazpp.run.arguments import FeatureConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleConfig:
+class SampleConfig(FeatureConfig):
     """Text from the model: what it continues, how far, and how tokens are drawn."""
 
     sample_prompt: tuple[str, ...] = flag(

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazpp.base.program import MEGA, aligned
 from megazpp.data.loader import make_micro_batch
+from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
@@ -99,8 +100,8 @@ class DryRun(NamedTuple):
         rest, memory = self.micro_batches - SIMULATED_MICRO_BATCHES, self.memory.total()
         note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
         titles = [f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:"]
-        if self.plan.diloco is not None:
-            titles.append(f"and one synchronization of all fragments, every {self.plan.diloco.steps} steps:")
+        if (diloco := self.plan.of(DilocoPlan)) is not None:
+            titles.append(f"and one synchronization of all fragments, every {diloco.steps} steps:")
         lines = [*describe_plan(self.plan, self.micro_batches), ""]
         for title, planned, counted in zip(titles, self.planned, self.counted, strict=False):
             lines += [title, *_compared(planned, counted)]
@@ -198,8 +199,8 @@ def count_step(
             task.objective.metrics = dict  # type: ignore[method-assign]
         with fake, FusedNorm(), FakeScalars(), PeakBytes() as live:
             islands = None
-            if plan.diloco is not None:
-                islands = Islands(task.built.sharding, dims, plan.diloco, config.precision)
+            if (diloco := plan.of(DilocoPlan)) is not None:
+                islands = Islands(task.built.sharding, dims, diloco, config.precision)
             model, dtype = task.built.model, config.precision.param_dtype
             matrices = build_orthogonalizer(model, config.optimizer, dims, dtype)
             step = TrainStep(

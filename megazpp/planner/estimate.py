@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.base.program import MEGA
+from megazpp.diloco.config import DilocoPlan
 from megazpp.model.backends import FIRST_CAPABILITY, capability, mask_reason
 from megazpp.planner.cost import ClusterCosts, Costs, calibration_for
 from megazpp.planner.simulator import Memory, lossless_share
@@ -100,7 +101,7 @@ class Estimate(NamedTuple):
         With local steps sending takes no longer than the steps that hide it, or than EXPOSED of all steps.
         0 where the times are not known.
         """
-        compute, islands = self.busy.get("compute", 0.0), self.plan.diloco
+        compute, islands = self.busy.get("compute", 0.0), self.plan.of(DilocoPlan)
         sent = self.node_cross_bytes
         if islands is not None:
             steps = islands.fragments * islands.hiding_steps or EXPOSED * islands.steps
@@ -126,7 +127,8 @@ class Estimator:
         plan = check_run_config(config, self.cluster, device_type=self._device_type)
         layout, shares = plan.layout, self.calibration.shares
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-        every = 1 if plan.diloco is None else plan.diloco.steps
+        diloco = plan.of(DilocoPlan)
+        every = 1 if diloco is None else diloco.steps
         timed = self.cluster.device is not None and self.cluster.links is not None
 
         def run(costs: Costs | None) -> tuple[StepSimulator, SimulatedStep, SimulatedStep]:
@@ -181,7 +183,7 @@ def paper_step(
         "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
         "moments": 1 if config.optimizer.optimizer == "sgd" else 2,
         "muon": config.optimizer if config.optimizer.optimizer == "muon" else None,
-        "islands": plan.diloco,
+        "islands": plan.of(DilocoPlan),
         "lossless_share": 1.0 if on_cpu else lossless_share(config.schedule.lr),
     }
     spec = config.model_spec(config.tokenizer.vocab_size, plan.wire)

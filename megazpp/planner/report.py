@@ -53,8 +53,8 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
     """Layout, notes and batches of a run."""
     yield f"{plan.layout.describe()}; {plan.wire.describe()}"
-    if plan.diloco is not None:
-        yield plan.diloco.describe()
+    for feature in plan.features:
+        yield feature.describe()
     yield from (f"note: {notice}" for notice in plan.notices)
     yield (
         f"{plan.batches.global_batch_size} samples per optimizer step, per data rank in {micro_batches} "
@@ -86,7 +86,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     yield f"a rank sends per optimizer step: {sent}; a node to others {own.node_cross_bytes / MEGA:.3f} MB"
     if own.muon:
         yield own.muon
-    islands, device, gpus = own.plan.diloco, estimator.cluster.device, estimator.cluster.world_size
+    islands, device, gpus = own.plan.of(DilocoPlan), estimator.cluster.device, estimator.cluster.world_size
     if islands is not None:
         yield (
             "these are means that include what a node sends to other islands: "
@@ -185,7 +185,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     yield from aligned(rows)
     note = "* of a node's links to others, each way: from there on they are not what a step waits for most"
     for name in islands:
-        if name in found and (plan := found[name].plan.diloco) is not None:
+        if name in found and (plan := found[name].plan.of(DilocoPlan)) is not None:
             note += f" ({name}: a synchronization's bytes {_takes(plan)})"
             yield (
                 f"{name} is another algorithm, not the same training faster: between synchronizations every island "

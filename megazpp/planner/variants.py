@@ -63,7 +63,7 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
     """The run, without local steps, with every way to shard and send beside each other, by flags."""
     bits = 8 * config.precision.param_dtype.itemsize
-    alone = dataclasses.replace(config, diloco=DilocoConfig())
+    alone = config.with_section(DilocoConfig())
     return {
         name: changed(
             alone,
@@ -82,9 +82,10 @@ def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     """
     if cluster.num_local_domains == 1:
         return {}
-    islands = config.diloco if config.diloco.asked else islands_every(USUAL_STEPS)
+    own = config.section(DilocoConfig)
+    islands = own if own.asked else islands_every(USUAL_STEPS)
     inside = "--zeropp" if config.zero.zeropp and _has_wide_islands(islands, cluster) else "ZeRO-3"
-    run = dataclasses.replace(schemes(config)[inside], diloco=islands)
+    run = schemes(config)[inside].with_section(islands)
     return {islands.asked: run}
 
 
@@ -174,9 +175,10 @@ def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     zero = dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero
     own = next((n for n, other in named.items() if (other.zero, other.parallel) == (zero, config.parallel)), "as given")
     others: tuple[str, ...] = SEARCHED
-    if config.diloco.asked:
-        others = ("ZeRO-3", "--zeropp") if _has_wide_islands(config.diloco, cluster) else ()
-    runs = {name: dataclasses.replace(named[name], diloco=config.diloco) for name in others}
+    islands = config.section(DilocoConfig)
+    if islands.asked:
+        others = ("ZeRO-3", "--zeropp") if _has_wide_islands(islands, cluster) else ()
+    runs = {name: named[name].with_section(islands) for name in others}
     return runs | {own: config}
 
 
@@ -190,7 +192,7 @@ def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: 
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * _ranks_of_a_sample(config):
         return []
-    sized, islands = with_batch(config, estimator.cluster, size), config.diloco.asked
+    sized, islands = with_batch(config, estimator.cluster, size), config.section(DilocoConfig).asked
     samples, local = sized.batches.global_batch_size, max(estimator.cluster.local_domain_size // tp, 1)
     name = scheme + (islands and f", {islands}") + f", tp {tp}, local domain {local}"
     name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")

@@ -21,6 +21,7 @@ from megazpp.checkpoint.weights import find_bases
 from megazpp.convert.peft import read_adapter
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
+from megazpp.inference.sample import SampleConfig
 from megazpp.packed_weights.load import WeightsConfig, check_base_bits
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
@@ -98,8 +99,9 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
     """Raises ValueError, by flags and values, for what lies between these configs and those of a run."""
     post, form = configs.training, configs.form
-    if config.diloco.asked:
-        raise ValueError(f"{config.diloco.asked} is for pretraining, not --objective {post.objective}")
+    if config.values().get("diloco_steps") is not None:
+        steps = config.values()["diloco_steps"]
+        raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}")
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
     if form.packing and post.objective != "sft":
@@ -109,7 +111,7 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         configs.lora.settings(config.model)
         tp, dtype = config.parallel.tensor_model_parallel_size, config.precision.param_dtype
         check_base_bits(config.model, configs.lora.base_weight_bits, dtype, tp=tp)
-    if config.checkpoint.save_weight_patches is not None and (lora or post.objective == "reward"):
+    if config.values().get("save_weight_patches") is not None and (lora or post.objective == "reward"):
         asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
         raise ValueError(f"--save-weight-patches is for all weights of a policy, not with {asked}")
     if lora and post.sync_ref_model:
@@ -129,7 +131,7 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         raise ValueError(f"--objective {post.objective} needs --reward-funcs or --reward-load")
     if config.batches.rampup_batch_size is not None:
         raise ValueError(f"--rampup-batch-size: completions of --objective {post.objective} do not ramp up")
-    if config.sample.sample_temperature == 0.0:
+    if config.section(SampleConfig).sample_temperature == 0.0:
         raise ValueError("--sample-temperature 0.0: the most likely token alone has nothing to be compared with")
     if not post.max_completion_length < form.max_length:
         raise ValueError(

@@ -22,6 +22,7 @@ from megazpp.data.dataset import Splits, build_tokenizer, cache_dir
 from megazpp.data.identity import describe_samples
 from megazpp.data.loader import BatchLoader
 from megazpp.data.text import content_hash
+from megazpp.inference.sample import SampleConfig
 from megazpp.post_training.batch import row_multiple
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.data import (
@@ -60,7 +61,7 @@ class _PostTraining:
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
         self.parsed, self.config, self.plan, self.run = parsed, parsed.config, plan, run
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(parsed)
-        self._temperature = self.config.sample.sample_temperature if self.post.draws else 1.0
+        self._temperature = self.config.section(SampleConfig).sample_temperature if self.post.draws else 1.0
         self._adapted: AdaptedPolicy | None = None
         self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
@@ -214,7 +215,7 @@ class _PostTraining:
             *self.built,
             self.run.dims,
             self.tokenizer,
-            config=dataclasses.replace(self.config.sample, sample_tokens=post.max_completion_length),
+            config=dataclasses.replace(self.config.section(SampleConfig), sample_tokens=post.max_completion_length),
             functions=load_reward_functions(self.rewards),
             seed=self.config.launch.seed,
             at_once=post.rollouts_at_once,

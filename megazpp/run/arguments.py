@@ -8,15 +8,13 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megazpp.base.command_line import FlagParser, read_megatron_flags
 from megazpp.base.flags import as_words, flag, render_flags, spelling
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.diloco.config import DilocoConfig
-from megazpp.inference.sample import SampleConfig
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig
 from megazpp.optim.optimizer import OptimizerConfig
@@ -37,6 +35,7 @@ from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.verify import VerifyConfig
 
+Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
 _EXCLUSIVE = (  # fields, of which one is given
     ("train_iters", "train_samples"),
@@ -66,8 +65,28 @@ RIVALS = (  # of each pair the first, given by hand, takes the place of the seco
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeatureConfig:
+    """Flags of an optional feature; the base of the sections that run/feature.py's features add to a `RunConfig`."""
+
+    @property
+    def distinguishes_nodes(self) -> bool:
+        """True if the flags treat ranks of one node differently from ranks of another."""
+        return False
+
+    @property
+    def resumed_fields(self) -> tuple[str, ...]:
+        """Fields that a resumed run takes from its checkpoint unless a flag gives them."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One config of each kind; each belongs to the file that defines its class."""
+    """One config of each kind; each belongs to the file that defines its class.
+
+    Attributes:
+        features: the optional features (each a `Feature` of run/feature.py).
+        sections: the configs of those features that have flags.
+    """
 
     model: GPTConfig
     batches: BatchConfig
@@ -79,7 +98,6 @@ class RunConfig:
     loss_scale: LossScaleConfig
     parallel: ParallelConfig
     zero: ZeroConfig
-    diloco: DilocoConfig
     cluster: ClusterConfig
     nccl: NcclConfig
     launch: LaunchConfig
@@ -91,18 +109,34 @@ class RunConfig:
     tracking: TrackingConfig
     timing: TimingConfig
     profiler: ProfilerConfig
-    sample: SampleConfig
+    features: tuple[Any, ...] = ()
+    sections: tuple[FeatureConfig, ...] = ()
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """The configs in order."""
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+        own = [field.name for field in dataclasses.fields(self) if field.name not in ("features", "sections")]
+        return (*(getattr(self, name) for name in own), *self.sections)
+
+    def values(self) -> dict[str, Any]:
+        """Every flag's value by field name."""
+        return {f.name: getattr(part, f.name) for part in self.parts for f in dataclasses.fields(part)}
+
+    def section(self, kind: type[Section]) -> Section:
+        """Return the config of a feature; a feature that is not installed has its defaults."""
+        return next((section for section in self.sections if isinstance(section, kind)), None) or kind()
+
+    def with_section(self, section: FeatureConfig) -> RunConfig:
+        """Replace the config of a feature."""
+        sections = (section if type(section) is type(other) else other for other in self.sections)
+        return dataclasses.replace(self, sections=tuple(sections))
 
     def detect_cluster(self, world_size: int, env: Mapping[str, str]) -> Cluster:
         """Return the cluster of `world_size` ranks that the flags and the launcher's environment `env` describe."""
         tp, zero = self.parallel.tensor_model_parallel_size, self.zero
         two_hops = zero.quantizes_weights or zero.hpz_partition_size != "1" or zero.zero_quantized_gradients
-        nodes = bool(two_hops or zero.zeropp or self.parallel.hsdp or self.diloco.asked)
+        nodes = bool(two_hops or zero.zeropp or self.parallel.hsdp)
+        nodes = nodes or any(section.distinguishes_nodes for section in self.sections)
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
     def model_spec(self, vocab_size: int, wire: CommPlan | None = None) -> ModelSpec:
@@ -120,17 +154,9 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowConfig:
-    """Show something and stop."""
+    """Show something, and stop."""
 
     print_config: bool = flag(False, "print every flag, its value and where that came from, and stop")
-    plan: bool = flag(
-        False, "print memory, bytes and time of the run, what else would fit, and stop; see --cluster-file"
-    )
-    dry_run: bool = flag(
-        False,
-        "be one rank of a cluster that is not there for one step without data, compare what it sends with the plan",
-    )
-    dry_run_rank: int = flag(0, "the rank that --dry-run is")
 
 
 class ParsedRun(NamedTuple):
@@ -174,28 +200,33 @@ def parse_run_config(
     *,
     program: str = "pretrain_gpt.py",
     description: str | None = None,
+    features: Sequence[Any] = (),
     extra: Sequence[type] = (),
     default_file: str | None = DEFAULT_FLAG_FILE,
 ) -> ParsedRun:
     """Read the command line (without the program's name) and the flag files it names, as `FlagParser.read` does.
 
     Args:
+        features: the optional features, each a `Feature` of run/feature.py.
         extra: config classes that the program has beside those of a run.
         default_file: read first where neither a flag file nor --num-layers is given.
     """
     implied = None if any(text.startswith(("@", "--num-layers")) for text in argv) else default_file
     if implied is not None:
         argv = [implied, *argv]
-    kinds = typing.get_type_hints(RunConfig)
-    classes = [*extra, *kinds.values(), ShowConfig]
+    kinds = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if dataclasses.is_dataclass(kind)}
+    sections = [feature.config for feature in features if feature.config is not None]
+    classes = [*extra, *kinds.values(), *sections, ShowConfig]
     parser = FlagParser(classes, program=program, description=description or _DESCRIPTION, mutually_exclusive=RIVALS)
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
-    config = RunConfig(**dict(zip(kinds, configs[len(extra) :], strict=True)))
+    own, rest = configs[: len(extra)], configs[len(extra) :]
+    parts = dict(zip(kinds, rest, strict=False))
+    config = RunConfig(**parts, features=tuple(features), sections=tuple(rest[len(kinds) :]))
     files = [text[1:] for text in argv if text.startswith("@")]
     name = Path(files[-1]).stem if files else "run"
     if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
         notices = (*notices, _implied_notice(config, origins, implied[1:]))
-    return ParsedRun(config, origins, notices, name, show, extra=tuple(configs[: len(extra)]))
+    return ParsedRun(config, origins, notices, name, show, extra=tuple(own))
 
 
 def _implied_notice(config: RunConfig, origins: Mapping[str, str], file: str) -> str:

@@ -12,7 +12,6 @@ from megazpp.base.flags import asks, spelling, wrong_types
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
-from megazpp.diloco.config import RUN_DEPENDENT
 from megazpp.run.arguments import RIVALS, ParsedRun
 
 # What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
@@ -61,15 +60,18 @@ def with_checkpoint_args(parsed: ParsedRun, record: CheckpointMetadata | None) -
     return parsed.with_checkpoint(shape, notices, model=dataclasses.replace(config.model, **shape))
 
 
-def with_outer_rates(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
-    """Take the outer learning rate and momentum that the run went on with, where flags do not give them.
+def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
+    """Take the `resumed_fields` of the features' configs from the checkpoint, where flags do not give them.
 
-    They were chosen by the number of synchronizations that were planned then; a longer run does not flip the choice.
+    Such values were chosen by the length of the run at its start; a longer run keeps the choice.
     """
-    known = record.flags if parsed.config.diloco.asked else {}
-    taken = {name: known[name] for name in RUN_DEPENDENT if name not in parsed.origins and known.get(name) is not None}
-    islands = _updated(parsed.config.diloco, taken, folder.of(record.progress.iteration) / RECORD)
-    return parsed.with_checkpoint(taken, diloco=islands)
+    where = folder.of(record.progress.iteration) / RECORD
+    for section in parsed.config.sections:
+        names = [name for name in section.resumed_fields if name not in parsed.origins]
+        taken = {name: record.flags[name] for name in names if record.flags.get(name) is not None}
+        config = parsed.config.with_section(_updated(section, taken, where))
+        parsed = parsed.with_checkpoint(taken)._replace(config=config)
+    return parsed
 
 
 def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:

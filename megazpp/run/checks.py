@@ -7,11 +7,9 @@ the cluster, before any process group, file or tensor is made; each error names 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megazpp.checkpoint.metadata import TrainingProgress
-from megazpp.convert.patches import check_patches
-from megazpp.diloco.config import DilocoPlan, count_islands, plan_islands
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
 from megazpp.optim.apex import check_apex
@@ -23,16 +21,27 @@ from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
 from megazpp.zero.config import CommPlan, plan_comm, wire_backends
 
+T = TypeVar("T")
+
 
 class RunPlan(NamedTuple):
-    """Everything that follows from a config and a cluster; `notices` are lines to show the user."""
+    """Everything that follows from a config and a cluster.
+
+    Attributes:
+        features: plans of optional features (each a `FeaturePlan` of run/feature.py).
+        notices: lines to show the user.
+    """
 
     layout: Layout
     wire: CommPlan
     batches: BatchPlan
     schedule: Schedule
-    diloco: DilocoPlan | None
     notices: tuple[str, ...]
+    features: tuple[Any, ...] = ()
+
+    def of(self, kind: type[T]) -> T | None:
+        """Return a feature's plan, or None if its flags ask for nothing."""
+        return next((plan for plan in self.features if isinstance(plan, kind)), None)
 
     def with_links(self, links: Links) -> RunPlan:
         """Replace the cluster's links, which are known now."""
@@ -90,24 +99,29 @@ def check_run_config(
         train_samples=config.batches.train_samples,
         global_batch_size=batches.global_batch_size,
     )
-    assert config.model.num_layers is not None
-    assert config.data.seq_length is not None
-    islands = plan_islands(
-        config.diloco,
-        config.zero,
-        iterations=batches.total_iterations,
-        num_layers=config.model.num_layers,
-        tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.island,
-    )
-    if islands is not None:
-        notices += islands.notices
     left = batches.dataset_samples - batches.total_samples
     if left > 0 and batches.start_iteration > 0:  # otherwise it is Megatron's usual rest
         notices += (
             f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
         )
-    return RunPlan(layout, wire, batches, schedule, islands, notices)
+    return _with_features(config, RunPlan(layout, wire, batches, schedule, notices))
+
+
+def _with_features(config: RunConfig, plan: RunPlan) -> RunPlan:
+    """Let each feature check the config and make its plan; raise their problems together."""
+    problems, plans = list[str](), list[Any]()
+    for feature in config.features:
+        try:
+            found = feature.check(config, plan)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            plans += [] if found is None else [found]
+    if problems:
+        raise ValueError("\n".join(problems))
+    notices = tuple(notice for found in plans for notice in found.notices)
+    return plan._replace(features=tuple(plans), notices=(*plan.notices, *notices))
 
 
 def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> ModelPlan:
@@ -122,17 +136,8 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> Model
     except ValueError as error:
         problems.append(str(error))
     try:
-        islands = count_islands(config.diloco, cluster, verify_interval=config.verify.zero_verify_interval)
+        islands = max((feature.num_islands(config, cluster) for feature in config.features), default=1)
         plan = check_model_config(config, cluster, device_type=device_type, islands=islands)
-    except ValueError as error:
-        problems.append(str(error))
-    try:
-        if config.checkpoint.save_weight_patches is not None and plan is not None:
-            check_patches(config.model, config.precision, plan[1])
-            if config.diloco.asked:
-                raise ValueError(
-                    f"--save-weight-patches: the islands of {config.diloco.asked} have weights of their own"
-                )
     except ValueError as error:
         problems.append(str(error))
     if plan is None or problems:

@@ -1,24 +1,20 @@
 """The run of a training on this rank: its parts, built in the order in which they need each other, and run together.
 
-the training's own     model in shards, objective, batches, evaluations: `TrainingParts`
+the training's own     sharded model, objective, batches, evaluations: `TrainingParts`
 optimizer, loss scale
-islands                where models train apart
-state, checkpoints     before the guard, which can go back to one
-guard, step            the step with what must not get into the weights
-recorder               the numbers of steps
-observers              what looks at each step
-
-Features enter by three lists: configs (run/arguments.py), parts of the state with keys of their own
-(checkpoint/state.py), and what follows a step (`AfterStep` of loop.py).
+guard                  decides whether a step is taken
+optional features      run/feature.py
+state, checkpoints
+step, recorder         the training step, and the record of its numbers
+observers              called around each step
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +25,7 @@ from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, TrainingPro
 from megazpp.checkpoint.parts import training_parts
 from megazpp.checkpoint.read import LoadSource, Resumed
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState
-from megazpp.convert.patches import WeightPatches
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.diloco.loop import LocalSteps
-from megazpp.diloco.outer import Islands
-from megazpp.diloco.state import island_parts
-from megazpp.inference.text import continue_texts
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.optim.schedule import Schedule
@@ -43,6 +34,7 @@ from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
 from megazpp.run.arguments import ParsedRun
 from megazpp.run.checks import RunPlan
+from megazpp.run.feature import TrainerParts
 from megazpp.training.anomalies import Guard, LossHistory
 from megazpp.training.context import RunContext
 from megazpp.training.flops import device_name, model_flops_per_token, peak_flops
@@ -127,19 +119,6 @@ class Trainer:
         losses, flags = LossHistory(), parsed.values()
         values = RunValues(optimizer, scaler, losses)
         states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
-        self.islands: Islands | None = None
-        if plan.diloco is not None:
-            self.islands = Islands(sharding, dims, plan.diloco, config.precision)
-            states, flags = island_parts(states, self.islands, model, values), flags | plan.diloco.chosen_flags()
-        state = TrainState(model, sharding, values, [*states, *parts.states])
-        saves = config.checkpoint.save is not None or config.checkpoint.load is not None
-        samples: dict[str, Any] = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data}
-        if saves and dims.world.rank == 0:  # which writes the record and prints what differs
-            samples |= parts.describe_samples()
-        record = self._record({**flags, **parts.flags, SAMPLES: samples})
-        axis = open_axis(dims) if saves else dims.world
-        tokenizer_files = parts.tokenizer.files
-        self.checkpoints = Checkpoints(config.checkpoint, state, record, axis, run.log, tokenizer=tokenizer_files)
         guard = Guard(
             config.anomalies,
             sharding,
@@ -149,8 +128,36 @@ class Trainer:
             dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
             verify_interval=config.verify.zero_verify_interval,
             rewind=self._rewind if config.anomalies.loss_spike_action == "rewind" else None,
-            islands=self.islands is not None,
         )
+
+        # ---- optional features
+        open_parts = TrainerParts(
+            config=config,
+            plan=plan,
+            run=run,
+            built=parts.built,
+            tokenizer=parts.tokenizer,
+            objective=parts.objective,
+            guard=guard,
+            values=values,
+            states=states,
+            flags=flags,
+        )
+        with user_errors():
+            self.attached = [feature.attach(open_parts) for feature in config.features]
+
+        # ---- state and checkpoints
+        state = TrainState(model, sharding, values, [*open_parts.states, *parts.states])
+        saves = config.checkpoint.save is not None or config.checkpoint.load is not None
+        samples: dict[str, Any] = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data}
+        if saves and dims.world.rank == 0:  # which writes the record and prints what differs
+            samples |= parts.describe_samples()
+        record = self._record({**open_parts.flags, **parts.flags, SAMPLES: samples})
+        axis = open_axis(dims) if saves else dims.world
+        tokenizer_files = parts.tokenizer.files
+        self.checkpoints = Checkpoints(config.checkpoint, state, record, axis, run.log, tokenizer=tokenizer_files)
+
+        # ---- step and its records
         self.step = TrainStep(
             model,
             sharding,
@@ -162,7 +169,6 @@ class Trainer:
             count_zeros=config.tracking.log_num_zeros_in_grad,
             objective=parts.objective,
         )
-        self.local_steps = None if self.islands is None else LocalSteps(self.islands, parts.objective, guard, dims)
         self.step_recorder = StepRecorder(config.timing, run, interval=config.tracking.log_interval)
         self.recorder = MetricsRecorder(
             config.tracking,
@@ -204,13 +210,9 @@ class Trainer:
         watchdog = Watchdog(worker, self.run.dims, self.config.launch, folder)
         if self.run.device.type == "cuda":  # elsewhere they are compiled already
             self.built.sharding.compile_kernels(self.run.device)
-            if self.islands is not None:
-                self.islands.compile_kernels(self.run.device)
         after: list[AfterStep] = [self.checkpoints]
-        patches = self.config.checkpoint.save_weight_patches
-        if patches is not None:
-            interval, dims = self.config.checkpoint.weight_anchor_interval, self.run.dims
-            after.append(WeightPatches(Path(patches), interval, *self.built, dims))
+        for attached in self.attached:
+            after += attached.after_step
         if self.parts.validation is not None:
             after.append(Evaluations(self.recorder, self.config.evaluation.eval_interval, stops))
         with self.parts.batches as batches, watchdog, self.profiler:
@@ -224,10 +226,10 @@ class Trainer:
                 (*self.parts.observers, self.profiler.step, self.step_recorder.step),
                 start=start,
                 after=after,
-                synchronize=None if self.local_steps is None else self.local_steps.after_step,
+                synchronize=next((each.synchronize for each in self.attached if each.synchronize is not None), None),
             )
-            if self.islands is not None:
-                self.islands.wait()
+            for attached in self.attached:
+                attached.wait()
             self.step_recorder.close()
             self.checkpoints.finish()
         return progress
@@ -237,23 +239,18 @@ class Trainer:
         self.recorder.finish(progress, evaluate=evaluate, unigram_entropy=self.parts.held_out_entropy())
         self.parts.finish()
 
-    def write_sample(self) -> None:
-        """Let the model continue the prompts, if --sample-tokens asks for it."""
-        config, longest = self.config.sample, self.config.data.seq_length
-        if config.sample_tokens == 0:
-            return
-        assert longest is not None
-        prompts, seed, tokenizer = config.sample_prompt or ("",), self.config.launch.seed, self.parts.tokenizer
-        with self.weights_for_evaluation():
-            texts, _ = continue_texts(
-                *self.built, self.run.dims, tokenizer, prompts, config, max_length=longest, seed=seed
-            )
-        for prompt, text in zip(prompts, texts, strict=True):
-            self.run.log(f"a sample of text:\n{prompt}{text}")
+    def finish_features(self) -> None:
+        """Let the features end their work with the trained model, for example by a sample of text."""
+        for attached in self.attached:
+            attached.finish(self.weights_for_evaluation)
 
-    def weights_for_evaluation(self) -> AbstractContextManager[None]:
-        """With islands, the weights that all of them share are in the model; else those that are trained."""
-        return nullcontext() if self.islands is None else self.islands.outer_weights()
+    @contextmanager
+    def weights_for_evaluation(self) -> Iterator[None]:
+        """Enter a context in which the model has the weights to evaluate: the trained ones, or a feature's."""
+        with ExitStack() as contexts:
+            for attached in self.attached:
+                contexts.enter_context(attached.evaluation_weights())
+            yield
 
     def _rewind(self) -> int:
         return self.checkpoints.rewind().iteration

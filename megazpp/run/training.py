@@ -75,7 +75,7 @@ def run_training(
         progress = trainer.train(progress, schedule, stops, worker)
         trainer.finish(progress, evaluate=not stops.hurried)
         if not stops.hurried:
-            trainer.write_sample()
+            trainer.finish_features()
         if source is not None and resumed is None:
             run.log(f"note: {source.folder.name} had no checkpoint: this training began anew, with random weights")
         if run.folder is not None:
@@ -152,8 +152,8 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
     if layout.cluster.links is not None:
         run.log(layout.cluster.links.describe())
     run.log(plan.wire.describe(), short=None if plan.wire.gather or plan.wire.reduce else "")
-    if plan.diloco is not None:
-        run.log(plan.diloco.describe())
+    for feature in plan.features:
+        run.log(feature.describe())
     device_type = run.device.type
     with user_errors():
         model = model_backends(

@@ -7,6 +7,7 @@ import itertools
 import sys
 from pathlib import Path
 
+from megazpp.features import FEATURES
 from megazpp.run.arguments import parse_run_config
 from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
@@ -23,7 +24,7 @@ def main(launcher: str, *words: str) -> None:
     options = dict(itertools.pairwise(own)) | dict(word.split("=", 1) for word in own if "=" in word)
     nodes = next((int(options[name].split(":")[-1]) for name in NODES if name in options), 1)
     ranks = next((int(options[name]) for name in RANKS if name in options), RANKS_OF_THE_BATCH_SCRIPT)
-    config = parse_run_config(words[place + 1 :], Path.cwd()).config
+    config = parse_run_config(words[place + 1 :], Path.cwd(), features=FEATURES).config
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks)
     if nodes == 1:  # which may be treated as several
         cluster = config.detect_cluster(ranks, {})

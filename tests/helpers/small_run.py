@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 
+from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, parse_run_config
 from megazpp.run.checks import RunPlan, check_run_config
 from megazpp.topology.cluster import Cluster
@@ -15,7 +16,7 @@ SMALL = (
 
 
 def parse(text: str) -> ParsedRun:
-    return parse_run_config(shlex.split(text), ROOT)
+    return parse_run_config(shlex.split(text), ROOT, features=FEATURES)
 
 
 def check(text: str, *, nodes: int = 1, ranks_per_node: int = 1, device: str = "cpu") -> RunPlan:

@@ -12,6 +12,7 @@ from helpers.tiers import chosen
 
 import megazpp.planner.dry_run as module
 from megazpp.diloco.outer import Islands, OuterUnit
+from megazpp.features import FEATURES
 from megazpp.parallel.axis import Traffic
 from megazpp.planner.dry_run import DryRun, dry_run
 from megazpp.planner.simulator import Memory
@@ -85,7 +86,9 @@ def run_config(text: str, cluster: Cluster) -> RunConfig:
     flags = " ".join([SIZES, *(WORDS.get(word, word) for word in words)]).split()
     ranks = cluster.world_size // 2 ** len({"TP", "SP", "CP"} & {*words})
     samples = (1 if "SHORT" in words else 2) * ranks * (4 if "K4" in words else 1)
-    return parse_run_config([*flags, "--global-batch-size", str(samples)], ROOT, default_file=None).config
+    return parse_run_config(
+        [*flags, "--global-batch-size", str(samples)], ROOT, features=FEATURES, default_file=None
+    ).config
 
 
 def instances(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:

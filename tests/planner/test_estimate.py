@@ -5,6 +5,7 @@ import math
 import pytest
 from helpers.small_run import parse
 
+from megazpp.diloco.config import DilocoConfig
 from megazpp.planner.estimate import Estimate, Estimator, paper_step
 from megazpp.planner.simulator import LOSSLESS_SHARES, Memory, lossless_share
 from megazpp.planner.step import measure
@@ -91,7 +92,7 @@ EVERY = "--diloco-steps 4 --micro-batch-size 4"
 
 def test_bytes_between_islands_are_those_of_4_bits_twice_and_means_over_steps():
     run = config(f"{EVERY} --diloco-islands 2")
-    own, rarer = estimate(run, FOUR_NODES), estimate(changed(run, diloco={"diloco_steps": 8}), FOUR_NODES)
+    own, rarer = estimate(run, FOUR_NODES), estimate(run.with_section(DilocoConfig(diloco_steps=8)), FOUR_NODES)
     parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # of four ranks of an island
     per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops; two islands, of two nodes each
     assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # 1-D parameters travel exact
@@ -125,8 +126,8 @@ def test_local_steps_are_planned_beside_the_schemes_which_have_none():
     assert local_steps(own, FOUR_NODES) == {"--diloco-steps 8": own}
     assert local_steps(plain, FOUR_NODES) == {"--diloco-steps 8": plain}
     ((name, usual),) = local_steps(config("--zeropp"), FOUR_NODES).items()
-    assert (name, usual.diloco.diloco_steps, usual.zero.zeropp) == ("--diloco-steps 30", 30, False)
-    assert {other.diloco.diloco_steps for other in schemes(own).values()} == {None}
+    assert (name, usual.section(DilocoConfig).diloco_steps, usual.zero.zeropp) == ("--diloco-steps 30", 30, False)
+    assert {other.section(DilocoConfig).diloco_steps for other in schemes(own).values()} == {None}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from post_train import prepare
 from transformers import AutoModelForCausalLM
 
 from megazpp.checkpoint.read import LoadSource
+from megazpp.features import FEATURES
+from megazpp.inference.sample import SampleConfig
 from megazpp.post_training.setup import EXTRA, find_start, post_configs
 from megazpp.run.arguments import ParsedRun, parse_run_config
 
@@ -348,7 +350,9 @@ def test_a_plan_and_a_dry_run_without_a_checkpoint_count_all_models(home, capsys
 
 def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun, LoadSource]:
     """A command line and the checkpoint that it begins with."""
-    parsed = parse_run_config(f"--load {home}/base {flags}".split(), home, extra=EXTRA, default_file=None)
+    parsed = parse_run_config(
+        f"--load {home}/base {flags}".split(), home, features=FEATURES, extra=EXTRA, default_file=None
+    )
     return find_start(parsed, restarted=restarted)[:2]
 
 
@@ -361,9 +365,13 @@ def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(h
     (grpo, _), (ppo, _) = start(home, "--objective grpo"), start(home, "--objective ppo --temperature 0.7 --lr 1e-3")
     config, (post, form, *_) = grpo.config, post_configs(grpo)
     assert (post.beta_or_default, post.loss, post.num_generations, post.needs_reference) == (0.0, "dapo", 8, False)
-    sample = config.sample
+    sample = config.section(SampleConfig)
     assert (sample.sample_temperature, sample.sample_top_k, sample.sample_top_p) == (1.0, 0, 1.0)
-    assert (config.schedule.lr, ppo.config.schedule.lr, ppo.config.sample.sample_temperature) == (1e-6, 1e-3, 0.7)
+    assert (config.schedule.lr, ppo.config.schedule.lr, ppo.config.section(SampleConfig).sample_temperature) == (
+        1e-6,
+        1e-3,
+        0.7,
+    )
     assert (config.model.hidden_size, config.model.hidden_dropout) == (32, 0.0)
     assert config.data.seq_length == form.max_length == 32
     assert (post.ref_load, post.ref_ckpt_step) == (str(home / "base"), 2)

@@ -12,6 +12,8 @@ from megazpp.base.command_line import FlagParser, read_megatron_flags
 from megazpp.base.flags import flag_name
 from megazpp.convert.convert import ConvertConfig
 from megazpp.data.preprocess import PreprocessConfig
+from megazpp.diloco.config import DilocoConfig
+from megazpp.features import FEATURES
 from megazpp.post_training.setup import EXTRA
 from megazpp.run.arguments import RunConfig, parse_run_config
 from megazpp.run.checks import check_run_config
@@ -100,7 +102,7 @@ def test_values_and_origins_come_from_the_last_place_that_gives_them():
 def test_the_args_txt_of_4e7c419_still_repeats_its_run():
     """With a line for each flag that had an effect then and has none now."""
     parsed = parse(f"@{ROOT}/tests/fixtures/args_4e7c419.txt")
-    assert (parsed.config.diloco.diloco_steps, parsed.config.model.hidden_size) == (2, 16)
+    assert (parsed.config.section(DilocoConfig).diloco_steps, parsed.config.model.hidden_size) == (2, 16)
     assert parsed.config.stop.exit_interval is None
     ignored = {notice.split()[1] for notice in parsed.notices}
     assert {"--manual-gc", "--no-use-flash-attn", "--timing-log-option"} <= ignored
@@ -177,7 +179,7 @@ def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path):
 
 def test_a_finetuning_without_a_flag_file_names_what_gpt_tiny_gives():
     def notices(*words: str) -> str:
-        return "\n".join(parse_run_config([*words], ROOT).notices)
+        return "\n".join(parse_run_config([*words], ROOT, features=FEATURES).notices)
 
     said = notices("--load", "x", "--finetune", "--lr", "1e-2")
     assert "no @file is given, so these are of configs/gpt_tiny.args: " in said

@@ -12,8 +12,11 @@ from megazpp.base.files import DamagedError
 from megazpp.checkpoint.folder import CheckpointFolder, write_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
 from megazpp.data.tokenizer import HFTokenizer, load_tokenizer
+from megazpp.diloco.config import DilocoConfig
+from megazpp.features import FEATURES
+from megazpp.inference.sample import SampleConfig
 from megazpp.run.arguments import ParsedRun, parse_run_config
-from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer, with_outer_rates
+from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer, with_resumed_features
 
 SAVED = {
     "num_layers": 3, "hidden_size": 64, "seq_length": 48, "bf16": True, "seed": 77, "text_path": ["a.txt", "b.txt"],
@@ -22,7 +25,7 @@ SAVED = {
 
 
 def parse(argv: str = "") -> ParsedRun:
-    return parse_run_config(argv.split(), Path.cwd(), program="tool.py", default_file=None)
+    return parse_run_config(argv.split(), Path.cwd(), program="tool.py", features=FEATURES, default_file=None)
 
 
 def record(tokenizer_folder: str | None = None, tokenizer: str = "", **flags: Any) -> CheckpointMetadata:
@@ -40,7 +43,7 @@ def test_what_the_model_is_comes_from_the_checkpoint_and_where_and_how_the_tool_
     assert (config.model.num_layers, config.model.hidden_size, config.data.seq_length) == (3, 64, 48)
     assert (config.precision.bf16, config.launch.seed, config.data.text_path) == (True, 77, ("a.txt", "b.txt"))
     assert (config.launch.nproc, config.parallel.tensor_model_parallel_size, config.zero.stage) == (None, 1, 3)
-    assert config.sample.sample_tokens == 0
+    assert config.section(SampleConfig).sample_tokens == 0
     earlier = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")  # none beside the checkpoint
     assert earlier.config.tokenizer.tokenizer_model == "/my.model"
 
@@ -136,8 +139,8 @@ def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(fo
 
 def test_what_was_chosen_for_the_outer_optimizer_stays_unless_flags_say_otherwise():
     def rates(argv: str, **chosen: Any) -> tuple[Any, ...]:
-        settled = settle(argv, take=with_outer_rates, **chosen)
-        islands = settled.config.diloco
+        settled = settle(argv, take=with_resumed_features, **chosen)
+        islands = settled.config.section(DilocoConfig)
         return islands.diloco_outer_lr, islands.diloco_outer_momentum, settled.origins.get("diloco_outer_lr")
 
     chosen = {"diloco_outer_lr": 1.0, "diloco_outer_momentum": 0.0}

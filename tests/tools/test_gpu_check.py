@@ -15,6 +15,7 @@ from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program
 
 from megazpp.base.program import EXIT_USER_ERROR
+from megazpp.features import FEATURES
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.arguments import parse_run_config
@@ -156,7 +157,7 @@ def test_only_float8_may_be_refused(check):
 
 def test_the_baseline_is_of_the_same_size():
     for name in ("gpt_125m", "llama_1b", "llama_8b"):
-        config = parse_run_config([f"@configs/{name}.args"], ROOT).config
+        config = parse_run_config([f"@configs/{name}.args"], ROOT, features=FEATURES).config
         with torch.device("meta"):
             ours = GPTModel(config.model, vocab_size=50304, tp=MeshAxis("tp"))
             theirs = gpu_check_workers.PlainModel(config.model, 50304, config.data.seq_length)

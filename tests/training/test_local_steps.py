@@ -8,7 +8,7 @@ import pytest
 from helpers.faults import guarded, launch, poison_gradient, state
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import CPU, Case, build_diloco, build_on_ranks, build_step, diloco_plan, spec_of
+from helpers.training import CPU, Case, build_diloco, build_on_ranks, build_step, diloco_plan
 
 from megazpp.diloco import loop
 from megazpp.diloco.config import DilocoConfig
@@ -94,9 +94,9 @@ def check_memory() -> None:
     model, _, dims = build_on_ranks(case)
     needed = 25 * sum(parameter.to_local().numel() for parameter in model.parameters())
     with mock.patch.object(loop, "device_bytes", side_effect=[needed, needed - 1]):
-        check_island_holds(spec_of(case), dims, CPU, diloco_plan(case))
+        check_island_holds(model, dims, CPU, diloco_plan(case))
         with pytest.raises(ValueError, match="--diloco-steps 2: each of the 2 islands has a whole model on its 2 "):
-            check_island_holds(spec_of(case), dims, CPU, diloco_plan(case))
+            check_island_holds(model, dims, CPU, diloco_plan(case))
 
 
 def test_a_model_whose_states_do_not_fit_an_island_is_refused():

@@ -31,6 +31,7 @@ from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_thi
 
 from megazpp.base.files import write_whole
 from megazpp.base.program import EXIT_INTERRUPTED, MEGA, UserError, exit_on_signals, flags_of, program, say
+from megazpp.features import FEATURES
 from megazpp.run.arguments import parse_run_config
 from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
@@ -178,7 +179,7 @@ def flags_of_variants(args: argparse.Namespace) -> dict[str, str]:
     flags = {name: f"{common} {VARIANTS[name]}" for name in args.variants}
     cluster = Cluster(num_nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     for words in flags.values():
-        check_run_config(parse_run_config(words.split(), Path()).config, cluster, device_type="cpu")
+        check_run_config(parse_run_config(words.split(), Path(), features=FEATURES).config, cluster, device_type="cpu")
     return flags
 
 

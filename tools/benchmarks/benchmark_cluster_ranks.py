@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from megazpp.data.loader import make_micro_batch
+from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import Islands
+from megazpp.features import FEATURES
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer
 from megazpp.parallel.axis import MeshAxis
@@ -95,8 +97,9 @@ class VariantRun:
         optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, CPU)
         scaler = build_loss_scaler(config.loss_scale, fp16=False)
         self._step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
-        self._islands = None if plan.diloco is None else Islands(built.sharding, dims, plan.diloco, config.precision)
-        self.steps, self._iteration = (1, 0) if plan.diloco is None else (plan.diloco.steps, plan.diloco.delay)
+        diloco = plan.of(DilocoPlan)
+        self._islands = None if diloco is None else Islands(built.sharding, dims, diloco, config.precision)
+        self.steps, self._iteration = (1, 0) if diloco is None else (diloco.steps, diloco.delay)
         self._lr = config.schedule.lr or 0.0
         self.num_parameters = sum(p.numel() for p in built.model.parameters())
         generator = torch.Generator().manual_seed(config.launch.seed + dims.data_rank)
@@ -122,7 +125,7 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
     """
     multiply_in_fp32_()
     dims_of: dict[Layout, ParallelDims] = {}
-    configs = {name: parse_run_config(words.split(), Path()).config for name, words in flags.items()}
+    configs = {name: parse_run_config(words.split(), Path(), features=FEATURES).config for name, words in flags.items()}
     runs = {name: VariantRun(config, cluster, dims_of) for name, config in configs.items()}
     first = next(iter(runs.values()))
 

@@ -12,12 +12,14 @@ keeps. Rank 0 has the weights once more in memory. TRL and vLLM take tensors in 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from megazpp.base.files import renamed_when_done
+from megazpp.base.flags import check_positive, flag
 from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import OUTPUT, WORDS, held
@@ -25,8 +27,26 @@ from megazpp.convert.safetensors_file import write_tensors
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
+from megazpp.run.arguments import FeatureConfig
 from megazpp.zero.config import CommPlan, PrecisionConfig
 from megazpp.zero.sharding import Sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchesConfig(FeatureConfig):
+    """Weight patches for engines that generate with the policy."""
+
+    save_weight_patches: str | None = flag(
+        None,
+        "folder for patches: after every step the 16-bit weights that have changed, under Hugging Face's names, for an "
+        "engine that draws from the policy",
+    )
+    weight_anchor_interval: int = flag(
+        100, "iterations between whole weights among these patches", needs="--save-weight-patches"
+    )
+
+    def __post_init__(self) -> None:
+        check_positive(self, "weight_anchor_interval")
 
 
 class WeightPatches:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import OUTPUT, WORDS, held, split_all
-from megazpp.convert.patches import WeightPatches
+from megazpp.weight_patches.patches import WeightPatches
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")

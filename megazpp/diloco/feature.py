@@ -1,0 +1,55 @@
+"""DiLoCo as an optional feature of pretraining."""
+
+from __future__ import annotations
+
+from megazpp.diloco.config import DilocoConfig, DilocoPlan, count_islands, plan_islands
+from megazpp.diloco.loop import LocalSteps, check_island_holds
+from megazpp.diloco.outer import Islands
+from megazpp.diloco.state import island_parts
+from megazpp.run.arguments import RunConfig
+from megazpp.run.checks import RunPlan
+from megazpp.run.feature import Attached, Feature, TrainerParts
+from megazpp.topology.cluster import Cluster
+
+
+class Diloco(Feature):
+    """Groups of nodes train with local steps and synchronize every --diloco-steps steps."""
+
+    config = DilocoConfig
+
+    def num_islands(self, config: RunConfig, cluster: Cluster) -> int:
+        flags = config.section(DilocoConfig)
+        return count_islands(flags, cluster, verify_interval=config.verify.zero_verify_interval)
+
+    def check(self, config: RunConfig, plan: RunPlan) -> DilocoPlan | None:
+        flags, batches, layout = config.section(DilocoConfig), plan.batches, plan.layout
+        assert config.model.num_layers is not None
+        assert config.data.seq_length is not None
+        return plan_islands(
+            flags,
+            config.zero,
+            iterations=batches.total_iterations,
+            num_layers=config.model.num_layers,
+            tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.island,
+        )
+
+    def attach(self, parts: TrainerParts) -> Attached:
+        plan, dims, device = parts.plan.of(DilocoPlan), parts.run.dims, parts.run.device
+        if plan is None:
+            return Attached()
+        model, sharding = parts.built
+        check_island_holds(model, dims, device, plan)
+        islands = Islands(sharding, dims, plan, parts.config.precision)
+        if device.type == "cuda":  # elsewhere they are compiled already
+            islands.compile_kernels(device)
+        parts.states = island_parts(parts.states, islands, model, parts.values)
+        parts.flags |= plan.chosen_flags()
+        parts.guard.islands = True
+        return Attached(
+            synchronize=LocalSteps(islands, parts.objective, parts.guard, dims).after_step,
+            evaluation_weights=islands.outer_weights,
+            wait=islands.wait,
+        )
+
+
+FEATURE = Diloco()

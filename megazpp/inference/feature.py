@@ -1,0 +1,36 @@
+"""A sample of text at the end of a training, as an optional feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from megazpp.inference.sample import SampleConfig
+from megazpp.inference.text import continue_texts
+from megazpp.run.feature import Attached, Feature, TrainerParts
+
+
+class SampleAtEnd(Feature):
+    """Continue the prompts of --sample-prompt with the trained model, if --sample-tokens asks for it."""
+
+    config = SampleConfig
+
+    def attach(self, parts: TrainerParts) -> Attached:
+        config, longest = parts.config.section(SampleConfig), parts.config.data.seq_length
+        if config.sample_tokens == 0:
+            return Attached()
+        assert longest is not None
+        prompts, seed, run = config.sample_prompt or ("",), parts.config.launch.seed, parts.run
+
+        def write_sample(weights: Callable[[], AbstractContextManager[None]]) -> None:
+            with weights():
+                texts, _ = continue_texts(
+                    *parts.built, run.dims, parts.tokenizer, prompts, config, max_length=longest, seed=seed
+                )
+            for prompt, text in zip(prompts, texts, strict=True):
+                run.log(f"a sample of text:\n{prompt}{text}")
+
+        return Attached(finish=write_sample)
+
+
+FEATURE = SampleAtEnd()

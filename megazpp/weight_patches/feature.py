@@ -1,0 +1,34 @@
+"""Weight patches as an optional feature of pretraining and post-training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megazpp.run.arguments import RunConfig
+from megazpp.run.checks import RunPlan
+from megazpp.run.feature import Attached, Feature, TrainerParts
+from megazpp.weight_patches.patches import PatchesConfig, WeightPatches, check_patches
+
+
+class WeightPatchesFeature(Feature):
+    """Write the changed weights of every step to --save-weight-patches."""
+
+    config = PatchesConfig
+
+    def check(self, config: RunConfig, plan: RunPlan) -> None:
+        flags = config.section(PatchesConfig)
+        if flags.save_weight_patches is None:
+            return
+        if plan.layout.island > 1:
+            raise ValueError("--save-weight-patches: with --diloco-steps each island has weights of its own")
+        check_patches(config.model, config.precision, plan.wire)
+
+    def attach(self, parts: TrainerParts) -> Attached:
+        flags = parts.config.section(PatchesConfig)
+        if flags.save_weight_patches is None:
+            return Attached()
+        folder, interval = Path(flags.save_weight_patches), flags.weight_anchor_interval
+        return Attached(after_step=(WeightPatches(folder, interval, *parts.built, parts.run.dims),))
+
+
+FEATURE = WeightPatchesFeature()
