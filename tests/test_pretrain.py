@@ -218,11 +218,21 @@ def main(run_main, monkeypatch):
 def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(main, capfd):
     code, out, _ = main("--print-config")
     assert code == 0
-    with pytest.raises(SystemExit) as stop:
-        main("--help")
-    assert stop.value.code == 0
-    for said in (out, capfd.readouterr().out):
-        assert "--tensor-model-parallel-size" in said
+    texts = [out]
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stop:
+            main(flag)
+        assert stop.value.code == 0
+        texts.append(capfd.readouterr().out)
+    assert all("--tensor-model-parallel-size" in text for text in texts)
+    _, common, everything = texts
+    assert common.count("\n") <= 60
+    assert "--help-all shows all 2" in common
+    assert "--muon-full-interval N " in everything
+    for wrong in ("th", "STR", "INT"):
+        assert not re.search(rf"(\d|\b){wrong}\b", everything), wrong
+    words = re.findall(r"\{([^{}]*)\}", everything)
+    assert all(len(set(group.split(","))) == len(group.split(",")) for group in words)
     assert os.listdir() == []
 
 

@@ -31,7 +31,10 @@ SAMPLES = 8  # of a forward, where the training said no --micro-batch-size
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """Evaluation: what is predicted."""
+    """Scoring.
+
+    The text that the model predicts.
+    """
 
     input: str | None = flag(None, "prefix of a .bin/.idx pair, or a text (default: the validation and test data)")
 

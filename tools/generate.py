@@ -36,7 +36,10 @@ DEFAULT_TOKENS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Generation: the prompts, and how many at once."""
+    """Prompts.
+
+    Where the prompts come from, and how many are continued at once.
+    """
 
     prompt_file: str | None = flag(None, "file with a prompt on each line (default: stdin, without --prompt)")
     prompts_at_once: int | Literal["auto"] = flag(

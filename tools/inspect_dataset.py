@@ -24,7 +24,10 @@ CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large data
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """Inspection: what is shown."""
+    """Inspection.
+
+    The dataset, and how much of it is shown.
+    """
 
     input: str | None = flag(None, "prefix of the .bin/.idx pair", metavar="PREFIX")
     document: int = flag(0, "which document is decoded")

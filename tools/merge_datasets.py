@@ -21,7 +21,10 @@ from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig:
-    """Datasets that become one."""
+    """Datasets.
+
+    The datasets to merge.
+    """
 
     input: tuple[str, ...] = flag(
         (),

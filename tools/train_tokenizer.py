@@ -29,7 +29,10 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerConfig:
-    """Text that a SentencePiece tokenizer is trained on, and its place."""
+    """Tokenizer training.
+
+    The text, and where the SentencePiece model is written.
+    """
 
     input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
     json_key: str = flag("text", "field that holds the text")

@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from megazpp.base.flags import FlagSpec, as_words, as_written, asks, config_title, flag_name, is_union, type_hints
 
 COMMAND_LINE = "command line"
+HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
 
 
@@ -63,11 +64,14 @@ class Parsed(NamedTuple):
 
 
 class FlagParser:
-    """Reads flags into config dataclasses; --help groups them by dataclass.
+    """Reads flags into config dataclasses, by which --help groups them.
+
+    If some flags are marked as common, --help shows only those, and --help-all shows all.
 
     Args:
         configs: config classes; no two may share a field name or a spelling.
-        program, description: for --help.
+        program, description, epilog: name, first line and last lines of --help.
+        shown: config classes whose flags --help always shows.
         mutually_exclusive: pairs of fields: the first, by hand or in a later file, takes the place of the second.
     """
 
@@ -77,14 +81,19 @@ class FlagParser:
         *,
         program: str,
         description: str = "",
+        epilog: str = "",
+        shown: Sequence[type] = (),
         mutually_exclusive: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self.configs, self._mutually_exclusive = tuple(configs), mutually_exclusive
+        self.configs, self._shown, self._mutually_exclusive = tuple(configs), tuple(shown), mutually_exclusive
         self._argparse = _RaisingParser(
             prog=program,
             usage="%(prog)s [@file ...] [--flag value ...]",
             description=description,
+            epilog=epilog,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
+            add_help=False,
             argument_default=argparse.SUPPRESS,
         )
         self._actions: dict[str, argparse.Action] = {}
@@ -92,7 +101,7 @@ class FlagParser:
         names = [field.name for config in self.configs for field in dataclasses.fields(config)]
         assert len(set(names)) == len(names), f"{names} has a name twice"
         for config in self.configs:
-            group = self._argparse.add_argument_group(config_title(config).rstrip("."))  # argparse adds a colon
+            group = self._argparse.add_argument_group(config_title(config))
             hints = type_hints(config)
             for field in dataclasses.fields(config):
                 action, optional = _add_flag(group, field, hints[field.name])
@@ -102,16 +111,35 @@ class FlagParser:
     @property
     def spellings(self) -> frozenset[str]:
         """Every accepted flag, aliases and `--no-` forms included."""
-        return frozenset(self._actions) | {"-h", "--help"}
+        return frozenset(self._actions) | HELP | {HELP_ALL}
+
+    def help_text(self, *, everything: bool) -> str:
+        """Return the text of --help, or that of --help-all if `everything`."""
+        fields = [(config, field) for config in self.configs for field in dataclasses.fields(config)]
+        common = [config in self._shown or field.metadata["flag"].common for config, field in fields]
+        if everything or not any(common):
+            return self._argparse.format_help()
+        hidden = [self._actions[flag_name(f)] for (_, f), shows in zip(fields, common, strict=True) if not shows]
+        texts = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        text = self._argparse.format_help()
+        for action, help_text in zip(hidden, texts, strict=True):
+            action.help = help_text
+        return f"{text}{HELP_ALL} shows all {len(fields)} flags.\n"
 
     def read(self, argv: Sequence[str], script_dir: Path, megatron_flags: Mapping[str, MegatronFlag]) -> Parsed:
         """Take all four steps; see the functions of each.
 
         Raises:
             ValueError: one line per problem, each with the place where the flag was written; or a config's own.
-            SystemExit: after --help.
+            SystemExit: after --help or --help-all.
         """
         flags = split_into_flags(expand_flag_files(argv, script_dir))
+        asked = {given.name for given in flags} & {*HELP, HELP_ALL}
+        if asked:
+            print(self.help_text(everything=HELP_ALL in asked), end="")
+            raise SystemExit(0)
         kept, notices, problems = sift_flags(flags, self.spellings, megatron_flags)
         values: dict[str, Any] = {}
         words: dict[str, Given] = {}
@@ -145,17 +173,16 @@ class FlagParser:
 
     def _read(self, given: Given) -> dict[str, Any]:
         """{field name: value} of one flag."""
-        action = self._actions.get(given.name)  # None: --help
+        action = self._actions[given.name]
         for value in given.values:
             if value.encode(errors="ignore").decode() != value:
                 raise ValueError(f"{given.name} {value!r} is not text in UTF-8")
-        if action is not None:
-            if given.values == ("none",) and action.dest in self._may_be_none:
-                return {action.dest: None}
-            if action.nargs == 0 and given.values:
-                raise ValueError(f"{given.name} takes no value, not {' '.join(given.values)}")
-            if action.nargs is None and len(given.values) != 1:
-                raise ValueError(f"{given.name} takes one value, not {len(given.values)}")
+        if given.values == ("none",) and action.dest in self._may_be_none:
+            return {action.dest: None}
+        if action.nargs == 0 and given.values:
+            raise ValueError(f"{given.name} takes no value, not {' '.join(given.values)}")
+        if action.nargs is None and len(given.values) != 1:
+            raise ValueError(f"{given.name} takes one value, not {len(given.values)}")
         argv = [given.name, *given.values]
         if len(given.values) == 1:
             argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
@@ -319,6 +346,18 @@ def _refusal(given: Given, flag: MegatronFlag) -> str | None:
 # ---- fields as arguments of argparse ------------------------------------------------------------------------------
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Lines of up to 110 characters, and a switch without its `--no-` form."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=110, max_help_position=40)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = [name for name in action.option_strings if action.nargs != 0 or not name.startswith("--no-")]
+        value = "" if action.nargs == 0 else f" {self._format_args(action, str(action.metavar))}"
+        return ", ".join(names) + value
+
+
 class _RaisingParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
@@ -329,7 +368,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hin
     spec: FlagSpec = field.metadata["flag"]
     help_text = spec.help + (f"; needs {spec.needs}" if spec.needs else "")
     if field.default is not None and field.default is not False and field.default not in ("", ()):
-        help_text += f" (default {as_words(field.default)})"
+        help_text += f" (default: {as_words(field.default)})"
     settings: dict[str, Any] = {"dest": field.name, "help": help_text.replace("%", "%%")}
     parts = _parts(hint)
     optional = types.NoneType in parts
@@ -339,8 +378,13 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hin
     if bool in parts:
         settings["action"] = argparse.BooleanOptionalAction
     else:
-        settings |= _one_value(parts, optional, spec.metavar)
+        settings |= _one_value(parts, optional, spec.metavar or _metavar(field.name))
     return group.add_argument(flag_name(field), *spec.aliases, **settings), optional
+
+
+def _metavar(name: str) -> str | None:
+    """The placeholder for a value of the field `name`, if the name says that it is a path."""
+    return "PATH" if name.endswith(("path", "file", "dir", "folder", "model", "save", "load")) else None
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -354,7 +398,7 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dic
     if len(types_) > 1:
         raise TypeError(f"a flag has one type, possibly with words and | None, not {parts}")
     convert: Callable[[str], Any] = types_[0] if types_ else type(next(iter(words.values())))
-    allowed = [*words, *(["none"] if optional else [])]
+    allowed = list(dict.fromkeys([*words, *(["none"] if optional else [])]))
 
     def read(text: str) -> Any:
         if text in words:
@@ -371,5 +415,6 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dic
         return value
 
     read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
-    shown = [convert.__name__.upper(), *words] if types_ else allowed
-    return {"type": read, "metavar": metavar or (f"{{{','.join(shown)}}}" if words else shown[0])}
+    kind = (metavar or {int: "N", float: "X", str: "TEXT"}[convert]) if types_ else ""
+    shown = [kind, *words] if types_ else allowed
+    return {"type": read, "metavar": f"{{{','.join(shown)}}}" if words else kind}

@@ -36,6 +36,7 @@ class FlagSpec(NamedTuple):
         metavar: what --help shows for a value, if not its type.
         needs: the flag without which this one would change nothing, `--lora-r`, or with its values `--optimizer sgd`:
             given by hand where that is off, this one is refused.
+        common: True if a first run may need the flag: `--help` shows common flags, `--help-all` shows all.
     """
 
     help: str
@@ -44,6 +45,7 @@ class FlagSpec(NamedTuple):
     nargs: int | str | None = None
     metavar: str | None = None
     needs: str | None = None
+    common: bool = False
 
 
 def flag(default: Any, help: str, **spec: Any) -> Any:
@@ -59,7 +61,7 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
 
 def config_title(config: type) -> str:
     """The first line of a config's docstring."""
-    return (config.__doc__ or config.__name__).strip().splitlines()[0]
+    return (config.__doc__ or config.__name__).strip().splitlines()[0].rstrip(".")
 
 
 def check_positive(config: Any, *names: str) -> None:

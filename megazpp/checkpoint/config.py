@@ -9,11 +9,14 @@ from megazpp.base.flags import check_not_negative, check_positive, flag, spellin
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints: where to, how often, and what to begin with."""
+    """Checkpoints.
 
-    save: str | None = flag(None, "folder to write checkpoints to; no other job may use it meanwhile")
+    Where and how often to save, and what to load.
+    """
+
+    save: str | None = flag(None, "folder for checkpoints; no other job may use it at the same time", common=True)
     save_to_run_dir: bool = flag(False, "without --save: write checkpoints to the run folder, in checkpoints/")
-    save_interval: int | None = flag(None, "iterations between checkpoints; there is always one at the end")
+    save_interval: int | None = flag(None, "iterations between checkpoints; the last one is always saved", common=True)
     keep_last: int | None = flag(None, "delete checkpoints but this many of the newest; default: keep all")
     save_retain_interval: int | None = flag(
         None, "keep checkpoints of iterations that this divides, and delete others but --keep-last (1)"
@@ -21,7 +24,7 @@ class CheckpointConfig:
     save_optim: bool = flag(True, "write the optimizer's state")
     save_rng: bool = flag(True, "write the states of the random generators")
     async_save: bool = flag(False, "go on training while a copy is written; takes the memory of that copy")
-    load: str | None = flag(None, "folder of checkpoints to continue from; where there is none, training starts anew")
+    load: str | None = flag(None, "folder of checkpoints to resume from; start anew if it has none", common=True)
     ckpt_step: int | None = flag(None, "load the checkpoint of this iteration instead of the latest")
     load_fallback: bool = flag(False, "where the checkpoint to load is damaged, load the newest that is not")
     load_optim: bool = flag(True, "load the optimizer's state and continue its schedule")

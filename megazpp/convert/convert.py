@@ -34,7 +34,10 @@ from megazpp.optim.schedule import ScheduleConfig, build_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """Flags of a conversion: from where, to where, in which formats."""
+    """Conversion.
+
+    Source, target and formats.
+    """
 
     input: str | None = flag(None, "folder of the model: Hugging Face's, or of Megatron's or our own checkpoints")
     output: str | None = flag(None, "folder to write, which must be new or empty")

@@ -46,24 +46,32 @@ _TAKEN_BACK = " (given again without a value, a flag takes an earlier one back)"
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Sources of tokens, and how they are cut into samples."""
+    """Data.
+
+    Sources of tokens, and how they are cut into samples.
+    """
 
     data_path: tuple[str, ...] = flag(
-        (), "prefixes of .bin/.idx pairs, each optionally preceded by its weight: 0.3 A 0.7 B", nargs="*"
+        (), "prefixes of .bin/.idx files, with weights to blend: 0.3 A 0.7 B", nargs="*", common=True
     )
     text_path: tuple[str, ...] = flag(
-        (), "text files or JSON lines to tokenize (cached), or builtin:moby_dick, instead of --data-path", nargs="*"
+        (),
+        "text or JSON lines files to tokenize, or builtin:moby_dick",
+        nargs="*",
+        common=True,
     )
     train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone", nargs="*")
     valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", nargs="*")
     test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", nargs="*")
-    split: str = flag("969, 30, 1", "shares of the documents (of the tokens, if those are few) for each use")
+    split: str = flag(
+        "969, 30, 1", "train, validation and test proportions, by document (by token if there are too few documents)"
+    )
     data_cache_path: str | None = flag(
         None, "directory for indices and trained tokenizers (default: megazpp in the user's cache directory)"
     )
     mock_data: bool = flag(False, "made-up documents instead of files")
     num_workers: int = flag(2, "threads that prepare the next steps' samples; 0 prepares them when asked")
-    seq_length: int | None = flag(None, "tokens of a sample")
+    seq_length: int | None = flag(None, "tokens of a sample", common=True)
     reset_position_ids: bool = flag(False, "count positions from the start of the document")
     reset_attention_mask: bool = flag(False, "attend within a document only")
     eod_mask_loss: bool = flag(False, "no loss on predicting what follows an end-of-document token")

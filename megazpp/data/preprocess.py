@@ -41,7 +41,10 @@ _READ_AHEAD = 4  # items per worker that are taken before the result of the firs
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessConfig:
-    """A corpus to tokenize, and the place of the datasets."""
+    """Preprocessing.
+
+    The corpus to tokenize, and where the datasets are written.
+    """
 
     input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
     json_keys: tuple[str, ...] = flag(("text",), "fields to tokenize; each makes a dataset of its own", nargs="+")

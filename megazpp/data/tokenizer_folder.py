@@ -51,10 +51,12 @@ class TokenizerConfig:
         | None
     ) = flag(None, "kind of tokenizer (default: what --tokenizer-model looks like; trained if there is none)")
     tokenizer_model: str | None = flag(
-        None, "a SentencePiece model, a Hugging Face tokenizer.json, or a directory that holds one"
+        None, "SentencePiece model, or Hugging Face tokenizer.json or folder", common=True
     )
     vocab_size: int | None = flag(
-        None, "pieces of a SentencePiece model to train (default 4096), or of the NullTokenizer (default 256)"
+        None,
+        "pieces of a SentencePiece tokenizer to train (default: 4096)",
+        common=True,
     )
     vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
     merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")

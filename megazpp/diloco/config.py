@@ -21,13 +21,15 @@ FEWEST, SHORTEST = 200, 10  # synchronizations, and steps between two, from whic
 
 @dataclass(frozen=True, kw_only=True)
 class DilocoConfig(FeatureConfig):
-    """Local steps between islands (DiLoCo): another algorithm, for links too slow for a synchronization per step
+    """DiLoCo.
+
+    Local steps between islands: another algorithm, for links that are too slow for a synchronization per step.
 
     An island is a node or several; inside it training is as ever, between islands weights meet every --diloco-steps
     steps. Evaluation, conversion and generation use the outer weights.
     """
 
-    diloco_steps: int | None = flag(None, "steps from one synchronization of a weight between islands to the next")
+    diloco_steps: int | None = flag(None, "synchronize the islands every N steps; enables DiLoCo")
     diloco_islands: int | None = flag(None, "islands, of equally many nodes (default: every node is one)")
     diloco_outer_lr: float | None = flag(
         None,
@@ -40,7 +42,7 @@ class DilocoConfig(FeatureConfig):
     diloco_fragments: int = flag(
         1, "parts of the model that synchronize one after the other within --diloco-steps; 1 is plain DiLoCo"
     )
-    diloco_delay: int = flag(0, "steps under which a synchronization's messages travel before its result is merged")
+    diloco_delay: int = flag(0, "steps that overlap a synchronization before its result is merged")
     diloco_merge_alpha: float | None = flag(
         None, "share of an island's own weights in the merge (default: 0; with --diloco-delay 0.5)"
     )

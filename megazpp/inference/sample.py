@@ -13,7 +13,10 @@ from megazpp.run.arguments import FeatureConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig(FeatureConfig):
-    """Text from the model: what it continues, how far, and how tokens are drawn."""
+    """Text generation.
+
+    Prompts, number of tokens, and how tokens are sampled.
+    """
 
     sample_prompt: tuple[str, ...] = flag(
         (), "texts to continue (default: an end-of-document token)", nargs="*", aliases=("--prompt",)

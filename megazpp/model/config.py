@@ -18,18 +18,21 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Model: shape, initialisation, dropout, recomputation."""
+    """Model.
 
-    num_layers: int | None = flag(None, "transformer layers")
-    hidden_size: int | None = flag(None, "width of the residual stream")
+    Shape, initialization, dropout and recomputation.
+    """
+
+    num_layers: int | None = flag(None, "transformer layers", common=True)
+    hidden_size: int | None = flag(None, "width of the residual stream", common=True)
     ffn_hidden_size: int | None = flag(
         None, "width inside the MLP (default 4 x hidden, with --swiglu two thirds of that in steps of 64)"
     )
-    num_attention_heads: int | None = flag(None, "query heads")
+    num_attention_heads: int | None = flag(None, "query heads", common=True)
     kv_channels: int | None = flag(None, "width of one head (default hidden / heads)")
     group_query_attention: bool = flag(False, "share each key and value head among several query heads")
     num_query_groups: int = flag(1, "key and value heads, with --group-query-attention")
-    max_position_embeddings: int | None = flag(None, "longest sequence the positions are defined for, in tokens")
+    max_position_embeddings: int | None = flag(None, "longest sequence in tokens that has positions")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
         "learned_absolute", "how positions enter"
     )

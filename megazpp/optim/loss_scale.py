@@ -13,7 +13,10 @@ from megazpp.base.flags import check_positive, flag
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """Constant loss scale, or the constants of the dynamic one that --fp16 uses otherwise."""
+    """Loss scaling.
+
+    A constant loss scale, or the constants of the dynamic loss scale of --fp16.
+    """
 
     loss_scale: float | None = flag(None, "constant loss scale; without it --fp16 scales dynamically")
     initial_loss_scale: float = flag(float(2**32), "first value of the dynamic loss scale")

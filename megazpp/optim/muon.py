@@ -42,7 +42,7 @@ NewtonSchulz = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Constants of Muon."""
+    """Muon."""
 
     muon_momentum: float = flag(0.95, "decay of Muon's running average of the gradient", needs=MUON)
     muon_use_nesterov: bool = flag(

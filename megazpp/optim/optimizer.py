@@ -29,7 +29,10 @@ ADAM = "--optimizer adam muon"
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(MuonConfig):
-    """Optimizer, whose kernels, its constants, and the clipping threshold."""
+    """Optimizer.
+
+    Its kernels, its constants and the gradient clipping threshold.
+    """
 
     optimizer: Literal["adam", "sgd", "muon"] = flag(
         "adam",

@@ -19,9 +19,12 @@ from megazpp.base.flags import check_not_negative, check_positive, check_words, 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Peak, floor, warm-up and decay of the learning rate; the ramp of the weight decay."""
+    """Learning rate schedule.
 
-    lr: float | None = flag(None, "peak learning rate")
+    Peak, minimum, warm-up and decay of the learning rate, and the ramp of the weight decay.
+    """
+
+    lr: float | None = flag(None, "peak learning rate", common=True)
     min_lr: float = flag(0.0, "learning rate after the decay, and the lower bound of inverse-square-root")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
         "linear", "shape of the learning rate after warm-up; WSD holds the peak and anneals at the end"

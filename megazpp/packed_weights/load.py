@@ -41,7 +41,10 @@ from megazpp.zero.config import PrecisionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """Weights: where those of a model that is only used are between uses, and in how many bits."""
+    """Weight storage.
+
+    Where the weights of a model that is only used are kept between uses, and in how many bits.
+    """
 
     weights_on: Literal["device", "host", "disk"] = flag(
         "device", "where weights lie between uses; of host and disk the device holds the ends and a few layers"

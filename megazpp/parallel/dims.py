@@ -51,9 +51,12 @@ MESH_AXES = ("island", "replicate", "shard", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Parallel degrees: how the ranks share the work."""
+    """Parallelism.
 
-    tensor_model_parallel_size: int = flag(1, "ranks that split every layer's matrices")
+    The degrees of tensor, context and data parallelism.
+    """
+
+    tensor_model_parallel_size: int = flag(1, "ranks that split every layer's matrices", common=True)
     pipeline_model_parallel_size: int = flag(1, "only 1 is supported")
     context_parallel_size: int = flag(
         1,
@@ -61,10 +64,7 @@ class ParallelConfig:
         "arXiv 2309.14509). Divides the data-parallel size; parameters are sharded over as many ranks as without",
     )
     allow_cp_across_nodes: bool = flag(False, "let --context-parallel-size leave the node: activations cross nodes")
-    sequence_parallel: bool = flag(
-        False,
-        "split the activations between tensor-parallel regions along the sequence: same bytes, less memory",
-    )
+    sequence_parallel: bool = flag(False, "split activations along the sequence between tensor-parallel regions")
     num_distributed_optimizer_instances: int = flag(
         1, "copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
     )

@@ -51,7 +51,9 @@ MOST_CTAS = 64  # of NCCL 2.25 and newer; 32 before
 
 @dataclass(frozen=True, kw_only=True)
 class NcclConfig:
-    """NCCL: priority and channels of the process groups (no effect on gloo)
+    """NCCL.
+
+    Priority and channels of the process groups; no effect on gloo.
 
     A CTA of NCCL's is a channel and occupies an SM while its collective runs; NCCL takes up to 32 or 64 of an H100's
     132. The network is a small part of NVLink's rate, so the cross axis may need few (try 8; none is measured).

@@ -53,9 +53,12 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": whoever started the work
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """Launch: worker processes, back end, seed."""
+    """Launch.
 
-    nproc: int | None = flag(None, "local workers to start (default: one per GPU; without GPUs one per core, 2 to 4)")
+    Worker processes, the communication back end and the seed.
+    """
+
+    nproc: int | None = flag(None, "local workers to start (default: one per GPU; on a CPU 2 to 4)", common=True)
     max_restarts: int = flag(
         0, "times that the local workers are started again after one has failed (under torchrun, give it to torchrun)"
     )

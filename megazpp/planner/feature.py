@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazpp.base.flags import flag
+from megazpp.base.flags import check_not_negative, flag
 from megazpp.base.program import EXIT_ERROR
 from megazpp.parallel.launch import device_type
 from megazpp.planner.dry_run import dry_run
@@ -16,16 +16,20 @@ from megazpp.run.ranks import planned_cluster
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(FeatureConfig):
-    """Estimate a run, and stop."""
+    """Planning.
 
-    plan: bool = flag(
-        False, "print memory, bytes and time of the run, what else would fit, and stop; see --cluster-file"
-    )
+    Estimate a run instead of starting it.
+    """
+
+    plan: bool = flag(False, "print estimates of memory, traffic and time, and stop", common=True)
     dry_run: bool = flag(
         False,
-        "be one rank of a cluster that is not there for one step without data, compare what it sends with the plan",
+        "simulate one step of one rank with fake tensors, compare its traffic with the plan, and stop",
     )
-    dry_run_rank: int = flag(0, "the rank that --dry-run is")
+    dry_run_rank: int = flag(0, "rank that --dry-run simulates")
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "dry_run_rank")
 
 
 class Planner(Feature):

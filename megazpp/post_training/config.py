@@ -27,7 +27,10 @@ DEFAULTS = {"weight_decay": 0.0, "sample_temperature": 1.0, "sample_top_k": 0, "
 
 @dataclass(frozen=True, kw_only=True)
 class PostTrainingConfig:
-    """Post-training: what the model is trained towards."""
+    """Post-training.
+
+    The objective and its constants.
+    """
 
     objective: Literal["sft", "reward", "dpo", "grpo", "ppo"] | None = flag(
         None,

@@ -46,7 +46,10 @@ _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
 
 @dataclass(frozen=True, kw_only=True)
 class DataFormatConfig:
-    """Data format: what lines of data become."""
+    """Data format.
+
+    How lines of data become token sequences.
+    """
 
     max_length: int = flag(1024, "tokens of an example, prompt and answer together; what is beyond is cut off")
     chat_template: str | None = flag(

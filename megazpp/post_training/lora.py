@@ -43,7 +43,10 @@ from megazpp.training.setup import ModelSpec, ShardedModel, fill, shard_built
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """LoRA: low-rank adapters are trained in the place of all weights."""
+    """LoRA.
+
+    Train low-rank adapters instead of all weights.
+    """
 
     lora_r: int | None = flag(None, "rank of the adapters; trains adapters alone (default: all weights are trained)")
     lora_alpha: float = flag(8.0, "what an adapter adds is scaled by this over its rank", needs="--lora-r")

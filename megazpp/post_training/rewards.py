@@ -28,7 +28,10 @@ from megazpp.post_training.losses import nanstd
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Rewards: what completions are judged by."""
+    """Rewards.
+
+    Reward functions and their weights.
+    """
 
     reward_funcs: tuple[str, ...] = flag(
         (),

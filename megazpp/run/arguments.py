@@ -90,25 +90,25 @@ class RunConfig:
 
     model: GPTConfig
     batches: BatchConfig
-    data: DataConfig
-    tokenizer: TokenizerConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    cluster: ClusterConfig
+    zero: ZeroConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
-    precision: PrecisionConfig
     loss_scale: LossScaleConfig
-    parallel: ParallelConfig
-    zero: ZeroConfig
-    cluster: ClusterConfig
-    nccl: NcclConfig
-    launch: LaunchConfig
-    stop: StopConfig
-    anomalies: AnomalyConfig
-    verify: VerifyConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
     checkpoint: CheckpointConfig
     evaluation: EvalConfig
     tracking: TrackingConfig
     timing: TimingConfig
     profiler: ProfilerConfig
+    launch: LaunchConfig
+    nccl: NcclConfig
+    stop: StopConfig
+    anomalies: AnomalyConfig
+    verify: VerifyConfig
     features: tuple[Any, ...] = ()
     sections: tuple[FeatureConfig, ...] = ()
 
@@ -154,9 +154,12 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowConfig:
-    """Show something, and stop."""
+    """Information.
 
-    print_config: bool = flag(False, "print every flag, its value and where that came from, and stop")
+    Print something and stop.
+    """
+
+    print_config: bool = flag(False, "print every flag with its value and origin, and stop", common=True)
 
 
 class ParsedRun(NamedTuple):
@@ -194,6 +197,16 @@ class ParsedRun(NamedTuple):
         return (*self.extra, *self.config.parts)
 
 
+def run_configs() -> dict[str, type]:
+    """Return the config classes that every run has, by their field of `RunConfig`."""
+    return {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if dataclasses.is_dataclass(kind)}
+
+
+def section_configs(features: Sequence[Any]) -> list[type]:
+    """Return the config classes of the features that have flags."""
+    return [feature.config for feature in features if feature.config is not None]
+
+
 def parse_run_config(
     argv: Sequence[str],
     script_dir: Path,
@@ -214,10 +227,16 @@ def parse_run_config(
     implied = None if any(text.startswith(("@", "--num-layers")) for text in argv) else default_file
     if implied is not None:
         argv = [implied, *argv]
-    kinds = {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if dataclasses.is_dataclass(kind)}
-    sections = [feature.config for feature in features if feature.config is not None]
+    kinds, sections = run_configs(), section_configs(features)
     classes = [*extra, *kinds.values(), *sections, ShowConfig]
-    parser = FlagParser(classes, program=program, description=description or _DESCRIPTION, mutually_exclusive=RIVALS)
+    parser = FlagParser(
+        classes,
+        program=program,
+        description=description or _DESCRIPTION,
+        epilog=_EPILOG if description is None else "",
+        shown=extra,
+        mutually_exclusive=RIVALS,
+    )
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
     own, rest = configs[: len(extra)], configs[len(extra) :]
     parts = dict(zip(kinds, rest, strict=False))
@@ -241,7 +260,9 @@ def _implied_notice(config: RunConfig, origins: Mapping[str, str], file: str) ->
     return f"no @file is given, so these are of {file}: {', '.join(given)}; name a flag file, or give other values"
 
 
-_DESCRIPTION = (
-    "Train a GPT. @file stands for the flags that the file holds, one or more to a line; what comes later wins. "
-    "Without flags: " + DEFAULT_FLAG_FILE
-)
+_DESCRIPTION = "Train a GPT. @FILE reads flags from a file; later flags win. Without flags: " + DEFAULT_FLAG_FILE
+_EPILOG = """examples:
+  python pretrain_gpt.py --zeropp                                  a small model on the shipped text, on this machine
+  python pretrain_gpt.py @configs/gpt_125m.args --data-path my_text_document --tokenizer-model my.model
+  torchrun --nproc-per-node 8 pretrain_gpt.py @configs/gpt_1b3.args --tensor-model-parallel-size 2 --zeropp ...
+"""

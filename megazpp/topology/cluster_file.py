@@ -53,12 +53,12 @@ NO_DEVICE = "# --plan needs links (--measure-links writes them) and a device: co
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The description of a cluster that is not simply what the launcher says."""
+    """Cluster.
 
-    cluster_file: str | None = flag(
-        None,
-        "YAML file with nodes, ranks per node, fast domains, rank order and links (megazpp/topology/cluster_file.py)",
-    )
+    A description of nodes and links that replaces or completes what the ranks find.
+    """
+
+    cluster_file: str | None = flag(None, "YAML file with nodes, links and devices, for --plan and placement")
     emulate_nodes: int | Literal["auto"] | None = flag(
         None,
         "treat the ranks of one machine as this many nodes of equal size, and count traffic accordingly; auto: 2 if a "

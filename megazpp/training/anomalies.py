@@ -41,7 +41,10 @@ SHOWN = 8  # parameters and micro-batches that the message names; the file has a
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyConfig:
-    """NaN, Inf and loss spikes: what must not get into the weights."""
+    """NaN and loss spikes.
+
+    How the run reacts to losses and gradients that must not reach the weights.
+    """
 
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
@@ -51,7 +54,7 @@ class AnomalyConfig:
     loss_spike_sigma: float | None = flag(
         None,
         f"skip the update of a step whose loss is more than this many standard deviations above the mean of the last "
-        f"{WINDOW} (from the {FEWEST + 1}th step on)",
+        f"{WINDOW} (after the first {FEWEST} steps)",
     )
     loss_spike_action: Literal["skip", "rewind"] = flag(
         "skip",

@@ -18,14 +18,20 @@ from megazpp.checkpoint.metadata import TrainingProgress
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Batch sizes in samples and the length of the run."""
+    """Batch size and length.
+
+    Batch sizes in samples, and the length of the run.
+    """
 
     micro_batch_size: int | None = flag(
         None,
-        "samples of one forward and backward on one data-parallel rank; default: its share of --global-batch-size",
+        "samples of a forward and backward per data-parallel rank",
+        common=True,
     )
     global_batch_size: int | None = flag(
-        None, "samples of one optimizer step over all ranks; default: --micro-batch-size x data-parallel size"
+        None,
+        "samples of an optimizer step, over all ranks",
+        common=True,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
@@ -33,7 +39,7 @@ class BatchConfig:
         nargs=3,
         metavar="N",
     )
-    train_iters: int | None = flag(None, "optimizer steps of the run; or give --train-samples")
+    train_iters: int | None = flag(None, "optimizer steps of the run (or --train-samples)", common=True)
     train_samples: int | None = flag(None, "samples of the run; or give --train-iters")
 
     def __post_init__(self) -> None:

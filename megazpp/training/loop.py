@@ -37,7 +37,10 @@ Observer = Callable[[int], AbstractContextManager[None]]  # around an iteration,
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """Early stop: after an iteration, or after a time."""
+    """Early stop.
+
+    Conditions that end the run before its last iteration.
+    """
 
     exit_interval: int | None = flag(None, "stop after an iteration that this divides")
     exit_duration_in_mins: int | None = flag(None, "stop after this many minutes since the program's start")

@@ -38,7 +38,10 @@ from megazpp.zero.sharding import WeightHandle
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation: how often and on how much."""
+    """Evaluation.
+
+    How often and on how many samples the run is evaluated.
+    """
 
     eval_iters: int = flag(100, "global batches of one evaluation; 0 for none")
     eval_interval: int = flag(1000, "training steps between evaluations")

@@ -25,7 +25,10 @@ MOST_ALLOCATIONS = 100_000  # that a snapshot looks back on; Megatron's number
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
-    """Profiling: torch's profiler, and CUDA's allocations."""
+    """Profiling.
+
+    torch's profiler and the history of CUDA allocations.
+    """
 
     profile: bool = flag(
         False, "record operators, kernels and hops with torch.profiler: a trace for ui.perfetto.dev in the run folder"

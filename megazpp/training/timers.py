@@ -66,7 +66,10 @@ SLACK = 1e-9  # seconds: what rounding may move
 
 @dataclass(frozen=True, kw_only=True)
 class TimingConfig:
-    """Timing: how long the parts of an iteration take, slow ranks, the timeline (trace) of one step."""
+    """Timing.
+
+    Times of the parts of an iteration, slow ranks, and the timeline (trace) of one step.
+    """
 
     timing_log_level: Literal[0, 1, 2] = flag(
         0, "times in the log: 0 of iterations, 1 of their parts, 2 also of micro-batches and of each axis's collectives"

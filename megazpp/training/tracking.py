@@ -39,13 +39,16 @@ SAMPLES = " vs samples"  # ends the names of scalars over samples
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Logging: metrics, Weights & Biases, TensorBoard; what is recorded, how often, and where."""
+    """Logging.
+
+    The metrics that are recorded, how often, and where: log, Weights & Biases, TensorBoard.
+    """
 
     run_dir: str | None = flag(None, "folder of this run's records; default: runs/<time>-<config name>")
     log_interval: int = flag(100, "iterations between two log lines")
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
-    wandb_project: str = flag("", "record to this Weights & Biases project; without it wandb is off")
+    wandb_project: str = flag("", "Weights & Biases project; without it wandb is off", common=True)
     wandb_entity: str = flag("", "Weights & Biases entity (user or team)")
     wandb_exp_name: str = flag("", "name of the wandb run; default: the run folder's name")
     wandb_save_dir: str = flag("", "where wandb writes its local files; default: the run folder")

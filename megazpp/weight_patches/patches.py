@@ -34,12 +34,14 @@ from megazpp.zero.sharding import Sharding
 
 @dataclass(frozen=True, kw_only=True)
 class PatchesConfig(FeatureConfig):
-    """Weight patches for engines that generate with the policy."""
+    """Weight patches.
+
+    Changed weights of every step, for engines that generate with the policy.
+    """
 
     save_weight_patches: str | None = flag(
         None,
-        "folder for patches: after every step the 16-bit weights that have changed, under Hugging Face's names, for an "
-        "engine that draws from the policy",
+        "folder for the changes of the 16-bit weights after every step (Hugging Face names), for an engine to load",
     )
     weight_anchor_interval: int = flag(
         100, "iterations between whole weights among these patches", needs="--save-weight-patches"

@@ -23,16 +23,19 @@ WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """ZeRO and ZeRO++: what is sharded over the data ranks, and how it travels."""
+    """ZeRO and ZeRO++.
+
+    The states that are sharded over the data ranks, and the formats in which they are communicated.
+    """
 
     zero_stage: Literal[0, 1, 2, 3] | None = flag(
-        None, "0: nothing, 1: moments, 2: and gradients, 3: and parameters (default 3)"
+        None, "shard nothing (0), optimizer (1), gradients (2), parameters (3, default)", common=True
     )
     use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1")
     zeropp: bool = flag(
         False,
-        "ZeRO++: --zero-quantized-weights, --zero-hpz-partition-size auto and --zero-quantized-gradients, each "
-        "can be set or unset alone",
+        "ZeRO++: quantized, hierarchical communication (qwZ, hpZ and qgZ)",
+        common=True,
     )
     zero_quantized_weights: bool | None = flag(None, "qwZ: gather weights as 8-bit blocks")
     zero_hpz_partition_size: str | None = flag(
@@ -46,9 +49,8 @@ class ZeroConfig:
     )
     zero_weight_delta: Literal["lossless", "none"] | None = flag(
         None,
-        "lossless: what crosses nodes is how the 16-bit weights have changed since the last step, bit for bit, in "
-        "fewer bytes the lower the learning rate; the kept weights are in 16 bits (2 bytes per parameter and node "
-        "instead of 1). none: whole weights cross",
+        "lossless: send bit-exact changes of 16-bit weights between nodes",
+        common=True,
     )
     zero_weight_keyframe_interval: int | None = flag(
         None,
@@ -136,10 +138,13 @@ class ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Precision: fp32 master weights always; compute in fp32, bf16 or fp16."""
+    """Precision.
+
+    Master weights are always fp32. Layers compute in fp32, bf16 or fp16.
+    """
 
     fp16: bool = flag(False, "compute in fp16, with loss scaling")
-    bf16: bool = flag(False, "compute in bf16")
+    bf16: bool = flag(False, "compute in bf16", common=True)
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "accumulate and reduce gradients in fp32 (always so with --bf16, unless --grad-reduce-in-bf16)"
     )

@@ -138,9 +138,14 @@ def test_help_is_grouped_by_dataclass(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"Pump: how water moves: .*--depth INT .*Pipes: .*--label STR ", text)
+    assert re.search(r"Pump: how water moves: .*--depth N .*Pipes: .*--label TEXT ", text)
     assert "More about it" not in text
-    for shown in ("100% is full speed (default 0.5)", "--level {0,1,2,none}", "--valves {INT,auto}"):
+    for shown in (
+        "100% is full speed (default: 0.5)",
+        "--level {0,1,2,none}",
+        "--valves {N,auto}",
+        "--loud make noise",
+    ):
         assert shown in text
     assert "--dep" not in PARSER.spellings  # no abbreviations
     assert {"--depth", "--velocity", "--no-loud", "--no-show_lights", "--help"} <= PARSER.spellings

@@ -14,8 +14,9 @@ from helpers.refusals import not_refused, table
 from helpers.small_run import ROOT, SMALL, parse
 
 from megazpp.base.flags import flag_name
+from megazpp.features import FEATURES
 from megazpp.parallel.launch import detect_rank_info
-from megazpp.run.arguments import RunConfig
+from megazpp.run.arguments import run_configs, section_configs
 from megazpp.run.checks import RunPlan, check_run_config
 
 BESIDE = """
@@ -46,7 +47,7 @@ ZERO_MEANS_SOMETHING = re.findall(  # mostly that nothing is done
 --zero-error-feedback-beta --diloco-outer-momentum --diloco-delay --diloco-merge-alpha --clip-grad --lr-warmup-fraction
 --lr-warmup-iters --lr-warmup-samples --lr-warmup-init --start-weight-decay --end-weight-decay --max-restarts --seed
 --ckpt-step --eval-iters --profile-step-start --profile-ranks --sample-tokens --sample-temperature --sample-top-k
---sample-min-p
+--sample-min-p --dry-run-rank
 """,
 )
 NOT_USED = dict(  # flags that no test uses, and the reason
@@ -67,7 +68,7 @@ ref_checksum | the program writes it; test_post_train.py changes the base that i
 def numbers(wanted: str) -> dict[str, int]:
     """Every flag of a run that takes a number of this type, and how many."""
     found = {}
-    for config in typing.get_type_hints(RunConfig).values():
+    for config in (*run_configs().values(), *section_configs(FEATURES)):
         for field in dataclasses.fields(config):
             if re.search(rf"\b{wanted}\b", str(typing.get_type_hints(config)[field.name])):
                 count = field.metadata["flag"].nargs

@@ -30,12 +30,12 @@ ORIGINS = {"learning_rate": "configs/a.args:3", "data_path": "command line", "na
 
 def test_the_report_shows_names_values_and_origins_and_reads_back_as_a_flag_file(tmp_path):
     assert render_flags((PumpConfig(learning_rate=3e-4), PipeConfig(data_path=("a b", "c"))), ORIGINS) == (
-        "# Pump: how water moves.\n"
+        "# Pump: how water moves\n"
         "--learning-rate 0.0003  # configs/a.args:3\n"
         "--no-b_f16              # default\n"
         "--name ''               # command line\n"
         "\n"
-        "# Pipes.\n"
+        "# Pipes\n"
         "--data-path 'a b' c     # command line\n"
     )
     odd = PumpConfig(learning_rate=1e-05, bf16=True, name="--it's # @x"), PipeConfig(data_path=("x y#z", "a\n\nb\r\t'"))

@@ -24,6 +24,8 @@ FOREIGN = {
     "--elements": "benchmark_kernels.py",
     "--flag": "the example of a docstring of the parser",
     "--help": "argparse",
+    "--help-all": "read before argparse",
+    "--nproc-per-node": "torchrun",
 }
 BEGINNINGS = ("--lr-decay-", "--lr-warmup-", "--lr-wsd-decay-", "--train-", "--no-", "--no-load-", "--no-save-")
 

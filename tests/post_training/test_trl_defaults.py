@@ -2,15 +2,15 @@
 
 import dataclasses
 import fnmatch
-import typing
 from typing import Any
 
 import pytest
 from post_training.test_losses import FILES
 
+from megazpp.features import FEATURES
 from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
 from megazpp.post_training.setup import EXTRA
-from megazpp.run.arguments import RunConfig
+from megazpp.run.arguments import run_configs, section_configs
 
 OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {  # TRL's config -> ours, and some that have to be the same
     "SFTConfig": ({"objective": "sft"}, "max_length packing"),
@@ -124,7 +124,7 @@ OTHER_THING = {"micro_batch_size": "set by the trainer", "local_rank": "torchrun
 def ours(post: PostTrainingConfig) -> dict[str, Any]:
     """Our defaults of all flags under an objective, by their names."""
     assert post.objective is not None
-    parts = [*typing.get_type_hints(RunConfig).values(), *EXTRA]
+    parts = [*run_configs().values(), *section_configs(FEATURES), *EXTRA]
     found = {field.name: field.default for part in parts for field in dataclasses.fields(part)}
     found |= DEFAULTS | {"lr": DEFAULT_RATE[post.objective], "beta": post.beta_or_default}
     losses = post.losses[0] if post.objective == "grpo" else [*post.losses]

@@ -15,11 +15,11 @@ from megazpp.data.preprocess import PreprocessConfig
 from megazpp.diloco.config import DilocoConfig
 from megazpp.features import FEATURES
 from megazpp.post_training.setup import EXTRA
-from megazpp.run.arguments import RunConfig, parse_run_config
+from megazpp.run.arguments import parse_run_config, run_configs, section_configs
 from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 
-CLASSES = tuple(typing.get_type_hints(RunConfig).values())
+CLASSES = (*run_configs().values(), *section_configs(FEATURES))
 
 # where our default is not Megatron's: {flag: why}
 OTHER_DEFAULTS = {
