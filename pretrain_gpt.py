@@ -111,7 +111,7 @@ def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: Check
         if source.continues:
             parsed = with_resumed_features(parsed, earlier, source.folder)
     if source is not None and not source.candidates():
-        anew = f"{source.folder.name} has no checkpoint: training begins anew, with random weights"
+        anew = f"{source.folder.name} has no checkpoint; this run starts from random weights"
         parsed = parsed._replace(notices=(*parsed.notices, anew))
     return parsed
 

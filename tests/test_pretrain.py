@@ -304,7 +304,7 @@ def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[in
     assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
     for _ in range(times):
         os.killpg(program.process.pid, signal.SIGINT)
-        program.wait_for("the step that is running is finished first; Ctrl-C again ends all at once\n")
+        program.wait_for("finishing this step; press Ctrl-C again to stop now\n")
     assert program.seconds_until_all_are_gone(30) < 30
     output = program.finish()
     assert "Traceback" not in output

@@ -72,9 +72,9 @@ def test_the_log_has_megatrons_lines(home, interrupted, continued):
 
 def test_a_run_whose_load_has_no_checkpoint_says_so_at_its_beginning_and_at_its_end(interrupted, continued):
     lines = interrupted.output.splitlines()
-    anew = "note: --load saved has no checkpoint: training begins anew, with random weights"
+    anew = "note: --load saved has no checkpoint; this run starts from random weights"
     assert lines.index(anew) < lines.index("------------------------ arguments ------------------------")
-    last = "note: --load saved had no checkpoint: this training began anew, with random weights"
+    last = "note: --load saved had no checkpoint; this run started from random weights"
     assert lines[lines.index(last) + 1].startswith("records of this run: ")
     assert "no checkpoint" not in continued.output
 

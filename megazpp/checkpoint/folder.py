@@ -146,7 +146,9 @@ class CheckpointFolder:
             text = read_tracker(self._new)
             if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
                 self._advance()
-                lines.append(f"{self.of(int(text))} was complete when its job ended: it is the latest now")
+                lines.append(
+                    f"{self.of(int(text))} is complete and was not recorded as the latest checkpoint; it is now"
+                )
         self._new.unlink(missing_ok=True)
         for path in sorted(entry for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name)):
             shutil.rmtree(path)

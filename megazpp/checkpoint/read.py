@@ -230,7 +230,10 @@ class CheckpointReader:
     def _check(self, source: LoadSource, record: CheckpointMetadata, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own
         if source.continues and own.flags.get("lora_r") is None and record.flags.get("lora_r") is not None:
-            raise ValueError(f"{checkpoint} holds adapters alone: --finetune begins with them merged into their base")
+            raise ValueError(
+                f"{checkpoint} contains only LoRA adapters. Pass --finetune to merge them into their base and start a "
+                "new run"
+            )
         check_same_model(record.flags, self._state.model.config, checkpoint)
         check_same_vocabulary(record, own.vocab_size, checkpoint)
         if None not in (own.tokenizer, record.tokenizer) and own.tokenizer != record.tokenizer:
@@ -238,7 +241,9 @@ class CheckpointReader:
             if "add_special_tokens" not in record.flags:
                 another += " (made by a version that did not read all of its files)"
             if source.continues:
-                raise ValueError(f"{another}: leave its flags away to go on with that one, or --finetune begins anew")
+                raise ValueError(
+                    f"{another}. Remove the tokenizer's flags to resume, or pass --finetune to start a new run"
+                )
             self._say(f"WARNING: {another}")
         for part, what, name in (("optimizer", "optimizer", "optim"), ("rng", "rng state", "rng")):
             if getattr(source, part) and not getattr(record, f"has_{part}"):

@@ -236,7 +236,7 @@ def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers
             while ahead:
                 yield first_result()
         except BrokenProcessPool as error:
-            raise ValueError("--workers: one was killed, perhaps for want of memory") from error
+            raise ValueError("a worker of --workers was killed, possibly out of memory; use fewer --workers") from error
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -146,7 +146,9 @@ def count_islands(config: DilocoConfig, cluster: Cluster, *, verify_interval: in
         ValueError: there is one node, weights are to be compared over all ranks, or islands are not whole nodes.
     """
     if config.asked and cluster.num_local_domains == 1:
-        raise ValueError(f"{config.asked}: islands are whole nodes, and there is one node (--emulate-nodes 2)")
+        raise ValueError(
+            f"{config.asked} needs at least 2 nodes, and there is 1. To try it on one machine: --emulate-nodes 2"
+        )
     if config.asked and verify_interval is not None:
         raise ValueError(
             f"--zero-verify-interval {verify_interval} compares weights over all ranks, and with --diloco-steps "

@@ -119,7 +119,9 @@ def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) 
     if LAUNCHER_PID not in env:
         for name, value in (("--nproc", config.nproc), ("--max-restarts", config.max_restarts or None)):
             if value is not None:
-                raise ValueError(f"{name} {value}: {launched.launcher} starts the workers, and starts them again")
+                raise ValueError(
+                    f"{name} {value} conflicts with {launched.launcher}, which starts and restarts the workers"
+                )
         find_address(launched, env)
     return RankInfo(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
 

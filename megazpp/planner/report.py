@@ -183,7 +183,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
         size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
         rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
-    note = "* of a node's links to others, each way: from there on they are not what a step waits for most"
+    note = "* per-node bandwidth, each way, above which the network is no longer the bottleneck"
     for name in islands:
         if name in found and (plan := found[name].plan.of(DilocoPlan)) is not None:
             note += f" ({name}: a synchronization's bytes {_takes(plan)})"

@@ -214,7 +214,7 @@ def _check_observers(
     if profiler.profile and first >= last:
         raise ValueError(f"--profile-step-start {first}: {end}")
     if profiler.record_memory_history and device_type != "cuda":
-        raise ValueError(f"--record-memory-history records CUDA's allocator, not {device_type}'s: --profile works")
+        raise ValueError(f"--record-memory-history needs CUDA, not {device_type}; --profile works on all devices")
     for rank in profiler.profile_ranks if profiler.profile or profiler.record_memory_history else ():
         if not 0 <= rank < world_size:
             raise ValueError(f"--profile-ranks {rank}: the ranks are 0 to {world_size - 1}")

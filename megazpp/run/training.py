@@ -77,7 +77,7 @@ def run_training(
         if not stops.hurried:
             trainer.finish_features()
         if source is not None and resumed is None:
-            run.log(f"note: {source.folder.name} had no checkpoint: this training began anew, with random weights")
+            run.log(f"note: {source.folder.name} had no checkpoint; this run started from random weights")
         if run.folder is not None:
             run.log(f"records of this run: {run.folder.path}")
             run.log(f"tokenizer and data indices: {cache_dir(parsed.config.data)}", short="")

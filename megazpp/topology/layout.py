@@ -210,8 +210,8 @@ def plan_layout(
     of_island = world // islands
     if tp < 1 or (domain % tp and (tp % domain or of_island % tp)):
         raise ValueError(
-            f"--tensor-model-parallel-size {tp} neither divides the {domain} ranks of a {local_domains(cluster)[:-1]} "
-            f"nor is it made of whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
+            f"--tensor-model-parallel-size {tp} must divide the {domain} ranks of a {local_domains(cluster)[:-1]} or "
+            f"span whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
             + (f", {islands} islands" if islands > 1 else "")
             + f"); {numbers(nested_sizes(domain, of_island))} would fit"
             + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")

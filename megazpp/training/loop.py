@@ -229,7 +229,7 @@ class StopConditions:
         if signum == signal.SIGINT:
             signal.signal(signum, signal.SIG_DFL)  # a second one must not wait for a blocked collective
             if self._answers:
-                print("\nthe step that is running is finished first; Ctrl-C again ends all at once", file=sys.stderr)
+                print("\nfinishing this step; press Ctrl-C again to stop now", file=sys.stderr)
 
 
 @contextmanager

@@ -70,7 +70,9 @@ def zeropp(
     if not isinstance(model, FSDPModule):
         _wrap(model, tensor.device.type, fsdp)
     elif fsdp:
-        raise ValueError(f"{next(iter(fsdp))}: the model is wrapped by fully_shard already, which had its arguments")
+        raise ValueError(
+            f"{next(iter(fsdp))}: the model is already wrapped by fully_shard; pass this argument to fully_shard"
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward may have left the root's parameters gathered

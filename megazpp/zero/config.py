@@ -319,7 +319,7 @@ def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
     }
     fields = [field for field in dataclasses.fields(config) if not used.get(field.name, True)]
     unused = [as_written(config, field) for field in fields if getattr(config, field.name) != field.default]
-    return f"without effect here: {', '.join(unused)}" if unused else None
+    return f"ignored on this layout: {', '.join(unused)}" if unused else None
 
 
 def block_format(bits: int, block_size: int, *, clip: bool = False) -> BlockFormat | None:

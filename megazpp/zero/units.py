@@ -92,8 +92,8 @@ class Unit:
         group = self._group
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise ValueError(
-                f"{self.name} has CPUOffloadPolicy: ZeRO++ reads shards where they are computed with; leave "
-                "offload_policy out"
+                f"{self.name} has CPUOffloadPolicy, which ZeRO++ does not support; call fully_shard without "
+                "offload_policy"
             )
         if group.post_forward_mesh_info not in (None, group.mesh_info):
             raise ValueError(f"{self.name} reshards to fewer ranks after forward: it needs reshard_after_forward=True")

@@ -81,7 +81,7 @@ def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) ->
         wrong = ", ".join(str(rank) for rank, value in values.items() if value != right)
         lines.append(f"{unit}, shard of rank {', '.join(map(str, owners))}: other weights on rank {wrong}")
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    head = "gathered weights differ between ranks: a wire or a memory is broken; the job ends before the update"
+    head = "gathered weights differ between ranks (faulty memory or link); the job stops before the update"
     return "\n".join([head, *lines[:SHOWN], *more])
 
 

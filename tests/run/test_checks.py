@@ -50,7 +50,7 @@ REFUSED = """
 1 | --timeline-step 11 | --timeline-step 11: the run ends with iteration 10
 1 | --timeline-step 5 --exit-interval 4 | --timeline-step 5: --exit-interval 4 ends the run
 1 | --timeline-step 5 --skip-train | --timeline-step 5: --skip-train takes no step
-1 | --record-memory-history | --record-memory-history records CUDA's allocator, not cpu's
+1 | --record-memory-history | --record-memory-history needs CUDA, not cpu
 4 | --profile --profile-step-start 1 --profile-ranks 4 | --profile-ranks 4: the ranks are 0 to 3
 1 | --profile --profile-step-start 1 --profile-step-end 1 | --profile-step-start 1 is not below --profile-step-end 1
 1 | --profile | --profile-step-start 10: the run ends with iteration 10

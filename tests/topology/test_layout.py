@@ -142,7 +142,7 @@ def test_samples_are_split_inside_a_node_unless_that_is_asked_for():
 
 # nodes, ranks of each, tp, replicas, cp
 REFUSED = """
-    2 | 4 | 3  | 1 | 1 | --tensor-model-parallel-size 3 neither divides the 4 ranks of a node
+    2 | 4 | 3  | 1 | 1 | --tensor-model-parallel-size 3 must divide the 4 ranks of a node
     2 | 4 | 3  | 1 | 1 | 1, 2, 4, 8 would fit, or a mult
     2 | 4 | 16 | 1 | 1 | --tensor-model-parallel-size 16 neither
     2 | 4 | 0  | 1 | 1 | --tensor-model-parallel-size 0 neither

@@ -285,7 +285,7 @@ def refuse_all() -> None:
         "in the order": whole(mesh=DeviceMesh("cpu", [0, 2, 1, 3])),
         "reshards to fewer ranks": first_block_apart(reshard_after_forward=2),
         "ranks_per_node 3": lambda model: None,
-        "leave offload_policy out": whole(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "call fully_shard without offload_policy": whole(offload_policy=CPUOffloadPolicy(pin_memory=False)),
         "reduced in torch.float64: ZeRO++ reduces fp32, bf16 and fp16; call model.float()": lambda model: (
             fully_shard(model.double()) and None
         ),
