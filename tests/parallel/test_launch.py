@@ -67,10 +67,10 @@ PLACES = [
     ),
 ]
 REFUSED = [
-    ({"nproc": 2}, TORCHRUN, "--nproc 2: torchrun"),
-    ({"max_restarts": 3}, SRUN, "--max-restarts 3: srun"),
+    ({"nproc": 2}, TORCHRUN, "--nproc 2 conflicts with torchrun"),
+    ({"max_restarts": 3}, SRUN, "--max-restarts 3 conflicts with srun"),
     ({"distributed_backend": "nccl"}, {}, "--distributed-backend nccl needs a GPU"),
-    ({"nproc": 2}, mpi("OMPI_COMM_WORLD"), "--nproc 2: mpirun starts the workers"),
+    ({"nproc": 2}, mpi("OMPI_COMM_WORLD"), "--nproc 2 conflicts with mpirun"),
     (
         {},
         mpi("OMPI_COMM_WORLD"),

@@ -144,8 +144,8 @@ def test_samples_are_split_inside_a_node_unless_that_is_asked_for():
 REFUSED = """
     2 | 4 | 3  | 1 | 1 | --tensor-model-parallel-size 3 must divide the 4 ranks of a node
     2 | 4 | 3  | 1 | 1 | 1, 2, 4, 8 would fit, or a mult
-    2 | 4 | 16 | 1 | 1 | --tensor-model-parallel-size 16 neither
-    2 | 4 | 0  | 1 | 1 | --tensor-model-parallel-size 0 neither
+    2 | 4 | 16 | 1 | 1 | --tensor-model-parallel-size 16 must divide
+    2 | 4 | 0  | 1 | 1 | --tensor-model-parallel-size 0 must divide
     2 | 4 | 2  | 1 | 0 | --context-parallel-size 0 does not divide the 2 ranks
     2 | 4 | 2  | 1 | 4 | 1, 2 would fit, and 4 with --allow-cp
     2 | 4 | 1  | 3 | 1 | --num-distributed-optimizer-instances 3 does not divide the 8 data ranks
