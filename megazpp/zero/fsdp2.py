@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from megazpp.parallel.survey import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 from megazpp.zero.config import Dtypes, ZeroConfig, plan_wire
+from megazpp.zero.schedule import in_backward
 from megazpp.zero.sharding import Sharding, install_comms
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import QUANTIZABLE
@@ -53,8 +55,8 @@ def zeropp(
     Raises:
         TypeError: FSDP1 or DDP has wrapped the model.
         RuntimeError: a hook wants gradients before they are reduced; it needs `ZeroConfig(overlap_grad_reduce=False)`.
-        ValueError: the mesh is no rectangle of nodes, or FSDP2 was asked for what ZeRO++ cannot do. Nothing has been
-            changed then, except that a model that was not wrapped is.
+        ValueError: the mesh is no rectangle of nodes, FSDP2 was asked for what ZeRO++ cannot do, or a forward or
+            backward is running. Nothing has been changed then, except that a model that was not wrapped is.
     """
     config = config or ZeroConfig(zeropp=True, zero_error_feedback=False)
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
@@ -293,8 +295,22 @@ def _check_model(model: nn.Module) -> None:
         )
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise ValueError("the model is compiled: call megazpp.zeropp(model) first, then torch.compile(model)")
-    if torch._C._current_graph_task_id() != -1:
-        raise ValueError("megazpp.zeropp was called inside a backward: call it between steps")
+    running = "backward" if in_backward() else "forward" if _in_forward(model) else None
+    if running is not None:
+        raise ValueError(
+            f"megazpp.zeropp was called inside a {running}: call it before the first step, or between steps"
+        )
+
+
+def _in_forward(model: nn.Module) -> bool:
+    """True if this thread is inside a call of one of the model's modules, which would lose its gathered parameters."""
+    # FSDP2's own state does not tell: it stays as it was when an exception ended a forward
+    modules, frame = set(model.modules()), inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] in modules:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _check_units(units: Sequence[Unit]) -> None:

@@ -1,5 +1,7 @@
 """Calls of `megazpp.zeropp`: a further call for the same model, and the process groups that it makes."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.ranks import ranks
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import megazpp
 from megazpp.zero.fsdp2 import RANKS_PER_NODE
@@ -80,6 +82,59 @@ def call_bare_again() -> None:
 
 def test_a_second_call_for_a_model_that_zeropp_has_wrapped():
     ranks(4).run(call_bare_again)
+
+
+PLACES: dict[str, tuple[str, Callable[[nn.Module, Any], Any]]] = {
+    "the root": ("forward", lambda model, call: model.register_forward_pre_hook(call)),
+    "a block": ("forward", lambda model, call: model[1].register_forward_pre_hook(call)),
+    "after a layer": ("forward", lambda model, call: model[0][1].register_forward_hook(call)),
+    "a block's backward": ("backward", lambda model, call: model[1].register_full_backward_hook(call)),
+}
+
+
+def call_in_a_pass(place: str) -> None:
+    """The call is refused, the passes end as without it, and a later call succeeds."""
+    exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
+    model, (where, register), refused = wrapped(), PLACES[place], []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+
+    def call(*_: Any) -> None:
+        with pytest.raises(ValueError, match=f"was called inside a {where}: call it between steps"):
+            megazpp.zeropp(model, ranks_per_node=2, config=exact)
+        refused.append(where)
+
+    handle = register(model, call)
+    model(torch.ones(2, 16, requires_grad=True)).sum().backward()
+    handle.remove()
+    assert refused == [where]
+    expected = model[0][0].weight.grad.full_tensor()
+    with pytest.raises(ArithmeticError), fails(model[1]):  # FSDP2 remains in the state of a forward
+        model(torch.ones(2, 16))
+    megazpp.zeropp(model, ranks_per_node=2, config=exact)
+    model.zero_grad()
+    model(torch.ones(2, 16)).sum().backward()
+    torch.testing.assert_close(model[0][0].weight.grad.full_tensor(), expected)
+
+
+@contextmanager
+def fails(module: nn.Module) -> Iterator[None]:
+    """Have the next forward of `module` raise ArithmeticError."""
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    handle = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_call_inside_a_forward_or_a_backward_is_refused(place):
+    ranks(4).run(call_in_a_pass, place)
 
 
 def groups_of(ranks_per_node: int) -> dict[str, float]:
