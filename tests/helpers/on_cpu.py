@@ -37,16 +37,26 @@ def _without(model: torch.nn.Module, **arguments: Any) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
 
 
+def accelerate_as_on_gpus() -> None:
+    """Have accelerate use FSDP2 on CPUs."""
+    PartialState.__init__ = _as_on_gpus
+
+
+def torchtitan_on_cpu() -> None:
+    """Have torchtitan run on CPUs; call before anything else imports it."""
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", torch.cpu  # before others import them
+    from torchtitan.models.common.attention import FlexAttention
+
+    FlexAttention._compiled_flex_attn = staticmethod(_attention)
+
+
 def main(mode: str, path: str) -> None:
     """Run the example in this process, which is a rank."""
-    PartialState.__init__ = _as_on_gpus
+    accelerate_as_on_gpus()
     if "torchtitan" in path:
-        from torchtitan.tools import utils
-
-        utils.device_type, utils.device_module = "cpu", torch.cpu  # before others import them
-        from torchtitan.models.common.attention import FlexAttention
-
-        FlexAttention._compiled_flex_attn = staticmethod(_attention)
+        torchtitan_on_cpu()
     if mode != "default":
         config = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
         exact = functools.partial(fsdp2.zeropp, config=config)

@@ -70,10 +70,12 @@ class Run:
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
         else:
-            overlap = {} if mode == "exact" else {"overlap_param_gather": False, "overlap_grad_reduce": False}
-            self.sharding = megazpp.zeropp(
-                self.model, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, **EXACT, **overlap)
-            )
+            self.connect(mode)
+
+    def connect(self, mode: str) -> None:
+        overlap = {} if mode == "exact" else {"overlap_param_gather": False, "overlap_grad_reduce": False}
+        config = megazpp.ZeroConfig(zeropp=True, **EXACT, **overlap)
+        self.sharding = megazpp.zeropp(self.model, ranks_per_node=2, config=config)
 
     @staticmethod
     def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
@@ -171,6 +173,44 @@ def swapped_matrices_of_a_block_while_accumulating(mode: str) -> Run:
             run.model.blocks[2].requires_grad_(micro_batch == 0)
             run.backward(3 * step + micro_batch, last=micro_batch == 2)
         run.step()
+    return run
+
+
+def backwards_of_a_forward(mode: str, *, first_is_last: bool) -> Run:
+    """Two losses of one forward, each with its backward, and before them a gradient of the input alone."""
+    run = Run(mode)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(RANKS * step + dist.get_rank())
+        x, y = torch.randn(5, WIDTH, generator=generator), torch.randn(5, 4, generator=generator)
+        output = run.model(x.requires_grad_())
+        losses = (output - y).square().mean(), output.abs().mean()
+        (toward,) = torch.autograd.grad(losses[0], x, retain_graph=True)
+        run.model.set_is_last_backward(first_is_last)
+        (losses[0] * (1 + toward.square().mean())).backward(retain_graph=True)
+        run.model.set_is_last_backward(True)
+        losses[1].backward()
+        run.step()
+    return run
+
+
+SCENARIOS["several backwards of a forward"] = lambda mode: backwards_of_a_forward(mode, first_is_last=True)
+SCENARIOS["several backwards of a forward, one of them last"] = lambda mode: backwards_of_a_forward(
+    mode, first_is_last=False
+)
+
+
+@scenario
+def called_between_passes(mode: str) -> Run:
+    """`zeropp` is called between a forward and its backward, when another backward's gradients are there."""
+    run = Run("plain")
+    run.backward(0)
+    losses = run.model(torch.ones(1, WIDTH)).square().mean()
+    if mode != "plain":
+        run.connect(mode)
+    losses.backward()
+    run.step()
+    run.backward(1)
+    run.step()
     return run
 
 
@@ -515,6 +555,33 @@ def test_a_block_that_nobody_uses_sends_nothing_and_flags_take_sixteen_bytes():
     # each micro-batch: two uses, one reduction. To the other node one message, in the node one for either node
     assert whole[1] - without[1] == weights + gradients
     assert whole[0] - without[0] == 2 * (2 * 2 * weights + 2 * gradients)
+
+
+def gradients_between_backwards() -> None:
+    """Until a step's last backward they are zeros, but for the first element of each shard; then those of FSDP2."""
+    plain, exact = Run("plain"), Run("exact")
+    for sample in range(6):
+        last = sample % 3 == 2
+        for run in (plain, exact):
+            run.backward(sample, last=last)
+        pairs = [(p.grad, q.grad) for p, q in zip(plain.model.parameters(), exact.model.parameters(), strict=True)]
+        if last:
+            for expected, found in pairs:
+                assert (expected is None) == (found is None)
+                if found is not None:
+                    torch.testing.assert_close(found.full_tensor(), expected.full_tensor(), rtol=1e-4, atol=1e-6)
+            plain.step()
+            exact.step()
+            continue
+        for expected, found in pairs:  # one that no rank has is not None, but zeros
+            local = found.to_local().view(-1)
+            assert not local[1:].any()
+            assert (local[:1].abs() <= 2.0**-90).all()
+            assert expected is None or expected.full_tensor().any()
+
+
+def test_gradients_that_wait_are_read_as_zeros():
+    ranks(RANKS).run(gradients_between_backwards)
 
 
 def steps_too_early() -> None:

@@ -1,0 +1,591 @@
+"""A matrix of trainings: each scenario in each framework, on plain FSDP2 and with `megazpp.zeropp`.
+
+A scenario says what a training does besides its steps. A framework is a function that trains a small Llama on FSDP2 and
+calls the scenario's methods, in callbacks where it has a loop of its own. `compare` runs one cell on the ranks of
+ranks.py.
+
+What no cell expresses:
+
+- Ranks that call different layers. Plain FSDP2 pairs the collectives of different layers then: it times out, or, where
+  the layers have equal shapes, mixes up their weights. "layer drop by rank" has all ranks call all layers.
+- A first micro-batch that accelerate, the Trainer or TRL gives up. They accumulate with `set_requires_gradient_sync`:
+  FSDP2 itself keeps these gradients over `zero_grad`. "discarded batch" compares that, and gives a whole step up.
+"""
+
+import copy
+import dataclasses
+import functools
+import importlib
+import os
+import random
+import string
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import megazpp
+
+STEPS, LENGTH = 4, 12
+EXACT = megazpp.ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16), zero_error_feedback=False)
+Connect = Callable[[nn.Module], Any]
+
+
+# ---- scenarios ------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A training of one framework on this rank.
+
+    Attributes:
+        model: what FSDP2 has wrapped; set when a training begins.
+        evaluate: computes the mean loss of an evaluation.
+        losses: those of all micro-batches and evaluations, in order.
+    """
+
+    def __init__(self, scenario: "Scenario", evaluate: Callable[[], float]) -> None:
+        self.scenario, self._evaluate, self.losses, self.num_micro_batches = scenario, evaluate, [], 0
+        self.model: Any = None
+
+    def begin(self, model: nn.Module) -> None:
+        if self.model is None:
+            self.model = model
+            self.scenario.begin(self)
+
+    def micro_batch(self) -> None:
+        """Call before each micro-batch."""
+        self.scenario.before_micro_batch(self)
+        self.num_micro_batches += 1
+
+    def evaluate(self) -> None:
+        self.losses.append(self._evaluate())
+
+    def reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @property
+    def blocks(self) -> nn.ModuleList | nn.ModuleDict:
+        return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict) and len(m) == 2)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        self.reshard()
+        return {name: p.detach().full_tensor() for name, p in self.model.named_parameters()}
+
+
+class Scenario:
+    """A training that does nothing but its steps, of `accumulate` micro-batches; `calls` times after one another."""
+
+    lora, accumulate, calls = False, 1, 1
+
+    def begin(self, training: Training) -> None:
+        """Do what precedes the first step; the optimizer exists, and `zeropp` is called next (torchtitan: before)."""
+
+    def before_step(self, training: Training, step: int) -> None: ...
+
+    def before_micro_batch(self, training: Training) -> None: ...
+
+    def between_micro_batches(self, training: Training, step: int) -> None: ...
+
+    def before_optimizer(self, training: Training, step: int) -> None:
+        """Do what comes after a step's last backward."""
+
+    def after_step(self, training: Training, step: int) -> None: ...
+
+
+class Lora(Scenario):
+    """LoRA: a frozen base in bf16 with adapters in fp32."""
+
+    lora, accumulate = True, 2
+
+
+class UnfrozenHalfway(Scenario):
+    """A whole unit and a part of another are frozen, and trained from the third step on.
+
+    They are frozen when the optimizer exists, which in some frameworks leaves frozen parameters out, and after a first
+    forward, in which FSDP2 with a bf16 policy must see a trained parameter of each unit.
+    """
+
+    def begin(self, training: Training) -> None:
+        training.evaluate()
+        training.reshard()
+        first, second = training.blocks.children()
+        for module in (first, next(second.children())):
+            module.requires_grad_(False)
+
+    def before_step(self, training: Training, step: int) -> None:
+        if step == 2:
+            training.model.requires_grad_(True)
+
+
+class DroppedLayers(Scenario):
+    """Layers are not called, the same on all ranks, other ones in each micro-batch, some in a whole step."""
+
+    accumulate = 2
+    dropped = ((), (0,), (1,), (1,), (0, 1), (0,), (1,), ())  # in each micro-batch
+
+    def begin(self, training: Training) -> None:
+        container = training.blocks
+        container.__class__ = type("Dropping", (Dropping, type(container)), {})
+
+    def before_micro_batch(self, training: Training) -> None:
+        training.blocks.dropped = self.dropped[training.num_micro_batches]
+
+
+class Dropping:
+    """A container that hides some modules from the loops of Llama models: `list[:n]` and `dict.values()`."""
+
+    dropped: Collection[int] = ()
+
+    def kept(self) -> list[nn.Module]:
+        return [block for position, block in enumerate(self.children()) if position not in self.dropped]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.kept() if isinstance(index, slice) else super().__getitem__(index)
+
+    def values(self) -> list[nn.Module]:
+        return self.kept()
+
+
+class DroppedByRank(Scenario):
+    """Stochastic depth: all ranks call all layers, and each drops the results of other ones."""
+
+    accumulate = 2
+
+    def begin(self, training: Training) -> None:
+        def drop(block: nn.Module, given: Any, output: torch.Tensor, *, position: int) -> torch.Tensor:
+            seed = 100 * training.num_micro_batches + 10 * position + dist.get_rank()
+            return output if random.Random(seed).random() < 0.5 else given[0] + 0.0 * output
+
+        for position, block in enumerate(training.blocks.children()):
+            block.register_forward_hook(functools.partial(drop, position=position))
+
+
+class SwappedAverage(Scenario):
+    """A moving average of the weights is swapped in for each evaluation, and the weights are swapped back."""
+
+    def begin(self, training: Training) -> None:
+        self.average = {name: p.detach().to_local().clone() for name, p in training.model.named_parameters()}
+
+    def after_step(self, training: Training, step: int) -> None:
+        training.reshard()
+        local = {name: p.detach().to_local() for name, p in training.model.named_parameters()}
+        for name, average in self.average.items():
+            average.lerp_(local[name], 0.25)
+        for _ in range(2):
+            kept = {name: p.clone() for name, p in local.items()}
+            torch._foreach_copy_(list(local.values()), list(self.average.values()))
+            self.average = kept
+            training.evaluate()
+            training.reshard()
+
+
+class DiscardedBatch(Scenario):
+    """The gradients of a first micro-batch are cleared, and in another step those of all micro-batches."""
+
+    accumulate = 2
+
+    def between_micro_batches(self, training: Training, step: int) -> None:
+        if step == 1:
+            training.model.zero_grad()
+
+    def before_optimizer(self, training: Training, step: int) -> None:
+        if step == 2:
+            training.model.zero_grad()
+
+
+class CalledTwice(Scenario):
+    """All of the training is called again: `train()` of a Trainer, `prepare` and the line in a loop."""
+
+    calls = 2
+
+
+class EvaluationBetween(Scenario):
+    """The model is evaluated between the micro-batches of a step."""
+
+    accumulate = 2
+
+    def between_micro_batches(self, training: Training, step: int) -> None:
+        training.evaluate()
+
+
+SCENARIOS: dict[str, type[Scenario]] = {
+    "LoRA": Lora,
+    "unfreezing halfway": UnfrozenHalfway,
+    "layer drop": DroppedLayers,
+    "layer drop by rank": DroppedByRank,
+    "EMA swap": SwappedAverage,
+    "discarded batch": DiscardedBatch,
+    "train() twice": CalledTwice,
+    "evaluation between": EvaluationBetween,
+}
+
+# ---- models and data ------------------------------------------------------------------------------------------------
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    set_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter, as PEFT makes them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base = linear
+        self.a, self.b = nn.Linear(linear.in_features, 4, bias=False), nn.Linear(4, linear.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x.float())).to(x.dtype)
+
+
+def with_adapters(model: Any) -> nn.Module:
+    model.to(torch.bfloat16).requires_grad_(False)
+    for block in model.model.layers:
+        block.self_attn.q_proj, block.mlp.up_proj = Adapted(block.self_attn.q_proj), Adapted(block.mlp.up_proj)
+    return model
+
+
+def with_peft(model: nn.Module) -> nn.Module:
+    from peft import get_peft_model
+
+    return get_peft_model(model.to(torch.bfloat16), lora_config())
+
+
+def lora_config() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def torchtitan_config() -> Any:
+    """torchtitan's smallest model with two layers, 32 wide, and 128 words."""
+    from torchtitan.models import llama3
+
+    config = llama3.llama3_configs["debugmodel"](attn_backend="flex")
+    rope = dataclasses.replace(config.layers[0].attention.rope, dim=8, max_seq_len=64)
+    sizes = {"n_layers": 2, "dim": 32, "n_heads": 4, "hidden_dim": 48}
+    config.layers = llama3._build_llama3_layers(**sizes, rope=rope, attn_backend="flex")
+    config.dim = config.norm.normalized_shape = config.tok_embeddings.embedding_dim = config.lm_head.in_features = 32
+    config.vocab_size = config.tok_embeddings.num_embeddings = config.lm_head.out_features = 128
+    return config
+
+
+def tokens(sample: int) -> torch.Tensor:
+    """[2, LENGTH] of a sample on this rank; the one of -1 is for evaluation."""
+    generator = torch.Generator().manual_seed(dist.get_world_size() * (sample + 1) + dist.get_rank())
+    return torch.randint(128, (2, LENGTH), generator=generator)
+
+
+def texts(**templates: str) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{k: text.format(n, n + 1) for k, text in templates.items()} for n in range(40)])
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {letter: i for i, letter in enumerate(["<eos>", "<pad>", *string.printable])}
+    words = Tokenizer(models.WordLevel(vocabulary))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+
+
+# ---- frameworks -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train()
+
+
+def own_loop(scenario: Scenario, connect: Connect) -> Training:
+    """A loop on `fully_shard` that announces the last backward of each step.
+
+    Adam divides by at least `eps`, so that sums in another order do not move weights whose gradients are near zero.
+    """
+    model = with_adapters(llama()) if scenario.lora else llama()
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+
+    def loss_of(sample: int) -> torch.Tensor:
+        return model(input_ids=tokens(sample), labels=tokens(sample)).loss / scenario.accumulate
+
+    def evaluate() -> float:
+        with evaluating(model):
+            return loss_of(-1).item()
+
+    training = Training(scenario, evaluate)
+    for _ in range(scenario.calls):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-3)
+        training.begin(model)
+        connect(model)
+        for step in range(STEPS):
+            scenario.before_step(training, step)
+            for number in range(scenario.accumulate):
+                last = number == scenario.accumulate - 1
+                model.set_is_last_backward(last)
+                training.micro_batch()
+                loss = loss_of(training.num_micro_batches)
+                loss.backward()
+                training.losses.append(loss.item())
+                (scenario.before_optimizer if last else scenario.between_micro_batches)(training, step)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scenario.after_step(training, step)
+    return training
+
+
+def accelerate_loop(scenario: Scenario, connect: Connect) -> Training:
+    """A loop on `Accelerator.accumulate`, which has FSDP2 keep the gradients of all micro-batches but the last."""
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=scenario.accumulate, cpu=True)
+    model: Any = with_peft(llama()) if scenario.lora else llama()
+
+    def evaluate() -> float:
+        with evaluating(model):
+            return model(input_ids=tokens(-1), labels=tokens(-1)).loss.item()
+
+    training = Training(scenario, evaluate)
+    for _ in range(scenario.calls):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        training.begin(model)
+        connect(model)
+        for number in range(STEPS * scenario.accumulate):
+            step, place = divmod(number, scenario.accumulate)
+            if place == 0:
+                scenario.before_step(training, step)
+            with accelerator.accumulate(model):
+                training.micro_batch()
+                ids = tokens(training.num_micro_batches)
+                loss = model(input_ids=ids, labels=ids).loss
+                accelerator.backward(loss)
+                training.losses.append(loss.item())
+                last = accelerator.sync_gradients
+                (scenario.before_optimizer if last else scenario.between_micro_batches)(training, step)
+                if last:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                if last:
+                    scenario.after_step(training, step)
+    return training
+
+
+def torchtitan_loop(scenario: Scenario, connect: Connect) -> Training:
+    """A loop as torchtitan's: its Llama made on meta and made parallel by its function, bf16, no signal."""
+    from torchtitan.components.lora import LoRAConverter
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import clip_grad_norm_
+    from torchtitan.models.llama3 import parallelize_llama
+
+    config = torchtitan_config()
+    if scenario.lora:
+        config = LoRAConverter.Config(rank=4, alpha=8.0, target_modules=["wo", "w2"]).build().convert(config)
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+    how: dict[str, Any] = {"parallelism": parallelism, "training": TrainingConfig(seq_len=LENGTH), "dump_folder": ""}
+    with torch.device("meta"):
+        model: Any = config.build()
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(torch.bfloat16)
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    parallelize_llama(model, parallel_dims=dims, compile_config=CompileConfig(enable=False), ac_config=None, **how)
+    positions = torch.arange(LENGTH - 1).expand(2, -1)
+
+    def loss_of(sample: int) -> torch.Tensor:
+        ids = tokens(sample)
+        logits = model(ids[:, :-1], positions=positions, attention_masks=model.get_attention_masks(positions))
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()) / scenario.accumulate
+
+    def evaluate() -> float:
+        with evaluating(model):
+            return loss_of(-1).item()
+
+    training = Training(scenario, evaluate)
+    for call in range(scenario.calls):
+        connect(model)
+        if call == 0:
+            model.to_empty(device="cpu")
+            torch.manual_seed(0)
+            torch.no_grad()(model.init_weights)()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        training.begin(model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scenario.before_step(training, step)
+            for number in range(scenario.accumulate):
+                training.micro_batch()
+                loss = loss_of(training.num_micro_batches)
+                loss.backward()
+                training.losses.append(loss.item())
+                last = number == scenario.accumulate - 1
+                (scenario.before_optimizer if last else scenario.between_micro_batches)(training, step)
+            clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+            scenario.after_step(training, step)
+    return training
+
+
+def train_by(trainer_class: Any, config_class: Any, scenario: Scenario, connect: Connect, **how: Any) -> Training:
+    """Train by transformers' Trainer or one of TRL's, with the scenario in its callbacks."""
+    from transformers import TrainerCallback
+
+    class Recorded(trainer_class):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            training.micro_batch()
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            training.losses.append(loss.item())
+            return loss
+
+    class Calls(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
+            training.begin(model)
+            connect(model)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            scenario.before_step(training, state.global_step)
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            scenario.between_micro_batches(training, state.global_step)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            scenario.before_optimizer(training, state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            scenario.after_step(training, state.global_step - 1)
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = config_class(
+            output_dir=folder,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=scenario.accumulate,
+            learning_rate=1e-2,
+            weight_decay=0.1,
+            lr_scheduler_type="constant",
+            max_steps=STEPS,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            fsdp=True,
+            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        )
+        trainer = Recorded(args=arguments, callbacks=[Calls()], **how)
+        training = Training(scenario, lambda: float(trainer.evaluate()["eval_loss"]))
+        for _ in range(scenario.calls):
+            trainer.train()
+    return training
+
+
+def trainer(scenario: Scenario, connect: Connect) -> Training:
+    """transformers' Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    samples = torch.randint(128, (40, LENGTH), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": ids, "labels": ids} for ids in samples]
+    model = with_peft(llama()) if scenario.lora else llama()
+    how = {"model": model, "train_dataset": data, "eval_dataset": data[:4]}
+    return train_by(Trainer, TrainingArguments, scenario, connect, **how)
+
+
+def trl_sft(scenario: Scenario, connect: Connect) -> Training:
+    """TRL's SFTTrainer."""
+    from trl import SFTConfig, SFTTrainer
+
+    data = texts(prompt="{} plus 1 is", completion=" {1}")
+    return train_by(SFTTrainer, SFTConfig, scenario, connect, model=llama(), **trl_arguments(scenario, data))
+
+
+def trl_dpo(scenario: Scenario, connect: Connect) -> Training:
+    """TRL's DPOTrainer with a reference model; with LoRA the model without its adapters is the reference."""
+    from trl import DPOConfig, DPOTrainer
+
+    data, model = texts(prompt="{} plus 1 is", chosen=" {1}", rejected=" {1}0"), llama()
+    how = trl_arguments(scenario, data) | ({} if scenario.lora else {"ref_model": copy.deepcopy(model)})
+    return train_by(DPOTrainer, DPOConfig, scenario, connect, model=model, **how)
+
+
+def trl_arguments(scenario: Scenario, data: Any) -> dict[str, Any]:
+    lora = {"peft_config": lora_config()} if scenario.lora else {}
+    return {"train_dataset": data, "eval_dataset": data.select(range(4)), "processing_class": tokenizer(), **lora}
+
+
+FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, ...]]] = {  # and what they need
+    "own loop": (own_loop, ("transformers",)),
+    "accelerate": (accelerate_loop, ("accelerate", "peft")),
+    "torchtitan": (torchtitan_loop, ("torchtitan",)),
+    "Trainer": (trainer, ("accelerate", "peft")),
+    "TRL SFT": (trl_sft, ("trl", "peft")),
+    "TRL DPO": (trl_dpo, ("trl", "peft")),
+}
+
+# ---- the comparison -------------------------------------------------------------------------------------------------
+
+
+def plainly(model: nn.Module) -> None:
+    """Leave FSDP2 as it is, on gloo, which cannot divide in a reduction."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def train(framework: str, scenario: str, connect: Connect) -> Training:
+    function, needed = FRAMEWORKS[framework]
+    if "accelerate" in needed or "trl" in needed:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+        from helpers.on_cpu import accelerate_as_on_gpus
+
+        accelerate_as_on_gpus()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, and not used: there are groups already
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+    if "torchtitan" in needed:
+        from helpers.on_cpu import torchtitan_on_cpu
+
+        torchtitan_on_cpu()
+    torch.manual_seed(0)
+    return function(SCENARIOS[scenario](), connect)
+
+
+def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) -> tuple[list[float], int]:
+    """Raise AssertionError if a training with ZeRO++ differs from plain FSDP2; return its losses and the bytes sent."""
+    handles: list[Any] = []
+    plain = train(framework, scenario, plainly)
+    ours = train(
+        framework,
+        scenario,
+        lambda model: handles.append(megazpp.zeropp(model, ranks_per_node=ranks_per_node, config=EXACT)),
+    )
+    # two ranks add the same two numbers; more ranks, or sums that wait for a last backward, add in another order
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), **tolerance)
+    torch.testing.assert_close(ours.weights(), plain.weights(), **tolerance)
+    assert all(weight.isfinite().all() for weight in plain.weights().values())
+    return ours.losses, handles[0].counter.sent_bytes("cross")
+
+
+def is_installed(framework: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in FRAMEWORKS[framework][1])

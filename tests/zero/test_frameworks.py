@@ -1,0 +1,33 @@
+"""Trainings in the frameworks that people use end as in plain FSDP2 where nothing is quantized."""
+
+from collections.abc import Iterator
+
+import pytest
+from helpers.frameworks import FRAMEWORKS, SCENARIOS, compare, is_installed
+from helpers.ranks import Ranks, ranks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[dict[int, Ranks]]:
+    """Workers by their number, which end with this file: its imports take memory."""
+    found: dict[int, Ranks] = {}
+    yield found
+    for each in found.values():
+        each.stop()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_framework_s_training_ends_as_in_plain_fsdp2(framework, scenario, workers):
+    """Bit for bit on two nodes of one rank, except where sums wait for a step's last backward (own loop)."""
+    if not is_installed(framework):
+        pytest.skip(f"{framework} needs {FRAMEWORKS[framework][1]}")
+    for size in (2, 4) if framework == "own loop" else (2,):
+        if not all(process.is_alive() for process in workers.setdefault(size, ranks.__wrapped__(size)).processes):
+            workers[size] = ranks.__wrapped__(size)
+        how = {"ranks_per_node": size // 2, "exact": size == 2 and framework != "own loop"}
+        for losses, sent in workers[size].run(compare, framework, scenario, **how):
+            assert len(losses) >= 4
+            assert sent > 0
