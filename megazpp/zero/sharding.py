@@ -371,7 +371,7 @@ def install_comms(
     # FSDP2 calls no collectives for one rank
     comms = [make_comms(unit, context, watch=watch) for unit in units] if dims.shard.size > 1 else []
     if watched := [gather for gather, _ in comms if isinstance(gather, WatchedGather)]:
-        WriteWatch(watched, *dims.host_axes("local", "cross"))
+        WriteWatch(watched, model, *dims.host_axes("local", "cross"))
     for index, unit in enumerate(units):
         for module in unit.modules:
             if dims.shard.size * replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing

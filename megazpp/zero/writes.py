@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
@@ -193,10 +194,11 @@ class WriteWatch:
 
     Args:
         gathers: the units' gathers, in an order that is the same on all ranks.
+        model: the outermost FSDP2 module, which may have no parameters of its own and thus no unit.
         local, cross: axes over groups that nothing else uses.
     """
 
-    def __init__(self, gathers: Sequence[WatchedGather], local: MeshAxis, cross: MeshAxis) -> None:
+    def __init__(self, gathers: Sequence[WatchedGather], model: nn.Module, local: MeshAxis, cross: MeshAxis) -> None:
         self._gathers, self._axes, self._queue = list(gathers), (local, cross), cross.queue
         self._index = {gather: index for index, gather in enumerate(gathers)}
         self._root: nn.Module | None = None  # the outermost module whose forward is running
@@ -207,8 +209,7 @@ class WriteWatch:
         self._unread: tuple[Ballot, list[int], torch.Tensor, torch.cuda.Event] | None = None
         for gather in gathers:
             gather.watch = self
-        modules: list[Any] = [module for gather in gathers for module in gather.unit.modules]  # `nn.Module`s, too
-        for module in dict.fromkeys(modules):
+        for module in [each for each in model.modules() if isinstance(each, FSDPModule)]:
             module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's, which gathers
             module.register_forward_hook(self._end, always_call=True)
 

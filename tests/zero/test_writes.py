@@ -231,6 +231,29 @@ def test_a_swapped_average_of_weights_is_evaluated_and_swapped_back():
     ranks(RANKS).run(averages_as_fsdp2)
 
 
+def votes_of(kind: str) -> list[int]:
+    """The number of votes in each of three forwards, the second under `torch.no_grad`, of a root without parameters."""
+    votes: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        exchange = WriteWatch._exchange
+        patch.setattr(WriteWatch, "_exchange", lambda watch, own: votes.append(1) or exchange(watch, own))
+        model, optimizer, _ = build(EXACT)
+        if kind == "of a block":
+            model[1](torch.ones(2, WIDTH))
+            return [len(votes)]
+        found = []
+        for act in (lambda: step(model, optimizer, 1), lambda: evaluate(model), lambda: step(model, optimizer, 2)):
+            votes.clear()
+            act()
+            found.append(len(votes))
+        return found
+
+
+def test_a_forward_has_one_vote_also_where_the_root_has_no_parameters():
+    assert ranks(RANKS).run(votes_of, "of the model") == [[1, 1, 1]] * RANKS
+    assert ranks(RANKS).run(votes_of, "of a block") == [[1]] * RANKS
+
+
 # ---- facts of one rank ----------------------------------------------------------------------------------------------
 
 
