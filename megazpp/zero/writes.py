@@ -10,7 +10,8 @@ FSDP2 module begins with a vote, one byte per unit:
     each unit    all ranks send what any rank has voted for
 
 A rank that votes for whole weights knows the outcome and sends at once, so a training step does not wait for votes. A
-forward in which this rank has nothing to send waits for them: one round trip between nodes.
+forward in which this rank has nothing to send waits for them: 1.5 round trips between nodes, because gloo announces a
+message before it sends it.
 
 A rank votes for a unit if an optimizer that holds its parameters has made a step, if a version counter has moved, if
 `Sharding.weights_changed` was called, or if the checksum of its shard differs from that of the shard it sent last. The
