@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,15 @@ class CLibrary(NamedTuple):
 
     functions: ctypes.CDLL
     compiler: str
+
+
+@cache
+def find_c_library(source: Path) -> CLibrary | CLibraryError:
+    """Return the library of `source`, or why there is none; each is compiled and loaded once per process."""
+    try:
+        return load_c_library(source)
+    except CLibraryError as error:
+        return error
 
 
 def load_c_library(source: Path) -> CLibrary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megazpp.kernels.blend_order.reference import groups_of
-from megazpp.kernels.c_library import CLibrary, CLibraryError, load_c_library
+from megazpp.kernels.c_library import CLibraryError, find_c_library
 
-SOURCE = Path(__file__).with_name("native.c")
+library = partial(find_c_library, Path(__file__).with_name("native.c"))
 AT_ONCE = 16  # as in native.c
 NARROW = 128  # groups that are all compared for every sample
 
@@ -25,15 +25,6 @@ class _Plan(Structure):
         *((name, c_double) for name in ("floor", "margin")),
         *((name, c_void_p) for name in ("some_shares", "some_taken", "candidates")),
     ]
-
-
-@lru_cache(maxsize=1)
-def library() -> CLibrary | CLibraryError:
-    """The compiled function, or why there is none."""
-    try:
-        return load_c_library(SOURCE)
-    except CLibraryError as error:
-        return error
 
 
 class NativePlanner:

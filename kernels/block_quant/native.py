@@ -7,26 +7,17 @@ through is computed on where it lies. One call runs on one thread; calls on seve
 from __future__ import annotations
 
 from ctypes import CDLL, Structure, byref, c_float, c_int64, c_void_p
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megazpp.kernels.block_quant.range_table import Feedback, RangeTable
-from megazpp.kernels.c_library import CLibrary, CLibraryError, load_c_library
+from megazpp.kernels.c_library import CLibraryError, find_c_library
 
-SOURCE = Path(__file__).with_name("native.c")
+library = partial(find_c_library, Path(__file__).with_name("native.c"))
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-@lru_cache(maxsize=1)
-def library() -> CLibrary | CLibraryError:
-    """The compiled functions, or why there are none."""
-    try:
-        return load_c_library(SOURCE)
-    except CLibraryError as error:
-        return error
 
 
 def pack(

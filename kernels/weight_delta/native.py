@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from ctypes import CDLL, Structure, byref, c_int64, c_void_p
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from megazpp.kernels.c_library import CLibrary, CLibraryError, load_c_library
+from megazpp.kernels.c_library import CLibraryError, find_c_library
 from megazpp.kernels.weight_delta.reference import EXPONENTS
 
-SOURCE = Path(__file__).with_name("native.c")
+library = partial(find_c_library, Path(__file__).with_name("native.c"))
 
 
 class _Format(Structure):
     _fields_ = [(name, c_int64) for name in ("shift", "mask", "above")]
-
-
-@lru_cache(maxsize=1)
-def library() -> CLibrary | CLibraryError:
-    """The compiled functions, or why there are none."""
-    try:
-        return load_c_library(SOURCE)
-    except CLibraryError as error:
-        return error
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
