@@ -17,6 +17,9 @@ tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +30,10 @@ from megazpp.kernels.block_quant.range_table import COLUMNS, Feedback, RangeTabl
 from megazpp.kernels.block_quant.triton_tiles import TILE_ELEMENTS
 
 VERSION = triton.__version__
-NUM_WARPS = 4
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+# Launches a kernel once more, for tensors at other addresses (int) of equal alignment, or raises what Triton raises.
+# Triton itself looks at every argument of every launch, which takes most of a launch's host time. None: interpreted.
+Repeat = Callable[..., None]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -42,35 +48,57 @@ def pack(
     errors: Feedback | None = None,
     base: Tensor | None = None,
     beta: float = 0.0,
-) -> None:
-    """x [A, B, n] -> messages [A, B, M]; see `megazpp.kernels.block_quant.pack`."""
+) -> Repeat | None:
+    """x [A, B, n] -> messages [A, B, M]; see `megazpp.kernels.block_quant.pack`.
+
+    Returns:
+        A repeat that takes pointers to x, messages and, if given, the errors or the base.
+    """
     minus, places = x if base is None else base, table.tiles(x.device, TILE_ELEMENTS)
     lost, lost_places = messages, places
     if errors is not None:
         lost, lost_places = errors.messages, errors.table.tiles(x.device, TILE_ELEMENTS)
-    _pack_kernel[(len(places), x.shape[1], x.shape[0])](
-        *(x, minus, messages, lost, places, lost_places),
-        *(*_strides(x), *_strides(minus), *_strides(messages), *_strides(lost)),
-        *(beta, 1 - beta),
+    grid = (len(places), x.shape[1], x.shape[0])
+    strides = (*_strides(x), *_strides(minus), *_strides(messages), *_strides(lost))
+    constants = {
         **_constants(table),
-        CLIP=table.layout.fmt is not None and table.layout.fmt.clip,
-        BASE=base is not None,
-        FEEDBACK=errors is not None,
-        AVERAGE=beta > 0,
-    )
+        "BASE": base is not None,
+        "FEEDBACK": errors is not None,
+        "AVERAGE": beta > 0,
+        "CLIP": table.layout.fmt is not None and table.layout.fmt.clip,
+    }
+    numbers = (*strides, beta, 1 - beta, *constants.values())
+    kernel = _pack_kernel[grid](x, minus, messages, lost, places, lost_places, *numbers, **OPTIONS)
+    if kernel is None:
+        return None
+    run, rest = kernel[grid], (places.data_ptr(), lost_places.data_ptr(), *numbers)
+    if base is None:
+        return lambda x, messages, errors=None: run(x, x, messages, errors or messages, *rest)
+    return lambda x, messages, base: run(x, base, messages, messages, *rest)
 
 
-def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
-    """messages [K, A, B, M], summed over K, -> out [A, B, n], from what is there or from message 0."""
+def unpack_sum(
+    messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool
+) -> Repeat | None:
+    """messages [K, A, B, M], summed over K, -> out [A, B, n], from what is there or from message 0.
+
+    Returns:
+        A repeat that takes pointers to messages and out.
+    """
     places = table.tiles(out.device, TILE_ELEMENTS)
-    _unpack_sum_kernel[(len(places), out.shape[1], out.shape[0])](
-        *(messages, out, places),
-        *(*_strides(messages), *_strides(out)),
+    grid = (len(places), out.shape[1], out.shape[0])
+    constants = {
         **_constants(table),
-        K=messages.shape[0],
-        ONTO_QUANTIZED=onto_quantized,
-        ONTO_EXACT=onto_exact,
-    )
+        "K": messages.shape[0],
+        "ONTO_QUANTIZED": onto_quantized,
+        "ONTO_EXACT": onto_exact,
+    }
+    numbers = (*_strides(messages), *_strides(out), *constants.values())
+    kernel = _unpack_sum_kernel[grid](messages, out, places, *numbers, **OPTIONS)
+    if kernel is None:
+        return None
+    run, rest = kernel[grid], (places.data_ptr(), *numbers)
+    return lambda messages, out: run(messages, out, *rest)
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -81,13 +109,7 @@ def _strides(x: Tensor) -> list[int]:
 def _constants(table: RangeTable) -> dict[str, object]:
     fmt = table.layout.fmt
     bits, block_size = (0, 0) if fmt is None else (fmt.bits, fmt.block_size)
-    return {
-        "BITS": bits,
-        "BLOCK": block_size,
-        "EXACT": DTYPES[table.dtype],
-        "num_warps": NUM_WARPS,
-        "enable_fp_fusion": False,
-    }
+    return {"BITS": bits, "BLOCK": block_size, "EXACT": DTYPES[table.dtype]}
 
 
 # In the kernels: name_a, name_b and name_k are the strides of `name`, in bytes for messages; `left` the elements from

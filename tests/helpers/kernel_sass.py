@@ -40,8 +40,7 @@ def instructions(kernel: Any, dtype: str, **constants: Any) -> dict[str, int]:
     aligned = [index for index, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
     attrs = {(index,): [["tt.divisibility", 16]] for index in aligned}
     source = ASTSource(kernel, signature, constexprs=given, attrs=attrs)
-    options = {"num_warps": triton.NUM_WARPS, "enable_fp_fusion": False}
-    compiled = triton_package.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton_package.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(triton.OPTIONS))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

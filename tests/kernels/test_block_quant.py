@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,46 @@ def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monk
     assert backend("cpu") == row
     pack(x, table, messages=got)
     assert torch.equal(got, expected)
+
+
+def test_only_an_equal_launch_is_repeated_and_no_check_is_left_out(monkeypatch):
+    launched, repeated = [], []
+
+    def launch(x: Tensor, *others: object) -> Any:
+        launched.append(x)
+        return lambda *pointers: repeated.append(pointers)
+
+    fake = SimpleNamespace(pack=launch, unpack_sum=lambda messages, table, out, **onto: launch(out))
+    monkeypatch.setattr(block_quant, "TRITON", fake)
+    monkeypatch.setattr(block_quant, "_implementation", lambda tensor: fake)
+    monkeypatch.setattr(block_quant, "_repeats", {})
+    table, room = table_of(40), torch.zeros(400)
+    x, sent = room[:80].view(2, 40), empty(2, table=table)
+    errors = Feedback.zeros((2,), table)
+    calls = [
+        lambda x: pack(x, table, messages=sent),
+        lambda x: pack(x, table, messages=sent, base=x),
+        lambda x: pack(x, table, messages=sent, errors=errors),
+        lambda x: pack(x, table, messages=sent, errors=errors, beta=0.5),
+        lambda x: unpack(sent, table, out=x),
+        lambda x: unpack_onto(sent, table, out=x),
+        lambda x: unpack_sum(sent[None], table, out=x, accumulate=True),
+    ]
+    for same in (x, room[80:160].view(2, 40)):  # at another address of equal alignment
+        for call in calls:
+            call(same)
+    assert len(launched) == len(calls) == len(repeated)
+    assert [pointers[0] for pointers in repeated[:4]] == [room[80:].data_ptr()] * 4
+    assert repeated[2][1:] == (sent.data_ptr(), errors.messages.data_ptr())
+    others = [room[1:81].view(2, 40), room[:160].view(2, 80)[:, :40], x.bfloat16(), room[:120].view(3, 40)[:2, :40][1:]]
+    for number, other in enumerate(others):
+        rows = sent[: len(other)]
+        pack(other, table, messages=rows)
+        assert len(launched) == len(calls) + number + 1
+    with pytest.raises(ValueError, match="messages is"):
+        pack(x, table, messages=sent[:1])
+    with pytest.raises(ValueError, match="another layout"):
+        pack(x, table, messages=sent, errors=Feedback.zeros((2,), table_of(41)))
 
 
 def test_threads_may_call_at_once():
