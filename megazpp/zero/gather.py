@@ -133,9 +133,14 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._count_crossing()
         self._used = True
         self.num_uses += 1
-        received = self._received or self._start_local_hop(messages)
-        self._received = None
-        done = self._local_queue.submit(functools.partial(self._unpack, received, output_tensor))
+        received, self._received = self._received, None
+        if received is None:
+            assert self._crossed is not None
+            hop = functools.partial(self._hop_inside, messages)
+            unpack = functools.partial(self._unpack, hop, output_tensor)  # one task: a second one costs host time
+            done = self._local_queue.submit(unpack, after=(self._crossed,))
+        else:
+            done = self._local_queue.submit(functools.partial(self._unpack, received.join, output_tensor))
         if self._keep:
             self._schedule.used(self, crossed=crossed)
         else:
@@ -162,7 +167,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         slot = output[self._cross.rank * peers + self._local.rank]  # where FSDP2 puts the shard
         for shard in (slot, torch.zeros_like(slot)):  # and where `start_early` does: other alignments, other kernels
             self.secondary.warm_up(shard)
-        self._unpack(Work(codec.empty(peers, nodes, device=device)), output.view(-1))
+        self._unpack(lambda: codec.empty(peers, nodes, device=device), output.view(-1))
 
     def start_early(self, since: Moment) -> bool:
         """Start the cross hop ahead of use if the weights have changed and the modules hold the shards; True if so.
@@ -282,7 +287,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         """[N, M] -> [L, N, M]"""
         return self._local.all_gather(messages, of=self.unit.name).view(self._local.size, *messages.shape)
 
-    def _unpack(self, received: Work[torch.Tensor], output: torch.Tensor) -> None:
-        """[L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""
+    def _unpack(self, receive: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
+        """Unpack what `receive` returns: [L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
-        self._codec.unpack(received.join(), shards)
+        self._codec.unpack(receive(), shards)

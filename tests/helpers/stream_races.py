@@ -18,7 +18,7 @@ import itertools
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazpp.parallel import axis
+from megazpp.parallel import axis, comm_queue
 from megazpp.parallel.comm_queue import StreamQueue
 from megazpp.zero import wire
 
@@ -45,6 +45,7 @@ class Stream:
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.number, self.clock = streams, next(streams.numbers), Counter[Stream]()
+        self.left = ExitStack()  # as torch's, a stream cannot be entered again before it is left
         self.freed: list[Access] = []  # uses of other streams that may not be over, of memory that it gets next
 
     def record_event(self) -> Event:
@@ -59,6 +60,12 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
+    def __enter__(self) -> None:
+        self.left.enter_context(self.streams.using(self))
+
+    def __exit__(self, *error: object) -> None:
+        self.left.close()
+
 
 class Event:
     """As `torch.cuda.Event`."""
@@ -68,6 +75,9 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         self.clock = (stream or self.streams.current).clock.copy()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.streams.current).wait_event(self)
 
 
 class Access(NamedTuple):
@@ -202,7 +212,8 @@ def simulated_streams() -> Iterator[Streams]:
             patch.setattr(module, "Event", lambda **kwargs: Event(streams))
             patch.setattr(module, "stream", streams.using)
             patch.setattr(module, "current_stream", lambda: streams.current)
-        patch.setattr(torch.accelerator, "current_stream", lambda: streams.current)
+        for module in (torch.accelerator, comm_queue):
+            patch.setattr(module, "current_stream", lambda: streams.current)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: streams.record(tensor, stream))
         patch.setattr(torch.UntypedStorage, "resize_", resize_)
         patch.setattr(axis, "ThreadQueue", lambda name, timeline: StreamQueue())
