@@ -14,7 +14,7 @@ import inspect
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -244,39 +244,50 @@ def axis_of_key(key: str) -> MeshAxis:
     return _axes[key]
 
 
-@torch.library.custom_op("megazpp::all_reduce_", mutates_args=("x",))
-def _all_reduce_operator(x: torch.Tensor, axis: str) -> None:
+def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define the operator megazpp::`schema`, which calls `function` on tensors of any device, and return it.
+
+    `torch.library.custom_op` puts seven Python frames and checks of aliases around each call of an operator, which
+    take more host time than a collective. An operator of this function has no gradient: a compiled graph, where it
+    stands, has its backward already.
+
+    Args:
+        schema: name, arguments and results in torch's syntax; an argument that is written to is marked as such.
+        fake: returns results of the right shapes for tensors without memory.
+    """
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"megazpp::{name}", fake)
+    operator: Callable[..., Any] = getattr(torch.ops.megazpp, name).default
+    return operator
+
+
+def _all_reduce_in_graph(x: torch.Tensor, axis: str) -> None:
     axis_of_key(axis).all_reduce_(x)
 
 
-@torch.library.custom_op("megazpp::all_gather", mutates_args=())
-def _all_gather_operator(x: torch.Tensor, axis: str) -> torch.Tensor:
-    return axis_of_key(axis).all_gather(x)
-
-
-@torch.library.custom_op("megazpp::reduce_scatter", mutates_args=())
-def _reduce_scatter_operator(x: torch.Tensor, axis: str) -> torch.Tensor:
-    return axis_of_key(axis).reduce_scatter(x)
-
-
-@torch.library.custom_op("megazpp::all_to_all", mutates_args=())
-def _all_to_all_operator(x: torch.Tensor, axis: str) -> torch.Tensor:
-    return axis_of_key(axis).all_to_all(x)
-
-
-@_all_to_all_operator.register_fake
-def _(x: torch.Tensor, axis: str) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@_all_gather_operator.register_fake
-def _(x: torch.Tensor, axis: str) -> torch.Tensor:
-    return x.new_empty((axis_of_key(axis).size * x.shape[0], *x.shape[1:]))
-
-
-@_reduce_scatter_operator.register_fake
-def _(x: torch.Tensor, axis: str) -> torch.Tensor:
-    return x.new_empty((x.shape[0] // axis_of_key(axis).size, *x.shape[1:]))
+_library = torch.library.Library("megazpp", "DEF")
+_all_reduce_operator = define_operator(
+    "all_reduce_(Tensor(a!) x, str axis) -> ()",
+    _all_reduce_in_graph,
+    lambda x, axis: None,
+)
+_all_gather_operator = define_operator(
+    "all_gather(Tensor x, str axis) -> Tensor",
+    lambda x, axis: axis_of_key(axis).all_gather(x),
+    lambda x, axis: x.new_empty((axis_of_key(axis).size * x.shape[0], *x.shape[1:])),
+)
+_reduce_scatter_operator = define_operator(
+    "reduce_scatter(Tensor x, str axis) -> Tensor",
+    lambda x, axis: axis_of_key(axis).reduce_scatter(x),
+    lambda x, axis: x.new_empty((x.shape[0] // axis_of_key(axis).size, *x.shape[1:])),
+)
+_all_to_all_operator = define_operator(
+    "all_to_all(Tensor x, str axis) -> Tensor",
+    lambda x, axis: axis_of_key(axis).all_to_all(x),
+    lambda x, axis: x.new_empty(x.shape),
+)
 
 
 def make_group(

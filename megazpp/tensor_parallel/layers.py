@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megazpp.parallel.axis import MeshAxis, axis_of_key
+from megazpp.parallel.axis import MeshAxis, axis_of_key, define_operator
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.tensor_parallel.lora import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
@@ -158,35 +158,44 @@ def _gradients(
 # the all-gather of backward with that of forward, and collectives run beside the products as in eager code.
 
 
-@torch.library.custom_op("megazpp::column_parallel", mutates_args=())
-def _column_parallel_operator(
+def _column_parallel(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], split: bool, axis: str
 ) -> list[torch.Tensor]:
     return _products(x, weights, biases or [None] * len(weights), split, axis_of_key(axis))
 
 
-@_column_parallel_operator.register_fake
-def _(
+def _shapes_of_products(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], split: bool, axis: str
 ) -> list[torch.Tensor]:
     seq = x.shape[0] * axis_of_key(axis).size if split else x.shape[0]
     return [x.new_empty((seq, *x.shape[1:-1], weight.shape[0])) for weight in weights]
 
 
-@torch.library.custom_op("megazpp::column_parallel_backward", mutates_args=())
-def _column_parallel_backward(
+def _column_parallel_gradients(
     grads: list[torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], needed: list[bool], split: bool, axis: str
 ) -> list[torch.Tensor]:
     found = _gradients(grads, x, weights, needed, split, axis_of_key(axis))
     return [grad for grad in found if grad is not None]
 
 
-@_column_parallel_backward.register_fake
-def _(
+def _shapes_of_gradients(
     grads: list[torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], needed: list[bool], split: bool, axis: str
 ) -> list[torch.Tensor]:
     shapes = [weight.shape for weight in weights] + [weight.shape[:1] for weight in weights]
     return [torch.empty_like(x), *(x.new_empty(shape) for shape, n in zip(shapes, needed, strict=True) if n)]
+
+
+_column_parallel_operator = define_operator(
+    "column_parallel(Tensor x, Tensor[] weights, Tensor[] biases, bool split, str axis) -> Tensor[]",
+    _column_parallel,
+    _shapes_of_products,
+)
+_column_parallel_backward = define_operator(
+    "column_parallel_backward(Tensor[] grads, Tensor x, Tensor[] weights, bool[] needed, bool split, str axis)"
+    " -> Tensor[]",
+    _column_parallel_gradients,
+    _shapes_of_gradients,
+)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -203,7 +212,7 @@ def _backward_of_products(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...
     return x_grad, *([next(found) if n else None for n in which] for which in (of_weights, of_biases)), None, None
 
 
-_column_parallel_operator.register_autograd(_backward_of_products, setup_context=_save_for_backward)
+torch.library.register_autograd("megazpp::column_parallel", _backward_of_products, setup_context=_save_for_backward)
 
 
 class RowParallelLinear(_SplitLinear):
