@@ -28,7 +28,7 @@ from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazpp.tensor_parallel.layers import Product, VocabParallelEmbedding
-from megazpp.tensor_parallel.parameters import ParameterSpec, local
+from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_parameters, places_of
 from megazpp.tensor_parallel.regions import collect_sequence, enter_region, reduce_from_region_
 
 Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # of dropout
@@ -237,7 +237,7 @@ class TransformerLayer(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, shared)
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
         self.run = compile_layer(self._run) if compiled else self._run
-        self.compiled, self.varying_sizes = compiled, varying_sizes
+        self.tp, self.compiled, self.varying_sizes = tp, compiled, varying_sizes
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
         if cache is not None:  # prompts are read once, and a cache on the host is no part of a graph for the device
@@ -260,7 +260,15 @@ class TransformerLayer(nn.Module):
             inputs.mark_varying()
             for tensor in (x, *masks, *(cache.kept or () if cache is not None else ())):
                 mark_varying(tensor, 0, 1)
-        return self.run(x, inputs, masks, cache)
+        if self.places is None:
+            return self.run(x, inputs, masks, cache)
+        with local_parameters(self.places):
+            return self.run(x, inputs, masks, cache)
+
+    @functools.cached_property
+    def places(self) -> list[tuple[dict[str, Any], str]] | None:
+        """Where the parameters are that a compiled layer takes as local tensors; None: it takes them as they are."""
+        return places_of(self) if self.compiled and self.tp.size > 1 else None
 
     def _run(
         self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None

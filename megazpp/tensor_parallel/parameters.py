@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,56 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> DTensor:
         # not the constructor: its __init__ does nothing, but through two wrappers
         return DTensor.__new__(DTensor, grads[0].contiguous(), ctx.spec, requires_grad=False)
+
+
+@contextmanager
+def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[None]:
+    """Have modules hold their local tensors inside, as `local` returns them, for code that torch.compile has compiled.
+
+    A compiled graph takes DTensors too, and has their gradients, but unwraps and wraps each in a dozen Python calls.
+
+    Args:
+        places: dicts of modules' parameters and names in them, see `places_of`.
+    """
+    places = [(parameters, name) for parameters, name in places if isinstance(parameters.get(name), DTensor)]
+    whole = [parameters[name] for parameters, name in places]
+    if whole and torch.is_grad_enabled():
+        parts = _Locals.apply(*whole)
+    else:
+        parts = [parameter._local_tensor for parameter in whole]
+    for (parameters, name), part in zip(places, parts, strict=True):
+        parameters[name] = part
+    try:
+        yield
+    finally:
+        for (parameters, name), parameter in zip(places, whole, strict=True):
+            parameters[name] = parameter
+
+
+def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Return where the parameters of a module and of those inside it are registered."""
+    return [(each._parameters, name) for each in module.modules() for name in each._parameters]
+
+
+class _Locals(torch.autograd.Function):
+    """`_Local` of several parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.specs = [parameter._spec for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        parts = tuple([parameter._local_tensor.detach() for parameter in parameters])
+        ctx.mark_non_differentiable(
+            *[part for part, parameter in zip(parts, parameters, strict=True) if not parameter.requires_grad]
+        )
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple([
+            None if grad is None else DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
+            for grad, spec in zip(grads, ctx.specs, strict=True)
+        ])  # fmt: skip
 
 
 def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, ParameterSpec]]:

@@ -1,5 +1,6 @@
 """Initial weights, specs, and the order in which FSDP2 lays parameters out."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -25,7 +26,9 @@ from megazpp.tensor_parallel.parameters import (
     draw_parameter,
     initialize_parameters_,
     local,
+    local_parameters,
     owned_parameters,
+    places_of,
 )
 from megazpp.zero.verify import verify_weights
 
@@ -172,9 +175,23 @@ def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[boo
     return found
 
 
-def test_local_is_the_local_tensor_and_its_gradients_are_those_of_torch_s_to_local():
-    assert local(plain := torch.ones(3)) is plain
-    ours = ranks(2).run(gradients_through, local)
+def registered(parameter: DTensor) -> torch.Tensor:
+    """What a module holds inside `local_parameters`; afterwards it holds the parameter again, also after an error."""
+    module = nn.Module()
+    module.inner = nn.Module()
+    module.inner.bias = None
+    module.inner._parameters["weight"] = parameter
+    with contextlib.suppress(KeyError), local_parameters(places_of(module)):
+        found: torch.Tensor = module.inner.weight
+        raise KeyError
+    assert module.inner.weight is parameter
+    return found
+
+
+@pytest.mark.parametrize("read", [local, registered])
+def test_local_is_the_local_tensor_and_its_gradients_are_those_of_torch_s_to_local(read):
+    assert read(plain := torch.ones(3)) is plain
+    ours = ranks(2).run(gradients_through, read)
     assert all(contiguous for found in ours for contiguous, _, _ in found)
     for found, expected in zip(ours, ranks(2).run(gradients_through, DTensor.to_local), strict=True):
         for (_, placements, grad), (_, their_placements, theirs) in zip(found, expected, strict=True):
