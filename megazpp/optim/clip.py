@@ -46,10 +46,14 @@ def global_grad_norm(
         tp, shard: the axes along which parameters may be split.
     """
     names, parts = list[str](), list[tuple[torch.Tensor, int]]()
+    copies = dict[object, int]()  # by placement, of which there are few
     for name, parameter in named_parameters:
         if parameter.grad is not None:
             names.append(name)
-            parts.append((local(parameter.grad), _copies(_split(name, parameter, tp, shard), tp, shard)))
+            placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            if placed not in copies:
+                copies[placed] = _copies(_split(name, parameter, tp, shard), tp, shard)
+            parts.append((local(parameter.grad), copies[placed]))
     squares = _squares(parts)
     total = _summed_root(squares.sum(), tp, shard)
     return GradNorm((total / divisor).float(), names, squares, divisor)

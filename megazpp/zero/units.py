@@ -6,6 +6,7 @@ One file of more than 300 lines: all that is read of FSDP2's own objects is read
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,11 +203,20 @@ class Unit:
 
     def segments_of(self, indices: Sequence[int]) -> tuple[Segment, ...]:
         """The segments of some parameters in a flat shard that holds these alone, as FSDP2 lays out gradients."""
+        known = self._known_segments.get(key := tuple(indices))
+        if known is not None:
+            return known
         found: list[Segment] = []
         for index in indices:
             segment = self.segments[index]
             found.append(dataclasses.replace(segment, start=found[-1].stop if found else 0))
-        return tuple(found)
+        self._known_segments[key] = tuple(found)
+        return self._known_segments[key]
+
+    @functools.cached_property
+    def _known_segments(self) -> dict[tuple[int, ...], tuple[Segment, ...]]:
+        """What `segments_of` has returned: every backward asks for the same few."""
+        return {}
 
     @property
     def trained(self) -> tuple[int, ...]:
@@ -302,9 +312,9 @@ class Unit:
         """Have FSDP2 ask for sums that it divides itself, also where the program has set it otherwise since."""
         self._group.force_sum_reduction_for_comms = True
 
-    @property
+    @functools.cached_property
     def _group(self) -> Any:
-        """FSDP2's own object for the unit."""
+        """FSDP2's own object for the unit, the same as long as its modules live."""
         return self.modules[0]._get_fsdp_state()._fsdp_param_group
 
     @property
