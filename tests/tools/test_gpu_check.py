@@ -146,6 +146,13 @@ def test_tests_are_counted_also_if_they_were_ended(check):
     assert len(check.found["failures"]) == 1
 
 
+def test_gpu_tests_begin_with_cuda_graphs_and_large_offsets(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    files = gpu_check_parts.files_with_gpu_tests()
+    assert files[:2] == ["tests/inference/test_decoding.py", "tests/kernels/test_implementations.py"]
+    assert "tests/data/test_loader.py" in files[2:]
+
+
 def test_only_float8_may_be_refused(check):
     for side, flags, code in (("a", FLOAT8, EXIT_USER_ERROR), ("b", FLOAT8, 1), ("c", "", EXIT_USER_ERROR)):
         ending(check, code, "needs torchao\n")
