@@ -12,7 +12,8 @@
 | node      | tp x local, made for Muon alone               | rows of matrices, once per optimizer step   |
 
 A rank's index along shard is cross index x local size + local index. Each rank is in at most one group per axis (an
-axis of one rank has none), and every group is made once, by all ranks in the same order.
+axis of one rank has none), and every group is made once, by all ranks in the same order. Where shard is over all ranks
+it takes the group of all ranks. The groups of local, cross and node are made on first use: plain ZeRO has none.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import AXES, NODE, Layout, plan_layout
 
 T = TypeVar("T")
-MESH_AXES = ("island", "replicate", "shard", "tp")
+MESH_AXES, HOPS = ("island", "replicate", "shard", "tp"), ("local", "cross")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,7 @@ class ParallelDims:
             it, groups with equal members are reused, because they outlive the model, and the mesh's stay as they are.
     Attributes:
         mesh: DeviceMesh [island, replicate, shard, tp], of which only shard is there where it has one rank.
-        tp, cp, shard, local, cross, replicate, island: this rank's axes; they share `counter`.
+        tp, cp, shard, replicate, island: this rank's axes; they share `counter`, with `local` and `cross`.
         timeline: where all axes record what they do.
         world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
     """
@@ -158,8 +159,8 @@ class ParallelDims:
             groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
             mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
         self.mesh = mesh
-        self.tp, self.cp, self.local, self.cross, self.shard, self.replicate, self.island = [
-            self._axis(name, name, self._group(name)) for name in AXES
+        self.tp, self.cp, self.shard, self.replicate, self.island = [
+            self._axis(name, name, self._group(name)) for name in AXES if name not in HOPS
         ]
         world = tuple(range(layout.cluster.world_size))
         group = dist.group.WORLD if len(world) > 1 else None
@@ -181,6 +182,16 @@ class ParallelDims:
             settings: dict[str, Any] = {"counter": self.counter, "wire": "world", "shares_queue": self._is_guest}
             found.append(MeshAxis(name, ranks=ranks, rank=ranks.index(rank), group=group, **settings))
         return found
+
+    @functools.cached_property
+    def local(self) -> MeshAxis:
+        """The part of shard inside a node; made on first use, on all ranks."""
+        return self._axis("local", "local", self._group("local"))
+
+    @functools.cached_property
+    def cross(self) -> MeshAxis:
+        """The part of shard across nodes; made on first use, on all ranks."""
+        return self._axis("cross", "cross", self._group("cross"))
 
     @functools.cached_property
     def node(self) -> MeshAxis:
@@ -216,6 +227,8 @@ class ParallelDims:
     def _make_group(self, axis: str, name: str, *, own: bool = False, backend: str | None = None) -> dist.ProcessGroup:
         """Make the groups of `axis` and return this rank's; `own`: even where all ranks have one already."""
         options = axis_options(axis, self.layout, self._nccl) if backend is None else None
+        if axis == "shard" and not own and self.layout.shard == self.layout.cluster.world_size:
+            options = None  # all ranks have a communicator; of a priority, only a stream that no step uses has any
         if own and options is None:
             backend = backend or dist.get_backend()  # named, it is none of those that there are
         if not self._is_guest:

@@ -366,8 +366,8 @@ def install_comms(
         """Count FSDP2's own all-reduce between replicas."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
-    axes = dims.cross, dims.local, dims.shard
-    context = CommContext(*axes, plan=wire, zero=zero, precision=precision, restores_none=means)
+    hops = (dims.cross, dims.local) if wire.gather or wire.reduce else (dims.shard, dims.shard)  # these make no groups
+    context = CommContext(*hops, dims.shard, plan=wire, zero=zero, precision=precision, restores_none=means)
     # FSDP2 calls no collectives for one rank
     comms = [make_comms(unit, context, watch=watch) for unit in units] if dims.shard.size > 1 else []
     if watched := [gather for gather, _ in comms if isinstance(gather, WatchedGather)]:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from helpers.ranks import ranks
 from helpers.torch_versions import needs_any_order
 from helpers.training import Case, train_on_ranks
 
-from megazpp.parallel.axis import can_order_groups
+from megazpp.parallel.axis import can_order_groups, make_group
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
@@ -89,3 +90,31 @@ def timeouts(minutes: int) -> list[timedelta]:
 
 def test_the_timeout_reaches_every_group_and_those_that_are_made_later():
     assert ranks(4).run(timeouts, 7) == [[timedelta(minutes=7)] * 5] * 4
+
+
+def groups_made(zero: ZeroConfig) -> list[str]:
+    """Names of the axes that a training on two nodes makes process groups for."""
+    with mock.patch("megazpp.parallel.dims.make_group", wraps=make_group) as made:
+        train_on_ranks(Case(nodes=2, zero=zero, steps=1))
+    return sorted(call.args[1] for call in made.call_args_list)
+
+
+@pytest.mark.parametrize(("zero", "made"), [
+    (ZeroConfig(), ["shard"]),
+    (ZeroConfig(zeropp=True), ["cross", "local", "shard"]),
+    (ZeroConfig(zero_quantized_gradients=True), ["cross", "local", "shard"]),
+])  # fmt: skip
+def test_groups_of_hops_are_made_only_where_weights_or_gradients_take_them(zero, made):
+    assert ranks(4).run(groups_made, zero) == [made] * 4
+
+
+def takes_the_group_of_all_ranks(tp: int) -> bool:
+    config = ParallelConfig(tensor_model_parallel_size=tp)
+    layout = plan_dims(config, Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3)
+    with mock.patch("megazpp.parallel.dims.axis_options", return_value=None if tp > 1 else object()):
+        return ParallelDims(layout, device_type="cpu").shard.group is dist.group.WORLD
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_shard_over_all_ranks_takes_their_group_whatever_its_options(tp):
+    assert ranks(4).run(takes_the_group_of_all_ranks, tp) == [tp == 1] * 4
