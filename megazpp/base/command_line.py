@@ -415,6 +415,6 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dic
         return value
 
     read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
-    kind = (metavar or {int: "N", float: "X", str: "TEXT"}[convert]) if types_ else ""
+    kind = (metavar or {"int": "N", "float": "X", "str": "TEXT"}[convert.__name__]) if types_ else ""
     shown = [kind, *words] if types_ else allowed
     return {"type": read, "metavar": f"{{{','.join(shown)}}}" if words else kind}

@@ -137,7 +137,24 @@ SHAPE = {
     "rotary_percent": "rotary_percent",
     "use_rope_scaling": "rope_scaling",
     "rope_scaling_factor": "rope_scaling",
-    "window_size": "window",
+    "rope_scaling_original_length": "rope_scaling_original_length",
+    "rotary_seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "rope_type": "rope_type",
+    "rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "yarn_beta_fast": "yarn_beta_fast",
+    "yarn_beta_slow": "yarn_beta_slow",
+    "yarn_attention_factor": "yarn_attention_factor",
+    "no_rope_freq": "unrotated",
+    "window_size": "attention_span",
+    "window_attn_skip_freq": "attention_span",
+    "qk_layernorm_all_heads": "qk_layernorm_all_heads",
+    "norm_after_block": "norm_after_block",
+    "use_parallel_residual": "use_parallel_residual",
+    "embedding_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention_multiplier": "attention_multiplier",
+    "logits_scaling": "logits_scaling",
     "qk_layernorm": "qk_layernorm",
     "normalization": "normalization",
     "norm_epsilon": "norm_epsilon",
@@ -151,6 +168,7 @@ SHAPE = {
 }
 SAMPLES = "samples"  # among the flags: batch size, ranks, and the description of data/identity.py
 IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
+SCORE_PAD = "score_pad"  # among the flags of an imported reward model: transformers scores the last token but this one
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
 DATA = (  # flags that samples follow from
     *("seed", *PLACES, "seq_length", "train_iters", "train_samples", "rampup_batch_size", "eval_iters"),

@@ -199,7 +199,8 @@ class ParsedRun(NamedTuple):
 
 def run_configs() -> dict[str, type]:
     """Return the config classes that every run has, by their field of `RunConfig`."""
-    return {name: kind for name, kind in typing.get_type_hints(RunConfig).items() if dataclasses.is_dataclass(kind)}
+    hints = typing.get_type_hints(RunConfig)
+    return {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
 
 
 def section_configs(features: Sequence[Any]) -> list[type]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,10 +33,13 @@ from safetensors.torch import save_file
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import shape_of
 from megazpp.checkpoint.read import find_weights, load_weights
-from megazpp.convert import huggingface
+from megazpp.convert import convert, huggingface
 from megazpp.convert.huggingface import choose_architecture, open_model
 from megazpp.convert.native import open_checkpoint
+from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
+from megazpp.post_training.batch import make_rollout_batch
+from megazpp.post_training.reference import FrozenModel
 
 BITS = {"rtol": 0.0, "atol": 0.0}
 SUMS = {"rtol": 0.0, "atol": 1e-5}  # logits of about 1: fp32 sums in another order
@@ -55,6 +59,56 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen2 tied, wide heads, scaled": ("qwen2", torch.float32, TIED | SCALED | {"head_dim": 12}),
     "qwen3": ("qwen3", torch.float32, {}),
 }
+FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+ROPE: dict[str, Any] = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 12}
+YARN = {"rope_parameters": ROPE | {"rope_type": "yarn"}}
+PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+ALTERNATING = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+TURNS = {"beta_fast": 4.0, "beta_slow": 0.5}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral beyond its window": ("mistral", {"sliding_window": 5}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3 with alternating layers": ("qwen3", ALTERNATING),
+    "granite": ("granite", FACTORS | BIASES),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "smollm3 by an interval": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
+    "phi3": ("phi3", {"rope_parameters": PARTIAL, "sliding_window": 7}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
+    "starcoder2": ("starcoder2", {"sliding_window": 6}),
+    "starcoder2 without biases": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "gelu"},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": PARTIAL}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}}),
+    "yarn": ("llama", YARN),
+    "yarn, its own ramp": ("qwen2", {"rope_parameters": YARN["rope_parameters"] | TURNS | {"attention_factor": 1.3}}),
+    "yarn, two scales": (
+        "llama",
+        {"rope_parameters": YARN["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+    "dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}, "max_position_embeddings": 8},
+    ),
+    "llama3, a short context": ("llama", {"rope_parameters": LLAMA3 | ROPE | {"original_max_position_embeddings": 16}}),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_families_keep_every_bit_and_have_transformers_logits(name, tmp_path):
+    kind, settings = MORE[name]
+    theirs = save(make_model(kind, **settings), tmp_path / "theirs")
+    ours = convert_folder(theirs, tmp_path / "ours")
+    back = convert_folder(ours, tmp_path / "back")
+    torch.testing.assert_close(file_tensors(back), file_tensors(theirs), **BITS)
+    expected = logits(theirs)
+    torch.testing.assert_close(logits(back), expected, **BITS)
+    torch.testing.assert_close(our_logits(open_checkpoint(ours, None)[0]), expected, **SUMS)
+    assert json.loads((back / "config.json").read_text())["model_type"] == kind
+
+
 KEPT = (  # keys of a config.json
     *("vocab_size", "initializer_range", "tie_word_embeddings"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"),
@@ -76,6 +130,18 @@ def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name, tmp_
     assert {key: after.get(key) for key in KEPT} == {key: before.get(key) for key in KEPT}
 
 
+def test_rotary_frequencies_are_read_into_flags(tmp_path):
+    yarn = {"yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5, "yarn_attention_factor": 1.3, "rotary_scaling_factor": 4.0}
+    for name, expected in {
+        "linear": {"rotary_seq_len_interpolation_factor": 2.5, "rope_type": "rope"},
+        "yarn, its own ramp": yarn | {"yarn_original_max_position_embeddings": 12},
+        "llama3, a short context": {"rope_scaling_original_length": 16, "rope_scaling_factor": 4.0},
+    }.items():
+        kind, settings = MORE[name]
+        config = open_model(save(make_model(kind, **settings), tmp_path / name)).config
+        assert {field: getattr(config, field) for field in expected} == expected
+
+
 def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
     """What our model makes of a checkpoint: [B, S, V], with a vocabulary padded for `tp`."""
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
@@ -87,9 +153,18 @@ def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
     return dims.tp.all_gather(part.permute(2, 0, 1).contiguous()).permute(1, 2, 0)[..., :VOCAB]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama tied, biases, wide heads", slow("mistral without"), slow("qwen3")])
+ON_RANKS = [
+    *("gpt2", "llama tied, biases, wide heads", "mistral beyond its window", "olmo2", "gpt_neox"),
+    *map(
+        slow, ("mistral without", "qwen3", "qwen2 with windows", "qwen3 with alternating layers", "granite", "smollm3")
+    ),
+    *map(slow, ("phi3", "starcoder2", "yarn", "dynamic")),
+]
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_ranks_read_their_parts_of_a_conversion(name, tmp_path):
-    kind, _, settings = MODELS[name]
+    kind, settings = MORE[name] if name in MORE else MODELS[name][::2]
     theirs = save(make_model(kind, **settings), tmp_path / "theirs")
     for found in ranks(2).run(logits_on_ranks, str(convert_folder(theirs, tmp_path / "ours")), 2):
         torch.testing.assert_close(found, logits(theirs), **SUMS)
@@ -128,19 +203,92 @@ def test_the_first_gpt2_files_are_read_too(tmp_path):
     torch.testing.assert_close(file_tensors(back), tensors, **BITS)
 
 
-def test_files_of_no_one_model_are_refused(tmp_path):
-    """An index that names what is outside its folder; parts of one of our tensors in different types."""
+def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path):
     query = "model.layers.1.self_attn.q_proj.weight"
-    tensors = file_tensors(save(make_llama(), tmp_path))
+    save(make_llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
 
     def open_with(file: str) -> None:
-        save_file(tensors | {query: tensors[query].bfloat16()}, tmp_path / "model.safetensors")
         (tmp_path / huggingface.INDEX).write_text(json.dumps({"weight_map": {query: file}}))
         open_model(tmp_path)
 
     rows = [(file, f"names {file!r}, which is no file") for file in ("..", ".", "", "../x", "/model.safetensors")]
-    rows.append(("model.safetensors", "v_proj.weight are one tensor here, and have different types"))
     assert not_refused(rows, open_with) == []
+
+
+def marked_files(folder: Path) -> dict[str, float]:
+    """Write every file that may hold a model's weights; the final norm of each has a value of its own."""
+    tensors, norm = file_tensors(save(make_llama(), folder)), "model.norm.weight"
+    marks = dict(zip(huggingface._FILES, (1.0, 2.0, 3.0, 4.0), strict=True))
+    for file, mark in marks.items():
+        held = {**tensors, norm: torch.full((32,), mark)}
+        if file.endswith(".json"):
+            part = file.replace(".index.json", "").replace(".", "-1.")
+            (folder / file).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(held, part)}))
+        else:
+            part = file
+        (torch.save if part.endswith(".bin") else save_file)(held, folder / part)
+    return marks
+
+
+def test_files_of_a_folder_have_transformers_precedence(tmp_path):
+    import transformers
+
+    for file, mark in marked_files(tmp_path).items():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).model.norm.weight
+        ours = open_model(tmp_path).tensors["final_norm.weight"].read()
+        assert torch.equal(ours, theirs), file
+        assert ours[0] == mark
+        (tmp_path / file).unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
+        open_model(tmp_path)
+
+
+def test_a_file_that_config_json_names_comes_first_and_stays_inside(tmp_path):
+    marked_files(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"transformers_weights": "model-1.safetensors"}))
+    assert open_model(tmp_path).tensors["final_norm.weight"].read()[0] == 2.0
+    path.write_text(json.dumps(values | {"transformers_weights": "../model.safetensors"}))
+    with pytest.raises(ValueError, match=r"transformers_weights '\.\./model\.safetensors' is no file of this folder"):
+        open_model(tmp_path)
+
+
+class Unpickled:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("this must not run",))
+
+
+@pytest.mark.parametrize("content", [b"", b"text", {"model.norm.weight": Unpickled()}])
+def test_a_pickled_file_is_read_as_weights_only(tmp_path, content, capsys):
+    save(make_llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged or holds more than tensors"):
+        open_model(tmp_path)
+    assert "must not run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_old_folders_are_read_as_transformers_reads_them(tmp_path, zipped):
+    """Pickled files without a prefix, buffers of rotary frequencies and causal masks, a layer in fp32."""
+    for kind in ("llama", "gpt2"):
+        folder = tmp_path / kind
+        theirs = save(make_model(kind, tie_word_embeddings=True).bfloat16(), folder)
+        tensors = {name.split(".", 1)[1]: tensor for name, tensor in file_tensors(theirs).items()}
+        tensors |= {name: value.float() for name, value in tensors.items() if ".1." in name and "q_proj" in name}
+        tensors |= {"rotary_emb.inv_freq": torch.ones(4), "layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        if kind == "gpt2":
+            tensors = {name: value for name, value in tensors.items() if "inv_freq" not in name}
+            tensors["h.1.attn.bias"] = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool)
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+        expected = logits(folder)
+        torch.testing.assert_close(our_model(open_model(folder)).float()(TOKENS), expected, **SUMS)
+        back = convert_folder(convert_folder(folder, tmp_path / f"{kind} ours"), tmp_path / f"{kind} back")
+        torch.testing.assert_close(logits(back), expected, **BITS)
 
 
 LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "disable_bias_linear": True}
@@ -156,11 +304,26 @@ NOT_THERE: list[tuple[dict[str, Any], str]] = [
         "with --position-embedding-type none, --apply-layernorm-1p, --window-size 3,0, --kv-channels 4",
     ),
     (GROUPS, "with --num-query-groups 2"),
-    (LLAMA | {"rotary_percent": 0.5}, "LlamaForCausalLM cannot hold a model with --rotary-percent 0.5"),
-    (LLAMA | {"swiglu": False, "normalization": "LayerNorm"}, "--normalization LayerNorm, --no-swiglu"),
-    (LLAMA | {"add_qkv_bias": True, "window_size": "3,0"}, "MistralForCausalLM cannot hold a model with --add-qkv-b"),
+    (
+        LLAMA | {"rotary_percent": 0.5, "no_rope_freq": "2"},
+        "SmolLM3ForCausalLM cannot hold a model with --rotary-percent",
+    ),
+    (LLAMA | {"rotary_percent": 0.5, "use_rope_scaling": True}, "Phi3ForCausalLM cannot hold a model with rotary freq"),
+    (LLAMA | {"normalization": "LayerNorm"}, "Starcoder2ForCausalLM cannot hold a model with --swiglu"),
+    (LLAMA | {"norm_after_block": True}, "Olmo2ForCausalLM cannot hold a model with --no-qk-layernorm-all-heads"),
+    (
+        LLAMA | {"logits_scaling": 2.0, "window_size": "3,0"},
+        "GraniteForCausalLM cannot hold a model with --window-size",
+    ),
+    (LLAMA | {"use_parallel_residual": True}, "LlamaForCausalLM cannot hold a model with --use-parallel-residual"),
+    (
+        LLAMA | {"swiglu": False, "disable_bias_linear": False, "apply_layernorm_1p": True},
+        "--apply-layernorm-1p, --no-",
+    ),
+    ({"logits_scaling": 2.0}, "GPT2LMHeadModel cannot hold a model with --logits-scaling 2.0"),
+    (LLAMA | {"swiglu": False, "window_size": "3,0"}, "MistralForCausalLM cannot hold a model with --no-swiglu"),
     (QWEN3 | {"add_qkv_bias": True}, "Qwen3ForCausalLM cannot hold a model with --add-qkv-bias"),
-    (QWEN3 | {"window_size": "3,0", "disable_bias_linear": False}, "--window-size 3,0, --no-disable-bias-linear"),
+    (QWEN3 | {"disable_bias_linear": False}, "Qwen3ForCausalLM cannot hold a model with --no-disable-bias-linear"),
 ]
 
 
@@ -191,3 +354,48 @@ def test_a_reward_model_scores_the_same_there_and_here_and_there_again(tmp_path,
         again = torch.cat([back(text.unsqueeze(0)).logits[0] for text in texts])
     assert (type(back), back.config.num_labels) == (type(there), 1)
     torch.testing.assert_close(again, expected, **SUMS)
+
+
+@pytest.mark.parametrize("eos", [3, [3, 5], [5, 3]])
+@pytest.mark.parametrize("kind", ["llama", slow("gpt2")])
+def test_scores_are_transformers_in_both_directions_when_padding_is_eos(tmp_path, kind, eos):
+    """A text ends with the token for padding, twice, or without it."""
+    import transformers
+
+    auto = transformers.AutoModelForSequenceClassification
+    config = make_model(kind).config
+    config.num_labels, config.pad_token_id, config.eos_token_id = 1, 3, eos
+    there = randomized(auto.from_config(config))
+    folder, texts = save(there, tmp_path / "there"), TOKENS.where(TOKENS != 3, 4)[:1].repeat(3, 1)
+    texts[0, -1:] = texts[1, -2:] = 3
+    with torch.no_grad():
+        expected = there(texts).logits.squeeze(1)
+    ours = convert_folder(folder, tmp_path / "here")
+    model, record = open_checkpoint(ours, None)
+    batch = make_rollout_batch(torch.cat((texts, texts[:, :1]), dim=1), torch.ones(texts.shape))
+    found = FrozenModel(our_model(model), score_pad=record.flags["score_pad"]).scores(batch)
+    torch.testing.assert_close(found, expected, **SUMS)
+    back = auto.from_pretrained(convert_folder(ours, tmp_path / "back"), dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(back(texts).logits.squeeze(1), expected, **SUMS)
+
+
+@pytest.mark.parametrize(
+    ("ids", "kept"),
+    [
+        ({"pad_token_id": VOCAB}, {"pad_token_id": None}),
+        ({"pad_token_id": -1}, {"pad_token_id": -1}),
+        ({"eos_token_id": [5, VOCAB + 3], "pad_token_id": 4}, {"eos_token_id": [5], "pad_token_id": 4}),
+        ({"bos_token_id": 2 * VOCAB, "eos_token_id": [VOCAB]}, {"bos_token_id": None, "eos_token_id": None}),
+    ],
+)
+def test_an_id_beyond_the_embedding_is_left_out_of_an_export(tmp_path, monkeypatch, ids, kept):
+    said: list[str] = []
+    ours = convert_folder(save(make_llama(), tmp_path / "theirs"), tmp_path / "ours")
+    monkeypatch.setattr(convert, "write_tokenizer_files", lambda *_: dict(ids))
+    flags = convert.ConvertConfig(input=str(ours), output=str(tmp_path / "back"))
+    convert.convert(flags, TokenizerConfig(), said.append)
+    values = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {name: values[name] for name in ids} == kept
+    assert len([line for line in said if "is left out of config.json" in line]) == sum(ids[x] != kept[x] for x in ids)
+    logits(tmp_path / "back")  # transformers loads it
