@@ -151,6 +151,7 @@ SHAPE = {
 }
 SAMPLES = "samples"  # among the flags: batch size, ranks, and the description of data/identity.py
 IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
+SCORE_PAD = "score_pad"  # among the flags of an imported reward model: transformers scores the last token but this one
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
 DATA = (  # flags that samples follow from
     *("seed", *PLACES, "seq_length", "train_iters", "train_samples", "rampup_batch_size", "eval_iters"),

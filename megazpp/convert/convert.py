@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from megazpp.base.files import remove, renamed_when_done, try_lock
 from megazpp.base.flags import check_words, flag
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.read import find_weights
-from megazpp.checkpoint.record import IMPORTED_FROM, SHAPE, RunRecord, found_from_anywhere
+from megazpp.checkpoint.record import IMPORTED_FROM, SCORE_PAD, SHAPE, RunRecord, found_from_anywhere
 from megazpp.convert.huggingface import class_name, open_model, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import HEAD, Model
@@ -140,8 +140,12 @@ def export(
     for note in find_differences(tokenizer) if tokenizer is not None else ():
         say(f"note: {note}")
     with whole_folder(target) as folder:
-        ids = write_tokenizer_files(folder, tokenizer)
-        if HEAD in model.tensors and ids.get("pad_token_id") in (None, ids.get("eos_token_id")):
+        ids, ends = write_tokenizer_files(folder, tokenizer), {None if tokenizer is None else tokenizer.eod}
+        ids |= {name: _inside(name, value, model.rows, say) for name, value in ids.items() if name.endswith("_id")}
+        ends |= {*eos} if isinstance(eos := ids.get("eos_token_id"), list) else {eos}
+        if HEAD in model.tensors and SCORE_PAD in record.flags:  # as the model that was imported
+            ids["pad_token_id"] = record.flags[SCORE_PAD]
+        elif HEAD in model.tensors and ids.get("pad_token_id") in (None, *ends):
             ids["pad_token_id"] = None  # transformers would score the token before the end
             say("note: there is no token for padding alone, so transformers scores one text at a time (pad_token_id)")
         write_model(folder, model, token_ids=ids)
@@ -152,6 +156,16 @@ def export(
             write_adapter(folder / "adapter", model.config, settings, tensors)
     what = "the base and adapters of iteration" if keep_adapters else "iteration"
     return f"{target} holds {what} {record.progress.iteration} as {name}{_described(model)}"
+
+
+def _inside(name: str, value: Any, rows: int, say: Callable[[str], None]) -> Any:
+    """Return an id of config.json, or a list of ids, without those that are no row of the embedding."""
+    ids = value if isinstance(value, list) else [value]
+    kept = [each for each in ids if each is None or -rows <= each < rows]
+    if kept == ids:
+        return value
+    say(f"note: {name} {value} is left out of config.json: the embedding has {rows} rows, and transformers needs one")
+    return kept or None if isinstance(value, list) else None
 
 
 def rewrite(
@@ -193,7 +207,7 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
         **{name: own[name] for name in held},
         **dataclasses.asdict(found),
         "seq_length": model.seq_length,
-        "objective": "reward" if HEAD in model.tensors else None,
+        **({"objective": "reward", SCORE_PAD: model.score_pad} if HEAD in model.tensors else {"objective": None}),
         "bf16": model.dtype == torch.bfloat16,
         "fp16": model.dtype == torch.float16,
     }

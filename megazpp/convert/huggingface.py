@@ -33,6 +33,7 @@ from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer
 from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers takes the first
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
@@ -53,8 +54,8 @@ def open_model(folder: Path) -> Model:
     architecture = ARCHITECTURES[kind]
     settings.absent("quantization_config", "per_layer_config")
     settings.only("is_causal", True)
-    values, files = architecture.read(settings), _open_files(folder)
-    tensors = {name: entry for raw, entry in files.items() if (name := architecture.their_name(raw)) is not None}
+    values = architecture.read(settings)
+    tensors = _open_files(folder, architecture, settings.values.get("transformers_weights"))
     scores = _SCORE in tensors  # a reward model, without an output layer
     if scores:
         values["untie_embeddings_and_output_weights"] = False
@@ -67,9 +68,8 @@ def open_model(folder: Path) -> Model:
     length, window = config.max_position_embeddings, config.window
     assert length is not None
     tensors = join_all(pieces, tensors, shapes, str(folder))
-    return Model(
-        config, rows, tensors, min(length, window or length), find_tokenizer(folder), origin=str(folder.resolve())
-    )
+    found = Model(config, rows, tensors, min(length, window or length), find_tokenizer(folder))
+    return found._replace(origin=str(folder.resolve()), score_pad=settings.values.get("pad_token_id"))
 
 
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
@@ -101,6 +101,11 @@ def class_name(model: Model) -> str:
     return re.sub(r"(ForCausalLM|LMHeadModel)$", _CLASSIFIER, name) if HEAD in model.tensors else name
 
 
+def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
+    """Their tensors for each of ours, by the names of the model_type that is closest to `config`."""
+    return ARCHITECTURES[_model_type(config)].pieces(config)
+
+
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
     """Their tensors for each of ours; `score` has the place of the output layer."""
     pieces = architecture.pieces(config)
@@ -111,17 +116,19 @@ def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> d
 
 def choose_architecture(config: GPTConfig) -> Architecture:
     """The one that holds such a model; raises ValueError naming the flags that it has not."""
-    if config.positions != "rope":
-        kind = "gpt2"
-    elif config.qk_layernorm:
-        kind = "qwen3"
-    elif config.window is not None:
-        kind = "mistral"
-    else:
-        kind = "qwen2" if config.qkv_bias and not config.linear_bias else "llama"
-    architecture = ARCHITECTURES[kind]
+    architecture = ARCHITECTURES[_model_type(config)]
     architecture.write(config)
     return architecture
+
+
+def _model_type(config: GPTConfig) -> str:
+    if config.positions != "rope":
+        return "gpt2"
+    if config.qk_layernorm:
+        return "qwen3"
+    if config.window is not None:
+        return "mistral"
+    return "qwen2" if config.qkv_bias and not config.linear_bias else "llama"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -137,25 +144,37 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _open_files(folder: Path) -> dict[str, Deferred]:
-    """Every tensor of the folder by the name it has there."""
-    if not (folder / INDEX).exists():
-        if not (folder / WHOLE).exists() and any(folder.glob("pytorch_model*.bin")):
-            raise ValueError(f"{folder} holds pytorch_model.bin; only safetensors are read (transformers saves them)")
-        return open_tensors(folder / WHOLE)
-    places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise ValueError(f"{folder / INDEX} has no weight_map of files")
-    if outside := [file for file in places.values() if "/" in file or file in ("", ".", "..")]:
-        raise ValueError(f"{folder / INDEX} names {outside[0]!r}, which is no file of this folder")
+def _open_files(folder: Path, architecture: Architecture, explicit: str | None) -> dict[str, Deferred]:
+    """Open the weights of a folder, by transformers' names and in its order of precedence among files.
+
+    Args:
+        explicit: file that config.json names (transformers_weights).
+    """
+    file = explicit or next((name for name in _FILES if (folder / name).is_file()), WHOLE)
+    if Path(file).name != file or file in ("", ".", ".."):
+        raise ValueError(f"{folder / CONFIG}: transformers_weights {file!r} is no file of this folder")
+    if not file.endswith(".index.json"):
+        return _open_weights(folder / file, architecture)
+    places = read_json(folder / file).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(part, str) for part in places.values()):
+        raise ValueError(f"{folder / file} has no weight_map of files")
+    if outside := [part for part in places.values() if "/" in part or part in ("", ".", "..")]:
+        raise ValueError(f"{folder / file} names {outside[0]!r}, which is no file of this folder")
     found: dict[str, Deferred] = {}
-    for file in sorted(set(places.values())):
-        tensors = open_tensors(folder / file)
-        absent = [name for name, place in places.items() if place == file and name not in tensors]
+    for part in sorted(set(places.values())):
+        tensors = _open_weights(folder / part, architecture)
+        listed = (name for name, place in places.items() if place == part)
+        absent = [name for name in listed if architecture.their_name(name) not in (None, *tensors)]
         if absent:
-            raise ValueError(f"{folder / file} does not hold {absent[0]}, which {INDEX} says it does")
+            raise ValueError(f"{folder / part} does not hold {absent[0]}, which {file} says it does")
         found |= tensors
     return found
+
+
+def _open_weights(path: Path, architecture: Architecture) -> dict[str, Deferred]:
+    """Open a file's weights by the names that transformers' model gives them; buffers are left out."""
+    tensors = open_tensors(path, lambda name: architecture.their_name(name) is not None)
+    return {str(architecture.their_name(name)): entry for name, entry in tensors.items()}
 
 
 def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> None:
@@ -163,7 +182,7 @@ def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> Non
     copy, original = tensors.pop("lm_head.weight", None), tensors.get(words)
     if copy is None or original is None:
         return
-    if copy[:2] != original[:2] or not torch.equal(copy.read(), original.read()):
+    if copy.shape != original.shape or not torch.equal(copy.read().float(), original.read().float()):
         raise ValueError(
             f"{where}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
             "write false into config.json to keep both, or take lm_head.weight out of the files"

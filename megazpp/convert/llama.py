@@ -21,7 +21,7 @@ from megazpp.convert.settings import Settings
 from megazpp.model.attention import HIGH_TURNS, LOW_TURNS, ORIGINAL_CONTEXT
 from megazpp.model.config import GPTConfig
 
-_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in older files
+_FREQUENCIES = re.compile(r"rotary_emb\.inv_freq")  # a buffer in older files
 _REQUIRED = ("num_key_value_heads", "max_position_embeddings")
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor")
 _LLAMA3 = {
@@ -150,8 +150,13 @@ class Relative:
         return found
 
     def their_name(self, name: str) -> str | None:
-        """The name of a tensor in a file; None for one that holds no weight."""
-        return None if _FREQUENCIES.fullmatch(name) else name
+        """Return the full name of a tensor in a file; None for one that holds no weight.
+
+        Files of a model without an output layer (transformers' AutoModel) have no prefix.
+        """
+        if _FREQUENCIES.search(name):
+            return None
+        return name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
 
     def _read_bias(self, settings: Settings) -> bool:
         """Return whether all linear layers have biases."""

@@ -47,6 +47,7 @@ class Model(NamedTuple):
         progress: where its training stood.
         padded: rows beyond the tokenizer's are padding.
         origin: the Hugging Face folder with these weights.
+        score_pad: of a reward model: it scores a text's last token other than this one; None for the last.
     """
 
     config: GPTConfig
@@ -57,6 +58,7 @@ class Model(NamedTuple):
     progress: TrainingProgress = TrainingProgress()
     padded: bool = False
     origin: str | None = None
+    score_pad: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,11 +82,13 @@ class ForeignTensors(NamedTuple):
         theirs: the names of the tensors that it is there.
         join: makes ours of them, in that order.
         split: the other way round; tells the shapes too, of a tensor without data.
+        transposed: matrices are stored as [in, out] there.
     """
 
     theirs: tuple[str, ...]
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    transposed: bool = False
 
 
 def refuse(class_name: str, problems: Mapping[str, bool]) -> None:
@@ -138,7 +142,7 @@ def same(name: str) -> ForeignTensors:
 
 def transposed(name: str) -> ForeignTensors:
     """A matrix that is stored as [in, out] there."""
-    return ForeignTensors((name,), lambda parts: parts[0].t(), lambda ours: [ours.t()])
+    return ForeignTensors((name,), lambda parts: parts[0].t(), lambda ours: [ours.t()], transposed=True)
 
 
 def fuse_qkv(parts: Sequence[torch.Tensor], *, groups: int, head_size: int) -> torch.Tensor:
@@ -170,7 +174,7 @@ def qkv_rows(names: Sequence[str], config: GPTConfig, *, transposed: bool = Fals
         rows = split_qkv(ours, **shape)
         return [part.t() if transposed else part for part in (rows if len(names) > 1 else [torch.cat(rows)])]
 
-    return ForeignTensors(tuple(names), join, split)
+    return ForeignTensors(tuple(names), join, split, transposed)
 
 
 def join_all(
@@ -188,8 +192,8 @@ def join_all(
         ValueError: a tensor is missing, has another shape than the model's, or has no place in it.
     """
 
-    def join(piece: ForeignTensors) -> torch.Tensor:
-        return piece.join([theirs[name].read() for name in piece.theirs]).contiguous()
+    def join(piece: ForeignTensors, dtype: torch.dtype) -> torch.Tensor:
+        return piece.join([theirs[name].read().to(dtype) for name in piece.theirs]).contiguous()
 
     parts = {ours: piece.split(torch.empty(shapes[ours], device="meta")) for ours, piece in pieces.items()}
     named = [pair for ours, piece in pieces.items() for pair in zip(piece.theirs, parts[ours], strict=True)]
@@ -197,10 +201,8 @@ def join_all(
     check_tensors({name: entry.shape for name, entry in theirs.items()}, expected, where)
     joined = {}
     for ours, piece in pieces.items():
-        dtypes = {theirs[name].dtype for name in piece.theirs}
-        if len(dtypes) > 1:
-            raise ValueError(f"{where}: {', '.join(piece.theirs)} are one tensor here, and have different types")
-        joined[ours] = Deferred(shapes[ours], dtypes.pop(), functools.partial(join, piece))
+        dtype = functools.reduce(torch.promote_types, (theirs[name].dtype for name in piece.theirs))  # exact
+        joined[ours] = Deferred(shapes[ours], dtype, functools.partial(join, piece, dtype))
     return joined
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.base.files import write_whole
-from megazpp.checkpoint.state import under
 from megazpp.checkpoint.weights import spell_checksum, sum_of_bits
-from megazpp.convert.huggingface import ARCHITECTURES, read_json
+from megazpp.convert.huggingface import model_pieces, read_json
 from megazpp.convert.model import (
     HEAD,
     Deferred,
     ForeignTensors,
     Model,
+    check_tensors,
     held,
     join_all,
     model_shapes,
@@ -35,16 +37,28 @@ from megazpp.convert.model import (
 )
 from megazpp.convert.safetensors_file import open_tensors, read_metadata, write_tensors
 from megazpp.model.config import GPTConfig
-from megazpp.tensor_parallel.lora import joined_factors, merged
+from megazpp.tensor_parallel.lora import merged
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 ALL_LINEAR = "all-linear"
 BASE = "base_checksum"
 _PREFIX = "base_model.model."
-_UNKNOWN = (
+# Keys of adapter_config.json: those that change nothing in merged weights, the plain values of others, and keys that
+# PEFT's own code reads for us. Any further key has to be off.
+_ANY_VALUE = (
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "fan_in_fan_out", "megatron_core"),
+    *("qalora_group_size", "eva_config", "runtime_config"),
+)
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # all others change the base's weights
+}
+_BY_PEFT = (
     *("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform"),
     *("layers_pattern", "exclude_modules"),
 )
+_OTHERS = ("lm_head", "embed_tokens", "wte")  # modules beside the layers
 _SCORES, _HEADS = "SEQ_CLS", ("classifier", "score")  # PEFT's of a reward model
 _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
@@ -101,7 +115,7 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
     Raises:
         ValueError: a target is no linear layer of the model's, or an embedding or output layer.
     """
-    pieces = ARCHITECTURES["llama" if config.positions == "rope" else "gpt2"].pieces(config)
+    pieces = model_pieces(config)
     branches: list[Branch] = []
     for linear in (f"layers.{layer}.{name}" for layer in range(config.layers) for name in _LINEARS):
         if piece := pieces.get(f"{linear}.weight"):
@@ -173,62 +187,199 @@ def write_adapter(
 
 
 def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
-    """An adapter for a model of this shape, its tensors whole under our names.
+    """Read an adapter that is trained further: its settings, and its whole tensors under our names.
 
     Raises:
-        ValueError: a file is missing or damaged, the adapter is another model's, or it does what adapters here do not.
+        ValueError: a file is missing or damaged, the adapter is another model's, or training has no such adapter.
+    """
+    found, branches = _read_config(folder, config), find_branches(config, (ALL_LINEAR,))
+    modules = [branch.module for branch in branches]
+    terms = {name: term for name in (*modules, *_OTHERS) if (term := found.find_term(name)) is not None}
+    others = {*(found.peft.modules_to_save or ()), *terms} - {*_HEADS, *modules}
+    problems = {"use_dora": found.peft.use_dora, "several ranks or scales": len({*terms.values()}) > 1}
+    problems[f"target_modules or modules_to_save {', '.join(sorted(others))}"] = bool(others)
+    if words := [problem for problem, there in problems.items() if there]:
+        raise ValueError(f"{folder / CONFIG} has {', '.join(words)}: adapters here do not train like that")
+    branches = [branch for branch in branches if branch.module in terms]
+    (rank, scale), targets = next(iter(terms.values())), tuple(branch.module for branch in branches)
+    if found.all_linear:
+        targets = (ALL_LINEAR,)
+    elif found.plain:
+        targets = tuple(sorted(found.peft.target_modules))
+    shapes = adapter_shapes(config, branches, rank) | {HEAD: (1, config.hidden)}
+    pieces, tensors = adapter_pieces(config, branches, scores=found.scores), open_tensors(_tensors_file(folder))
+    joined = join_all(pieces, tensors, shapes, str(_tensors_file(folder)))
+    base, checksum = found.peft.base_model_name_or_path, _read_checksum(folder)
+    settings = AdapterSettings(rank, scale * rank, float(found.peft.lora_dropout or 0.0), targets, base, checksum)
+    return settings, {name: entry.read() for name, entry in joined.items()}
+
+
+class _Config(NamedTuple):
+    """An adapter's settings: PEFT's LoraConfig, or an object with the fields of a plain adapter."""
+
+    peft: Any
+    plain: bool
+    all_linear: bool
+
+    @property
+    def scores(self) -> bool:
+        return bool(self.peft.task_type == _SCORES)
+
+    def find_term(self, module: str) -> tuple[int, float] | None:
+        """Return rank and scale of the term beside Hugging Face's module of this name; None for no term."""
+        config, rank, alpha = self.peft, self.peft.r, self.peft.lora_alpha
+        if self.plain:
+            beside = any(f".{module}".endswith(f".{target}") for target in config.target_modules)
+            return (rank, alpha / rank) if beside else None
+        from peft.tuners.tuners_utils import check_target_module_exists
+        from peft.utils.other import get_pattern_key
+
+        if not check_target_module_exists(config, module):
+            return None
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, module), rank)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), alpha)
+        return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def _read_config(folder: Path, config: GPTConfig) -> _Config:
+    """Read adapter_config.json, with PEFT's own PeftConfig unless all keys have the values of a plain adapter.
+
+    Raises:
+        ValueError: a key asks for more than LoRA beside linear layers, or for PEFT where it is not installed.
     """
     values, path = read_json(folder / CONFIG), folder / CONFIG
-    settings = _read_settings(values, path)
-    branches = find_branches(config, settings.targets)
-    scores = values.get("task_type") == _SCORES
-    theirs, pieces = open_tensors(folder / TENSORS), adapter_pieces(config, branches, scores=scores)
-    shapes = adapter_shapes(config, branches, settings.rank) | {HEAD: (1, config.hidden)}
-    joined = join_all(pieces, theirs, shapes, str(folder / TENSORS))
-    tensors = {name: entry.read() for name, entry in joined.items()}
-    return settings._replace(checksum=read_metadata(folder / TENSORS).get(BASE)), tensors
-
-
-def _read_settings(values: Mapping[str, Any], path: Path) -> AdapterSettings:
     if values.get("peft_type") != "LORA":
         raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}; only LORA is known")
-    unknown = {name for name in _UNKNOWN if values.get(name)}
-    if values.get("task_type") == _SCORES and set(values.get("modules_to_save") or ()) <= {*_HEADS}:
-        unknown -= {"modules_to_save"}  # PEFT names them of itself
-    if unknown or values.get("bias", "none") != "none":
-        raise ValueError(f"{path} asks for {', '.join(sorted(unknown)) or 'bias'}, which adapters here do not have")
-    targets = values.get("target_modules")
-    targets = (targets,) if isinstance(targets, str) else tuple(targets or ())
-    rank, alpha = values.get("r"), values.get("lora_alpha")
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, (int, float)) and targets):
-        raise ValueError(f"{path} has r {rank!r}, lora_alpha {alpha!r}, target_modules {list(targets)}")
-    base = values.get("base_model_name_or_path")
-    return AdapterSettings(rank, float(alpha), float(values.get("lora_dropout") or 0.0), tuple(sorted(targets)), base)
+    plain = dict.fromkeys(values, (None, False, "", [], {})) | _PLAIN
+    odd = {key: value for key, value in values.items() if key not in _ANY_VALUE and value not in plain[key]}
+    if unknown := [f"{key} {value!r}" for key, value in odd.items() if key not in _BY_PEFT]:
+        raise ValueError(f"{path} asks for {', '.join(unknown)}, which adapters here do not have")
+    if values.get("task_type") == _SCORES and {*odd.get("modules_to_save", ())} <= {*_HEADS}:
+        odd.pop("modules_to_save", None)  # PEFT names them of itself
+    rank, alpha, targets = (values.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    numbers = [rank, alpha, *(values.get("rank_pattern") or {}).values(), *(values.get("alpha_pattern") or {}).values()]
+    sound = all(isinstance(number, int | float) and number > 0 for number in numbers) and isinstance(rank, int)
+    if not (sound and targets and isinstance(targets, str | list)):
+        raise ValueError(f"{path} has r {rank!r}, lora_alpha {alpha!r}, target_modules {targets!r}, and {odd!r}")
+    all_linear = isinstance(targets, str) and targets.lower() == ALL_LINEAR
+    if isinstance(targets, str) and not all_linear:
+        odd["target_modules"] = targets
+    found: Any = types.SimpleNamespace(**dict.fromkeys((*_ANY_VALUE, *_BY_PEFT)) | values)
+    if odd:
+        try:
+            import peft  # takes seconds, which plain adapters need not spend
+
+            found = peft.PeftConfig.from_pretrained(str(folder))
+        except ImportError as error:
+            raise ValueError(f"{path} asks for {', '.join(odd)}, which needs the package peft: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is not a LoraConfig of PEFT: {error}") from error
+    modules = [branch.module for branch in find_branches(config, (ALL_LINEAR,))]
+    if all_linear:
+        found.target_modules = modules
+    settings = _Config(found, not odd, all_linear)
+    if not any(map(settings.find_term, (*modules, *_OTHERS))):
+        names = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
+        raise ValueError(f"{path}: target_modules {targets} is no linear layer of this model's: there are {names}")
+    return settings
+
+
+def _tensors_file(folder: Path) -> Path:
+    """Return the file of an adapter's tensors that PEFT would read."""
+    return folder / (PICKLED if (folder / PICKLED).is_file() and not (folder / TENSORS).is_file() else TENSORS)
+
+
+def _read_checksum(folder: Path) -> str | None:
+    return read_metadata(folder / TENSORS).get(BASE) if (folder / TENSORS).is_file() else None
+
+
+class _Change(NamedTuple):
+    """The change of one of Hugging Face's tensors: `whole` replaces it, and a low-rank term is added.
+
+    Attributes:
+        a, b: factors of the term, [r, in] and [out, r].
+        magnitude: [out] norms that DoRA gives the rows of the sum; None for plain LoRA.
+    """
+
+    whole: Deferred | None
+    scale: float = 1.0
+    a: Deferred | None = None
+    b: Deferred | None = None
+    magnitude: Deferred | None = None
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the changed `weight` [out, in], computed in fp32 and rounded to its type."""
+        dtype = weight.dtype
+        weight = weight if self.whole is None else self.whole.read()
+        if self.a is None or self.b is None:
+            return weight.to(dtype)
+        total = merged(weight.float(), self.a.read().t(), self.b.read(), self.scale)
+        if self.magnitude is not None:
+            total *= (self.magnitude.read().float() / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
+        return total.to(dtype)
+
+
+def _read_changes(folder: Path, config: GPTConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Change]:
+    """Read what an adapter does to Hugging Face's tensors of these shapes ([out, in] of linear layers)."""
+    found, path = _read_config(folder, config), _tensors_file(folder)
+    tensors = {
+        name.removeprefix(_PREFIX).replace(".base_layer.", "."): entry for name, entry in open_tensors(path).items()
+    }
+    saved = tuple({*(found.peft.modules_to_save or ()), *(_HEADS if found.scores else ())})
+    whole = {name for name in shapes if name.removesuffix(".weight").endswith(saved)} if saved else set()
+    expected = {name: shapes[name] for name in whole | (tensors.keys() & shapes.keys())}
+    changes = {name: _Change(tensors.get(name)) for name in expected}
+    modules = {*_OTHERS, *(name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2)}
+    terms = {module: term for module in sorted(modules) if (term := found.find_term(module)) is not None}
+    words = {module for module in modules if module.endswith(_OTHERS if config.tied else _OTHERS[1:])}
+    replaced = {module for module in words if module.endswith(saved)} if config.tied and saved else set()
+    if alone := words & (terms.keys() | replaced):
+        problem = f"{', '.join(sorted(alone))}: adapters of embeddings and of weights tied to them are not supported"
+        raise ValueError(f"{folder / CONFIG} asks for {problem}")
+    for module, (rank, scale) in terms.items():
+        outputs, inputs = shapes[f"{module}.weight"]
+        parts = {f"{module}.lora_A.weight": (rank, inputs), f"{module}.lora_B.weight": (outputs, rank)}
+        parts |= {f"{module}.lora_magnitude_vector": (outputs,)} if found.peft.use_dora else {}
+        expected |= parts
+        changes[f"{module}.weight"] = _Change(tensors.get(f"{module}.weight"), scale, *map(tensors.get, parts))
+    check_tensors({name: entry.shape for name, entry in tensors.items()}, expected, str(path))
+    return changes
 
 
 def with_adapter(model: Model, folder: Path) -> Model:
-    """`model` with scale x (A B) added to its weights, in fp32 and rounded to their type; each when it is read.
+    """Return `model` merged with an adapter: its weights are changed, in fp32, when they are read.
 
     Raises:
-        ValueError: see `read_adapter`; or the adapter was trained on other weights, by checksum.
+        ValueError: a file is missing or damaged; the adapter is another model's, does what LoRA does not, or was
+            trained on other weights, by checksum.
     """
-    settings, adapters = read_adapter(folder, model.config)
-    if settings.checksum is not None and (found := checksum_of(model)) != settings.checksum:
+    wanted, tensors = _read_checksum(folder), dict(model.tensors)
+    if wanted is not None and (found := checksum_of(model)) != wanted:
         raise ValueError(
-            f"{folder} was trained on weights with checksum {settings.checksum}; these have {found}: "
+            f"{folder} was trained on weights with checksum {wanted}; these have {found}: "
             "merge it into the checkpoint it was trained on"
         )
-    config, tensors = model.config, dict(model.tensors)
+    pieces, shapes = model_pieces(model.config) | {HEAD: same("score.weight")}, {}
+    tensors.setdefault(HEAD, held(torch.zeros(1, model.config.hidden)))
+    for name, piece in pieces.items():
+        if name in tensors:
+            parts = piece.split(torch.empty(tensors[name].shape, device="meta"))
+            whole = [tuple(part.t().shape if piece.transposed else part.shape) for part in parts]
+            shapes |= dict(zip(piece.theirs, whole, strict=True))
+    changes = _read_changes(folder, model.config, shapes)
 
-    def merge(entry: Deferred, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return merged(entry.read(), a, b, settings.scale)
+    def change(piece: ForeignTensors, entry: Deferred) -> torch.Tensor:
+        parts = []
+        for name, part in zip(piece.theirs, piece.split(entry.read()), strict=True):
+            made = changes[name](part.t() if piece.transposed else part) if name in changes else None
+            parts.append(part if made is None else made.t() if piece.transposed else made)
+        return piece.join(parts).contiguous()
 
-    for linear in dict.fromkeys(branch.linear for branch in find_branches(config, settings.targets)):
-        own, entry = under(f"{linear}.adapter.", adapters), tensors[f"{linear}.weight"]
-        factors = joined_factors(own, config.query_groups, config.heads, config.head_size)
-        tensors[f"{linear}.weight"] = entry._replace(read=functools.partial(merge, entry, *factors))
-    if HEAD in adapters:
-        tensors[HEAD] = held(adapters[HEAD])
+    for name, piece in pieces.items():
+        if changes.keys() & {*piece.theirs}:
+            tensors[name] = tensors[name]._replace(read=functools.partial(change, piece, tensors[name]))
+        elif name == HEAD and name not in model.tensors:
+            del tensors[HEAD]
     return model._replace(tensors=tensors, origin=None)
 
 

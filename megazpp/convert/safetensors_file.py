@@ -1,4 +1,4 @@
-"""safetensors files, read and written one tensor at a time.
+"""safetensors files, read and written one tensor at a time, and torch's pickled files, which are only read.
 
 Format: 8 bytes with the length of the header, the header in JSON ({name: dtype, shape, place}), the data back to back.
 The package reads lazily, but writes only what is all in memory; a header from shapes that are known beforehand needs
@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from megazpp.base.files import sync
-from megazpp.convert.model import Deferred
+from megazpp.convert.model import Deferred, held
 
 try:
     import safetensors
@@ -27,20 +28,24 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ALIGNMENT = 8
 
 
-def open_tensors(path: Path) -> dict[str, Deferred]:
-    """Open the tensors of a file.
+def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) -> dict[str, Deferred]:
+    """Open the tensors of a file; of one that ends in .bin as `torch.load` does, weights only.
 
+    Args:
+        used: whether a tensor of this name is wanted.
     Raises:
         ValueError: it is missing, cut short, or no such file; or a tensor is of a type that a model here cannot be.
     """
-    if safetensors is None:
-        raise ValueError("reading Hugging Face models needs the package safetensors: pip install safetensors")
     if not path.is_file():
         raise ValueError(f"{path} is missing")
+    if path.suffix == ".bin":
+        return _open_pickled(path, used)
+    if safetensors is None:
+        raise ValueError("reading Hugging Face models needs the package safetensors: pip install safetensors")
     found = {}
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - no mapping
+            for name in filter(used, file.keys()):
                 entry = file.get_slice(name)
                 dtype = entry.get_dtype()
                 if dtype not in DTYPES:
@@ -48,6 +53,18 @@ def open_tensors(path: Path) -> dict[str, Deferred]:
                 found[name] = Deferred(tuple(entry.get_shape()), DTYPES[dtype], functools.partial(_read, path, name))
     except (safetensors.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    return found
+
+
+def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred]:
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        found = {name: held(tensor) for name, tensor in values.items() if used(name)}
+    except Exception as error:  # whatever the bytes of a damaged file lead torch to
+        raise ValueError(f"{path} is damaged or holds more than tensors: {type(error).__name__}") from error
+    for name, entry in found.items():
+        if entry.dtype not in DTYPES.values():
+            raise ValueError(f"{path}: {name} has type {entry.dtype}; only {', '.join(DTYPES)} can be converted")
     return found
 
 

@@ -252,18 +252,31 @@ class ObjectiveEvaluator(Evaluator):
         return float(self.dims.sum_over_data_(total)) / self.iterations
 
 
-def scores(model: GPTModel, batch: PairBatch | RolloutBatch) -> torch.Tensor:
-    """[B] fp32: what the scalar head makes of each whole row."""
+def scores(model: GPTModel, batch: PairBatch | RolloutBatch, *, pad: int | None = None) -> torch.Tensor:
+    """[B] fp32: what the scalar head makes of each whole row.
+
+    Args:
+        pad: the score is at the last token other than this one, as in transformers; None for the last token.
+    """
     outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, with_values=True)
     assert outputs.values is not None
-    return scores_of(outputs.values, batch.loss_mask)
+    if pad is None:
+        return scores_of(outputs.values, batch.loss_mask)
+    places, last = torch.arange(batch.tokens.shape[1], device=batch.tokens.device), last_places(batch.loss_mask)
+    counted = (batch.tokens != pad) & (places <= last.unsqueeze(1))
+    place = torch.where(counted, places, 0).amax(dim=1, keepdim=True)
+    return outputs.values.gather(1, place).squeeze(1)
 
 
 def scores_of(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """[B]: the value [B, S] of each whole row; `mask` [B, S] has the places before the tokens of the answer."""
+    return values.gather(1, last_places(mask).unsqueeze(1)).squeeze(1)
+
+
+def last_places(mask: torch.Tensor) -> torch.Tensor:
+    """[B]: the place of the last token of each row's answer; `mask` as of `scores_of`."""
     places = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask > 0, places, 0).amax(dim=1) + 1  # the place of the answer's last token
-    return values.gather(1, last.clamp(max=mask.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    return (torch.where(mask > 0, places, 0).amax(dim=1) + 1).clamp(max=mask.shape[1] - 1)
 
 
 def _value_mask(batch: RolloutBatch) -> torch.Tensor:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ import torch
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
-from megazpp.checkpoint.record import RunRecord
+from megazpp.checkpoint.record import SCORE_PAD, SHAPE, RunRecord, shape_of
 from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
+from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.post_training.batch import row_multiple
@@ -46,10 +47,14 @@ class FrozenModel:
     Args:
         temperature: of its log-probabilities.
         is_policy: it is the policy in training, without its adapters.
+        score_pad: token that no score is at (`objectives.scores`).
     """
 
-    def __init__(self, model: GPTModel, *, temperature: float = 1.0, is_policy: bool = False) -> None:
+    def __init__(
+        self, model: GPTModel, *, temperature: float = 1.0, is_policy: bool = False, score_pad: int | None = None
+    ) -> None:
         self._model, self._temperature = model if is_policy else model.eval(), temperature
+        self._score_pad = score_pad
 
     @torch.no_grad()
     def logps(self, batch: Any) -> torch.Tensor:
@@ -62,7 +67,7 @@ class FrozenModel:
     @torch.no_grad()
     def scores(self, batch: Any) -> torch.Tensor:
         """[B] fp32: what the scalar head makes of each row."""
-        return scores(self._model, batch)
+        return scores(self._model, batch, pad=self._score_pad)
 
 
 class SyncedModel(FrozenModel, StatePart):
@@ -131,17 +136,22 @@ def load_frozen(
     """The model of a checkpoint, on all ranks together: in frozen units, or streamed from where `weights` says.
 
     Args:
-        spec: of the policy; `scalar_head` says whether it has to have one.
+        spec: of the policy; `scalar_head` says whether it has to have one. A reward model has a shape of its own.
         iteration: None for the latest.
     Raises:
         ValueError: there is no checkpoint, or it is another model's or tokenizer's, or has no scalar head.
     """
     source, record = find_frozen(folder, iteration, scalar_head=spec.scalar_head, lora_base=lora_base)
     if spec.scalar_head:
-        untied = record.flags.get("untie_embeddings_and_output_weights", False)  # an imported one has no output layer
-        spec = replace(spec, config=replace(spec.config, untie_embeddings_and_output_weights=untied))
+        spec = replace(spec, config=reward_config(spec.config, record), vocab_size=record.vocab_size)
     model, _ = load_used_model(weights, spec, place, source, record)
-    return FrozenModel(model, temperature=temperature)
+    return FrozenModel(model, temperature=temperature, score_pad=record.flags.get(SCORE_PAD))
+
+
+def reward_config(policy: GPTConfig, record: RunRecord) -> GPTConfig:
+    """Return the shape of a reward model's checkpoint, computed as the policy is (compilation, float8)."""
+    own = {field.name: getattr(policy, field.name) for field in fields(GPTConfig) if field.name not in SHAPE}
+    return GPTConfig(**own | shape_of(record.flags))
 
 
 def cached_logps(

@@ -14,20 +14,24 @@ from typing import Any, NamedTuple
 
 from megazpp.base.arguments import ParsedRun, RunConfig
 from megazpp.base.checkpoint_flags import with_checkpoint_flags
+from megazpp.base.checks import check_model
 from megazpp.base.command_line import COMMAND_LINE
 from megazpp.base.flags import DEFAULT, as_words, spelling
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
 from megazpp.checkpoint.record import RunRecord, check_same_model
 from megazpp.checkpoint.weights import find_bases
+from megazpp.convert.native import open_tokenizer
 from megazpp.convert.peft import read_adapter
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
+from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
+from megazpp.model.backends import check_products
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingConfig
 from megazpp.post_training.examples import DataFormatConfig, read_examples, read_prompts
 from megazpp.post_training.lora import LoraConfig
-from megazpp.post_training.reference import find_frozen
+from megazpp.post_training.reference import find_frozen, reward_config
 from megazpp.post_training.rewards import RewardConfig, check_reward_functions
 from megazpp.stored.load import WeightsConfig, check_base_bits
 from megazpp.training.batches import BatchPlan
@@ -152,11 +156,9 @@ def check_files(parsed: ParsedRun, earlier: RunRecord) -> None:
     """
     config, (post, form, rewards, lora, _) = parsed.config, post_configs(parsed)
     asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
-    frozen = [(reference_folder(post), post.ref_ckpt_step, False)] if asked else []
-    if post.reward_load is not None:
-        frozen.append((CheckpointFolder(post.reward_load, "--reward-load"), None, True))
-    for folder, iteration, scalar_head in frozen:
-        source, record = find_frozen(folder, iteration, scalar_head=scalar_head, lora_base=config.checkpoint.lora_base)
+    if asked:
+        folder, moved = reference_folder(post), config.checkpoint.lora_base
+        source, record = find_frozen(folder, post.ref_ckpt_step, scalar_head=False, lora_base=moved)
         check_same_model(record.flags, config.model, source.checkpoint)
         if record.vocab_size != earlier.vocab_size:
             sizes = f"{record.vocab_size} tokens, and that of the policy {earlier.vocab_size}"
@@ -167,6 +169,8 @@ def check_files(parsed: ParsedRun, earlier: RunRecord) -> None:
         if path is not None:
             check_cache_dir(Path(path).expanduser(), flag)
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+    if post.reward_load is not None:
+        check_reward_model(config, post.reward_load, tokenizer)
     template = load_chat_template(form.chat_template, tokenizer)
     uses = [paths for paths in (train_paths(config), config.data.valid_data_path, config.data.test_data_path) if paths]
     for paths in uses:
@@ -178,6 +182,31 @@ def check_files(parsed: ParsedRun, earlier: RunRecord) -> None:
             else:
                 pairs, kept = post.objective != "sft", None
                 read_examples(files, tokenizer, template, form, pairs=pairs, cache_dir=kept, seconds=seconds)
+
+
+def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> None:
+    """Raises ValueError where a reward model of its own shape cannot judge the policy's tokens on the same ranks."""
+    folder, parallel = CheckpointFolder(load, "--reward-load"), config.parallel
+    _, record = find_frozen(folder, None, scalar_head=True, lora_base=config.checkpoint.lora_base)
+    name, drawn = f"--reward-load {load}", tokenizer.vocab_size
+    own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
+    if record.vocab_size < drawn or (own is None and record.vocab_size != drawn):
+        raise ValueError(f"{name}: it has {record.vocab_size} tokens, and the policy's tokenizer {drawn}")
+    if own is not None and own.identity != tokenizer.identity:
+        other = next((i for i in range(drawn) if own.decode([i]) != tokenizer.decode([i])), None)
+        if other is not None:
+            pieces = f"token {other} is {own.decode([other])!r} there and {tokenizer.decode([other])!r} here"
+            raise ValueError(f"{name}: its tokenizer is not the policy's: {pieces}")
+    try:
+        model, tp, length = (
+            reward_config(config.model, record),
+            parallel.tensor_model_parallel_size,
+            config.data.seq_length,
+        )
+        check_model(model, tp, length or 1, cp_size=parallel.context_parallel_size)
+        check_products(model, tp, "cpu", bf16=config.precision.bf16)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def train_paths(config: RunConfig) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,10 +33,13 @@ from safetensors.torch import save_file
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights, load_weights
 from megazpp.checkpoint.record import shape_of
-from megazpp.convert import huggingface
+from megazpp.convert import convert, huggingface
 from megazpp.convert.huggingface import choose_architecture, open_model
 from megazpp.convert.native import open_checkpoint
+from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
+from megazpp.post_training.batch import make_rollout_batch
+from megazpp.post_training.reference import FrozenModel
 
 BITS = {"rtol": 0.0, "atol": 0.0}
 SUMS = {"rtol": 0.0, "atol": 1e-5}  # logits of about 1: fp32 sums in another order
@@ -128,19 +132,92 @@ def test_the_first_gpt2_files_are_read_too(tmp_path):
     torch.testing.assert_close(file_tensors(back), tensors, **BITS)
 
 
-def test_files_of_no_one_model_are_refused(tmp_path):
-    """An index that names what is outside its folder; parts of one of our tensors in different types."""
+def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path):
     query = "model.layers.1.self_attn.q_proj.weight"
-    tensors = file_tensors(save(make_llama(), tmp_path))
+    save(make_llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
 
     def open_with(file: str) -> None:
-        save_file(tensors | {query: tensors[query].bfloat16()}, tmp_path / "model.safetensors")
         (tmp_path / huggingface.INDEX).write_text(json.dumps({"weight_map": {query: file}}))
         open_model(tmp_path)
 
     rows = [(file, f"names {file!r}, which is no file") for file in ("..", ".", "", "../x", "/model.safetensors")]
-    rows.append(("model.safetensors", "v_proj.weight are one tensor here, and have different types"))
     assert not_refused(rows, open_with) == []
+
+
+def marked_files(folder: Path) -> dict[str, float]:
+    """Write every file that may hold a model's weights; the final norm of each has a value of its own."""
+    tensors, norm = file_tensors(save(make_llama(), folder)), "model.norm.weight"
+    marks = dict(zip(huggingface._FILES, (1.0, 2.0, 3.0, 4.0), strict=True))
+    for file, mark in marks.items():
+        held = {**tensors, norm: torch.full((32,), mark)}
+        if file.endswith(".json"):
+            part = file.replace(".index.json", "").replace(".", "-1.")
+            (folder / file).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(held, part)}))
+        else:
+            part = file
+        (torch.save if part.endswith(".bin") else save_file)(held, folder / part)
+    return marks
+
+
+def test_files_of_a_folder_have_transformers_precedence(tmp_path):
+    import transformers
+
+    for file, mark in marked_files(tmp_path).items():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).model.norm.weight
+        ours = open_model(tmp_path).tensors["final_norm.weight"].read()
+        assert torch.equal(ours, theirs), file
+        assert ours[0] == mark
+        (tmp_path / file).unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
+        open_model(tmp_path)
+
+
+def test_a_file_that_config_json_names_comes_first_and_stays_inside(tmp_path):
+    marked_files(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"transformers_weights": "model-1.safetensors"}))
+    assert open_model(tmp_path).tensors["final_norm.weight"].read()[0] == 2.0
+    path.write_text(json.dumps(values | {"transformers_weights": "../model.safetensors"}))
+    with pytest.raises(ValueError, match=r"transformers_weights '\.\./model\.safetensors' is no file of this folder"):
+        open_model(tmp_path)
+
+
+class Unpickled:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("this must not run",))
+
+
+@pytest.mark.parametrize("content", [b"", b"text", {"model.norm.weight": Unpickled()}])
+def test_a_pickled_file_is_read_as_weights_only(tmp_path, content, capsys):
+    save(make_llama(), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged or holds more than tensors"):
+        open_model(tmp_path)
+    assert "must not run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_old_folders_are_read_as_transformers_reads_them(tmp_path, zipped):
+    """Pickled files without a prefix, buffers of rotary frequencies and causal masks, a layer in fp32."""
+    for kind in ("llama", "gpt2"):
+        folder = tmp_path / kind
+        theirs = save(make_model(kind, tie_word_embeddings=True).bfloat16(), folder)
+        tensors = {name.split(".", 1)[1]: tensor for name, tensor in file_tensors(theirs).items()}
+        tensors |= {name: value.float() for name, value in tensors.items() if ".1." in name and "q_proj" in name}
+        tensors |= {"rotary_emb.inv_freq": torch.ones(4), "layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        if kind == "gpt2":
+            tensors = {name: value for name, value in tensors.items() if "inv_freq" not in name}
+            tensors["h.1.attn.bias"] = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool)
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+        expected = logits(folder)
+        torch.testing.assert_close(our_model(open_model(folder)).float()(TOKENS), expected, **SUMS)
+        back = convert_folder(convert_folder(folder, tmp_path / f"{kind} ours"), tmp_path / f"{kind} back")
+        torch.testing.assert_close(logits(back), expected, **BITS)
 
 
 LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "disable_bias_linear": True}
@@ -191,3 +268,48 @@ def test_a_reward_model_scores_the_same_there_and_here_and_there_again(tmp_path,
         again = torch.cat([back(text.unsqueeze(0)).logits[0] for text in texts])
     assert (type(back), back.config.num_labels) == (type(there), 1)
     torch.testing.assert_close(again, expected, **SUMS)
+
+
+@pytest.mark.parametrize("eos", [3, [3, 5], [5, 3]])
+@pytest.mark.parametrize("kind", ["llama", slow("gpt2")])
+def test_scores_are_transformers_in_both_directions_when_padding_is_eos(tmp_path, kind, eos):
+    """A text ends with the token for padding, twice, or without it."""
+    import transformers
+
+    auto = transformers.AutoModelForSequenceClassification
+    config = make_model(kind).config
+    config.num_labels, config.pad_token_id, config.eos_token_id = 1, 3, eos
+    there = randomized(auto.from_config(config))
+    folder, texts = save(there, tmp_path / "there"), TOKENS.where(TOKENS != 3, 4)[:1].repeat(3, 1)
+    texts[0, -1:] = texts[1, -2:] = 3
+    with torch.no_grad():
+        expected = there(texts).logits.squeeze(1)
+    ours = convert_folder(folder, tmp_path / "here")
+    model, record = open_checkpoint(ours, None)
+    batch = make_rollout_batch(torch.cat((texts, texts[:, :1]), dim=1), torch.ones(texts.shape))
+    found = FrozenModel(our_model(model), score_pad=record.flags["score_pad"]).scores(batch)
+    torch.testing.assert_close(found, expected, **SUMS)
+    back = auto.from_pretrained(convert_folder(ours, tmp_path / "back"), dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(back(texts).logits.squeeze(1), expected, **SUMS)
+
+
+@pytest.mark.parametrize(
+    ("ids", "kept"),
+    [
+        ({"pad_token_id": VOCAB}, {"pad_token_id": None}),
+        ({"pad_token_id": -1}, {"pad_token_id": -1}),
+        ({"eos_token_id": [5, VOCAB + 3], "pad_token_id": 4}, {"eos_token_id": [5], "pad_token_id": 4}),
+        ({"bos_token_id": 2 * VOCAB, "eos_token_id": [VOCAB]}, {"bos_token_id": None, "eos_token_id": None}),
+    ],
+)
+def test_an_id_beyond_the_embedding_is_left_out_of_an_export(tmp_path, monkeypatch, ids, kept):
+    said: list[str] = []
+    ours = convert_folder(save(make_llama(), tmp_path / "theirs"), tmp_path / "ours")
+    monkeypatch.setattr(convert, "write_tokenizer_files", lambda *_: dict(ids))
+    flags = convert.ConvertConfig(input=str(ours), output=str(tmp_path / "back"))
+    convert.convert(flags, TokenizerConfig(), said.append)
+    values = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {name: values[name] for name in ids} == kept
+    assert len([line for line in said if "is left out of config.json" in line]) == sum(ids[x] != kept[x] for x in ids)
+    logits(tmp_path / "back")  # transformers loads it

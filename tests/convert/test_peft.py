@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.hf_models import TOKENS, convert_folder, logits, make_llama, make_model, save
+from helpers.hf_models import TOKENS, convert_folder, file_tensors, logits, make_llama, make_model, save
 from helpers.refusals import not_refused
 from helpers.tiers import slow
 
@@ -153,14 +153,101 @@ def test_the_checksum_is_that_of_the_weights_in_any_format_and_another_base_is_r
     assert not (tmp_path / "other").exists()
 
 
+PATTERNS = {"rank_pattern": {"q_proj": 2, "layers.1.self_attn.v_proj": 3}, "alpha_pattern": {"^model.*v_proj": 5}}
+QV = ["q_proj", "v_proj"]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {"target_modules": QV}),
+    "rslora": ("llama", {"target_modules": QV, "use_rslora": True}),
+    "rank and alpha patterns": ("llama", {"target_modules": QV, **PATTERNS}),
+    "patterns with rslora and dora": (
+        "llama",
+        {"target_modules": QV, "use_rslora": True, "use_dora": True, **PATTERNS},
+    ),
+    "regex": ("llama", {"target_modules": r".*\.1\.(self_attn|mlp)\.(k|down)_proj"}),
+    "output layer": ("llama", {"target_modules": ["lm_head", "q_proj"]}),
+    "layers to transform": ("llama", {"target_modules": QV, "layers_to_transform": [1], "layers_pattern": "layers"}),
+    "excluded modules": ("llama", {"target_modules": QV, "exclude_modules": ["1.self_attn.q_proj"]}),
+    "saved modules": ("llama", {"target_modules": QV, "modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
+    "dora": ("qwen2", {"target_modules": ["q_proj", "k_proj", "up_proj"], "use_dora": True}),
+    "dora of gpt2": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
+    "all-linear in capitals": ("gpt2", {"target_modules": "ALL-LINEAR"}),
+    "a target without layers": ("llama", {"target_modules": ["q_proj", "c_attn"]}),
+    "gaussian": ("llama", {"target_modules": QV, "init_lora_weights": "gaussian"}),
+}
+
+
+@needs_peft
+@pytest.mark.parametrize("name", KINDS)
+def test_merged_weights_equal_those_of_merge_and_unload(tmp_path, name):
+    """fp32 sums of a few terms in another order: 1e-6."""
+    import peft
+
+    kind, settings = KINDS[name]
+    base, adapter = save(make_model(kind), tmp_path / "base"), tmp_path / "adapter"
+    adapted = peft.get_peft_model(make_model(kind), peft.LoraConfig(r=4, task_type="CAUSAL_LM", **settings))
+    generator = torch.Generator().manual_seed(8)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(adapter)
+    if name == "plain":  # the older file
+        torch.save(safetensors.torch.load_file(adapter / TENSORS), adapter / "adapter_model.bin")
+        (adapter / TENSORS).unlink()
+    merged = convert_folder(base, tmp_path / "merged", adapter=str(adapter))
+    found = file_tensors(convert_folder(merged, tmp_path / "back"))
+    expected = adapted.merge_and_unload().state_dict()
+    assert any(not torch.equal(tensor, file_tensors(base)[key]) for key, tensor in found.items())
+    torch.testing.assert_close(found, {key: expected[key] for key in found}, rtol=0, atol=1e-6)
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    "settings", [{"use_rslora": True}, {"target_modules": r".*1.*\.[qv]_proj"}, {"layers_to_transform": [1]}]
+)
+def test_training_continues_an_adapter_of_one_rank_and_scale(tmp_path, settings):
+    import peft
+
+    base = save(make_llama(), tmp_path / "base")
+    asked = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": QV, "task_type": "CAUSAL_LM", **settings})
+    adapted = peft.get_peft_model(make_llama(), asked)
+    randomize_lora(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    config = open_model(base).config
+    found, tensors = read_adapter(tmp_path / "adapter", config)
+    assert found.rank == 4
+    assert found.scale == pytest.approx(3.0 if "use_rslora" in settings else 1.5)
+    write_adapter(tmp_path / "adapter", config, found, tensors)  # as plain LoRA
+    merged = file_tensors(
+        convert_folder(convert_folder(base, tmp_path / "merged", adapter=str(tmp_path / "adapter")), tmp_path / "back")
+    )
+    expected = adapted.merge_and_unload().state_dict()
+    torch.testing.assert_close(merged, {key: expected[key] for key in merged}, rtol=0, atol=1e-6)
+
+
 OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "has peft_type 'IA3'; only LORA is known"),
-    ({"use_dora": True}, "asks for use_dora, which adapters here do not have"),
-    ({"bias": "all"}, "asks for bias, which"),
+    ({"peft_type": None}, "has peft_type None"),
+    ({"init_lora_weights": "pissa"}, "asks for init_lora_weights 'pissa', which adapters here do not have"),
+    ({"init_lora_weights": "pissa_niter_4"}, "asks for init_lora_weights 'pissa_niter_4'"),
+    ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "init_lora_weights 'loftq', loftq_config {"),
+    ({"init_lora_weights": "olora"}, "asks for init_lora_weights 'olora'"),
+    ({"init_lora_weights": "corda", "corda_config": {"corda_method": "ipm"}}, "asks for init_lora_weights 'corda', co"),
+    ({"alora_invocation_tokens": [3]}, "asks for alora_invocation_tokens [3]"),
+    ({"trainable_token_indices": [1, 2]}, "asks for trainable_token_indices [1, 2]"),
+    ({"layer_replication": [[0, 2]]}, "asks for layer_replication"),
+    ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "asks for target_parameters"),
+    ({"lora_bias": True}, "asks for lora_bias True"),
+    ({"use_qalora": True}, "asks for use_qalora True"),
+    ({"of_a_later_version": {"on": 1}}, "asks for of_a_later_version {'on': 1}"),
+    ({"bias": "all"}, "asks for bias 'all', which"),
+    ({"rank_pattern": {"q_proj": 0}}, "and {'rank_pattern': {'q_proj': 0}}"),
+    ({"modules_to_save": ["lm_head"]}, "lm_head.weight is missing"),
+    ({"use_dora": True}, "are missing"),
+    ({"target_modules": ["embed_tokens"]}, "asks for embed_tokens, model.embed_tokens: adapters of embeddings"),
     ({"r": 0}, "has r 0, lora_alpha 6"),
     ({"r": 4}, "lora_A.weight has shape [3, 32], the model's is [4, 32]"),
     ({"target_modules": ["k_proj"]}, "are missing"),
-    ({"target_modules": ["lm_head"]}, "lm_head is no linear layer of this model's: there are down_proj, gate_proj"),
+    ({"target_modules": ["c_attn"]}, "target_modules ['c_attn'] is no linear layer of this model's: there are down_p"),
 ]
 
 

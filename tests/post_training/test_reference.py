@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,13 +15,17 @@ from helpers.checkpoints import frozen_place, run
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.tiers import slow
-from helpers.training import GPT2_STYLE, Case, dims_on_ranks, spec_of
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, dims_on_ranks, spec_of
 
+from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.parallel.dims import ParallelConfig
 from megazpp.post_training import reference
 from megazpp.post_training.data import PreferenceDataset
 from megazpp.post_training.examples import Examples
+from megazpp.post_training.start import check_reward_model
 from megazpp.stored.load import WeightsConfig
+from megazpp.zero.config import PrecisionConfig
 
 CASE = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5), scalar_head=True)
 PAIRS, LENGTH, CHUNK = 11, 8, 4
@@ -67,6 +72,41 @@ def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(load, tmp_pa
         assert not torch.equal(logps, exact_logps)
         assert (logps - exact_logps).abs().mean() < exact_logps.std() / 2
         assert (scores - exact_scores).abs().mean() < exact_scores.std()
+
+
+def scored_on_ranks(case: Case, load: str) -> torch.Tensor:
+    place, folder = frozen_place(dims_on_ranks(case)), CheckpointFolder(load, "--reward-load")
+    batch = case.batch(0, 0, 4)
+    return reference.load_frozen(spec_of(case), place, WeightsConfig(), folder, None).scores(batch)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": 64, "num_layers": 3}, {"untie_embeddings_and_output_weights": True}]
+)
+def test_a_reward_model_has_its_own_shape_beside_any_policy(load, changes):
+    """fp32 sums in another order on two ranks: 1e-5."""
+    own = ranks(1).run(scored_on_ranks, CASE, load)[0]
+    policy = dataclasses.replace(CASE, tp=2, model=dataclasses.replace(LLAMA_STYLE, **changes))
+    for found in ranks(2).run(scored_on_ranks, policy, load):
+        torch.testing.assert_close(found, own, rtol=0, atol=1e-5)
+
+
+def test_a_reward_model_that_cannot_judge_the_policy_is_refused(load):
+    def check(tokens: int, tp: int, seq_length: int) -> None:
+        parallel, checkpoint = ParallelConfig(tensor_model_parallel_size=tp), CheckpointConfig()
+        data, precision = SimpleNamespace(seq_length=seq_length), PrecisionConfig()
+        parts = {"parallel": parallel, "checkpoint": checkpoint, "data": data, "precision": precision}
+        tokenizer: Any = SimpleNamespace(vocab_size=tokens, identity="ids")
+        config: Any = SimpleNamespace(model=LLAMA_STYLE, **parts)
+        check_reward_model(config, load, tokenizer)
+
+    rows = [
+        (102, 1, 8, f"--reward-load {load}: it has 101 tokens, and the policy's tokenizer 102"),
+        (101, 3, 8, "is not divisible by --tensor-model-parallel-size 3"),
+        (101, 1, 99, "--seq-length 99 is longer than --max-position-embeddings"),
+    ]
+    assert not_refused(rows, check) == []
+    check(101, 2, 8)
 
 
 def examples(seed: int) -> Examples:

@@ -98,6 +98,18 @@ def train_all(names: list[str], multiple: int, **layout: Any) -> list[Any]:
         return [train_on_rollouts(dataclasses.replace(CASES[name], **layout)) for name in names]
 
 
+def step_without_rewards(case: PostCase) -> str:
+    loader = open_loader(case)
+    loader.sampler.functions = [RewardFunction("silent", lambda completions, **rest: [None] * len(completions))]
+    with pytest.raises(ValueError, match="silent: None for all 8 completions of iteration 1") as error:
+        loader.step(0, BATCH)
+    return str(error.value)
+
+
+def test_a_generation_without_any_reward_stops_the_run():
+    assert len({*ranks(2).run(step_without_rewards, PostCase(post=GRPO, micro_batch_size=2))}) == 1
+
+
 @pytest.mark.parametrize(
     ("world", "layout", "names"),
     [
