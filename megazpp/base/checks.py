@@ -178,16 +178,15 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
     if model.heads % (cp_size * tp_size):
         degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
         raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}")
-    longest, window = model.max_position_embeddings, model.window
+    longest = model.max_position_embeddings
+    if model.rope_type == "dynamic":
+        if cp_size > 1:
+            raise ValueError(f"--rope-type dynamic: ranks of --context-parallel-size {cp_size} see parts of a sequence")
+        longest = round((longest or 0) * model.rotary_scaling_factor)
     if longest is None and model.positions == "learned_absolute":
         raise ValueError("--max-position-embeddings is required")
     if longest is not None and seq_length > longest:
         raise ValueError(f"--seq-length {seq_length} is longer than --max-position-embeddings {longest}")
-    if window is not None and seq_length > window:
-        raise ValueError(
-            f"--seq-length {seq_length} is longer than the {window} tokens of --window-size {model.window_size}: "
-            "attention here is over the whole sample"
-        )
 
 
 def _check_observers(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from megazpp.convert.model import ForeignTensors, qkv_rows, refuse, same, transposed
+from megazpp.convert.model import Deferred, ForeignTensors, qkv_rows, refuse, same, transposed
 from megazpp.convert.settings import Settings
 from megazpp.model.config import GPTConfig
 
 # activation_function there -> flags here; what is written is the first of each kind
-_ACTIVATIONS: dict[str, dict[str, bool]] = {
+ACTIVATIONS: dict[str, dict[str, bool]] = {
     "gelu_new": {"openai_gelu": True},
     "gelu_pytorch_tanh": {"openai_gelu": True},
     "gelu_fast": {"openai_gelu": True},
@@ -35,7 +36,7 @@ class Gpt2:
         """Fields of GPTConfig."""
         settings.absent("scale_attn_by_inverse_layer_idx", "add_cross_attention")
         settings.only("scale_attn_weights", True)
-        activation = settings.only("activation_function", *_ACTIVATIONS)
+        activation = settings.only("activation_function", *ACTIVATIONS)
         key = {name: settings.one_of(name, alias) for name, alias in _ALIASES.items()}
         hidden = settings.count(key["n_embd"], 768)
         return {
@@ -49,7 +50,7 @@ class Gpt2:
             "init_method_std": settings.number("initializer_range", 0.02),
             "hidden_dropout": settings.number("resid_pdrop", 0.1),
             "attention_dropout": settings.number("attn_pdrop", 0.1),
-            **_ACTIVATIONS[activation],
+            **ACTIVATIONS[activation],
         }
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
@@ -61,6 +62,13 @@ class Gpt2:
                 f"--normalization {config.normalization}": config.normalization != "LayerNorm",
                 "--apply-layernorm-1p": config.apply_layernorm_1p,
                 "--qk-layernorm": config.qk_layernorm,
+                "--qk-layernorm-all-heads": config.qk_layernorm_all_heads,
+                "--norm-after-block": config.norm_after_block,
+                "--use-parallel-residual": config.use_parallel_residual,
+                f"--embedding-multiplier {config.embedding_multiplier}": config.embedding_multiplier != 1.0,
+                f"--residual-multiplier {config.residual_multiplier}": config.residual_multiplier != 1.0,
+                f"--attention-multiplier {config.attention_multiplier}": config.attention_multiplier is not None,
+                f"--logits-scaling {config.logits_scaling}": config.logits_scaling != 1.0,
                 f"--window-size {config.window_size}": config.window is not None,
                 "--swiglu": config.swiglu,
                 "--disable-bias-linear": config.disable_bias_linear,
@@ -81,7 +89,7 @@ class Gpt2:
             "resid_pdrop": config.hidden_dropout,
             "embd_pdrop": config.hidden_dropout,
             "attn_pdrop": config.attention_dropout,
-            "activation_function": next(name for name, flags in _ACTIVATIONS.items() if flags == kind),
+            "activation_function": next(name for name, flags in ACTIVATIONS.items() if flags == kind),
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
@@ -106,6 +114,12 @@ class Gpt2:
                     [f"{theirs}.attn.c_attn.{kind}"], config, transposed=True
                 )
         return found
+
+    def opened(self, tensors: Mapping[str, Deferred]) -> dict[str, Deferred]:
+        """All matrices are apart."""
+        return {**tensors}
+
+    closed = opened
 
     def their_name(self, name: str) -> str | None:
         """The first GPT-2 files have no `transformer.`."""

@@ -27,6 +27,7 @@ from megazpp.convert.model import (
     same,
     split_all,
 )
+from megazpp.convert.neox import NEOX
 from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer
@@ -37,7 +38,7 @@ _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # 
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
-ARCHITECTURES: dict[str, Architecture] = {"gpt2": Gpt2(), **RELATIVES}  # by model_type
+ARCHITECTURES: dict[str, Architecture] = {"gpt2": Gpt2(), **RELATIVES, "gpt_neox": NEOX}  # by model_type
 
 
 def open_model(folder: Path) -> Model:
@@ -55,7 +56,7 @@ def open_model(folder: Path) -> Model:
     settings.absent("quantization_config", "per_layer_config")
     settings.only("is_causal", True)
     values = architecture.read(settings)
-    tensors = _open_files(folder, architecture, settings.values.get("transformers_weights"))
+    tensors = architecture.opened(_open_files(folder, architecture, settings.values.get("transformers_weights")))
     scores = _SCORE in tensors  # a reward model, without an output layer
     if scores:
         values["untie_embeddings_and_output_weights"] = False
@@ -65,17 +66,17 @@ def open_model(folder: Path) -> Model:
     pieces = _pieces(architecture, config, scores=scores)
     if config.tied:
         _drop_tied_copy(tensors, pieces[WORDS].theirs[0], str(folder))
-    length, window = config.max_position_embeddings, config.window
+    length = config.max_position_embeddings
     assert length is not None
     tensors = join_all(pieces, tensors, shapes, str(folder))
-    found = Model(config, rows, tensors, min(length, window or length), find_tokenizer(folder))
+    found = Model(config, rows, tensors, length, find_tokenizer(folder))
     return found._replace(origin=str(folder.resolve()), score_pad=settings.values.get("pad_token_id"))
 
 
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
     """Write config.json, with `token_ids` about the tokenizer, and the tensors, cut into files of `FILE_BYTES`."""
     architecture, scores = choose_architecture(model.config), HEAD in model.tensors
-    tensors = split_all(_pieces(architecture, model.config, scores=scores), model.tensors)
+    tensors = architecture.closed(split_all(_pieces(architecture, model.config, scores=scores), model.tensors))
     groups = split_into_files(tensors, FILE_BYTES)
     count = len(groups)
     names = [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -124,9 +125,23 @@ def choose_architecture(config: GPTConfig) -> Architecture:
 def _model_type(config: GPTConfig) -> str:
     if config.positions != "rope":
         return "gpt2"
+    if config.normalization == "LayerNorm":
+        neox = config.use_parallel_residual or config.rotary_percent != 1.0
+        return "gpt_neox" if neox else "starcoder2"
+    if config.norm_after_block or config.qk_layernorm_all_heads:
+        return "olmo2"
+    multipliers = (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling)
+    if config.attention_multiplier is not None or multipliers != (1.0, 1.0, 1.0):
+        return "granite"
+    if config.unrotated:
+        return "smollm3"
+    if config.rotary_percent != 1.0:
+        return "phi3"
+    if config.window is not None and len({*config.attention_span}) > 1 and not config.qk_layernorm:
+        return "qwen2" if config.qkv_bias and not config.linear_bias else "smollm3"
     if config.qk_layernorm:
         return "qwen3"
-    if config.window is not None:
+    if config.window is not None and (config.linear_bias or not config.qkv_bias):
         return "mistral"
     return "qwen2" if config.qkv_bias and not config.linear_bias else "llama"
 

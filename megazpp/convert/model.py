@@ -168,7 +168,8 @@ def qkv_rows(names: Sequence[str], config: GPTConfig, *, transposed: bool = Fals
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         rows = [part.t() if transposed else part for part in parts]
-        return fuse_qkv(rows if len(rows) > 1 else rows[0].chunk(3), **shape)
+        sizes = [count * config.head_size for count in (config.heads, config.query_groups, config.query_groups)]
+        return fuse_qkv(rows if len(rows) > 1 else rows[0].split(sizes), **shape)
 
     def split(ours: torch.Tensor) -> list[torch.Tensor]:
         rows = split_qkv(ours, **shape)

@@ -35,6 +35,11 @@ class Settings:
             raise self._wrong(key, value, "is larger than any model's")
         return value
 
+    def count_from_zero(self, key: str, default: int) -> int:
+        """An integer of at least 0."""
+        value = self._get(key, default)
+        return 0 if value == 0 and not isinstance(value, bool) else self.count(key, default)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
         value = self._get(key, default)

@@ -19,13 +19,12 @@ from torch import nn
 from megazpp.model.backends import DocumentKernel, mark_varying, masked_attention
 from megazpp.model.config import GPTConfig
 from megazpp.model.kv_cache import LayerCache
-from megazpp.model.norms import Norm, normed, recomputed
+from megazpp.model.norms import HeadsNorm, Norm, normed, recomputed
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
 from megazpp.tensor_parallel.regions import exchange
 
-# of --use-rope-scaling: the tokens of Llama 3's first training, and how often what is slowed down turns in them
-ORIGINAL_CONTEXT, LOW_TURNS, HIGH_TURNS = 8192, 1.0, 4.0
+LOW_TURNS, HIGH_TURNS = 1.0, 4.0  # of --use-rope-scaling: how often what is slowed down turns in the original context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +69,10 @@ class SelfAttention(nn.Module):
         cp: MeshAxis | None = None,
         document_kernel: DocumentKernel | None = None,
         product: Product | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
+        self.window, self.scale = window, config.attention_multiplier
         self.cp = cp or MeshAxis("cp")
         self.context_parallel = self.cp.size > 1
         self.head_size = config.head_size
@@ -85,8 +86,12 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnParallelLinear(config.hidden, rows, std=config.init_method_std, bias=config.qkv_bias, **split)
         fused = (self.queries_per_group * self.head_size, self.head_size, self.head_size)
         self.qkv.specs["weight"] = dataclasses.replace(self.qkv.specs["weight"], matrices=fused)
-        self.q_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
-        self.k_norm = Norm(config, self.head_size, tp=tp, split=True) if config.qk_layernorm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_layernorm:
+            self.q_norm, self.k_norm = (Norm(config, self.head_size, tp=tp, split=True) for _ in range(2))
+        elif config.qk_layernorm_all_heads:
+            heads = config.heads, config.query_groups
+            self.q_norm, self.k_norm = (HeadsNorm(config, count * self.head_size, tp=tp) for count in heads)
         columns = config.heads * self.head_size
         self.proj = RowParallelLinear(columns, config.hidden, std=output_std, bias=config.linear_bias, **split)
 
@@ -121,10 +126,11 @@ class SelfAttention(nn.Module):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, heads, S, D]
         dropout = self.dropout if self.training else 0.0
         if inputs.mask is not None:
-            out = masked_attention(q, k, v, inputs.mask, dropout=dropout)
+            out = masked_attention(q, k, v, inputs.mask, dropout=dropout, scale=self.scale)
         else:
             grouped = k.shape[1] != q.shape[1]
-            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+            options = {"dropout_p": dropout, "enable_gqa": grouped, "scale": self.scale}
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
         return out.permute(2, 0, 1, 3).flatten(2, 3)
 
     def _inside_documents(
@@ -135,7 +141,7 @@ class SelfAttention(nn.Module):
         seq, batch = q.shape[:2]
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [B x S, heads, D]
         # no document is longer than a row; how long the longest is, the host does not know without waiting
-        out = self.document_kernel(q, k, v, starts, seq)
+        out = self.document_kernel(q, k, v, starts, seq, self.window, self.scale)
         return out.view(batch, seq, -1).transpose(0, 1)
 
 
@@ -174,22 +180,73 @@ def rotary_angles(
     Channel i and channel i + channels/2 turn together by position x base^(-2i/channels) (RoFormer; the half-split
     order of Llama and Megatron), and slower by `scaled_frequencies` if `scaling` is given.
     """
-    exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=position_ids.device) / channels
-    frequency = base**-exponent
+    frequency = plain_frequencies(channels, base, position_ids.device)
     if scaling is not None:
         frequency = scaled_frequencies(frequency, scaling)
+    return turned_angles(position_ids, frequency)
+
+
+def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotary_angles` with the frequencies of `config`."""
+    channels, device = int(config.head_size * config.rotary_percent), position_ids.device
+    base: float | torch.Tensor = config.rotary_base
+    factor, attention_factor = config.rotary_scaling_factor, None
+    if config.rope_type == "dynamic":  # a tensor, so that no sequence's length is waited for
+        assert config.max_position_embeddings is not None
+        longest = (position_ids.max() + 1).clamp(min=config.max_position_embeddings) / config.max_position_embeddings
+        base = base * (factor * longest - (factor - 1.0)) ** (channels / (channels - 2))
+    frequency = plain_frequencies(channels, base, device)
+    if config.rope_scaling is not None:
+        frequency = scaled_frequencies(frequency, config.rope_scaling, config.rope_scaling_original_length)
+    if config.rotary_seq_len_interpolation_factor != 1.0:
+        frequency = frequency / config.rotary_seq_len_interpolation_factor
+    if config.rope_type == "yarn":
+        attention_factor = config.yarn_attention_factor or 1.0 + 0.1 * math.log(factor)
+        frequency = yarn_frequencies(frequency, config)
+    return turned_angles(position_ids, frequency, attention_factor)
+
+
+def plain_frequencies(channels: int, base: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """[channels / 2] fp32 radians per token."""
+    exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
+    return base**-exponent
+
+
+def turned_angles(
+    position_ids: torch.Tensor, frequency: torch.Tensor, factor: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of position x frequency, times `factor`; shapes as of `rotary_angles`."""
     angle = position_ids.t().unsqueeze(-1) * frequency  # [S, B, channels / 2]
     angle = torch.cat((angle, angle), dim=-1).unsqueeze(2)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return (cos, sin) if factor is None else (cos * factor, sin * factor)
 
 
-def scaled_frequencies(frequency: torch.Tensor, factor: float) -> torch.Tensor:
+def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor:
+    """YaRN's frequencies (arXiv 2309.00071): low ones are divided by the factor, high ones kept, with a ramp between.
+
+    The ends of the ramp are whole channels, as in the authors' code.
+    """
+    half, original = len(frequency), config.yarn_original_max_position_embeddings
+
+    def channel(turns: float) -> float:
+        """Return the channel that turns so often in the original context."""
+        return half * math.log(original / (turns * 2.0 * math.pi)) / math.log(config.rotary_base)
+
+    first = max(math.floor(channel(config.yarn_beta_fast)), 0)
+    last = min(math.ceil(channel(config.yarn_beta_slow)), 2 * half - 1)
+    ramp = (torch.arange(half, dtype=torch.float32, device=frequency.device) - first) / ((last - first) or 0.001)
+    divided = ramp.clamp(0.0, 1.0)
+    return frequency / config.rotary_scaling_factor * divided + frequency * (1.0 - divided)
+
+
+def scaled_frequencies(frequency: torch.Tensor, factor: float, original: int = 8192) -> torch.Tensor:
     """Llama 3.1's frequencies for a longer context, in radians per token.
 
     Channels that turn less than once in the original context are `factor` times slower, more than four times stay,
     and between the two the share that stays grows with the turns.
     """
-    turns = frequency * (ORIGINAL_CONTEXT / (2.0 * math.pi))
+    turns = frequency * (original / (2.0 * math.pi))
     kept = ((turns - LOW_TURNS) / (HIGH_TURNS - LOW_TURNS)).clamp(0.0, 1.0)
     return frequency * (kept + (1.0 - kept) / factor)
 
@@ -200,6 +257,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     first, second = turned.float().chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned.to(x.dtype), kept), dim=-1) if kept.shape[-1] else turned.to(x.dtype)
+
+
+def window_mask(seq: int, window: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, S, S] bool: True where a token may look, at itself and the `window` - 1 tokens before it."""
+    whole = torch.ones(seq, seq, dtype=torch.bool, device=device)
+    return whole.tril().triu(1 - window)[None, None]
 
 
 def document_mask(document_starts: torch.Tensor, *, batch: int, seq: int) -> torch.Tensor:

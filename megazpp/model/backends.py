@@ -4,8 +4,8 @@
 |-----------------------------------------|----------------------------------------------------|-----------------|
 | causal                                  | torch's order: cuDNN first on sm_90, sm_100        | flash, or plain |
 | with a mask (generation, documents)     | memory-efficient, or plain                         | flash, or plain |
-| inside documents, where there is a      | variable-length flash: nothing of S x S is kept or | with a mask     |
-| kernel for it (`mask_reason`)           | computed                                           |                 |
+| inside documents and windows, where     | variable-length flash: nothing of S x S is kept or | with a mask     |
+| there is a kernel (`mask_reason`)       | computed                                           |                 |
 
 cuDNN is never given a mask: the backward of its masked attention can return NaN in the gradients of the queries
 (https://github.com/pytorch/pytorch/issues/196678; torch 2.11 to 2.13 on H100 and H200).
@@ -41,19 +41,34 @@ _TRITON_CAPABILITY = (7, 0)  # the first of CUDA devices that Triton compiles fo
 # of torch's varlen_attn; torch 2.11's takes no groups
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 
-DocumentKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+# q, k, v, starts, longest document, window and scale of scores
+DocumentKernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int | None, float | None], torch.Tensor
+]
 
 
 def variable_length(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Causal attention inside documents by torch's kernel: [T, heads, D], [T, groups, D] twice -> [T, heads, D].
 
     The documents lie one after the other; `starts` are their [documents + 1] int32 offsets from 0 to T.
+
+    Args:
+        window: tokens that a token may look at, its own and those before it; None for all of its document.
+        scale: factor of scores; None for 1 / sqrt(D).
     """
     k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
-    grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
-    found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **grouped)
+    options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
+    options |= {} if scale is None else {"scale": scale}
+    sides = (-1 if window is None else window - 1, 0)
+    found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=sides, **options)
     assert isinstance(found, torch.Tensor)  # the normalizers come too only if asked for
     return found
 
@@ -142,7 +157,7 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
 
 
 def masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, dropout: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, dropout: float, scale: float | None = None
 ) -> torch.Tensor:
     """Attention where `mask` is True: q [B, heads, S, D], k and v [B, groups, keys, D], mask [B, 1, S, keys] bool.
 
@@ -150,11 +165,11 @@ def masked_attention(
     """
     if not q.is_cuda:
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=k.shape[1] != q.shape[1]
+            q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=k.shape[1] != q.shape[1], scale=scale
         )
     k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
     with sdpa_kernel(MASKED_ON_CUDA):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
 
 
 def shared_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -224,8 +239,9 @@ def model_backends(
 ) -> list[tuple[str, str, str]]:
     """Rows (piece, implementation, why) of what has a choice; `documents`: attention stays inside documents."""
     attention = "torch scaled_dot_product_attention", "the first of its kernels that can"
-    if documents:
-        attention = "torch varlen_attn", "attention stays inside documents; nothing of S x S is kept"
+    if documents or config.window is not None:
+        where = "documents" if documents else f"--window-size {config.window_size}"
+        attention = "torch varlen_attn", f"attention stays inside {where}; nothing of S x S is kept"
         if reason := mask_reason(config, capability=capability(device), dtype=dtype):
             attention = "torch scaled_dot_product_attention with a mask of S x S", reason
     compiled, because = compiles_layers(config, device.type)

@@ -36,19 +36,57 @@ class GPTConfig:
     use_rotary_position_embeddings: bool = flag(False, "old spelling of --position-embedding-type rope")
     rotary_base: float = flag(10000.0, "base of the rotary frequencies")
     rotary_percent: float = flag(1.0, "share of each head that is rotated, 0 to 1")
+    no_rope_freq: str | None = flag(
+        None,
+        "layers that rotate nothing: every Nth layer, or a list with a 1 for each such layer, as [0,0,0,1]",
+        metavar="N|LIST",
+    )
     use_rope_scaling: bool = flag(
-        False, "slow down low rotary frequencies as Llama 3.1 does, for more than 8192 tokens"
+        False, "slow down low rotary frequencies as Llama 3.1 does, for more tokens than --rope-scaling-original-length"
     )
     rope_scaling_factor: float = flag(8.0, "how much slower the lowest frequencies are with --use-rope-scaling")
+    rope_scaling_original_length: int = flag(
+        8192, "tokens of the training before --use-rope-scaling", needs="--use-rope-scaling"
+    )
+    rotary_seq_len_interpolation_factor: float = flag(1.0, "divisor of all positions before they are rotated")
+    rope_type: Literal["rope", "yarn", "dynamic"] = flag(
+        "rope",
+        "frequencies for contexts that are longer by --rotary-scaling-factor: yarn divides low ones (YaRN); dynamic "
+        "raises the base with the longest sequence of a batch beyond --max-position-embeddings (NTK-aware)",
+    )
+    rotary_scaling_factor: float = flag(1.0, "how many times longer contexts become with --rope-type yarn or dynamic")
+    yarn_original_max_position_embeddings: int = flag(4096, "tokens of the training before --rope-type yarn")
+    yarn_beta_fast: float = flag(32.0, "turns in the original context from which on --rope-type yarn keeps a frequency")
+    yarn_beta_slow: float = flag(1.0, "turns in the original context up to which --rope-type yarn divides a frequency")
+    yarn_attention_factor: float | None = flag(
+        None, "factor of the rotated channels with --rope-type yarn (default 1 + 0.1 ln --rotary-scaling-factor)"
+    )
     window_size: str | None = flag(
         None,
-        "tokens before and after its own that a token may look at; samples beyond the window are refused",
+        "tokens before and after its own that a token may look at, in layers with a window; -1 for all before it",
         metavar="LEFT,0",
+    )
+    window_attn_skip_freq: str | None = flag(
+        None,
+        "layers with the window of --window-size: all but every Nth layer, or a list with a 1 for each such layer, as "
+        "[1,1,1,0] (default: all layers)",
+        metavar="N|LIST",
     )
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "which norm")
     norm_epsilon: float = flag(1e-5, "added to the variance inside the norms", aliases=("--layernorm-epsilon",))
     qk_layernorm: bool = flag(False, "normalise queries and keys, each head by itself, before they are rotated")
+    qk_layernorm_all_heads: bool = flag(
+        False, "normalize queries, and keys, of all heads together, before they are rotated (RMSNorm, as in OLMo 2)"
+    )
+    norm_after_block: bool = flag(False, "normalize the outputs of attention and MLP instead of their inputs")
+    use_parallel_residual: bool = flag(False, "add attention and MLP of the same input to it, as GPT-NeoX does")
+    embedding_multiplier: float = flag(1.0, "factor of word embeddings")
+    residual_multiplier: float = flag(1.0, "factor of the outputs of attention and MLP")
+    attention_multiplier: float | None = flag(
+        None, "factor of attention scores before the softmax (default 1 / sqrt(channels per head))"
+    )
+    logits_scaling: float = flag(1.0, "divisor of logits")
     apply_layernorm_1p: bool = flag(False, "norm weights are stored as w - 1, so that weight decay pulls to 1")
     swiglu: bool = flag(False, "SwiGLU instead of GeLU in the MLP")
     squared_relu: bool = flag(False, "squared ReLU instead of GeLU in the MLP")
@@ -112,16 +150,66 @@ class GPTConfig:
         _require(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other")
         others = self.swiglu or self.squared_relu
         _require(not (self.openai_gelu and others), "--openai-gelu excludes --swiglu and --squared-relu")
-        _ = self.window  # reads --window-size
+        self._check_patterns()
+        self._check_blocks()
         self._check_rotary()
         self._check_recompute()
 
+    def _check_patterns(self) -> None:
+        window = self.window  # reads --window-size
+        for name in ("no_rope_freq", "window_attn_skip_freq"):
+            given = f"{spelling(self, name)} {getattr(self, name)}"
+            pattern = _pattern(given, getattr(self, name))
+            fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
+            _require(fits, f"{given} is not a list of --num-layers {self.num_layers} numbers")
+        skips = f"--window-attn-skip-freq {self.window_attn_skip_freq}"
+        _require(self.window_attn_skip_freq is None or window is not None, f"{skips} needs --window-size")
+        unrotated = f"--no-rope-freq {self.no_rope_freq}"
+        _require(
+            self.no_rope_freq is None or self.positions == "rope", f"{unrotated} needs --position-embedding-type rope"
+        )
+
+    def _check_blocks(self) -> None:
+        check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+        one_kind = not (self.qk_layernorm and self.qk_layernorm_all_heads)
+        _require(one_kind, "--qk-layernorm and --qk-layernorm-all-heads exclude each other")
+        rms = self.normalization == "RMSNorm" and not self.apply_layernorm_1p
+        _require(not self.qk_layernorm_all_heads or rms, "--qk-layernorm-all-heads needs --normalization RMSNorm alone")
+        both = self.norm_after_block and self.use_parallel_residual
+        _require(not both, "--norm-after-block and --use-parallel-residual exclude each other")
+
     def _check_rotary(self) -> None:
         percent, factor = self.rotary_percent, self.rope_scaling_factor
+        check_positive(self, "rotary_seq_len_interpolation_factor", "rope_scaling_original_length", "yarn_beta_slow")
+        check_positive(self, "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_attention_factor")
+        kinds = {
+            "--use-rope-scaling": self.use_rope_scaling,
+            f"--rope-type {self.rope_type}": self.rope_type != "rope",
+            f"--rotary-seq-len-interpolation-factor {self.rotary_seq_len_interpolation_factor}": (
+                self.rotary_seq_len_interpolation_factor != 1.0
+            ),
+        }
+        asked = [name for name, there in kinds.items() if there]
+        _require(len(asked) < 2, f"{' and '.join(asked)} exclude each other")
+        _require(not asked or self.positions == "rope", f"{' '.join(asked)} needs --position-embedding-type rope")
+        scale = self.rotary_scaling_factor
+        scaled = f"--rotary-scaling-factor {scale}"
+        _require(1.0 <= scale < math.inf, f"{scaled} is not a number from 1 on")
+        _require(scale == 1.0 or self.rope_type != "rope", f"{scaled} needs --rope-type yarn or dynamic")
+        for name in (
+            "yarn_original_max_position_embeddings",
+            "yarn_beta_fast",
+            "yarn_beta_slow",
+            "yarn_attention_factor",
+        ):
+            given = f"{spelling(self, name)} {getattr(self, name)}"
+            default = type(self).__dataclass_fields__[name].default
+            _require(getattr(self, name) == default or self.rope_type == "yarn", f"{given} needs --rope-type yarn")
+        known = self.rope_type != "dynamic" or self.max_position_embeddings is not None
+        _require(known, "--rope-type dynamic needs --max-position-embeddings")
         _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not in (0, 1]")
         _require(factor == 8.0 or self.use_rope_scaling, f"--rope-scaling-factor {factor} needs --use-rope-scaling")
         if self.positions != "rope":
-            _require(not self.use_rope_scaling, "--use-rope-scaling needs --position-embedding-type rope")
             return
         _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a number from 1 on")
         if self.kv_channels is None and None in (self.hidden_size, self.num_attention_heads):
@@ -196,6 +284,26 @@ class GPTConfig:
         assert sides is not None
         return None if sides[1] == "-1" else int(sides[1]) + 1
 
+    def has_window(self, layer: int) -> bool:
+        """True if attention of layer `layer`, counted from 0, looks back over the window alone."""
+        pattern = _pattern("--window-attn-skip-freq", self.window_attn_skip_freq)
+        return self.window is not None and (pattern is None or not _marked(pattern, layer, others=True))
+
+    def rotates(self, layer: int) -> bool:
+        """True if layer `layer`, counted from 0, rotates queries and keys."""
+        pattern = _pattern("--no-rope-freq", self.no_rope_freq)
+        return self.positions == "rope" and (pattern is None or not _marked(pattern, layer))
+
+    @property
+    def attention_span(self) -> tuple[int | None, ...]:
+        """Tokens that a token of each layer may look at; None for all."""
+        return tuple(self.window if self.has_window(layer) else None for layer in range(self.layers))
+
+    @property
+    def unrotated(self) -> tuple[int, ...]:
+        """Layers without rotary positions, counted from 0."""
+        return tuple(layer for layer in range(self.layers) if self.positions == "rope" and not self.rotates(layer))
+
     @property
     def tied(self) -> bool:
         return not self.untie_embeddings_and_output_weights
@@ -226,6 +334,20 @@ class GPTConfig:
         """`vocab_size` rounded up so that every tensor-parallel rank holds the same whole number of blocks."""
         multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-vocab_size // multiple) * multiple
+
+
+def _pattern(given: str, value: str | None) -> int | tuple[int, ...] | None:
+    """Read N or a list of 0 and 1, one for each layer; None is no pattern. Raises ValueError naming `given`."""
+    if value is None:
+        return None
+    items = re.fullmatch(r"\[([01](?:, *[01])*)\]", value)
+    _require(items is not None or re.fullmatch(r"[1-9]\d*", value) is not None, f"{given} is neither N nor [0,1,...]")
+    return tuple(map(int, items[1].split(","))) if items else int(value)
+
+
+def _marked(pattern: int | tuple[int, ...], layer: int, *, others: bool = False) -> bool:
+    """True for every Nth layer, and for a layer with a 1 in the list (`others`: with a 0)."""
+    return (layer + 1) % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer]) != others
 
 
 def _given(name: str, value: int | None) -> int:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles
+from megazpp.model.attention import AttentionInputs, SelfAttention, config_angles, document_mask, window_mask
 from megazpp.model.backends import DocumentKernel, compile_layer, mark_varying, shared_mask
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
@@ -94,6 +94,8 @@ class GPTModel(nn.Module):
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
         self.output = None if config.tied else OutputLayer(config, vocab_size, tp)
         self.scalar_head = ScalarHead(config, tp) if scalar_head else None
+        kinds = [(config.has_window(index), config.rotates(index)) for index in range(config.layers)]
+        self.kinds: list[tuple[bool, bool]] = kinds  # of layers: with a window, with rotary positions
 
     def forward(
         self,
@@ -134,11 +136,15 @@ class GPTModel(nn.Module):
             tokens, position_ids = (x.chunk(self.cp.size, dim=1)[self.cp.rank] for x in (tokens, position_ids))
             labels = None if labels is None else labels.chunk(self.cp.size, dim=1)[self.cp.rank]
         inputs = self._attention_inputs(position_ids, document_starts, cache, seq)
+        by_kind = self._inputs_by_kind(inputs, position_ids, cache, seq)
         x = self.embedding(tokens, position_ids)
         if cache is not None:
-            inputs = dataclasses.replace(inputs, mask=shared_mask(inputs.mask, x.dtype))
+            by_kind = {
+                kind: dataclasses.replace(inputs, mask=shared_mask(inputs.mask, x.dtype))
+                for kind, inputs in by_kind.items()
+            }
         for index, layer in enumerate(self.layers):
-            x = layer(x, inputs, None if cache is None else cache.layers[index])
+            x = layer(x, by_kind[self.kinds[index]], None if cache is None else cache.layers[index])
         x = self.final_norm(x)
         x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
         if logits_at is not None:
@@ -175,6 +181,8 @@ class GPTModel(nn.Module):
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
         """Apply `head` to x and the weight of the output layer."""
+        if self.config.logits_scaling != 1.0:
+            x = x / self.config.logits_scaling
         return head(x, local(self.embedding.word.weight)) if self.output is None else self.output(x, head)
 
     def sharding_units(self) -> list[list[nn.Module]]:
@@ -193,15 +201,41 @@ class GPTModel(nn.Module):
     def _attention_inputs(
         self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int
     ) -> AttentionInputs:
-        config, batch, rotary = self.config, len(position_ids), None
-        if config.positions == "rope":
-            channels = int(config.head_size * config.rotary_percent)
-            rotary = rotary_angles(position_ids, channels, config.rotary_base, config.rope_scaling)
+        batch = len(position_ids)
+        rotary = config_angles(self.config, position_ids) if self.config.positions == "rope" else None
         if cache is not None:
             return AttentionInputs(rotary=rotary, mask=cache.mask(position_ids), places=position_ids)
         if starts is not None and self.document_kernel is None:
             return AttentionInputs(rotary=rotary, mask=document_mask(starts, batch=batch, seq=seq))
         return AttentionInputs(rotary=rotary, mask=None, document_starts=starts)
+
+    def _inputs_by_kind(
+        self, inputs: AttentionInputs, position_ids: torch.Tensor, cache: KVCache | None, seq: int
+    ) -> dict[tuple[bool, bool], AttentionInputs]:
+        """Make the inputs of each kind of layer that the model has (`kinds`)."""
+        found = {}
+        for windowed, rotated in dict.fromkeys(self.kinds):
+            own = self._windowed(inputs, position_ids, cache, seq) if windowed else inputs
+            found[windowed, rotated] = own if rotated or own.rotary is None else dataclasses.replace(own, rotary=None)
+        return found
+
+    def _windowed(
+        self, inputs: AttentionInputs, position_ids: torch.Tensor, cache: KVCache | None, seq: int
+    ) -> AttentionInputs:
+        """Return `inputs` of layers with a window."""
+        window, batch, device = self.config.window, len(position_ids), position_ids.device
+        assert window is not None
+        if cache is not None:
+            return dataclasses.replace(inputs, mask=cache.mask(position_ids, window))
+        if seq <= window:
+            return inputs
+        if self.document_kernel is None:
+            mask = window_mask(seq, window, device)
+            return dataclasses.replace(inputs, mask=mask if inputs.mask is None else inputs.mask & mask)
+        if inputs.document_starts is not None:
+            return inputs
+        rows = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)  # each is a document
+        return dataclasses.replace(inputs, document_starts=rows)
 
 
 class TransformerLayer(nn.Module):
@@ -231,10 +265,14 @@ class TransformerLayer(nn.Module):
         self.shared = shared
         self.attention_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
         linear: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
-        self.attention = SelfAttention(config, cp=cp, document_kernel=document_kernel, output_std=output_std, **linear)
+        window = config.window if config.has_window(index) else None
+        parts: dict[str, Any] = {"cp": cp, "document_kernel": document_kernel, "window": window}
+        self.attention = SelfAttention(config, output_std=output_std, **parts, **linear)
         self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
         self.mlp = MLP(config, output_std=output_std, **linear)
         self.dropout = Dropout(config.hidden_dropout, shared)
+        self.norm_after, self.parallel = config.norm_after_block, config.use_parallel_residual
+        self.multiplier = config.residual_multiplier
         # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
         self.run = compile_layer(self._run) if compiled else self._run
         self.compiled, self.varying_sizes = compiled, varying_sizes
@@ -265,8 +303,17 @@ class TransformerLayer(nn.Module):
     def _run(
         self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
     ) -> torch.Tensor:
-        x = x + self.dropout(self.attention(x, inputs, cache, norm=self.attention_norm), masks[0])
-        return x + self.dropout(self.mlp(x, norm=self.mlp_norm), masks[1])
+        before = (None, None) if self.norm_after else (self.attention_norm, self.mlp_norm)
+        first = x + self._added(self.attention(x, inputs, cache, norm=before[0]), self.attention_norm, masks[0])
+        return first + self._added(self.mlp(x if self.parallel else first, norm=before[1]), self.mlp_norm, masks[1])
+
+    def _added(self, x: torch.Tensor, norm: Norm, mask: torch.Tensor | None) -> torch.Tensor:
+        """Return what attention or MLP adds to the residual stream."""
+        if self.norm_after:
+            x = norm(x)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
+        return self.dropout(x, mask)
 
 
 class Embedding(nn.Module):
@@ -289,10 +336,12 @@ class Embedding(nn.Module):
         )
         learned = config.positions == "learned_absolute"
         self.position = PositionEmbedding(config, tp, sequence_parallel) if learned else None
-        self.dropout = Dropout(config.hidden_dropout, shared)
+        self.dropout, self.multiplier = Dropout(config.hidden_dropout, shared), config.embedding_multiplier
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens.t())
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.position is not None:
             x = x + self.position(position_ids.t())
         return self.dropout(x)

@@ -57,12 +57,18 @@ class KVCache:
         """Return the number of keys that a forward of `seq` further tokens attends to."""
         return self._rounded(max(self.lengths) + seq)
 
-    def mask(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """[B, 1, S, mask length]: True where tokens at `positions` may look; None while there is nothing but them."""
-        if not any(self.lengths):
+    def mask(self, positions: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
+        """[B, 1, S, mask length]: True where tokens at `positions` may look; None while they see one another alone.
+
+        Args:
+            window: tokens that a token may look at, its own and those before it; None for all.
+        """
+        seq = positions.shape[1]
+        if not any(self.lengths) and (window is None or seq <= window):
             return None
-        places = torch.arange(self.mask_length(positions.shape[1]), device=positions.device)
-        return (places <= positions.unsqueeze(-1)).unsqueeze(1)
+        places, own = torch.arange(self.mask_length(seq), device=positions.device), positions.unsqueeze(-1)
+        mask = places <= own
+        return (mask if window is None else mask & (places > own - window)).unsqueeze(1)
 
     def add(self, counts: Sequence[int]) -> None:
         """After a forward: so many of its tokens were each row's own."""

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
+from megazpp.tensor_parallel.regions import copy_to_region, reduce_from_region_
 
 
 class Norm(nn.Module):
@@ -52,6 +53,30 @@ class Norm(nn.Module):
         """Gain, and bias if there is one, as local tensors: a checkpoint in a compiled graph can hold no DTensor."""
         weight = local(self.weight) + 1.0 if self.one_plus else local(self.weight)
         return (weight,) if self.kind == "RMSNorm" else (weight, local(self.bias))
+
+
+class HeadsNorm(nn.Module):
+    """RMSNorm of all heads together, of which each tp rank has some: [..., heads, D] -> the same.
+
+    Collectives on tp: forward 1 all-reduce of a number per token, backward 1.
+
+    Args:
+        size: channels of all heads of all ranks.
+    """
+
+    def __init__(self, config: GPTConfig, size: int, *, tp: MeshAxis) -> None:
+        super().__init__()
+        self.size, self.epsilon, self.tp = size, config.norm_epsilon, tp
+        self.weight = nn.Parameter(torch.empty(size // tp.size))
+        self.specs = {"weight": ParameterSpec(value=1.0, split=0)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight)
+        if self.tp.size == 1:
+            return F.rms_norm(x.flatten(-2), weight.shape, weight, self.epsilon).view_as(x)
+        own = x.flatten(-2).float()
+        squares = copy_to_region(reduce_from_region_(own.square().sum(dim=-1, keepdim=True), self.tp), self.tp)
+        return (own * (squares / self.size + self.epsilon).rsqrt() * weight).to(x.dtype).view_as(x)
 
 
 def normed(norm: Norm | None, x: torch.Tensor, *, then: Callable[[torch.Tensor], Any], recompute: bool) -> Any:

@@ -201,8 +201,9 @@ def _describe_muon(config: RunConfig, paper: PaperStep, layout: Layout) -> str:
 
 
 def _documents(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> Documents | None:
-    """The way to keep attention inside documents on the device that is planned for."""
-    if not config.data.reset_attention_mask:
+    """The way to keep attention inside documents and windows on the device that is planned for."""
+    window, seq_length = config.model.window, config.data.seq_length or 0
+    if not config.data.reset_attention_mask and (window is None or seq_length <= window):
         return None
     on_cpu = on_cpu or (device is None and device_type == "cpu")
     if on_cpu:

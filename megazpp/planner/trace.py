@@ -35,6 +35,7 @@ from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import partial_parameters
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
+from megazpp.training.flops import keys_per_token
 
 FORWARD, BACKWARD = "forward", "backward"
 Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside them
@@ -107,11 +108,13 @@ def trace_model(
     again = 1 if config.recompute_method == "block" else None  # the first layer is run again, the second is not
     # where something is frozen: no gradient leaves the first layer, and its input is freed in the second
     most = 2 if prepare is None else 3
-    shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again)
+    alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}  # layers differ in products alone
+    shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
+    keys = sum(keys_per_token(seq_length, span) for span in config.attention_span) / config.layers
     recorder = TraceRecorder()
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp * cp), tp=tp, replicas=1, cp=cp)
     paper_axis = functools.partial(PaperAxis, layout, rank=0, counter=TrafficCounter())
-    attention = FusedAttention(recorder, repeats_groups=documents == "mask")
+    attention = FusedAttention(recorder, repeats_groups=documents == "mask", share=keys / seq_length)
     with torch.device("meta"):
         model = GPTModel(
             shape,
@@ -261,11 +264,12 @@ class FusedAttention(TorchFunctionMode):
 
     Args:
         repeats_groups: whether keys and values of a group are repeated: CUDA's kernels take no groups beside a mask.
+        share: share of scores that is computed where there is no mask, on average over the layers.
     """
 
-    def __init__(self, recorder: TraceRecorder, *, repeats_groups: bool) -> None:
+    def __init__(self, recorder: TraceRecorder, *, repeats_groups: bool, share: float = 0.5) -> None:
         super().__init__()
-        self._recorder, self._repeats_groups = recorder, repeats_groups
+        self._recorder, self._repeats_groups, self._share = recorder, repeats_groups, share
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
@@ -276,7 +280,14 @@ class FusedAttention(TorchFunctionMode):
         return self._attend(q, k, v, mask=kwargs.get("attn_mask"))
 
     def inside_documents(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: torch.Tensor,
+        longest: int,
+        window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """A DocumentKernel: as if every document were `longest` tokens long."""
         batch = q.shape[0] // longest
@@ -290,7 +301,7 @@ class FusedAttention(TorchFunctionMode):
         kept = [q.new_empty(batch, heads, seq, dtype=torch.float32)]
         if mask is not None:
             kept.append(q.new_empty(mask.shape))
-        count, touched = batch * heads * (0.5 if mask is None else 1.0), _nbytes([q, k])
+        count, touched = batch * heads * (self._share if mask is None else 1.0), _nbytes([q, k])
 
         def note(phase: str) -> None:  # scores and weighted sum; scores again, and gradients of scores, q, k and v
             for _ in range(2 if phase == FORWARD else 5):

@@ -47,8 +47,16 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
     query_size = model.heads * model.head_size
     mlp = model.hidden * model.ffn_size * (3 if model.swiglu else 2)
     projections = 2 * model.hidden * model.head_size * (model.heads + model.query_groups)
-    attention = query_size * seq_length  # scores and weighted sum; a token attends to half of them on average
-    return 6 * (model.layers * (mlp + projections + attention) + model.hidden * padded_vocab_size)
+    spans = [keys_per_token(seq_length, span) for span in model.attention_span]
+    attention = round(2 * query_size * sum(spans))  # scores and weighted sum
+    return 6 * (model.layers * (mlp + projections) + attention + model.hidden * padded_vocab_size)
+
+
+def keys_per_token(seq_length: int, window: int | None) -> float:
+    """Keys that a token attends to on average: half of a sequence by Megatron's convention, or what a window leaves."""
+    if window is None or window >= seq_length:
+        return seq_length / 2
+    return window - window * (window - 1) / (2 * seq_length)
 
 
 def device_name(device: torch.device) -> str:

@@ -21,6 +21,7 @@ Values = dict[str, Any]
 BASE: dict[str, Values] = {  # sizes of each model_type; 12 heads, which GPT-2 has without a word, divide 24
     kind: {"model_type": kind} | sizes | ({"n_embd": 24} if kind == "gpt2" else {"sliding_window": None})
     for kind, sizes in SIZES.items()
+    if kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 }
 
 
@@ -46,16 +47,21 @@ ROTARY = [
     Value({"rope_theta": 5e5, **rope(**LLAMA3)}),
     Value({"rope_parameters": LLAMA3 | {"rope_theta": 5e5, "factor": 8}}),
     Value({"rope_theta": 5e5, **rope(**LLAMA3 | {"low_freq_factor": 2.0})}, "rope_scaling.low_freq_factor 2.0"),
-    Value({"rope_theta": 5e5, **rope(**LLAMA3 | {"original_max_position_embeddings": 16})}, "embeddings 16"),
-    Value({"original_max_position_embeddings": 16, **rope(**LLAMA3)}, "original_max_position_embeddings 16"),
-    Value({"rope_parameters": {k: LLAMA3[k] for k in LLAMA3 if "max" not in k}}, f"max_position_embeddings {SEQ}"),
-    Value(rope(rope_type="linear", factor=2.0), "rope_scaling.rope_type 'linear'"),
-    Value(rope(type="dynamic", factor=2.0), "rope_scaling.type 'dynamic'"),
+    Value({"rope_theta": 5e5, **rope(**LLAMA3 | {"original_max_position_embeddings": 16})}),
+    Value({"original_max_position_embeddings": 16, **rope(**LLAMA3)}),
+    Value({"rope_parameters": {k: LLAMA3[k] for k in LLAMA3 if "max" not in k}}),
+    Value(rope(rope_type="linear", factor=2.0)),
+    Value({"rope_theta": 70.0, **rope(type="dynamic", factor=2.0)}),
+    Value({"max_position_embeddings": 20, **rope(rope_type="dynamic", factor=2.0)}),
+    Value({"rope_theta": 70.0, **rope(type="yarn", factor=4.0, original_max_position_embeddings=9)}),
+    Value({"rope_theta": 70.0, **rope(rope_type="yarn", factor=4.0)}),
+    Value(rope(rope_type="yarn", factor=4.0, truncate=False), "rope_scaling.truncate False"),
+    Value(rope(rope_type="longrope", factor=4.0), "rope_scaling.rope_type 'longrope'"),
     Value({"rope_theta": 50.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     Value(rope(rope_type="default", partial_rotary_factor=0.5), "rope_scaling.partial_rotary_factor 0.5"),
     Value(rope(full_attention={"rope_type": "default", "rope_theta": 50.0}), "rope_scaling.full_attention"),
 ]
-FEW_ROTARY = [ROTARY[index] for index in (1, 2, 6, 12)]
+FEW_ROTARY = [ROTARY[index] for index in (1, 2, 6, 12, 15)]
 COMMON = [
     [Value({}), Value({"tie_word_embeddings": True})],
     [Value({}), Value({"num_key_value_heads": 4}), Value({"num_key_value_heads": 1}), Value({"head_dim": 10}),
@@ -69,7 +75,11 @@ FULL = {"layer_types": ["full_attention"] * 2}
 LAYERS = [Value({}), Value(FULL),
           Value({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types 'sliding_attention'")]
 QWEN = [Value({}), Value({"sliding_window": 5}), Value({"use_sliding_window": False, "max_window_layers": 1}),
-        Value({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "use_sliding_window True")]
+        Value({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        Value({"use_sliding_window": True, "max_window_layers": 0}),
+        Value({"use_sliding_window": True, "sliding_window": None}),
+        Value({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+        Value({"use_sliding_window": True, "sliding_window": 0}, "sliding_window 0 is not a positive integer")]
 BIASED = Value({"attention_bias": True}, "attention_bias")
 AXES: dict[str, list[list[Value]]] = {
     "gpt2": [
@@ -92,7 +102,8 @@ AXES: dict[str, list[list[Value]]] = {
     "mistral": [FEW_ROTARY, *COMMON,
         [Value({}), Value({"num_key_value_heads": ABSENT}, "num_key_value_heads is missing"),
          Value(FULL, "layer_types 'full_attention'")],
-        [Value({}), Value({"sliding_window": SEQ}), Value({"sliding_window": 4096}), Value({"sliding_window": ABSENT})],
+        [Value({}), Value({"sliding_window": SEQ}), Value({"sliding_window": 4096}), Value({"sliding_window": ABSENT}),
+         Value({"sliding_window": 5}), Value({"sliding_window": 1})],
     ],
     "qwen2": [FEW_ROTARY, *COMMON, LAYERS, QWEN],
     "qwen3": [FEW_ROTARY, *COMMON, LAYERS, QWEN,
@@ -156,18 +167,6 @@ def test_every_pair_of_settings_is_exact_or_refused_by_its_key(kind, tmp_path):
             assert all(value.refused is None for value in pair) or not check(tmp_path, kind, *pair)
     for values in settings_of_all_pairs(kind):
         assert check(tmp_path, kind, *values)
-
-
-def test_a_sample_that_fits_into_the_window_is_exact_and_longer_ones_are_refused(tmp_path):
-    theirs = write_folder(tmp_path, "mistral", {"sliding_window": 5})
-    ours = open_model(tmp_path)
-    assert (ours.seq_length, ours.config.window) == (5, 5)
-    with torch.no_grad():
-        whole, short = theirs(TOKENS).logits, theirs(TOKENS[:, :5]).logits
-    torch.testing.assert_close(our_logits(ours, TOKENS[:, :5]), short, atol=CLOSE, rtol=0)
-    assert not torch.allclose(whole[:, 5:], short[:, -1:])  # the window does something beyond it
-    with pytest.raises(ValueError, match="--seq-length 6 is longer than the 5 tokens of --window-size 4,0"):
-        our_logits(ours, TOKENS[:, :6])
 
 
 def test_a_tied_output_matrix_that_is_not_the_embedding_is_refused(tmp_path):

@@ -59,6 +59,56 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen2 tied, wide heads, scaled": ("qwen2", torch.float32, TIED | SCALED | {"head_dim": 12}),
     "qwen3": ("qwen3", torch.float32, {}),
 }
+FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+ROPE: dict[str, Any] = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 12}
+YARN = {"rope_parameters": ROPE | {"rope_type": "yarn"}}
+PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+ALTERNATING = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+TURNS = {"beta_fast": 4.0, "beta_slow": 0.5}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral beyond its window": ("mistral", {"sliding_window": 5}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3 with alternating layers": ("qwen3", ALTERNATING),
+    "granite": ("granite", FACTORS | BIASES),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5}),
+    "smollm3 by an interval": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
+    "phi3": ("phi3", {"rope_parameters": PARTIAL, "sliding_window": 7}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
+    "starcoder2": ("starcoder2", {"sliding_window": 6}),
+    "starcoder2 without biases": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "gelu"},
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": PARTIAL}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}}),
+    "yarn": ("llama", YARN),
+    "yarn, its own ramp": ("qwen2", {"rope_parameters": YARN["rope_parameters"] | TURNS | {"attention_factor": 1.3}}),
+    "yarn, two scales": (
+        "llama",
+        {"rope_parameters": YARN["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+    "dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}, "max_position_embeddings": 8},
+    ),
+    "llama3, a short context": ("llama", {"rope_parameters": LLAMA3 | ROPE | {"original_max_position_embeddings": 16}}),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_families_keep_every_bit_and_have_transformers_logits(name, tmp_path):
+    kind, settings = MORE[name]
+    theirs = save(make_model(kind, **settings), tmp_path / "theirs")
+    ours = convert_folder(theirs, tmp_path / "ours")
+    back = convert_folder(ours, tmp_path / "back")
+    torch.testing.assert_close(file_tensors(back), file_tensors(theirs), **BITS)
+    expected = logits(theirs)
+    torch.testing.assert_close(logits(back), expected, **BITS)
+    torch.testing.assert_close(our_logits(open_checkpoint(ours, None)[0]), expected, **SUMS)
+    assert json.loads((back / "config.json").read_text())["model_type"] == kind
+
+
 KEPT = (  # keys of a config.json
     *("vocab_size", "initializer_range", "tie_word_embeddings"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"),
@@ -91,9 +141,18 @@ def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
     return dims.tp.all_gather(part.permute(2, 0, 1).contiguous()).permute(1, 2, 0)[..., :VOCAB]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama tied, biases, wide heads", slow("mistral without"), slow("qwen3")])
+ON_RANKS = [
+    *("gpt2", "llama tied, biases, wide heads", "mistral beyond its window", "olmo2", "gpt_neox"),
+    *map(
+        slow, ("mistral without", "qwen3", "qwen2 with windows", "qwen3 with alternating layers", "granite", "smollm3")
+    ),
+    *map(slow, ("phi3", "starcoder2", "yarn", "dynamic")),
+]
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_ranks_read_their_parts_of_a_conversion(name, tmp_path):
-    kind, _, settings = MODELS[name]
+    kind, settings = MORE[name] if name in MORE else MODELS[name][::2]
     theirs = save(make_model(kind, **settings), tmp_path / "theirs")
     for found in ranks(2).run(logits_on_ranks, str(convert_folder(theirs, tmp_path / "ours")), 2):
         torch.testing.assert_close(found, logits(theirs), **SUMS)
@@ -233,11 +292,22 @@ NOT_THERE: list[tuple[dict[str, Any], str]] = [
         "with --position-embedding-type none, --apply-layernorm-1p, --window-size 3,0, --kv-channels 4",
     ),
     (GROUPS, "with --num-query-groups 2"),
-    (LLAMA | {"rotary_percent": 0.5}, "LlamaForCausalLM cannot hold a model with --rotary-percent 0.5"),
-    (LLAMA | {"swiglu": False, "normalization": "LayerNorm"}, "--normalization LayerNorm, --no-swiglu"),
-    (LLAMA | {"add_qkv_bias": True, "window_size": "3,0"}, "MistralForCausalLM cannot hold a model with --add-qkv-b"),
+    (
+        LLAMA | {"rotary_percent": 0.5, "no_rope_freq": "2"},
+        "SmolLM3ForCausalLM cannot hold a model with --rotary-percent",
+    ),
+    (LLAMA | {"rotary_percent": 0.5, "use_rope_scaling": True}, "Phi3ForCausalLM cannot hold a model with rotary freq"),
+    (LLAMA | {"normalization": "LayerNorm"}, "Starcoder2ForCausalLM cannot hold a model with --swiglu"),
+    (LLAMA | {"norm_after_block": True}, "Olmo2ForCausalLM cannot hold a model with --no-qk-layernorm-all-heads"),
+    (
+        LLAMA | {"logits_scaling": 2.0, "window_size": "3,0"},
+        "GraniteForCausalLM cannot hold a model with --window-size",
+    ),
+    (LLAMA | {"use_parallel_residual": True}, "LlamaForCausalLM cannot hold a model with --use-parallel-residual"),
+    ({"logits_scaling": 2.0}, "GPT2LMHeadModel cannot hold a model with --logits-scaling 2.0"),
+    (LLAMA | {"swiglu": False, "window_size": "3,0"}, "MistralForCausalLM cannot hold a model with --no-swiglu"),
     (QWEN3 | {"add_qkv_bias": True}, "Qwen3ForCausalLM cannot hold a model with --add-qkv-bias"),
-    (QWEN3 | {"window_size": "3,0", "disable_bias_linear": False}, "--window-size 3,0, --no-disable-bias-linear"),
+    (QWEN3 | {"disable_bias_linear": False}, "Qwen3ForCausalLM cannot hold a model with --no-disable-bias-linear"),
 ]
 
 

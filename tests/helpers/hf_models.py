@@ -42,6 +42,10 @@ SIZES: dict[str, dict[str, Any]] = {  # by model_type
     "mistral": _LLAMA_SIZES,
     "qwen2": _LLAMA_SIZES,
     "qwen3": _LLAMA_SIZES | {"head_dim": 12},
+    "granite": _LLAMA_SIZES,
+    **dict.fromkeys(("smollm3", "phi3", "olmo2"), _LLAMA_SIZES | {"pad_token_id": None}),
+    "starcoder2": _LLAMA_SIZES,
+    "gpt_neox": {name: size for name, size in _LLAMA_SIZES.items() if name != "num_key_value_heads"},
 }
 LLAMA3 = {  # the frequencies of Llama 3.2
     "rope_type": "llama3",
