@@ -18,7 +18,6 @@ entry of `RELATIVES` and one more case of `huggingface.choose_architecture`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,19 +27,16 @@ import torch
 
 from megazpp.convert.gpt2 import ACTIVATIONS
 from megazpp.convert.model import Deferred, ForeignTensors, qkv_rows, refuse, same
+from megazpp.convert.rotary import read_rotary, write_scaling
 from megazpp.convert.settings import Settings
-from megazpp.model.attention import HIGH_TURNS, LOW_TURNS
 from megazpp.model.config import GPTConfig
 
 _FREQUENCIES = re.compile(r"rotary_emb\.inv_freq")  # a buffer in older files
 _POSITIONS = ("max_position_embeddings",)
 _REQUIRED = ("num_key_value_heads", *_POSITIONS)
-_LLAMA3 = {"low_freq_factor": LOW_TURNS, "high_freq_factor": HIGH_TURNS}
-_ORIGINAL = "original_max_position_embeddings"
-_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3, _ORIGINAL, *_YARN)
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GATE_UP, _GATE, _UP = "mlp.gate_up_proj.", "mlp.gate_proj.", "mlp.up_proj."  # one matrix in phi3's files
+_PADDED = ("phi3", "smollm3", "olmo2")  # transformers has a default of pad_token_id, which a small vocabulary lacks
 _NO_WINDOW = ("phi3", "starcoder2", "smollm3")  # without sliding_window
 
 
@@ -57,7 +53,6 @@ class Relative:
             `use_sliding_window` is true.
         tied, theta, norm_epsilon: defaults of transformers.
         dropouts: keys of the dropout of the residual stream.
-        pads: transformers has a default of pad_token_id, which no smaller vocabulary holds.
         multipliers, unrotated, norm_after, fused, partial, layer_norm: it has the difference of the table above.
     """
 
@@ -72,7 +67,6 @@ class Relative:
     theta: float = 10000.0
     norm_epsilon: float = 1e-6
     dropouts: tuple[str, ...] = ()
-    pads: bool = False
     multipliers: bool = False
     unrotated: bool = False
     norm_after: bool = False
@@ -132,7 +126,7 @@ class Relative:
         """config.json without the vocabulary; a ValueError names the flags of what it cannot hold."""
         windows, multiplied = self.windows, {key: getattr(config, key) for key in _MULTIPLIERS}
         scaled = config.rope_type != "rope" or config.use_rope_scaling
-        scaled |= config.rotary_seq_len_interpolation_factor != 1.0
+        scaled |= config.rotary_seq_len_interpolation_factor is not None
         plain = dict.fromkeys(_MULTIPLIERS, 1.0) | {"attention_multiplier": None}
         skips = len({*config.attention_span}) > 1
         refuse(
@@ -186,7 +180,7 @@ class Relative:
             **dict.fromkeys(self.biases, config.linear_bias),
             **(multiplied if self.multipliers else {}),
             **({"partial_rotary_factor": config.rotary_percent} if self.partial else {}),
-            **({"pad_token_id": None} if self.pads else {}),
+            **({"pad_token_id": None} if self.model_type in _PADDED else {}),
             **self._write_layers(config),
         }
 
@@ -317,67 +311,6 @@ class Relative:
         return found | {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
 
 
-def read_rotary(
-    settings: Settings, positions: int, *, theta: float = 10000.0, partial: bool = False, scaled: bool = True
-) -> dict[str, Any]:
-    """From `rope_scaling` or else `rope_parameters`, as transformers 5 does, with `rope_theta` beside them.
-
-    Args:
-        theta: default of rope_theta.
-        partial: partial_rotary_factor may be given.
-        scaled: a rope_type for longer contexts may be given.
-    """
-    name = "rope_scaling" if settings.part("rope_scaling").values else "rope_parameters"
-    rope = settings.part(name)
-    rope.absent(*(key for key in rope.values if key not in _ROPE_KEYS), empty=(None,))
-    kinds = ("default", "llama3", "linear", "dynamic", "yarn") if scaled else ("default",)
-    kind = rope.only("rope_type" if "rope_type" in rope else "type", *kinds)
-    if not partial:
-        settings.only("partial_rotary_factor", 1.0)
-        rope.only("partial_rotary_factor", 1.0)
-    percent = rope.positive("partial_rotary_factor", settings.positive("partial_rotary_factor", 1.0))
-    found: dict[str, Any] = {"rotary_base": rope.positive("rope_theta", settings.positive("rope_theta", theta))}
-    found["rotary_percent"] = percent
-    if kind == "default":
-        return found
-    factor = rope.positive("factor")
-    original = settings.count(_ORIGINAL, rope.count(_ORIGINAL, positions))
-    if kind == "llama3":
-        for key, value in _LLAMA3.items():
-            rope.only(key, value)
-        scaling = {"rope_scaling_factor": factor, "rope_scaling_original_length": original}
-        return found | {"use_rope_scaling": True, **scaling}
-    if kind == "linear":
-        return found | {"rotary_seq_len_interpolation_factor": factor}
-    found |= {"rope_type": kind, "rotary_scaling_factor": factor}
-    if kind == "dynamic":
-        return found
-    rope.only("truncate", True)
-    mscales = [rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
-    tempered = [1.0 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in mscales]
-    default = tempered[0] / tempered[1] if all(mscales) else None
-    attention = rope.positive("attention_factor", default) if default or "attention_factor" in rope else None
-    turns = {f"yarn_{key}": rope.positive(key, value) for key, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-    return found | turns | {"yarn_original_max_position_embeddings": original, "yarn_attention_factor": attention}
-
-
-def write_scaling(config: GPTConfig) -> dict[str, Any] | None:
-    """The opposite of `read_rotary`, without base and share of channels: rope_scaling of a config.json."""
-    factor, original = config.rotary_scaling_factor, config.yarn_original_max_position_embeddings
-    if config.rope_scaling is not None:
-        scaling = {"rope_type": "llama3", "factor": config.rope_scaling, **_LLAMA3}
-        return {**scaling, _ORIGINAL: config.rope_scaling_original_length}
-    if config.rotary_seq_len_interpolation_factor != 1.0:
-        return {"rope_type": "linear", "factor": config.rotary_seq_len_interpolation_factor}
-    if config.rope_type == "rope":
-        return None
-    if config.rope_type == "dynamic":
-        return {"rope_type": "dynamic", "factor": factor}
-    given = {"beta_fast": config.yarn_beta_fast, "beta_slow": config.yarn_beta_slow, _ORIGINAL: original}
-    attention = {} if config.yarn_attention_factor is None else {"attention_factor": config.yarn_attention_factor}
-    return {"rope_type": "yarn", "factor": factor, **given, **attention}
-
-
 def _as_list(marks: Sequence[bool]) -> str:
     return str([int(mark) for mark in marks]).replace(" ", "")
 
@@ -406,7 +339,6 @@ RELATIVES = {
             windows="layers",
             tied=True,
             theta=2e6,
-            pads=True,
             unrotated=True,
         ),
         Relative(
@@ -416,19 +348,10 @@ RELATIVES = {
             windows="all",
             norm_epsilon=1e-5,
             dropouts=("resid_pdrop", "embd_pdrop"),
-            pads=True,
             fused=True,
             partial=True,
         ),
-        Relative(
-            "olmo2",
-            "Olmo2ForCausalLM",
-            required=_POSITIONS,
-            qk_norm="all",
-            norm_after=True,
-            norm_epsilon=1e-5,
-            pads=True,
-        ),
+        Relative("olmo2", "Olmo2ForCausalLM", required=_POSITIONS, qk_norm="all", norm_after=True, norm_epsilon=1e-5),
         Relative(
             "starcoder2",
             "Starcoder2ForCausalLM",

@@ -338,7 +338,10 @@ def _read_changes(folder: Path, config: GPTConfig, shapes: Mapping[str, tuple[in
         raise ValueError(f"{folder / CONFIG} asks for {problem}")
     for module, (rank, scale) in terms.items():
         outputs, inputs = shapes[f"{module}.weight"]
-        parts = {f"{module}.lora_A.weight": (rank, inputs), f"{module}.lora_B.weight": (outputs, rank)}
+        parts: dict[str, tuple[int, ...]] = {
+            f"{module}.lora_A.weight": (rank, inputs),
+            f"{module}.lora_B.weight": (outputs, rank),
+        }
         parts |= {f"{module}.lora_magnitude_vector": (outputs,)} if found.peft.use_dora else {}
         expected |= parts
         changes[f"{module}.weight"] = _Change(tensors.get(f"{module}.weight"), scale, *map(tensors.get, parts))
@@ -359,7 +362,8 @@ def with_adapter(model: Model, folder: Path) -> Model:
             f"{folder} was trained on weights with checksum {wanted}; these have {found}: "
             "merge it into the checkpoint it was trained on"
         )
-    pieces, shapes = model_pieces(model.config) | {HEAD: same("score.weight")}, {}
+    pieces = model_pieces(model.config) | {HEAD: same("score.weight")}
+    shapes: dict[str, tuple[int, ...]] = {}
     tensors.setdefault(HEAD, held(torch.zeros(1, model.config.hidden)))
     for name, piece in pieces.items():
         if name in tensors:

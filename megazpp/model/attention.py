@@ -86,7 +86,8 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnParallelLinear(config.hidden, rows, std=config.init_method_std, bias=config.qkv_bias, **split)
         fused = (self.queries_per_group * self.head_size, self.head_size, self.head_size)
         self.qkv.specs["weight"] = dataclasses.replace(self.qkv.specs["weight"], matrices=fused)
-        self.q_norm = self.k_norm = None
+        self.q_norm: Norm | HeadsNorm | None = None
+        self.k_norm: Norm | HeadsNorm | None = None
         if config.qk_layernorm:
             self.q_norm, self.k_norm = (Norm(config, self.head_size, tp=tp, split=True) for _ in range(2))
         elif config.qk_layernorm_all_heads:
@@ -129,7 +130,7 @@ class SelfAttention(nn.Module):
             out = masked_attention(q, k, v, inputs.mask, dropout=dropout, scale=self.scale)
         else:
             grouped = k.shape[1] != q.shape[1]
-            options = {"dropout_p": dropout, "enable_gqa": grouped, "scale": self.scale}
+            options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": grouped, "scale": self.scale}
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
         return out.permute(2, 0, 1, 3).flatten(2, 3)
 
@@ -173,37 +174,36 @@ def tokens_for_heads(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
 
 
 def rotary_angles(
-    position_ids: torch.Tensor, channels: int, base: float, scaling: float | None = None
+    position_ids: torch.Tensor, channels: int, base: float, scaling: float | None = None, original: int = 8192
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the rotary angles, [S, B, 1, channels] fp32 each, for position_ids [B, S].
 
     Channel i and channel i + channels/2 turn together by position x base^(-2i/channels) (RoFormer; the half-split
-    order of Llama and Megatron), and slower by `scaled_frequencies` if `scaling` is given.
+    order of Llama and Megatron), and slower by `scaled_frequencies` if `scaling` is given, with `original` tokens.
     """
     frequency = plain_frequencies(channels, base, position_ids.device)
     if scaling is not None:
-        frequency = scaled_frequencies(frequency, scaling)
+        frequency = scaled_frequencies(frequency, scaling, original)
     return turned_angles(position_ids, frequency)
 
 
 def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`rotary_angles` with the frequencies of `config`."""
-    channels, device = int(config.head_size * config.rotary_percent), position_ids.device
+    channels, interpolation = int(config.head_size * config.rotary_percent), config.rotary_seq_len_interpolation_factor
+    if config.rope_type == "rope" and interpolation is None:
+        scaling = config.rope_scaling, config.rope_scaling_original_length
+        return rotary_angles(position_ids, channels, config.rotary_base, *scaling)
     base: float | torch.Tensor = config.rotary_base
-    factor, attention_factor = config.rotary_scaling_factor, None
+    factor, longest = config.rotary_scaling_factor, config.max_position_embeddings
     if config.rope_type == "dynamic":  # a tensor, so that no sequence's length is waited for
-        assert config.max_position_embeddings is not None
-        longest = (position_ids.max() + 1).clamp(min=config.max_position_embeddings) / config.max_position_embeddings
-        base = base * (factor * longest - (factor - 1.0)) ** (channels / (channels - 2))
-    frequency = plain_frequencies(channels, base, device)
-    if config.rope_scaling is not None:
-        frequency = scaled_frequencies(frequency, config.rope_scaling, config.rope_scaling_original_length)
-    if config.rotary_seq_len_interpolation_factor != 1.0:
-        frequency = frequency / config.rotary_seq_len_interpolation_factor
-    if config.rope_type == "yarn":
-        attention_factor = config.yarn_attention_factor or 1.0 + 0.1 * math.log(factor)
-        frequency = yarn_frequencies(frequency, config)
-    return turned_angles(position_ids, frequency, attention_factor)
+        assert longest is not None
+        share = (position_ids.max() + 1).clamp(min=longest) / longest
+        base = base * (factor * share - (factor - 1.0)) ** (channels / (channels - 2))
+    frequency = plain_frequencies(channels, base, position_ids.device) / (interpolation or 1.0)
+    if config.rope_type != "yarn":
+        return turned_angles(position_ids, frequency)
+    attention_factor = config.yarn_attention_factor or 1.0 + 0.1 * math.log(factor)
+    return turned_angles(position_ids, yarn_frequencies(frequency, config), attention_factor)
 
 
 def plain_frequencies(channels: int, base: float | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -240,7 +240,7 @@ def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor
     return frequency / config.rotary_scaling_factor * divided + frequency * (1.0 - divided)
 
 
-def scaled_frequencies(frequency: torch.Tensor, factor: float, original: int = 8192) -> torch.Tensor:
+def scaled_frequencies(frequency: torch.Tensor, factor: float, original: int) -> torch.Tensor:
     """Llama 3.1's frequencies for a longer context, in radians per token.
 
     Channels that turn less than once in the original context are `factor` times slower, more than four times stay,

@@ -48,7 +48,7 @@ class GPTConfig:
     rope_scaling_original_length: int = flag(
         8192, "tokens of the training before --use-rope-scaling", needs="--use-rope-scaling"
     )
-    rotary_seq_len_interpolation_factor: float = flag(1.0, "divisor of all positions before they are rotated")
+    rotary_seq_len_interpolation_factor: float | None = flag(None, "divisor of positions in rotary angles")
     rope_type: Literal["rope", "yarn", "dynamic"] = flag(
         "rope",
         "frequencies for contexts that are longer by --rotary-scaling-factor: yarn divides low ones (YaRN); dynamic "
@@ -186,7 +186,7 @@ class GPTConfig:
             "--use-rope-scaling": self.use_rope_scaling,
             f"--rope-type {self.rope_type}": self.rope_type != "rope",
             f"--rotary-seq-len-interpolation-factor {self.rotary_seq_len_interpolation_factor}": (
-                self.rotary_seq_len_interpolation_factor != 1.0
+                self.rotary_seq_len_interpolation_factor is not None
             ),
         }
         asked = [name for name, there in kinds.items() if there]

@@ -188,9 +188,9 @@ class RolloutLoader(StatePart):
         table[rows] = torch.cat((rewards, torch.stack((drawn.lengths, drawn.ended), dim=1).double()), dim=1)
         table, seconds = self.summed(table), time.perf_counter() - began
         if table[:, :-2].isnan().all():
-            names = ", ".join(self._reward_names)
+            silent = ", ".join(self._reward_names)
             raise ValueError(
-                f"{names}: None for all {len(table)} completions of iteration {iteration}, no reward at all"
+                f"{silent}: None for all {len(table)} completions of iteration {iteration}, no reward at all"
             )
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
         if config.log_completions:  # of the first prompts, whole groups, which may lie on several ranks

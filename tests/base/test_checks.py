@@ -18,7 +18,26 @@ REFUSED = """
 2 | --tensor-model-parallel-size 2 --sequence-parallel --seq-length 63 | --seq-length 63 is not divisible by
 1 | --rope-scaling-factor 32 | --rope-scaling-factor 32.0 needs --use-rope-scaling
 1 | --use-rope-scaling | --use-rope-scaling needs --position-embedding-type rope
-1 | --window-size 62,0 | --seq-length 64 is longer than the 63 tokens of --window-size 62,0
+1 | --window-size 62 | --window-size 62 is not LEFT,0
+1 | --window-attn-skip-freq 2 | --window-attn-skip-freq 2 needs --window-size
+1 | --window-size 7,0 --window-attn-skip-freq 0 | --window-attn-skip-freq 0 is neither N nor [0,1,...]
+1 | --window-size 7,0 --window-attn-skip-freq [1,2] | --window-attn-skip-freq [1,2] is neither N nor
+1 | --window-size 7,0 --window-attn-skip-freq [1,1,1,1,1,1,1] | [1,1,1,1,1,1,1] is not a list of --num-layers
+1 | --no-rope-freq 4 | --no-rope-freq 4 needs --position-embedding-type rope
+1 | --position-embedding-type rope --no-rope-freq -1 | --no-rope-freq -1 is neither N nor
+1 | --rope-type yarn | --rope-type yarn needs --position-embedding-type rope
+1 | --rotary-scaling-factor 2 | --rotary-scaling-factor 2.0 needs --rope-type yarn or dynamic
+1 | --position-embedding-type rope --rope-type yarn --rotary-scaling-factor 0.5 | --rotary-scaling-factor 0.5 is not
+1 | --yarn-beta-fast 16 | --yarn-beta-fast 16.0 needs --rope-type yarn
+1 | --position-embedding-type rope --rope-type yarn --use-rope-scaling | --use-rope-scaling and --rope-type yarn exclude
+1 | --rotary-seq-len-interpolation-factor 2 | interpolation-factor 2.0 needs --position-embedding-type rope
+1 | --rope-scaling-original-length 99 | --rope-scaling-original-length 99 needs --use-rope-scaling
+2 | --position-embedding-type rope --rope-type dynamic --context-parallel-size 2 | --rope-type dynamic: ranks of --conte
+1 | --qk-layernorm-all-heads | --qk-layernorm-all-heads needs --normalization RMSNorm
+1 | --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads | --qk-layernorm-all-heads exclude
+1 | --norm-after-block --use-parallel-residual | --norm-after-block and --use-parallel-residual exclude
+1 | --logits-scaling 0 | --logits-scaling 0.0 is not
+1 | --attention-multiplier -1 | --attention-multiplier -1.0 is not
 1 | --window-size 63,1 | --window-size 63,1 is not LEFT,0
 1 | --num-query-groups 2 | --num-query-groups 2 needs --group-query-attention
 1 | --seq-length 65 | --seq-length 65 is longer than --max-position-embeddings 64

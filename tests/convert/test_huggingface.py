@@ -130,6 +130,18 @@ def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name, tmp_
     assert {key: after.get(key) for key in KEPT} == {key: before.get(key) for key in KEPT}
 
 
+def test_rotary_frequencies_are_read_into_flags(tmp_path):
+    yarn = {"yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5, "yarn_attention_factor": 1.3, "rotary_scaling_factor": 4.0}
+    for name, expected in {
+        "linear": {"rotary_seq_len_interpolation_factor": 2.5, "rope_type": "rope"},
+        "yarn, its own ramp": yarn | {"yarn_original_max_position_embeddings": 12},
+        "llama3, a short context": {"rope_scaling_original_length": 16, "rope_scaling_factor": 4.0},
+    }.items():
+        kind, settings = MORE[name]
+        config = open_model(save(make_model(kind, **settings), tmp_path / name)).config
+        assert {field: getattr(config, field) for field in expected} == expected
+
+
 def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
     """What our model makes of a checkpoint: [B, S, V], with a vocabulary padded for `tp`."""
     source, record = find_weights(CheckpointFolder(load, "--load"), None)

@@ -63,16 +63,24 @@ def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(style, mon
 # ---- documents ------------------------------------------------------------------------------------------------------
 
 
-def one_by_one(q, k, v, starts, key_starts, longest, longest_key, *, window_size, enable_gqa=False) -> torch.Tensor:
+def one_by_one(
+    q, k, v, starts, key_starts, longest, longest_key, *, window_size, enable_gqa=False, scale=None
+) -> torch.Tensor:
     """Stands in for torch's varlen_attn, which is for CUDA, and checks what it is given."""
-    assert window_size == (-1, 0)  # causal
+    left, right = window_size
+    assert right == 0  # causal
     assert not enable_gqa or "enable_gqa" in backends.VARLEN_ARGUMENTS
     assert starts is key_starts
     assert starts.dtype == torch.int32
     lengths = starts.diff().tolist()
     assert longest == longest_key >= max(lengths)
     documents = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
-    found = [F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=enable_gqa) for each in documents]
+    masks = [torch.ones(length, length, dtype=torch.bool).tril() for length in lengths]
+    masks = masks if left < 0 else [mask.triu(-left) for mask in masks]
+    found = [
+        F.scaled_dot_product_attention(*each, attn_mask=mask, enable_gqa=enable_gqa, scale=scale)
+        for each, mask in zip(documents, masks, strict=True)
+    ]
     return torch.cat(found, dim=1).transpose(0, 1).contiguous()
 
 
@@ -94,6 +102,37 @@ def test_documents_by_offsets_are_those_of_the_mask(style, changes, times, argum
     assert kernel.call_count == config.layers * times
     torch.testing.assert_close(ours, losses, rtol=1e-6, atol=0)
     assert_gradients_near(our_grads, grads, 1e-6)
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "all layers": {"window_size": "2,0"},
+    "every second layer": {"window_size": "4,0", "window_attn_skip_freq": "2", "attention_multiplier": 0.3},
+    "one token": {"window_size": "0,0", "window_attn_skip_freq": "[0,1]"},
+}
+
+
+@pytest.mark.parametrize("in_documents", [False, True])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_by_the_kernel_are_those_of_the_mask(name, in_documents, monkeypatch):
+    """fp64 up to the losses, which are fp32: 1e-6. A whole mask of zeros and minus infinity is the reference."""
+    monkeypatch.setattr(backends, "varlen_attn", one_by_one)
+    monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
+    config, batch = dataclasses.replace(STYLES["llama"], **WINDOWS[name]), packed()
+    batch = batch if in_documents else batch._replace(document_starts=None)
+    (losses, grads), (ours, our_grads), (whole, _) = (
+        step(build_gpt(each, document_kernel=kernel).double(), batch)
+        for each, kernel in ((config, None), (config, variable_length), (STYLES["llama"], None))
+    )
+    torch.testing.assert_close(ours, losses, rtol=1e-6, atol=0)
+    assert_gradients_near(our_grads, grads, 1e-6)
+    assert not torch.allclose(losses, whole, rtol=1e-4)
+
+
+def test_a_sample_inside_the_window_has_the_bits_of_a_model_without_one():
+    batch, wide = packed()._replace(document_starts=None), dataclasses.replace(STYLES["llama"], window_size="31,0")
+    (losses, grads), (ours, our_grads) = (step(build_gpt(config), batch) for config in (STYLES["llama"], wide))
+    assert torch.equal(ours, losses)
+    assert all(torch.equal(one, other) for one, other in zip(our_grads.values(), grads.values(), strict=True))
 
 
 @pytest.mark.gpu

@@ -15,6 +15,19 @@ STYLES = {
     "llama": LLAMA_STYLE,
     "part of each head rotated": dataclasses.replace(LLAMA_STYLE, rotary_percent=0.5),
     "head norms, scaled frequencies": dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, use_rope_scaling=True),
+    "a window": dataclasses.replace(LLAMA_STYLE, window_size="2,0"),
+    "windows and positions by layers": dataclasses.replace(
+        LLAMA_STYLE, window_size="3,0", window_attn_skip_freq="2", no_rope_freq="[1,0]"
+    ),
+    "norms after blocks": dataclasses.replace(LLAMA_STYLE, norm_after_block=True, qk_layernorm_all_heads=True),
+    "parallel, with factors": dataclasses.replace(
+        GPT2_STYLE,
+        use_parallel_residual=True,
+        attention_multiplier=0.7,
+        residual_multiplier=0.5,
+        embedding_multiplier=2.0,
+        logits_scaling=3.0,
+    ),
     "no positions": dataclasses.replace(GPT2_STYLE, position_embedding_type="none"),
 }
 

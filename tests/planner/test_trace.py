@@ -109,6 +109,17 @@ def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several
         assert flops(documents) == flops(plain)
 
 
+def test_windows_by_the_kernel_cost_the_keys_inside_them_and_no_memory():
+    window = SEQ // 4
+    config = dataclasses.replace(LLAMA_STYLE, window_size=f"{window - 1},0", window_attn_skip_freq="2")
+    plain, windows = (trace(like(each), documents="kernel") for each in (LLAMA_STYLE, config))
+    assert kept(windows) == kept(plain)
+    inside = window - window * (window - 1) / (2 * SEQ)
+    keys = 2 / 5 * SEQ / 2 + 3 / 5 * inside  # on average over the layers
+    above = SAMPLES * config.heads * SEQ * (SEQ / 2 - keys) * 2 * config.head_size
+    assert flops(plain) - flops(windows) == pytest.approx(like(config).layers * (2 + 5) * above, rel=1e-9)
+
+
 def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too():
     for config, how in itertools.product(STYLES, ("CPU's mask", "mask")):
         plain, documents = trace(like(config)), trace(like(config), documents=how)

@@ -92,6 +92,11 @@ def test_losses_and_norms_equal_one_process(case):
 ZEROPP_16 = ZeroConfig(zeropp=True, zero_weight_bits=(16, 16), zero_gradient_bits=(16, 16))
 BIASES = llama(qk_layernorm=True, add_qkv_bias=True)
 CORE = llama(recompute_granularity="selective", recompute_modules=("core_attn",))
+OLMO = llama(norm_after_block=True, qk_layernorm_all_heads=True, logits_scaling=0.5)
+LAYERED = llama(window_size="4,0", window_attn_skip_freq="2", no_rope_freq="[0,1]", rope_type="yarn")
+LAYERED = dataclasses.replace(LAYERED, rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=8)
+FACTORS = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 1.5}
+PARALLEL = dataclasses.replace(GPT2_STYLE, use_parallel_residual=True, **FACTORS)
 BESIDE = {
     "one rank, whole copies": (1, Case(stage=0, micro_batches=2)),
     "one rank, shards": (1, Case(model=LLAMA_STYLE, micro_batches=2)),
@@ -111,12 +116,26 @@ BESIDE = {
     "cp, 2 groups for 4 ranks": (4, Case(model=llama(num_query_groups=2), cp=4, documents=True)),
     "cp, 3 groups for 2 ranks": (4, Case(model=llama(num_attention_heads=6, num_query_groups=3), cp=2, stage=2)),
     "cp, attention recomputed": (4, Case(model=CORE, cp=2, tp=2)),
+    "norms after blocks and of all heads": (2, Case(model=OLMO, tp=2, sequence_parallel=True)),
+    "windows and positions by layers": (2, Case(model=LAYERED, tp=2, documents=True)),
+    "cp, windows and positions by layers": (2, Case(model=LAYERED, cp=2)),
+    "parallel, with factors": (2, Case(model=PARALLEL, tp=2, sequence_parallel=True)),
     "cp, 8 ranks": (8, Case(model=LLAMA_STYLE, cp=4, tp=2, sequence_parallel=True)),
 }
 
 
 @pytest.mark.parametrize(
-    "beside", chosen(BESIDE, "2 ranks", "a copy on every node", "cp, zeropp in 16 bits", "cp, 2 groups for 4 ranks")
+    "beside",
+    chosen(
+        BESIDE,
+        "2 ranks",
+        "a copy on every node",
+        "cp, zeropp in 16 bits",
+        "cp, 2 groups for 4 ranks",
+        "norms after blocks and of all heads",
+        "cp, windows and positions by layers",
+        "parallel, with factors",
+    ),
 )
 def test_it_equals_one_process_beside(beside):
     assert_equal_to_plain(*beside)

@@ -1,5 +1,6 @@
 """Means of an interval, what is written to metrics.jsonl and summary.json, lines of the log; model FLOPs and peaks."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -189,6 +190,17 @@ def test_the_formula_counts_the_matrix_products_of_a_model_with_half_of_the_atte
         attention = products * 2 * config.heads * config.head_size * 16 * config.layers
         expected = counter.get_total_flops() / 16 - attention / 2
         assert model_flops_per_token(config, padded_vocab_size=96, seq_length=16) == expected
+
+
+def test_a_window_leaves_the_products_of_the_keys_inside_it():
+    """Pairs of a token and a key are counted one by one; half of S x S stands for the causal half."""
+    whole = dataclasses.replace(LLAMA_STYLE, num_layers=3)
+    windows = dataclasses.replace(whole, window_size="4,0", window_attn_skip_freq="3")
+    less = sum(16 / 2 - sum(min(token + 1, 5) for token in range(16)) / 16 for _ in range(2))
+    counts = [model_flops_per_token(each, padded_vocab_size=96, seq_length=16) for each in (whole, windows)]
+    assert counts[0] - counts[1] == 6 * 2 * whole.heads * whole.head_size * less
+    inside = dataclasses.replace(whole, window_size="15,0")
+    assert model_flops_per_token(inside, padded_vocab_size=96, seq_length=16) == counts[0]
 
 
 def test_gpt3_175b_is_megatrons_figure():
