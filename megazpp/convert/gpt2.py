@@ -30,7 +30,7 @@ _MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")  # olde
 class Gpt2:
     """GPT-2, with the methods of `llama.Relative`."""
 
-    model_type, class_name = "gpt2", "GPT2LMHeadModel"
+    model_type, class_name, fused = "gpt2", "GPT2LMHeadModel", False
 
     def read(self, settings: Settings) -> dict[str, Any]:
         """Fields of GPTConfig."""

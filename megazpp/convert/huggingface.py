@@ -99,12 +99,18 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
 def class_name(model: Model) -> str:
     """transformers' class of a model: one that scores whole texts if it has a scalar head."""
     name = choose_architecture(model.config).class_name
-    return re.sub(r"(ForCausalLM|LMHeadModel)$", _CLASSIFIER, name) if HEAD in model.tensors else name
+    if HEAD not in model.tensors:
+        return name
+    if name == "GraniteForCausalLM":
+        raise ValueError(
+            f"transformers has no {_CLASSIFIER} of Granite, which a reward model with its factors would be"
+        )
+    return re.sub(r"(ForCausalLM|LMHeadModel)$", _CLASSIFIER, name)
 
 
 def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
-    """Their tensors for each of ours, by the names of the model_type that is closest to `config`."""
-    return ARCHITECTURES[_model_type(config)].pieces(config)
+    """Their tensors for each of ours, by the names of `find_architecture`."""
+    return find_architecture(config).pieces(config)
 
 
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
@@ -117,9 +123,14 @@ def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> d
 
 def choose_architecture(config: GPTConfig) -> Architecture:
     """The one that holds such a model; raises ValueError naming the flags that it has not."""
-    architecture = ARCHITECTURES[_model_type(config)]
+    architecture = find_architecture(config)
     architecture.write(config)
     return architecture
+
+
+def find_architecture(config: GPTConfig) -> Architecture:
+    """The one that is closest to a model, whether it holds that or not."""
+    return ARCHITECTURES[_model_type(config)]
 
 
 def _model_type(config: GPTConfig) -> str:
@@ -194,13 +205,14 @@ def _open_weights(path: Path, architecture: Architecture) -> dict[str, Deferred]
 
 def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> None:
     """Some files hold the tied matrix twice: ValueError if the copies differ, as versions of transformers do then."""
-    copy, original = tensors.pop("lm_head.weight", None), tensors.get(words)
+    name = next((name for name in ("lm_head.weight", "embed_out.weight") if name in tensors), "")
+    copy, original = tensors.pop(name, None), tensors.get(words)
     if copy is None or original is None:
         return
     if copy.shape != original.shape or not torch.equal(copy.read().float(), original.read().float()):
         raise ValueError(
-            f"{where}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
-            "write false into config.json to keep both, or take lm_head.weight out of the files"
+            f"{where}: tie_word_embeddings is true, but {name} is not {words}; "
+            f"write false into config.json to keep both, or take {name} out of the files"
         )
 
 

@@ -94,4 +94,5 @@ def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: WirePlan)
             f"--save-weight-patches: the training computes with weights in {wire.gather.fmt.bits} bits; "
             "--zero-weight-delta lossless gathers 16"
         )
-    choose_architecture(config)
+    if choose_architecture(config).fused:
+        raise ValueError("--save-weight-patches: phi3's gate_up_proj is two matrices here, which patches do not join")

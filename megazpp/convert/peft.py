@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from megazpp.base.files import write_whole
 from megazpp.checkpoint.weights import spell_checksum, sum_of_bits
-from megazpp.convert.huggingface import model_pieces, read_json
+from megazpp.convert.huggingface import find_architecture, model_pieces, read_json
 from megazpp.convert.model import (
     HEAD,
     Deferred,
@@ -99,14 +100,19 @@ class Branch(NamedTuple):
     module: str
 
     @property
+    def is_qkv(self) -> bool:
+        return self.linear.endswith(".qkv")
+
+    @property
     def name(self) -> str:
         """The prefix of the adapter's parameters in our model."""
         return f"{self.linear}.adapter.{self.part}".rstrip(".")
 
 
 def default_targets(config: GPTConfig) -> tuple[str, ...]:
-    """PEFT's for such a model."""
-    return ("q_proj", "v_proj") if config.positions == "rope" else ("c_attn",)
+    """PEFT's for such a model; where it has none, the layer of queries, keys and values."""
+    names = [branch.module.rpartition(".")[2] for branch in find_branches(config, (ALL_LINEAR,)) if branch.is_qkv]
+    return ("q_proj", "v_proj") if "q_proj" in names else (names[0],)
 
 
 def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
@@ -115,8 +121,9 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
     Raises:
         ValueError: a target is no linear layer of the model's, or an embedding or output layer.
     """
-    pieces = model_pieces(config)
-    branches: list[Branch] = []
+    pieces, branches = model_pieces(config), list[Branch]()
+    if find_architecture(config).fused:  # an adapter beside phi3's gate_up_proj would have one A for two matrices here
+        pieces = {name: piece for name, piece in pieces.items() if not re.search(r"\.mlp\.(gate|fc1)\.", name)}
     for linear in (f"layers.{layer}.{name}" for layer in range(config.layers) for name in _LINEARS):
         if piece := pieces.get(f"{linear}.weight"):
             parts = "qkv" if len(piece.theirs) == 3 else [""]
@@ -138,10 +145,15 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
 def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: bool = False) -> dict[str, ForeignTensors]:
     """Our tensors' names to PEFT's; with the head of a reward model if it `scores`."""
     pieces = {HEAD: same(f"{_PREFIX}score.weight")} if scores else {}
+    weights = model_pieces(config)
     for branch in branches:
-        theirs, fused = f"{_PREFIX}{branch.module}.lora_B.weight", branch.linear.endswith("qkv") and not branch.part
+        theirs, rows = f"{_PREFIX}{branch.module}.lora_B.weight", weights[f"{branch.linear}.weight"]
         pieces[f"{branch.name}.a"] = transposed(f"{_PREFIX}{branch.module}.lora_A.weight")
-        pieces[f"{branch.name}.b"] = qkv_rows([theirs], config) if fused else same(theirs)
+        pieces[f"{branch.name}.b"] = same(theirs)
+        if branch.is_qkv and not branch.part:  # B's rows lie as those of the weight
+            pieces[f"{branch.name}.b"] = (
+                qkv_rows([theirs], config) if rows.transposed else rows._replace(theirs=(theirs,))
+            )
     return pieces
 
 

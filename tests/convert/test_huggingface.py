@@ -316,6 +316,10 @@ NOT_THERE: list[tuple[dict[str, Any], str]] = [
         "GraniteForCausalLM cannot hold a model with --window-size",
     ),
     (LLAMA | {"use_parallel_residual": True}, "LlamaForCausalLM cannot hold a model with --use-parallel-residual"),
+    (
+        LLAMA | {"swiglu": False, "disable_bias_linear": False, "apply_layernorm_1p": True},
+        "--apply-layernorm-1p, --no-",
+    ),
     ({"logits_scaling": 2.0}, "GPT2LMHeadModel cannot hold a model with --logits-scaling 2.0"),
     (LLAMA | {"swiglu": False, "window_size": "3,0"}, "MistralForCausalLM cannot hold a model with --no-swiglu"),
     (QWEN3 | {"add_qkv_bias": True}, "Qwen3ForCausalLM cannot hold a model with --add-qkv-bias"),
