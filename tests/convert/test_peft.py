@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,42 @@ def test_training_continues_an_adapter_of_one_rank_and_scale(tmp_path, settings)
     )
     expected = adapted.merge_and_unload().state_dict()
     torch.testing.assert_close(merged, {key: expected[key] for key in merged}, rtol=0, atol=1e-6)
+
+
+def test_without_peft_an_adapter_with_plain_keys_alone_is_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    base, path = save(make_llama(), tmp_path / "base"), tmp_path / "adapter" / CONFIG
+    drawn_adapter(path.parent, base, ("q_proj",))
+    sound, config = json.loads(path.read_text()), open_model(base).config
+
+    def read(values: dict[str, Any]) -> None:
+        path.write_text(json.dumps(sound | values))
+        read_adapter(path.parent, config)
+
+    read({"use_dora": False, "rank_pattern": {}, "init_lora_weights": "gaussian", "of_a_later_version": None})
+    others: dict[str, Any] = {"use_rslora": True, "rank_pattern": {"q_proj": 3}, "target_modules": ".*q_proj"}
+    rows = [({name: value}, f"asks for {name}, which needs the package peft") for name, value in others.items()]
+    assert not_refused(rows, read) == []
+
+
+@needs_peft
+def test_training_refuses_adapters_that_can_only_be_merged(tmp_path):
+    path = tmp_path / "adapter" / CONFIG
+    base = save(make_llama(), tmp_path / "base")
+    drawn_adapter(path.parent, base, ("q_proj", "v_proj"))
+    sound, config = json.loads(path.read_text()), open_model(base).config
+
+    def read(values: dict[str, Any]) -> None:
+        path.write_text(json.dumps(sound | values))
+        read_adapter(path.parent, config)
+
+    rows = [
+        ({"use_dora": True}, "has use_dora: adapters here do not train like that"),
+        ({"rank_pattern": {"q_proj": 2}}, "has several ranks or scales"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "has target_modules or modules_to_save lm_head"),
+        ({"modules_to_save": ["norm"]}, "has target_modules or modules_to_save norm"),
+    ]
+    assert not_refused(rows, read) == []
 
 
 OTHERS: list[tuple[dict[str, Any], str]] = [
