@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from megazpp.inference.sample import SampleConfig
-from megazpp.inference.text import continue_texts
+from megazpp.inference.text import check_start, continue_texts, start_of
 from megazpp.run.feature import Attached, Feature, TrainerParts
 
 
@@ -21,14 +21,16 @@ class SampleAtEnd(Feature):
             return Attached()
         assert longest is not None
         prompts, seed, run = config.sample_prompt or ("",), parts.config.launch.seed, parts.run
+        begun = (start_of(prompt, parts.tokenizer) for prompt in prompts)
+        starts = [check_start(start, longest, "--sample-prompt") for start in begun]
 
         def write_sample(weights: Callable[[], AbstractContextManager[None]]) -> None:
             with weights():
                 texts, _ = continue_texts(
-                    *parts.built, run.dims, parts.tokenizer, prompts, config, max_length=longest, seed=seed
+                    *parts.built, run.dims, parts.tokenizer, starts, config, max_length=longest, seed=seed
                 )
-            for prompt, text in zip(prompts, texts, strict=True):
-                run.log(f"a sample of text:\n{prompt}{text}")
+            for start, text in zip(starts, texts, strict=True):
+                run.log(f"a sample of text:\n{start.shown}{text}")
 
         return Attached(finish=write_sample)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.generate import Generated, generate
@@ -15,32 +15,67 @@ from megazpp.zero.sharding import WeightHandle
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of the first bytes of a character
 
 
+class Start(NamedTuple):
+    """The beginning of a text: its tokens, at least one, and what is shown of it."""
+
+    ids: list[int]
+    shown: str
+
+
+def start_of(prompt: str, tokenizer: Tokenizer) -> Start:
+    """Return the beginning of a text that continues `prompt`, which may be empty."""
+    return Start(tokenizer.encode(prompt) or [tokenizer.eod or 0], prompt)
+
+
+def check_start(start: Start, longest: int, name: str) -> Start:
+    """Return `start`; raises ValueError if it has more tokens than the model takes."""
+    if len(start.ids) > longest:
+        raise ValueError(f"{name} has {len(start.ids)} tokens, and the model takes {longest}")
+    return start
+
+
+def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Return the ids that end a text, and the strings of `stops` that are not the name of a special token.
+
+    The ids are the tokenizer's (`Tokenizer.stop_ids`) and those of special tokens in `stops`.
+    """
+    special = [tokenizer.specials[stop] for stop in stops if stop in tokenizer.specials]
+    return [*tokenizer.stop_ids, *special], [stop for stop in stops if stop not in tokenizer.specials]
+
+
 class Continuation:
     """The text of one row as its tokens come.
 
     Args:
         prompt: its tokens.
-        stop: strings that end the text; the earliest counts, and is not part of it.
+        stop: strings that end the text; the earliest counts, and is not part of it. They may hold special tokens,
+            which are not part of the text either.
     Attributes:
         text: of the new tokens, as far as it will not change: no half character, no beginning of a stop string.
         over: it will not grow.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer, (self._ends, self._stop) = tokenizer, split_stops(tokenizer, stop)
+        self._names = [name for name in tokenizer.specials if any(name in stop for stop in self._stop)]
         self._tokens, self._skip = list(prompt), len(tokenizer.decode(prompt))  # a space may lie between the two
+        self._whole_skip = len(tokenizer.decode_with_specials(self._tokens)) if self._names else 0
         self.text, self.over = "", False
 
     def add(self, token: int) -> bool:
         """A new token; returns whether it ends the text."""
-        if token == self._tokenizer.eod:
+        if token in self._ends:
             self.finish()
             return True
         self._tokens.append(token)
-        text = self._decode()
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        text = whole = self._decode()
+        if self._names:
+            whole = self._tokenizer.decode_with_specials(self._tokens)[self._whole_skip :]
+        ends = [place for stop in self._stop if (place := whole.find(stop)) >= 0]
         if ends:
-            self.text, self.over = text[: min(ends)], True
+            self.text, self.over = whole[: min(ends)], True
+            for name in self._tokenizer.specials if self._names else ():
+                self.text = self.text.replace(name, "")
         else:
             self.text = text[: len(text) - self._uncertain(text)]
         return self.over
@@ -64,8 +99,8 @@ class Continuation:
 class Stream:
     """Writes prompts and continuations in order: the first that is not over grows, later ones wait for it."""
 
-    def __init__(self, prompts: Sequence[str], rows: Sequence[Continuation], out: TextIO) -> None:
-        self._prompts, self._rows, self._out = prompts, rows, out
+    def __init__(self, starts: Sequence[Start], rows: Sequence[Continuation], out: TextIO) -> None:
+        self._starts, self._rows, self._out = starts, rows, out
         self._row = self._written = 0
 
     def show(self) -> None:
@@ -73,7 +108,7 @@ class Stream:
         while self._row < len(self._rows):
             row = self._rows[self._row]
             if not self._written:
-                self._out.write(self._prompts[self._row])
+                self._out.write(self._starts[self._row].shown)
                 self._written = 1
             self._out.write(row.text[self._written - 1 :])
             self._written = 1 + len(row.text)
@@ -89,21 +124,20 @@ def continue_texts(
     sharding: WeightHandle,
     dims: ParallelDims,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    starts: Sequence[Start],
     config: SampleConfig,
     *,
     out: TextIO | None = None,
     **options: Any,
 ) -> tuple[list[str], Generated]:
-    """Continue `prompts`: texts without the prompts, each to its end-of-document token or stop string.
+    """Continue the texts that begin with `starts`, each to its end (`split_stops`); return the new texts.
 
     Args:
-        out: where prompts and texts are shown as they grow.
+        out: file to which prompts and texts are written as they grow.
         options: see `generate`.
     """
-    starts = [tokenizer.encode(prompt) or [tokenizer.eod or 0] for prompt in prompts]
-    rows = [Continuation(tokenizer, start, config.stops) for start in starts]
-    stream = None if out is None else Stream(prompts, rows, out)
+    rows = [Continuation(tokenizer, start.ids, config.stops) for start in starts]
+    stream = None if out is None else Stream(starts, rows, out)
 
     def is_last(row: int, token: int) -> bool:
         over = rows[row].add(token)
@@ -111,7 +145,8 @@ def continue_texts(
             stream.show()
         return over
 
-    generated = generate(model, sharding, dims, starts, config, is_last=is_last, **options)
+    ids = [start.ids for start in starts]
+    generated = generate(model, sharding, dims, ids, config, is_last=is_last, **options)
     for row in rows:
         row.finish()
     if stream is not None:

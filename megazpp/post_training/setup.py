@@ -173,7 +173,7 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
     if post.reward_load is not None:
         check_reward_model(config, post.reward_load, tokenizer)
-    template = load_chat_template(form.chat_template, tokenizer)
+    template = load_chat_template(form, tokenizer)
     uses = [paths for paths in (train_paths(config), config.data.valid_data_path, config.data.test_data_path) if paths]
     for paths in uses:
         files, seconds = [Path(path).expanduser() for path in paths], CHECK_SECONDS / len(uses)

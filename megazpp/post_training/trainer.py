@@ -105,7 +105,7 @@ class _PostTraining:
 
     def _open_data(self) -> Splits[Any]:
         data, plan = self.config.data, self.plan.batches
-        template = load_chat_template(self.form.chat_template, self.tokenizer)
+        template = load_chat_template(self.form, self.tokenizer)
         held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
         if self.post.draws:  # the prompts before the last generation, and its own
             steps, group = self.post.slices * self.post.passes, self.post.group_size
@@ -114,7 +114,9 @@ class _PostTraining:
         files = (train_paths(self.config), data.valid_data_path, data.test_data_path)
         self._counts = Splits(wanted, held_out, held_out)
         opened = zip(Splits._fields, files, self._counts, strict=True)
-        return Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
+        found = Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
+        self.tokenizer.files = template.files(self.tokenizer.files)  # for checkpoints
+        return found
 
     def _spec(self, *, scalar_head: bool | None = None) -> ModelSpec:
         """That of the policy, or of a model with a scalar head or without."""
