@@ -31,14 +31,14 @@ from megazpp.topology.hosts import cluster_from_hosts
 
 Section = dict[str, str]
 
-REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML", "Jinja2")
+REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML")
 CUDA_ONLY = {
     "triton": "--zeropp on these GPUs needs it",
     "nvidia-ml-py": "which GPUs NVLink joins; without it a node counts as one fast domain",
     "torchao": "--fp8-format",
 }
 OPTIONAL = CUDA_ONLY | {
-    "tokenizers": "Hugging Face tokenizers",
+    "transformers": "Hugging Face tokenizers and chat templates",
     "safetensors": "tools/convert_checkpoint.py",
     "pyarrow": "Parquet files",
     "backports.zstd": ".zst files",

@@ -87,7 +87,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: RunRecord, folder: Chec
         if given.vocab_size not in (None, record.vocab_size):
             notices.append(f"--vocab-size {given.vocab_size} gives way to the checkpoint's {record.vocab_size}")
     adds = bool(record.flags.get("add_special_tokens", False))
-    found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size)
+    found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size, eos_token=None)
     tokenizer = load_tokenizer(found) if names_tokenizer(found) else None
     if named and (tokenizer is None or tokenizer.identity != record.tokenizer):
         return parsed  # another one
@@ -99,6 +99,9 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: RunRecord, folder: Chec
         names.remove("add_special_tokens")
     elif tokenizer is not None and "add_special_tokens" not in record.flags and (note := marks_note(tokenizer)):
         notices.append(f"{folder.name} was made before special tokens were added; {note}")
+    if given.eos_token is not None:
+        found = dataclasses.replace(found, eos_token=given.eos_token)
+        names.discard("eos_token")
     return parsed.with_checkpoint(names, notices, tokenizer=found)
 
 

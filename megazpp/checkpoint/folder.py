@@ -263,6 +263,8 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
     remove(partial)  # of a save that was killed here
     with renamed_when_done(partial, folder):
         partial.mkdir()
+        for name in files:
+            (partial / name).parent.mkdir(exist_ok=True)
         write_checksums(partial, {name: write_durably(partial / name, content) for name, content in files.items()})
         if folder.exists():
             folder.rename(first_free(lambda number: folder.with_name(f"{folder.name}.replaced-{number}")))

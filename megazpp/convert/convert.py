@@ -170,7 +170,7 @@ def rewrite(
 def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
     """A model as a checkpoint of ours, without an optimizer."""
     found = given if names_tokenizer(given) else model.tokenizer
-    found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
+    found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens, eos_token=given.eos_token)
     tokenizer = load_tokenizer(found)
     if tokenizer is None:
         say("note: no tokenizer was found; the flags for one (see --help) record it with the checkpoint")

@@ -77,7 +77,7 @@ def open_tokenizer(
     elif record.tokenizer_folder is not None:
         adds = bool(record.flags.get("add_special_tokens", False))
         found = read_tokenizer(folder, record.tokenizer_folder)
-        tokenizer = load_tokenizer(dataclasses.replace(found, add_special_tokens=adds))
+        tokenizer = load_tokenizer(dataclasses.replace(found, add_special_tokens=adds, eos_token=given.eos_token))
     else:
         tokenizer = _remade_tokenizer(record, say)
     if tokenizer is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import sentencepiece
 
 from megazpp.base.files import write_whole
-from megazpp.data.tokenizer import Tokenizer, marks_note
-from megazpp.data.tokenizer_folder import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, VOCABULARY
+from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, byte_letters, marks_note
+from megazpp.data.tokenizer_folder import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, as_json, fast, read_settings
 
 _EOD = "<eod>"
 _UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # spaces and letters that normalizations change
@@ -31,32 +30,21 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
     if tokenizer is None:
         return dict.fromkeys(("bos_token_id", "eos_token_id"))
     files = dict(tokenizer.files)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | json.loads(files.pop(CONFIG, b"{}"))
-    ids.pop("model_type", None)  # of what it came from
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | read_settings(files, CONFIG)
+    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # not the kind of another model
+    files.pop(CONFIG, None)
+    made: dict[str, Any] = {}
     if not files:
-        made = {DEFINITION: _byte_level(tokenizer.vocab_size), DESCRIPTION: _fast(_EOD) | _PLAIN}
-    elif DESCRIPTION in files:
-        made = {}
-    elif DEFINITION in files:
-        added = json.loads(files[DEFINITION]).get("added_tokens", [])
-        made = {DESCRIPTION: _fast(next((entry["content"] for entry in added if entry["id"] == tokenizer.eod), None))}
-    elif SENTENCEPIECE in files:
+        made = {DEFINITION: _byte_level(tokenizer.vocab_size), DESCRIPTION: fast(_EOD) | _PLAIN}
+    elif isinstance(tokenizer, SentencePieceTokenizer):
         made = _describe_sentencepiece(files[SENTENCEPIECE], tokenizer.eod)
-    else:
-        vocabulary = json.loads(files[VOCABULARY])
-        piece = next((piece for piece, index in vocabulary.items() if index == tokenizer.eod), None)
-        marks = dict.fromkeys(("bos_token", "eos_token", "unk_token"), piece)
-        made = {DESCRIPTION: {"tokenizer_class": "GPT2Tokenizer", **marks}}
-    pad = json.loads(files.get(DESCRIPTION, b"{}")).get("pad_token")
-    content = pad["content"] if isinstance(pad, dict) else pad
-    known = {
-        entry["content"]: entry["id"] for entry in json.loads(files.get(DEFINITION, b"{}")).get("added_tokens", [])
-    }
-    if ids.get("pad_token_id") is None and content in known:
-        ids["pad_token_id"] = known[content]
+    pad = tokenizer.variables.get("pad_token")
+    if ids.get("pad_token_id") is None and pad in tokenizer.specials:
+        ids["pad_token_id"] = tokenizer.specials[pad]
     for name, values in made.items():
-        files[name] = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+        files |= as_json(name, values)
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         write_whole(folder / name, content)
     return ids
 
@@ -65,21 +53,11 @@ def find_differences(tokenizer: Tokenizer) -> list[str]:
     """A line for each way in which transformers, given the tokenizer's files, does something else to a text."""
     if not tokenizer.marks.used and (note := marks_note(tokenizer)):
         return [note]
-    if SENTENCEPIECE in tokenizer.files and DEFINITION not in tokenizer.files:
-        if not json.loads(tokenizer.files.get(DESCRIPTION, json.dumps(_PLAIN))).get("split_special_tokens"):
-            return [
-                "of tokenizer.model alone, texts that begin with a space or name special tokens get other ids than in "
-                "transformers; with the tokenizer.json that its save_pretrained writes they get the same"
-            ]
+    if isinstance(tokenizer, SentencePieceTokenizer):
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])
         if processor.normalize(_UNUSUAL).replace(_SPACE, " ").removeprefix(" ") != _UNUSUAL:
             return ["the SentencePiece model normalizes texts, transformers does not: some get other ids there"]
     return []
-
-
-def _fast(eos: str | None) -> dict[str, Any]:
-    """The tokenizer_config.json that leaves all to tokenizer.json."""
-    return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}
 
 
 def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str, Any]]:
@@ -89,7 +67,7 @@ def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str
     scores = [processor.get_score(i) for i in range(processor.get_piece_size())]
     prefix = processor.encode("a", out_type=str)[0].startswith(_SPACE)
     if any(score != int(score) for score in scores):  # merges are numbered
-        return {DEFINITION: _unigram(processor, scores, prefix=prefix), DESCRIPTION: _fast(piece) | _PLAIN}
+        return {DEFINITION: _unigram(processor, scores, prefix=prefix), DESCRIPTION: fast(piece) | _PLAIN}
     marks = {"bos_token": piece, "eos_token": piece, "unk_token": processor.id_to_piece(processor.unk_id())}
     added = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": prefix, "legacy": False}
     return {DESCRIPTION: {"tokenizer_class": "LlamaTokenizer", **added, **marks, **_PLAIN}}
@@ -121,11 +99,8 @@ def _unigram(
 
 def _byte_level(vocab_size: int) -> dict[str, Any]:
     """The tokenizer.json of a `ByteTokenizer`: GPT-2's letters for the 256 bytes, nothing merged, and the last id."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocabulary = {letters[byte]: byte for byte in range(256)} | {_EOD: vocab_size - 1}
+    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())} | {_EOD: vocab_size - 1}
     return {
         "version": "1.0",
         "added_tokens": [_special(vocab_size - 1, _EOD)],

@@ -36,6 +36,7 @@ from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, loa
 T = TypeVar("T")
 R = TypeVar("R")
 
+_BATCH = 256  # documents whose ids are in memory as Python objects at once
 _READ_AHEAD = 4  # items per worker that are taken before the result of the first of them is given out
 
 
@@ -152,17 +153,17 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
     end, marks = document_end(tokenizer) if append_eod else [], tokenizer.marks.number
     ids = [array.array("i") for _ in keys]  # a list would keep an object for every token of the block: 5 % slower
     lengths: list[list[int]] = [[] for _ in keys]
-    bad_lines, text_bytes = [], 0
-    for document in parse_block(block, keys):
-        if isinstance(document, BadLine):
-            bad_lines.append(document)
-            continue
-        for i, text in enumerate(document):
-            tokens = tokenizer.encode(text)
-            tokens = tokens + end if len(tokens) > marks else []
-            ids[i].fromlist(tokens)
-            lengths[i].append(len(tokens))
-            text_bytes += len(text) if text.isascii() else len(text.encode())
+    found = list(parse_block(block, keys))
+    bad_lines, text_bytes = [each for each in found if isinstance(each, BadLine)], 0
+    documents = [each for each in found if not isinstance(each, BadLine)]
+    for i in range(len(keys)):
+        for first in range(0, len(documents), _BATCH):
+            texts = [document[i] for document in documents[first : first + _BATCH]]
+            text_bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+            for tokens in tokenizer.encode_batch(texts):
+                whole = tokens + end if len(tokens) > marks else []
+                ids[i].fromlist(whole)
+                lengths[i].append(len(whole))
     dtype = optimal_dtype(tokenizer.vocab_size)
     return Encoded(
         [np.frombuffer(each, dtype=np.intc).astype(dtype) for each in ids],
@@ -239,6 +240,7 @@ def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers
 
 
 def _prepare_worker(parent: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has one thread
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends the workers
     end_with(parent)  # else a worker waits for the next item forever when the main process is killed
 

@@ -1,40 +1,44 @@
 """Tokenizers: the one that the flags name, read from its files; text to ids and back, and special tokens around it.
 
-A Hugging Face folder gives the ids that transformers gives for it, with the special tokens that its files put around a
-text (`Marks`): <s> before a prompt, and before each document of a dataset, as Megatron's HuggingFaceTokenizer has it.
-One file of more than 300 lines, because all kinds of tokenizers implement the private methods of `Tokenizer`.
+transformers reads a Hugging Face folder, so the ids are its ids, with the special tokens that the folder's files put
+around a text (`Marks`): <s> before a prompt, and before each document of a dataset, as Megatron's HuggingFaceTokenizer
+has it. One file of more than 300 lines, because all kinds of tokenizers implement the private methods of `Tokenizer`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import sentencepiece
 
 from megazpp.data.tokenizer_folder import (
+    CONFIG,
     DEFINITION,
     DESCRIPTION,
+    EOD_NAMES,
+    GENERATION,
     MERGES,
     SENTENCEPIECE,
+    TEMPLATE,
     VOCABULARIES,
     VOCABULARY,
-    Marks,
     TokenizerConfig,
-    do_as_transformers,
+    as_json,
+    ids_of,
     names_tokenizer,
-    read_companions,
-    read_description,
-    read_files,
-    tokenizers,
-    wanted_marks,
+    open_folder,
+    read_folder,
+    read_settings,
+    with_default_description,
+    with_eos,
 )
 
-# names of the end of a document in tokenizers that have no configuration beside them, likeliest first
-_EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -46,6 +50,8 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
     """
     tokenizer: Tokenizer
     if not names_tokenizer(config):
+        if config.eos_token is not None:
+            raise ValueError(f"--eos-token {config.eos_token} needs a Hugging Face tokenizer (--tokenizer-model)")
         return None
     if config.kind == "NullTokenizer":
         tokenizer = ByteTokenizer(256 if config.vocab_size is None else config.vocab_size)
@@ -58,8 +64,10 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         if not path.exists():
             raise ValueError(f"--tokenizer-model {path} does not exist")
         # GPTSentencePieceTokenizer, too: Megatron's has the same ids
-        load = _load_huggingface if config.kind == "HuggingFaceTokenizer" else _load_sentencepiece
-        tokenizer = load(path, add_special_tokens=config.add_special_tokens)
+        is_theirs = config.kind == "HuggingFaceTokenizer"
+        tokenizer = _load_huggingface(path, config) if is_theirs else _load_sentencepiece(path)
+    if config.eos_token is not None and not isinstance(tokenizer, HFTokenizer):
+        raise ValueError(f"--eos-token {config.eos_token} is for Hugging Face tokenizers, not {config.kind}")
     if config.model_vocab_size is not None:
         tokenizer.fit(config.model_vocab_size)
     return tokenizer
@@ -79,27 +87,25 @@ def marks_note(tokenizer: Tokenizer) -> str | None:
     return f"{does} the special tokens {marks} them that transformers gives them" if marks else None
 
 
-def _load_sentencepiece(path: Path, *, add_special_tokens: bool) -> SentencePieceTokenizer:
+def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if path.is_dir():
         raise ValueError(f"--tokenizer-model {path} is a directory; a SentencePiece model is a file")
     try:
-        return SentencePieceTokenizer(path.read_bytes(), read_companions(path), add_special_tokens=add_special_tokens)
-    except (RuntimeError, ValueError) as error:
+        template = path.with_name(TEMPLATE)
+        kept = path.name == SENTENCEPIECE and template.is_file()  # beside a checkpoint
+        return SentencePieceTokenizer(path.read_bytes(), {TEMPLATE: template.read_bytes()} if kept else {})
+    except RuntimeError as error:
         raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
 
 
-def _load_huggingface(path: Path, *, add_special_tokens: bool) -> HFTokenizer:
-    file = path / DEFINITION if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"--tokenizer-model {path}: there is no {file.name} in it")
-    try:
-        vocabularies = read_files(path, VOCABULARIES) if path.is_dir() else {DEFINITION: file.read_bytes()}
-        files = read_companions(file) | vocabularies
-        eos = read_description(files).get("eos_token")
-        eod, text = eos["content"] if isinstance(eos, dict) else eos, file.read_text(encoding="utf-8")
-        return HFTokenizer(text, eod=eod, files=files, add_special_tokens=add_special_tokens)
-    except Exception as error:  # the package raises bare Exception for a malformed definition
-        raise ValueError(f"--tokenizer-model {file} is not a usable tokenizer.json: {error}") from error
+def _load_huggingface(path: Path, config: TokenizerConfig) -> HFTokenizer:
+    files = read_folder(path if path.is_dir() else path.parent)
+    if not path.is_dir() and path.name not in VOCABULARIES:  # a tokenizer.json under another name
+        files = {name: content for name, content in files.items() if name == DESCRIPTION}
+        files[DEFINITION] = path.read_bytes()
+    if not files.keys() & VOCABULARIES:
+        raise ValueError(f"--tokenizer-model {path}: there is no {DEFINITION} in it, nor another vocabulary")
+    return _open(files, f"--tokenizer-model {path}", config)
 
 
 def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
@@ -108,16 +114,18 @@ def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
     for name, file in (("--vocab-file", config.vocab_file), ("--merge-file", config.merge_file)):
         if not Path(file).is_file():
             raise ValueError(f"{name} {file} is not a file")
-    _require_tokenizers()
-    tokenizer = tokenizers.ByteLevelBPETokenizer.from_file(config.vocab_file, config.merge_file)
-    contents = {VOCABULARY: Path(config.vocab_file).read_bytes(), MERGES: Path(config.merge_file).read_bytes()}
-    files = read_companions(Path(config.vocab_file)) | contents
-    return HFTokenizer(tokenizer.to_str(), files=files, add_special_tokens=config.add_special_tokens)
+    vocabulary = Path(config.vocab_file)
+    beside = read_folder(vocabulary.parent) if vocabulary.name == VOCABULARY else {}
+    files = {name: content for name, content in beside.items() if name not in VOCABULARIES}
+    files |= {VOCABULARY: vocabulary.read_bytes(), MERGES: Path(config.merge_file).read_bytes()}
+    return _open(files, f"--vocab-file {vocabulary}", config)
 
 
-def _require_tokenizers() -> None:
-    if tokenizers is None:
-        raise ValueError("this --tokenizer-type needs the package tokenizers: pip install tokenizers")
+def _open(files: Mapping[str, bytes], name: str, config: TokenizerConfig) -> HFTokenizer:
+    try:
+        return HFTokenizer(files, eos_token=config.eos_token, add_special_tokens=config.add_special_tokens)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 # ---- kinds ---------------------------------------------------------------------------------------------------------
@@ -130,6 +138,26 @@ class EncodedText(NamedTuple):
     spans: list[tuple[int, int]]
 
 
+class Marks(NamedTuple):
+    """Special tokens that a tokenizer's files put before and after a text, and whether this run does."""
+
+    before: list[int]
+    after: list[int]
+    used: bool
+
+    @property
+    def number(self) -> int:
+        """Tokens that a text gets."""
+        return len(self.before + self.after) if self.used else 0
+
+    def around(self, ids: list[int]) -> list[int]:
+        return [*self.before, *ids, *self.after] if self.number else ids
+
+    def __str__(self) -> str:
+        """The part of an identity: nothing where texts get no marks."""
+        return f"-{self.before}{self.after}" if self.number else ""
+
+
 class Tokenizer:
     """Text to ids and back."""
 
@@ -139,6 +167,7 @@ class Tokenizer:
     identity: str  # equal for tokenizers that give equal ids; part of cache keys
     files: Mapping[str, bytes]  # by name at Hugging Face; none where the flags say all
     marks = Marks([], [], used=False)  # around a text
+    variables: Mapping[str, str]  # of a chat template: special tokens by their role, such as eos_token
     _finds_eod = False  # in texts, by itself
     _largest = -1  # id that a text may have, where the model may have fewer
 
@@ -169,9 +198,40 @@ class Tokenizer:
             ids, spans = self.marks.around(ids), [(0, 0)] * len(before) + spans + [end] * len(after)
         return EncodedText(self._known(ids), spans)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return what `encode` returns for each text."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; marks such as eod give nothing."""
+        """Return the text of `ids`, to which `specials` add nothing."""
         raise NotImplementedError
+
+    def decode_with_specials(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, with the names of `specials` in it."""
+        names = {token: name for name, token in self.specials.items()}
+        parts = itertools.groupby(ids, names.get)
+        return "".join(self.decode(part) if name is None else name * len(list(part)) for name, part in parts)
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """Special tokens by name."""
+        return {} if self.eod is None or self.eod_name is None else {self.eod_name: self.eod}
+
+    @property
+    def added_ids(self) -> set[int]:
+        """Ids of tokens that the vocabulary has beside pieces of text."""
+        return set(self.specials.values())
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end a generated text: eod, and those at which transformers' `generate` ends for these files."""
+        source = GENERATION if GENERATION in self.files else CONFIG
+        theirs = ids_of(read_settings(self.files, source).get("eos_token_id"))
+        return list(dict.fromkeys([*([] if self.eod is None else [self.eod]), *theirs]))
+
+    def chat_template(self, name: str | None = None, tools: Sequence[object] | None = None) -> str | None:
+        """Return the chat template that transformers takes for this name and these tools; None if there is none."""
+        return self.files[TEMPLATE].decode() if TEMPLATE in self.files else None
 
     def piece_bytes(self, token: int) -> int | None:
         """Return the bytes of a token, 0 for a mark or an unknown piece; None: those of its decoded text."""
@@ -200,22 +260,15 @@ class Tokenizer:
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, its file's content; a document ends with its `<eod>` piece if it has one, else its eos."""
 
-    def __init__(
-        self, model: bytes, companions: Mapping[str, bytes] | None = None, *, add_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, model: bytes, files: Mapping[str, bytes] | None = None) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.vocab_size = self._processor.get_piece_size()
-        self._num_pieces = self.vocab_size
+        self.vocab_size = self._num_pieces = self._processor.get_piece_size()
         named, eos, unknown = self._processor.piece_to_id("<eod>"), self._processor.eos_id(), self._processor.unk_id()
         self.eod = named if named != unknown else eos if eos >= 0 else None
         self.eod_name = None if self.eod is None else self._processor.id_to_piece(self.eod)
-        self.files = {**(companions or {}), SENTENCEPIECE: model}
-        wanted = wanted_marks(self.files)
-        before, after = (list(map(self._processor.piece_to_id, names)) for names in wanted)
-        if unknown in before + after:
-            raise ValueError(f"{DESCRIPTION} beside it adds {wanted} to texts, and it has no such pieces")
-        self.marks = Marks(before, after, used=add_special_tokens)
-        self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}{self.marks}"
+        self.files = {**(files or {}), SENTENCEPIECE: model}
+        self.variables = {"eos_token": self.eod_name or "", "bos_token": ""}
+        self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}"
 
     def _encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -235,53 +288,73 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face `tokenizer.json`, run by the `tokenizers` package as transformers runs it.
+    """A tokenizer of transformers with its files; its fast backend encodes.
 
     Args:
-        definition: the text of tokenizer.json; `files` are its sources, if not that alone.
-        eod: the piece that ends a document; None looks for the usual names.
+        files: content of the folder's files, by name.
+        eos_token: token that takes the place of the files' eos token.
     Raises:
-        ValueError: `tokenizers` is not installed, or `eod` is not in the vocabulary.
+        ValueError: transformers is not installed or cannot read the files, or the vocabulary has no such token.
     """
 
     def __init__(
-        self,
-        definition: str,
-        *,
-        eod: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        add_special_tokens: bool = True,
+        self, files: Mapping[str, bytes], *, eos_token: str | None = None, add_special_tokens: bool = True
     ) -> None:
-        _require_tokenizers()
-        self._tokenizer = tokenizers.Tokenizer.from_str(definition)
-        self.files = {DEFINITION: definition.encode()} if files is None else dict(files)
-        changes = do_as_transformers(self._tokenizer, self.files)
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        if eod is not None and eod not in vocabulary:
-            raise ValueError(f"the end-of-document piece {eod!r} is not in the tokenizer's vocabulary")
-        names = _EOD_NAMES if eod is None else (eod,)
-        self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
-        self.eod_name = next((name for name in names if name in vocabulary), None)
-        self.eod = None if self.eod_name is None else vocabulary[self.eod_name]
-        if DEFINITION in self.files:
-            text = next(text for text in ("a", *vocabulary) if self._encode(text))
-            whole = self._tokenizer.encode(text, add_special_tokens=True)
-            first = whole.sequence_ids.index(0)
-            before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
-        else:
-            before, after = ([vocabulary[name] for name in names] for names in wanted_marks(self.files))
-            # the package writes another definition from version to version
-            definition = "".join(self.files[name].decode() for name in (VOCABULARY, MERGES))
-        self.marks = Marks(before, after, used=add_special_tokens)
-        self._unknown = getattr(self._tokenizer.model, "unk_token", None)
-        has_bytes = "ByteLevel" in str(self._tokenizer.decoder)  # whose pieces have a letter for each byte
-        self._byte_letters = set(tokenizers.pre_tokenizers.ByteLevel.alphabet() if has_bytes else ())
-        added = self._tokenizer.get_added_tokens_decoder()
+        self.files = with_default_description(files)
+        self._theirs = open_folder(self.files)
+        vocabulary: dict[str, int] = self._theirs.get_vocab()
+        if eos_token is not None:
+            if eos_token not in vocabulary:
+                raise ValueError(f"--eos-token {eos_token} is not in the vocabulary")
+            self.files = with_eos(self.files, eos_token, vocabulary[eos_token])
+        elif self._theirs.eos_token is None and (usual := next(filter(vocabulary.__contains__, EOD_NAMES), None)):
+            self.files |= as_json(DESCRIPTION, read_settings(self.files, DESCRIPTION) | {"eos_token": usual})
+        if self._theirs.eos_token != read_settings(self.files, DESCRIPTION).get("eos_token", self._theirs.eos_token):
+            self._theirs = open_folder(self.files)
+        backend = self._tokenizer = self._theirs.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        split = backend.encode_special_tokens = bool(self._theirs.split_special_tokens)
+        added = backend.get_added_tokens_decoder()
         self._added = {token: each.special for token, each in added.items()}
-        split = self._tokenizer.encode_special_tokens
+        self._specials = {each.content: token for token, each in added.items() if each.special}
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
+        self.eod_name = self._theirs.eos_token
+        self.eod = None if self.eod_name is None else vocabulary[self.eod_name]
         self._finds_eod = not split and self.eod in added
-        digest = hashlib.sha256(definition.encode()).hexdigest()
-        self.identity = f"huggingface-{digest}-{self.eod}{changes}{self.marks}"
+        self.variables = {name: str(token) for name, token in self._theirs.special_tokens_map.items()}
+        text = next(text for text in ("a", *vocabulary) if self._encode(text))
+        whole = backend.encode(text, add_special_tokens=True)
+        first = whole.sequence_ids.index(0)
+        before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
+        self.marks = Marks(before, after, used=add_special_tokens)
+        self._unknown = getattr(backend.model, "unk_token", None)
+        has_bytes = "ByteLevel" in str(backend.decoder)  # whose pieces have a letter for each byte
+        self._byte_letters = set(byte_letters() if has_bytes else ())
+        self.identity = f"huggingface-{self._digest(split)}{self.marks}"
+
+    def _digest(self, split: bool) -> str:
+        """Return a hash of the vocabularies' files, eod, and what transformers has changed around them.
+
+        The definition that the package writes is not part of it: that changes from version to version.
+        """
+        names = [DEFINITION] if DEFINITION in self.files else sorted(self.files.keys() & VOCABULARIES)
+        digest = hashlib.sha256(b"".join(self.files[name] for name in names)).hexdigest()
+        made = self._tokenizer.to_str()
+        if DEFINITION in self.files and not split:
+            plain = type(self._tokenizer).from_str(self.files[DEFINITION].decode())
+            plain.no_truncation()
+            plain.no_padding()
+            if plain.to_str() == made:
+                return f"{digest}-{self.eod}"
+        around = json.loads(made)
+        around["model"] = {name: value for name, value in around["model"].items() if name not in ("vocab", "merges")}
+        return f"{digest}-{self.eod}-{hashlib.sha256(json.dumps([around, split]).encode()).hexdigest()[:8]}"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [self._known(self.marks.around(each.ids)) for each in found]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -291,7 +364,21 @@ class HFTokenizer(Tokenizer):
         return EncodedText(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self._theirs.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def decode_with_specials(self, ids: Sequence[int]) -> str:
+        return self._theirs.decode(ids)
+
+    @property
+    def specials(self) -> dict[str, int]:
+        return self._specials
+
+    @property
+    def added_ids(self) -> set[int]:
+        return set(self._added)
+
+    def chat_template(self, name: str | None = None, tools: Sequence[object] | None = None) -> str | None:
+        return None if self._theirs.chat_template is None else self._theirs.get_chat_template(name, tools)
 
     def piece_bytes(self, token: int) -> int | None:
         piece, special = self._tokenizer.id_to_token(token), self._added.get(token)
@@ -313,6 +400,7 @@ class ByteTokenizer(Tokenizer):
             raise ValueError(f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer")
         self.vocab_size = num_ids + 1
         self.eod, self.eod_name = num_ids, "<|endoftext|>"
+        self.variables = {"eos_token": self.eod_name, "bos_token": ""}
         self.identity, self.files = f"bytes-{num_ids}", {}
 
     def _encode(self, text: str) -> list[int]:
@@ -327,3 +415,10 @@ class ByteTokenizer(Tokenizer):
 
     def piece_bytes(self, token: int) -> int | None:
         return int(token < 256)
+
+
+def byte_letters() -> list[str]:
+    """Return GPT-2's printable letter for each of the 256 bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

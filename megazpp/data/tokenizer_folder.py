@@ -1,39 +1,35 @@
-"""A tokenizer's flags and its folder as Hugging Face has it: its files, and what transformers does with them.
+"""A tokenizer's flags, and the files of its folder as Hugging Face has it.
 
-Files are kept in memory, for checkpoints and converted models. Source of the rules: transformers 5.23, AutoTokenizer,
-TokenizersBackend, LlamaTokenizer, GPT2Tokenizer.
+transformers opens such a folder (`open_folder`), so ids, special tokens and chat templates are those that it gives.
+Files are kept in memory, for checkpoints and converted models.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from megazpp.base.flags import check_positive, check_words, flag
 
-try:
-    import tokenizers
-except ImportError:  # an optional dependency: HFTokenizer says how to get it
-    tokenizers = None  # type: ignore[assignment]
-
 SENTENCEPIECE, DEFINITION = "tokenizer.model", "tokenizer.json"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
-DESCRIPTION, CONFIG = "tokenizer_config.json", "config.json"
-_TOKENS_MAP, _ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
-VOCABULARIES = (DEFINITION, SENTENCEPIECE, VOCABULARY, MERGES)
-# what else a Hugging Face folder says about text
-_COMPANIONS = (DESCRIPTION, _TOKENS_MAP, _ADDED_TOKENS, "chat_template.jinja", "generation_config.json")
-_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type")  # of config.json, what is about text
-_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")  # of a special token
-# special tokens of transformers' classes that rebuild what is around the merges of a tokenizer.json
-_REBUILT = {
-    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "GPT2Tokenizer": {"unk_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
-}
+DESCRIPTION, CONFIG, GENERATION = "tokenizer_config.json", "config.json", "generation_config.json"
+TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+VOCABULARIES = (
+    *(DEFINITION, SENTENCEPIECE, VOCABULARY, MERGES, "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("tekken.json", "spm.model", "qwen.tiktoken"),
+)
+# other files of a Hugging Face folder about text
+_COMPANIONS = (DESCRIPTION, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION)
+# entries of config.json about text, and those that decide which class of tokenizer transformers takes
+_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tokenizer_class", "transformers_version")
+# names of the end of a document in tokenizers that have no configuration beside them, likeliest first
+EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+INSTALL = "pip install 'megazpp[huggingface]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +46,15 @@ class TokenizerConfig:
         ]
         | None
     ) = flag(None, "kind of tokenizer (default: what --tokenizer-model looks like; trained if there is none)")
-    tokenizer_model: str | None = flag(
-        None, "a SentencePiece model, a Hugging Face tokenizer.json, or a directory that holds one"
-    )
+    tokenizer_model: str | None = flag(None, "a Hugging Face folder, a tokenizer.json, or a SentencePiece model")
     vocab_size: int | None = flag(
         None, "pieces of a SentencePiece model to train (default 4096), or of the NullTokenizer (default 256)"
     )
     vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
     merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
+    eos_token: str | None = flag(
+        None, "token that ends documents, answers and generated texts (default: as the tokenizer's files say)"
+    )
     add_special_tokens: bool = flag(
         True, "put around texts the special tokens (BOS, ...) that the tokenizer's files say, as transformers does"
     )
@@ -78,8 +75,10 @@ class TokenizerConfig:
             return "GPT2BPETokenizer"
         if self.tokenizer_model is None:
             return None
-        path = Path(self.tokenizer_model)
-        return "HuggingFaceTokenizer" if path.suffix == ".json" or path.is_dir() else "SentencePieceTokenizer"
+        path = Path(self.tokenizer_model).expanduser()
+        described = path.name in VOCABULARIES and (path.parent / DESCRIPTION).is_file()
+        is_theirs = described or path.suffix == ".json" or path.is_dir()
+        return "HuggingFaceTokenizer" if is_theirs else "SentencePieceTokenizer"
 
 
 def names_tokenizer(config: TokenizerConfig) -> bool:
@@ -89,135 +88,116 @@ def names_tokenizer(config: TokenizerConfig) -> bool:
 
 
 def find_tokenizer(folder: Path) -> TokenizerConfig:
-    """Flags for the tokenizer in a Hugging Face folder, or beside a checkpoint; none if there is none we can use."""
-    files = {name: str(folder / name) for name in VOCABULARIES if (folder / name).is_file()}
-    if DEFINITION in files:
+    """Return flags for the tokenizer in a Hugging Face folder or beside a checkpoint; none if there is no tokenizer."""
+    names = {name for name in (*VOCABULARIES, DESCRIPTION) if (folder / name).is_file()}
+    if DEFINITION in names or (DESCRIPTION in names and len(names) > 1):
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
-    if SENTENCEPIECE in files:
-        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=files[SENTENCEPIECE])
-    if VOCABULARY in files and MERGES in files:
-        return TokenizerConfig(
-            tokenizer_type="GPT2BPETokenizer", vocab_file=files[VOCABULARY], merge_file=files[MERGES]
-        )
+    if SENTENCEPIECE in names:
+        return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))
+    if VOCABULARY in names and MERGES in names:
+        paths = {"vocab_file": str(folder / VOCABULARY), "merge_file": str(folder / MERGES)}
+        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **paths)
     return TokenizerConfig()
 
 
-class Marks(NamedTuple):
-    """Special tokens that a tokenizer's files put before and after a text, and whether this run does."""
-
-    before: list[int]
-    after: list[int]
-    used: bool
-
-    @property
-    def number(self) -> int:
-        """Tokens that a text gets."""
-        return len(self.before + self.after) if self.used else 0
-
-    def around(self, ids: list[int]) -> list[int]:
-        return [*self.before, *ids, *self.after] if self.number else ids
-
-    def __str__(self) -> str:
-        """The part of an identity: nothing where texts get no marks."""
-        return f"-{self.before}{self.after}" if self.number else ""
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Read the files about text of a Hugging Face folder; of config.json, only the entries about text."""
+    templates = sorted((folder / _TEMPLATES).glob("*.jinja"))
+    names = (*VOCABULARIES, *_COMPANIONS, *(f"{_TEMPLATES}/{path.name}" for path in templates))
+    found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    if (folder / CONFIG).is_file():
+        settings = read_settings({CONFIG: (folder / CONFIG).read_bytes()}, CONFIG)
+        found |= as_json(CONFIG, {name: value for name, value in settings.items() if name in _SETTINGS})
+    return found
 
 
-def read_companions(file: Path) -> dict[str, bytes]:
-    """Read the files about text beside a vocabulary: all of them where it has its name at Hugging Face.
-
-    Beside another name only tokenizer_config.json counts. Of config.json ids of tokens and the kind of model are taken.
-    """
-    if file.name not in VOCABULARIES:
-        return read_files(file.parent, (DESCRIPTION,)) if file.suffix == ".json" else {}
-    found = read_files(file.parent, _COMPANIONS)
-    try:
-        settings = json.loads((file.parent / CONFIG).read_bytes())
-    except (OSError, ValueError):
-        settings = None
-    known = settings.items() if isinstance(settings, dict) else ()
-    ids = {name: value for name, value in known if name in _SETTINGS}
-    return found | ({CONFIG: (json.dumps(ids, indent=2) + "\n").encode()} if ids else {})
-
-
-def read_files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
-
-
-def read_description(files: Mapping[str, bytes]) -> dict[str, Any]:
-    found = _json(files, DESCRIPTION)
-    return found if "added_tokens_decoder" in found else found | _json(files, _TOKENS_MAP)
-
-
-def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def read_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the JSON object in a file, or an empty one if there is no such file."""
     try:
         return dict(json.loads(files.get(name, b"{}")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} beside the tokenizer holds no settings: {error}") from error
 
 
-def do_as_transformers(tokenizer: Any, files: Mapping[str, bytes]) -> str:
-    """Do to a `tokenizers.Tokenizer` what transformers does; returns the suffix of its identity that follows.
+def as_json(name: str, values: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return a file of a folder that holds these values."""
+    return {name: (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()}
 
-    Nothing is cut or padded. tokenizer_config.json names special tokens, which are found in texts, and perhaps
-    LlamaTokenizer or GPT2Tokenizer, which rebuild everything around the merges.
+
+def with_default_description(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Add tokenizer_config.json to files that say nothing about the class of the tokenizer and its special tokens."""
+    if {DESCRIPTION, CONFIG} & files.keys():
+        return dict(files)
+    if DEFINITION not in files:
+        return {**files, **as_json(DESCRIPTION, {"tokenizer_class": "GPT2Tokenizer"})}
+    definition = read_settings(files, DEFINITION)
+    vocabulary = {token["content"] for token in definition.get("added_tokens") or ()}
+    pieces = (definition.get("model") or {}).get("vocab") or ()
+    vocabulary.update(piece if isinstance(piece, str) else piece[0] for piece in pieces)
+    return {**files, **as_json(DESCRIPTION, fast(next((name for name in EOD_NAMES if name in vocabulary), None)))}
+
+
+def fast(eos: str | None) -> dict[str, Any]:
+    """Return the tokenizer_config.json that leaves everything but the end of a document to tokenizer.json."""
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}
+
+
+def with_eos(files: Mapping[str, bytes], name: str, index: int) -> dict[str, bytes]:
+    """Make a token the end of texts, in all files that say what ends them.
+
+    Source: TRL 1.16, SFTTrainer, `eos_token`. The list of generation_config.json keeps its other ids.
     """
-    plain, description, model_type = tokenizer.to_str(), read_description(files), _json(files, CONFIG).get("model_type")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    kind = description.get("tokenizer_class") or ("GPT2Tokenizer" if model_type == "gpt2" else "")
-    kind = kind.removesuffix("Fast") if model_type != "mistral" else ""  # whose class takes tokenizer.json as it is
-    prefix, legacy = description.get("add_prefix_space"), bool(description.get("legacy"))
-    has_bytes = "ByteLevel" in f"{tokenizer.pre_tokenizer} {tokenizer.decoder}"
-    if kind in _REBUILT and has_bytes == (kind == "GPT2Tokenizer"):
-        prefix = not has_bytes if prefix is None else bool(prefix)
-        description = _REBUILT[kind] | description
-        if tokenizer.normalizer is not None:
-            tokenizer.normalizer = tokenizers.normalizers.Sequence([])
-        _rebuild(tokenizer, has_bytes=has_bytes, prefix=prefix, legacy=legacy)
-    tokenizer.encode_special_tokens = split = bool(description.get("split_special_tokens"))
-    named = _add_special_tokens(tokenizer, description, _json(files, _ADDED_TOKENS))
-    if tokenizer.to_str() == plain and not split:
-        return ""
-    return f"-{hashlib.sha256(json.dumps([kind, prefix, legacy, split, named]).encode()).hexdigest()[:8]}"
+    changed = dict(files) | as_json(DESCRIPTION, read_settings(files, DESCRIPTION) | {"eos_token": name})
+    changed |= as_json(CONFIG, read_settings(files, CONFIG) | {"eos_token_id": index})
+    if GENERATION in files:
+        settings = read_settings(files, GENERATION)
+        others = [each for each in ids_of(settings.get("eos_token_id")) if each != index]
+        changed |= as_json(GENERATION, settings | {"eos_token_id": [index, *others]})
+    return changed
 
 
-def _rebuild(tokenizer: Any, *, has_bytes: bool, prefix: bool, legacy: bool) -> None:
-    """Put around the merges what LlamaTokenizer and, of bytes, GPT2Tokenizer have there."""
-    if has_bytes:
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-        return
-    scheme = ("always" if legacy else "first") if prefix else "never"
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    of = tokenizers.decoders
-    steps = [of.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), of.ByteFallback(), of.Fuse()]
-    tokenizer.decoder = of.Sequence(steps + [of.Strip(" ", 1, 0)] * prefix)
-    model = tokenizer.model
-    model.unk_token, model.fuse_unk, model.byte_fallback, model.dropout = None, True, True, None
+def ids_of(value: Any) -> list[int]:
+    """Return the ids of an entry of config.json or generation_config.json: null, an id, or a list of ids."""
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(each) is int for each in found):
+        raise ValueError(f"eos_token_id is {value!r}, neither an id nor a list of ids")
+    return found
 
 
-def _add_special_tokens(tokenizer: Any, description: Mapping[str, Any], added: Mapping[str, int]) -> list[str]:
-    """Have the tokens found in texts that the description names beside those of tokenizer.json; returns them all.
+def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
+    """Replace the chat templates of a folder by one."""
+    others = {name: content for name, content in files.items() if not name.startswith(f"{_TEMPLATES}/")}
+    description = read_settings(files, DESCRIPTION)
+    if description.pop("chat_template", None) is not None:
+        others |= as_json(DESCRIPTION, description)
+    return others | {TEMPLATE: source.encode()}
 
-    Each with the names of its fields that change where it is found.
+
+def open_folder(files: Mapping[str, bytes]) -> Any:
+    """Return the tokenizer that transformers' AutoTokenizer makes of these files.
+
+    Raises:
+        ValueError: transformers is missing or cannot read them, or has no fast tokenizer for them.
     """
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    decoder, extra = description.get("added_tokens_decoder") or {}, description.get("extra_special_tokens")
-    extra = extra or description.get("additional_special_tokens") or []
-    tokens = [decoder[number] for number in sorted(decoder, key=int)]
-    tokens += [{"content": name, "special": False} for name in sorted(added, key=added.__getitem__)]
-    named = [description.get(f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-    for token in filter(None, [*named, *(extra.values() if isinstance(extra, dict) else extra)]):
-        fields = {"content": token} if isinstance(token, str) else token
-        tokens += [] if fields["content"] in known else [fields | {"special": True}]
-    for fields in tokens:
-        of_it = {name: fields[name] for name in _FIELDS if name in fields}
-        (tokenizer.add_special_tokens if fields["special"] else tokenizer.add_tokens)([tokenizers.AddedToken(**of_it)])
-    return [" ".join([fields["content"], *filter(fields.get, _FIELDS[1:-1])]) for fields in tokens]
+    transformers = import_transformers("a Hugging Face tokenizer")
+    with tempfile.TemporaryDirectory(prefix="megazpp-tokenizer-") as folder:
+        for name, content in files.items():
+            path = Path(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        try:
+            found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of any type, also bare Exception for a malformed tokenizer.json
+            raise ValueError(f"transformers cannot read it: {str(error).replace(folder, 'the folder')}") from error
+    if not getattr(found, "is_fast", False):
+        raise ValueError(f"transformers has no fast tokenizer for it, only {type(found).__name__}")
+    return found
 
 
-def wanted_marks(files: Mapping[str, bytes]) -> list[list[str]]:
-    """Tokens before and after a text where no tokenizer.json says it: by `add_bos_token` and `add_eos_token`."""
-    description = _REBUILT["GPT2Tokenizer" if MERGES in files else "LlamaTokenizer"] | read_description(files)
-    tokens = {mark: description[f"{mark}_token"] for mark in ("bos", "eos") if description.get(f"add_{mark}_token")}
-    names = {mark: [each["content"] if isinstance(each, dict) else each] for mark, each in tokens.items() if each}
-    return [names.get("bos", []), names.get("eos", [])]
+def import_transformers(user: str) -> Any:
+    """Import transformers; raises ValueError with the command that installs it if it is missing."""
+    try:
+        import transformers  # an optional dependency, which takes seconds to import
+    except ImportError as error:
+        raise ValueError(f"{user} needs the package transformers: {INSTALL} ({error})") from error
+    return transformers

@@ -1,32 +1,26 @@
-"""Conversations to text by Jinja templates, as a tokenizer_config.json at Hugging Face has them.
+"""Conversations to text by Jinja templates, as transformers' `apply_chat_template` renders them.
 
-A template is a program from elsewhere, so it runs in Jinja's sandbox, with what transformers gives it: `messages`,
-`add_generation_prompt`, `tools`, `bos_token`, `eos_token` and the like, `raise_exception`, `strftime_now`, `tojson`.
-What it writes between {% generation %} and {% endgeneration %} are the assistant's words; of a template without these
-they are what each of the assistant's messages adds to the text.
+A template's text between {% generation %} and {% endgeneration %} is the assistant's words. Without these tags they are
+the text that each of the assistant's messages adds.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
+from megazpp.base.flags import flag
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.data.tokenizer_folder import DESCRIPTION
+from megazpp.data.tokenizer_folder import import_transformers, with_template
 
 Message = Mapping[str, Any]
 Spans = tuple[str, list[tuple[int, int]]]
 
-# ChatML in plain text; the assistant's turn ends with the end of a document, at which drawing ends
+# ChatML in plain text; the assistant's turn ends with the end of a document, at which generation ends
 DEFAULT_TEMPLATE = """\
 {% for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\n' }}
@@ -39,75 +33,97 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_TEMPLATE_FILE = "chat_template.jinja"
-# Unicode's noncharacters "for internal use": around the assistant's words until the text is complete
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
+_PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Conversations: how they become text."""
+
+    chat_template: str | None = flag(
+        None,
+        "file of a Jinja chat template, or the name of one of the tokenizer's templates (default: the tokenizer's; "
+        "ChatML in plain text if it has none)",
+    )
+    chat_template_kwargs: str | None = flag(
+        None, "JSON object of further variables of the template, such as '{\"enable_thinking\": false}'"
+    )
+    system_prompt: str | None = flag(None, "system message of conversations that begin with another message")
+
+    def __post_init__(self) -> None:
+        _object(self.chat_template_kwargs or "{}", "--chat-template-kwargs")
 
 
 class ChatTemplate:
-    """A template that was read.
+    """The chat template of a run, with the variables that it is always given.
 
     Args:
-        source: Jinja.
-        name: of the template in messages.
-        variables: what it is given beside the messages.
+        tokenizer: source of the special tokens and, without `source`, of the template.
+        source: Jinja; None for the template that transformers takes from the tokenizer for a conversation.
+        name: description of the template, for messages.
+        variables: further variables, as of --chat-template-kwargs.
+        system_prompt: see `ChatConfig`.
     Attributes:
         key: equal for templates that write the same text.
-    Raises:
-        ValueError: it is not Jinja.
+        used: True once a conversation was rendered.
     """
 
-    def __init__(self, source: str, *, name: str, variables: Mapping[str, str] | None = None) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        self.source, self.name, self._variables = source, name, dict(variables or {})
-        self.key: list[object] = [source, self._variables]
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"{name}, line {error.lineno}: {error.message}") from error
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        source: str | None = None,
+        *,
+        name: str = "the tokenizer's chat template",
+        variables: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        self._tokenizer, self._source, self.name, self.used = tokenizer, source, name, False
+        self._variables = {**tokenizer.variables, **(variables or {})}
+        self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        self.key: list[object] = [self.source(None), self.source([{}]), self._variables, system_prompt]
+
+    def source(self, tools: Sequence[object] | None) -> str:
+        """Return the Jinja source for a conversation with these tools.
+
+        Raises:
+            ValueError: the tokenizer has several templates, none of which is the default.
+        """
+        return self._source or self._tokenizer.chat_template(None, tools) or DEFAULT_TEMPLATE
+
+    def files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return a tokenizer's files with the template that was used; those without conversations stay as they are."""
+        changes = self.used and (self._source is not None or self._tokenizer.chat_template() is None)
+        return with_template(files, self.source(None)) if changes and files else dict(files)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[object] | None = None
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, options: Mapping[str, Any] = {}
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Args:
             messages: each with role and content.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            tools: what the assistant may call, as JSON schemas.
+            options: see `options_of`.
         Raises:
-            ValueError: the template does not take such a conversation.
+            ValueError: the template does not take such a conversation, or transformers is not installed.
         """
-        return self._render(messages, add_generation_prompt, tools).replace(_BEGIN, "").replace(_END, "")
+        return self._render(messages, options, add_generation_prompt=add_generation_prompt)[0]
 
-    def render_spans(self, messages: Sequence[Message], *, tools: Sequence[object] | None = None) -> Spans:
-        """The text of a conversation, and the places in it, from and to, that are the assistant's words.
+    def render_spans(self, messages: Sequence[Message], *, options: Mapping[str, Any] = {}) -> Spans:
+        """Return the text of a conversation, and the places in it, from and to, that are the assistant's words.
 
         Raises:
-            ValueError: the template does not take such a conversation, or it does not tell whose words they are.
+            ValueError: the template does not take such a conversation, or does not tell whose words they are.
         """
-        marked = self._render(messages, False, tools)
-        if _BEGIN not in marked:
-            return self._what_messages_add(messages, marked, tools)
-        pieces, spans = marked.split(_BEGIN), []
-        text = pieces[0]
-        for piece in pieces[1:]:
-            words, _, others = piece.partition(_END)
-            spans.append((len(text), len(text) + len(words)))
-            text += words + others
-        return text, spans
-
-    def _what_messages_add(self, messages: Sequence[Message], text: str, tools: Sequence[object] | None) -> Spans:
-        spans = []
+        if _GENERATION.search(self.source(options.get("tools"))):
+            return self._render(messages, options, return_assistant_tokens_mask=True)
+        text, spans = self.render(messages, options=options), []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self.render(messages[:number], add_generation_prompt=True, tools=tools)
-                after = self.render(messages[: number + 1], tools=tools)
+                before = self.render(messages[:number], add_generation_prompt=True, options=options)
+                after = self.render(messages[: number + 1], options=options)
                 if not (text.startswith(before) and after.startswith(before) and text.startswith(after)):
                     raise ValueError(
                         f"{self.name} does not tell which words are the assistant's: it has no {{% generation %}}, and"
@@ -116,70 +132,104 @@ class ChatTemplate:
                 spans.append((len(before), len(after)))
         return text, spans
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[object] | None) -> str:
+    def trains_end_of_turn(self) -> bool:
+        """Return whether the assistant's words end with a token that can end generation.
+
+        Source: TRL 1.16, `is_chat_template_stop_token_trained`.
+        """
+        try:
+            text, spans = self.render_spans(_PROBE)
+        except ValueError:
+            return True  # such a conversation is not possible
+        found = self._tokenizer.encode_spans(text, marked=False)
+        words = [
+            token
+            for token, (first, last) in zip(found.ids, found.spans, strict=True)
+            if any(first < end and last > start for start, end in spans)
+        ]
+        decoded = (token for token in reversed(words) if self._tokenizer.decode_with_specials([token]).strip())
+        return next(decoded, None) in self._tokenizer.added_ids
+
+    def _render(self, messages: Sequence[Message], options: Mapping[str, Any], **how: bool) -> Spans:
+        source = self.source(options.get("tools"))
         for number, role in enumerate((message["role"] for message in messages), start=1):
-            if not (role in _ROLES or any(f"{quote}{role}{quote}" in self.source for quote in "'\"")):
+            if not (role in _ROLES or any(f"{quote}{role}{quote}" in source for quote in "'\"")):
                 raise ValueError(
                     f"message {number} has the role {role!r}, which is none of {', '.join(_ROLES)}, and {self.name} has"
                     " no such word"
                 )
-        try:
-            return self._template.render(
-                self._variables | {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-            )
-        except Exception as error:  # a template raises whatever its expressions do
-            raise ValueError(f"{self.name}: {error}") from error
+        if not messages or messages[0]["role"] not in ("system", "developer"):
+            messages = [*self._system, *messages]
+        if not _READS_PARTS.search(source):
+            messages = [_joined(message) for message in messages]
+        self.used = True
+        texts, spans = _compiled(source, self.name, [messages], **{**self._variables, **options, **how})
+        return texts[0], spans[0] if spans else []
 
 
-def load_chat_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of --chat-template, else the one among the tokenizer's files, else `DEFAULT_TEMPLATE`.
+def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of --chat-template, else the tokenizer's, else `DEFAULT_TEMPLATE`.
 
     Raises:
-        ValueError: the file cannot be read, or what it holds is no template.
+        ValueError: the file cannot be read, or does not hold a template.
     """
-    try:
-        description = json.loads(tokenizer.files.get(DESCRIPTION, b"{}"))
-    except ValueError:
-        description = {}
-    variables = {"eos_token": tokenizer.eod_name or "", "bos_token": ""}
-    for name, token in description.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            variables[name] = text
-    source, name = DEFAULT_TEMPLATE, "the default chat template"
-    found = description.get("chat_template")
-    if isinstance(found, list):  # several by name
-        found = {each["name"]: each["template"] for each in found}.get("default")
+    path, source, name = config.chat_template, None, "the tokenizer's chat template"
     if path is not None:
         name = f"--chat-template {path}"
-        try:
-            source = Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{name} cannot be read: {error}") from error
-    elif _TEMPLATE_FILE in tokenizer.files:
-        source, name = tokenizer.files[_TEMPLATE_FILE].decode(), f"the tokenizer's {_TEMPLATE_FILE}"
-    elif isinstance(found, str):
-        source, name = found, f"the chat_template of the tokenizer's {DESCRIPTION}"
-    return ChatTemplate(source, name=name, variables=variables)
+        source = tokenizer.chat_template(path)
+        if source is None or source == path:  # not the name of one of its templates
+            try:
+                source = Path(path).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{name} cannot be read: {error}") from error
+        _compiled(source, name, [])
+    elif tokenizer.chat_template() is None:
+        name = "the default chat template"
+    variables = _object(config.chat_template_kwargs or "{}", "--chat-template-kwargs")
+    return ChatTemplate(tokenizer, source, name=name, variables=variables, system_prompt=config.system_prompt)
 
 
-class _Generation(jinja2.ext.Extension):
-    """The tags {% generation %} and {% endgeneration %}: what is between them is marked."""
+def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a template that a line of data has: `tools`, `documents`, and `chat_template_kwargs`.
 
-    tags = frozenset({"generation"})  # type: ignore[assignment]
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return _BEGIN + caller() + _END
-
-
-def _to_json(value: object, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})  # Jinja's own escapes for HTML
+    Each is JSON, or a string that holds JSON (TRL's layout for tools).
+    """
+    found = {name: _parsed(record[name], name) for name in ("tools", "documents") if record.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            raise ValueError(f"{name!r} is {value!r:.80}, not a list of objects")
+    given = _parsed(record.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(given, dict):
+        raise ValueError(f"'chat_template_kwargs' is {given!r:.80}, not an object")
+    return found | given
 
 
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _parsed(value: Any, name: str) -> Any:
+    """Return a column's value, which may be JSON in a string."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name!r} is not JSON: {error}") from error
+
+
+def _compiled(source: str, name: str, conversations: list[Any], **options: Any) -> tuple[list[str], list[Any]]:
+    """Render conversations; with none of them, compile the template only."""
+    utilities = import_transformers("a conversation").utils.chat_template_utils
+    try:
+        return utilities.render_jinja_template(conversations=conversations, chat_template=source, **options)
+    except Exception as error:  # a template raises whatever its expressions raise
+        line = getattr(error, "lineno", None)
+        raise ValueError(f"{name}{'' if line is None else f', line {line}'}: {error}") from error
+
+
+def _joined(message: Message) -> Message:
+    """Join a message's parts of text, for a template that does not read parts."""
+    content = message.get("content")
+    return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
+
+
+def _object(text: str, name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} {text} is not a JSON object: {error}") from error

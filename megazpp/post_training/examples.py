@@ -28,10 +28,10 @@ import numpy.typing as npt
 
 from megazpp.base.flags import check_positive, flag
 from megazpp.data.cache import cache_key, load_or_save_arrays
-from megazpp.data.documents import read_records
+from megazpp.data.documents import kind_of, read_records
 from megazpp.data.text import content_hash
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.post_training.chat import ChatTemplate, Message
+from megazpp.post_training.chat import ChatConfig, ChatTemplate, Message, options_of
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
@@ -45,13 +45,10 @@ _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataFormatConfig:
+class DataFormatConfig(ChatConfig):
     """Data format: what lines of data become."""
 
     max_length: int = flag(1024, "tokens of an example, prompt and answer together; what is beyond is cut off")
-    chat_template: str | None = flag(
-        None, "file of a Jinja chat template (default: the tokenizer's; ChatML in plain text if it has none)"
-    )
     assistant_only_loss: bool = flag(False, "loss on the assistant's words alone; needs conversations")
     completion_only_loss: bool = flag(True, "of prompt and completion, loss on the completion alone")
     packing: bool = flag(
@@ -59,6 +56,7 @@ class DataFormatConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_positive(self, "max_length")
         if self.max_length < 2:
             raise ValueError(f"--max-length {self.max_length} leaves no token to predict")
@@ -71,9 +69,9 @@ class Examples(NamedTuple):
         tokens: [T] int32.
         mask: [T] uint8, 1 where the token is to be predicted; 0 at the first token of each row.
         starts: [rows + 1] int64 where each row begins in them.
-        counts: [7] int64: examples in the files; of these cut to --max-length, left out because nothing of an answer
+        counts: [8] int64: examples in the files; of these cut to --max-length, left out because nothing of an answer
             was left, those whose answer begins in the middle of a token, and pairs left out because both answers are
-            the same; of the first of these file and line.
+            the same; of the first of these file and line; conversations.
     """
 
     tokens: Ids
@@ -133,7 +131,7 @@ def read_examples(
         examples = build()
     else:
         key = cache_key(
-            kind=f"examples-3 {texts.__name__}",
+            kind=f"examples-4 {texts.__name__}",
             data=content_hash(paths),
             tokenizer=tokenizer.identity,
             template=template.key,
@@ -143,7 +141,14 @@ def read_examples(
         if not path.exists():
             log(f"tokenizing {_names(paths)}")
         examples = Examples(*load_or_save_arrays(path, build))
-    total, cut, empty, within, same, file, line = examples.counts.tolist()
+    total, cut, empty, within, same, file, line, conversations = examples.counts.tolist()
+    template.used |= conversations > 0
+    if config.assistant_only_loss and not template.trains_end_of_turn():
+        log(
+            f"WARNING: --assistant-only-loss: of {template.name}, the assistant's words do not end with a token that "
+            "can end generation, so the model does not learn to stop: put the end of the turn before "
+            "{% endgeneration %}, or name it with --eos-token"
+        )
     log(
         f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
         + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
@@ -264,15 +269,15 @@ def _conversation(
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text, and the assistant's words with --assistant-only-loss, else all of it."""
     if config.assistant_only_loss:
-        return template.render_spans(messages, tools=record.get("tools"))
-    text = template.render(messages, tools=record.get("tools"))
+        return template.render_spans(messages, options=options_of(record))
+    text = template.render(messages, options=options_of(record))
     return text, [(0, len(text))]
 
 
 def _render_prompt(template: ChatTemplate, prompt: Sequence[Message], record: Record) -> str:
     if prompt and prompt[-1]["role"] == "assistant":
         raise ValueError("the last message of 'prompt' is the assistant's: there is nothing to answer")
-    return template.render(prompt, add_generation_prompt=True, tools=record.get("tools"))
+    return template.render(prompt, add_generation_prompt=True, options=options_of(record))
 
 
 def _value(record: Record, name: str) -> Any:
@@ -291,16 +296,16 @@ def _value(record: Record, name: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], name: str) -> Message:
-    """Without the keys that have no value (Parquet gives all messages the same keys), parts of text as one text."""
+    """Return a message without the keys that are null, as transformers does."""
     found = {key: value for key, value in message.items() if value is not None}
     content, others = found.get("content"), found.keys() - {"role", "name", "content"}
     if content is None and not any(found[key] for key in others):
         raise ValueError(f"{name} has the role {found['role']!r} and no content")
     if isinstance(content, list):
+        found["content"] = content = [_without_nulls(part) for part in content]
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
                 raise ValueError(f"{name} has a part that is no text: {part!r:.80}")
-        found["content"] = "".join(part["text"] for part in content)
     elif not isinstance(content, str | None):
         raise ValueError(f"{name} has the content {content!r:.80}, neither a string nor a list of parts")
     return found
@@ -322,15 +327,17 @@ def _tokenize(
     texts: Callable[[Record], list[Text]],
     seconds: float = math.inf,
 ) -> Examples:
-    def encode(record: Record) -> list[tuple[Ids, Mask, bool]]:
-        return [_encode(*text, tokenizer) for text in texts(record)]
+    def encode(record: Record) -> tuple[list[tuple[Ids, Mask, bool]], bool]:
+        found = texts(record)
+        return [_encode(*text, tokenizer) for text in found], not all(ends for _, _, ends in found)
 
     tokens: list[Ids] = []
     masks: list[Mask] = []
-    total = cut = empty = within = same = 0
+    total = cut = empty = within = same = conversations = 0
     first = (0, 0)
-    for path, number, rows in _each(paths, encode, seconds):
+    for path, number, (rows, is_conversation) in _each(paths, encode, seconds):
         total += 1
+        conversations += is_conversation
         cut += any(len(ids) > max_length for ids, _, _ in rows)
         within += any(begins_within for _, _, begins_within in rows)
         shown, learned = [ids[:max_length] for ids, _, _ in rows], [mask[:max_length] for _, mask, _ in rows]
@@ -345,7 +352,7 @@ def _tokenize(
         why = f"no example has an answer within --max-length {max_length}" if total else "there is no example"
         raise ValueError(f"{_names(paths)}: {why}" + (f"; {_SAME}, first in line {first[1]}" if same else ""))
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-    counts = np.array([total, cut, empty, within, same, *first])
+    counts = np.array([total, cut, empty, within, same, *first, conversations])
     return Examples(np.concatenate(tokens), np.concatenate(masks), starts, counts)
 
 
@@ -371,17 +378,27 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
 
 
 def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:
-    """Yield what `read` makes of each line, with file and line; errors as of `read_examples`."""
+    """Yield what `read` makes of each line, with file and line; errors as of `read_examples`.
+
+    Parquet gives all objects of a column the same keys, so there null means that a key is missing.
+    """
     cut = False
     for path in paths:
         stop = time.monotonic() + seconds / len(paths)
-        for number, found in read_records(path, read):
+        is_parquet = path.is_file() and kind_of(path) == "parquet"
+        for number, found in read_records(path, (lambda record: read(_without_nulls(record))) if is_parquet else read):
             yield path, number, found
             if time.monotonic() > stop:
                 cut = True
                 break
     if cut:
         raise TimeoutError
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _names(paths: Sequence[Path]) -> str:

@@ -167,7 +167,7 @@ def check_files(parsed: ParsedRun, earlier: RunRecord) -> None:
         if path is not None:
             check_cache_dir(Path(path).expanduser(), flag)
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
-    template = load_chat_template(form.chat_template, tokenizer)
+    template = load_chat_template(form, tokenizer)
     uses = [paths for paths in (train_paths(config), config.data.valid_data_path, config.data.test_data_path) if paths]
     for paths in uses:
         files, seconds = [Path(path).expanduser() for path in paths], CHECK_SECONDS / len(uses)

@@ -104,7 +104,7 @@ class _PostTraining:
 
     def _open_data(self) -> Splits[Any]:
         data, plan = self.config.data, self.plan.batches
-        template = load_chat_template(self.form.chat_template, self.tokenizer)
+        template = load_chat_template(self.form, self.tokenizer)
         held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
         if self.post.draws:  # the prompts before the last generation, and its own
             steps, group = self.post.slices * self.post.passes, self.post.group_size

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from helpers.hf_tokenizers import definition
 from helpers.refusals import not_refused
 
 from megazpp.base.arguments import ParsedRun, parse_run_config
@@ -81,7 +82,7 @@ def folder(tmp_path) -> CheckpointFolder:
 @pytest.fixture
 def beside(folder) -> str:
     """The name of the tokenizer beside the checkpoints of the folder."""
-    return write_tokenizer(folder.path, HFTokenizer(WORDS.to_str()).files)
+    return write_tokenizer(folder.path, HFTokenizer(definition(WORDS.to_str())).files)
 
 
 def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_trained_with(folder, beside):
@@ -109,7 +110,7 @@ def test_special_tokens_and_rows_are_the_checkpoint_s_unless_flags_say_otherwise
     marking = tokenizers.Tokenizer.from_str(WORDS.to_str())
     marking.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     for recorded, named in itertools.product((None, True, False), (False, True)):
-        made = HFTokenizer(marking.to_str(), add_special_tokens=bool(recorded))
+        made = HFTokenizer(definition(marking.to_str()), add_special_tokens=bool(recorded))
         beside = write_tokenizer(folder.path, made.files)
         saved = record(beside, made.identity, **({} if recorded is None else {"add_special_tokens": recorded}))
         argv = f"--tokenizer-model {folder.path}/{beside}" if named else ""

@@ -218,10 +218,14 @@ def test_a_tokenizer_is_written_once_and_found_again_where_its_checkpoints_are(t
     other = write_tokenizer(tmp_path, TOKENIZER | {"tokenizer.model": b"others"})
     assert {path.name for path in tmp_path.iterdir()} == {name, other}
     elsewhere = shutil.copytree(tmp_path, tmp_path / "elsewhere")
-    found = TokenizerConfig(
-        tokenizer_type="SentencePieceTokenizer", tokenizer_model=f"{elsewhere}/{name}/tokenizer.model"
-    )
+    found = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=f"{elsewhere}/{name}")
     assert read_tokenizer(elsewhere, name) == found
+    alone = write_tokenizer(tmp_path, {"tokenizer.model": b"pieces", "chat_template.jinja": b"t"})
+    model = f"{tmp_path}/{alone}/tokenizer.model"
+    found = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
+    assert read_tokenizer(tmp_path, alone) == found
+    nested = write_tokenizer(tmp_path, TOKENIZER | {"additional_chat_templates/rag.jinja": b"t"})
+    assert (tmp_path / nested / "additional_chat_templates" / "rag.jinja").read_bytes() == b"t"
 
 
 def test_a_tokenizer_that_is_damaged_is_named_and_the_next_save_keeps_it_aside(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import sentencepiece
 import tokenizers
 from helpers.hf_models import write_llama_tokenizer
+from helpers.hf_tokenizers import definition
 from helpers.pairs import TEXT
 
 from megazpp.data.text import train_sentencepiece
@@ -40,7 +41,7 @@ def byte_fallback() -> HFTokenizer:
     tokenizer, of = tokenizers.Tokenizer(model), tokenizers.decoders
     tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
     tokenizer.decoder = of.Sequence([of.Replace("▁", " "), of.ByteFallback(), of.Fuse()])
-    return HFTokenizer(tokenizer.to_str(), eod="</s>")
+    return HFTokenizer(definition(tokenizer.to_str()))
 
 
 def word_pieces() -> HFTokenizer:
@@ -49,7 +50,7 @@ def word_pieces() -> HFTokenizer:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = tokenizers.decoders.WordPiece()
-    return HFTokenizer(tokenizer.to_str(), eod="</s>")
+    return HFTokenizer(definition(tokenizer.to_str()))
 
 
 @pytest.fixture(
@@ -67,7 +68,7 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
     if request.param == "byte-level BPE":
         bpe = tokenizers.ByteLevelBPETokenizer()
         bpe.train_from_iterator([TEXT], vocab_size=300, special_tokens=["<|endoftext|>"])
-        return HFTokenizer(bpe.to_str())
+        return HFTokenizer(definition(bpe.to_str()))
     folder = tmp_path_factory.mktemp("llama")
     write_llama_tokenizer(folder, "".join(TEXTS) + TEXT[:2000])
     loaded = load_tokenizer(find_tokenizer(folder))

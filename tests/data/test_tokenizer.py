@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 import tokenizers
 import transformers
 from helpers.hf_models import write_llama_tokenizer
+from helpers.hf_tokenizers import KINDS, definition, gpt2_merges, llama2, llama3, qwen2
 from helpers.pairs import TEXT, write_jsonl
 from helpers.refusals import not_refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megazpp.convert.tokenizer_files import find_differences
 from megazpp.data.dataset import DataConfig, check_inputs
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.preprocess import PreprocessConfig, preprocess
@@ -51,7 +52,11 @@ def byte_level_bpe() -> BPE:
 
 @pytest.fixture(scope="module")
 def one_of_each(sentencepiece_model, byte_level_bpe) -> list[Tokenizer]:
-    return [SentencePieceTokenizer(sentencepiece_model), HFTokenizer(byte_level_bpe.to_str()), ByteTokenizer()]
+    return [
+        SentencePieceTokenizer(sentencepiece_model),
+        HFTokenizer(definition(byte_level_bpe.to_str())),
+        ByteTokenizer(),
+    ]
 
 
 def load(folder: Path, **flags: Any) -> Any:
@@ -84,10 +89,10 @@ def test_the_null_tokenizer_counts_as_megatrons_does():
 
 
 def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model, byte_level_bpe):
-    definition = byte_level_bpe.to_str()
+    files = definition(byte_level_bpe.to_str())
     models = [sentencepiece_model, sentencepiece_model, train_sentencepiece(iter([TEXT]), 301)]
     made: list[Tokenizer] = [*map(SentencePieceTokenizer, models), ByteTokenizer(), ByteTokenizer(300)]
-    made += [HFTokenizer(definition), HFTokenizer(definition, eod="a")]  # another token at the end of every document
+    made += [HFTokenizer(files), HFTokenizer(files, eos_token="a")]  # another token at the end of every document
     assert made[0].identity == made[1].identity
     assert len({tokenizer.identity for tokenizer in made}) == 6
 
@@ -115,9 +120,12 @@ def test_flags_choose_the_tokenizer_or_are_refused_with_the_reason(tmp_path, sen
     rows = [
         ({by_model: f"{here}/none"}, "none does not exist"),
         ({by_model: f"{here}/merges.txt"}, "merges.txt is not a SentencePiece model"),
-        ({by_model: f"{here}/junk.json"}, "not a usable tokenizer.json"),
+        ({by_model: f"{here}/junk.json"}, "junk.json: transformers cannot read it"),
         ({by_model: f"{here}/empty"}, "there is no tokenizer.json"),
         ({by_model: here, by_type: "SentencePieceTokenizer"}, "is a directory"),
+        ({by_model: here, "eos_token": "none"}, "--eos-token none is not in the vocabulary"),
+        ({by_type: "NullTokenizer", "eos_token": "a"}, "--eos-token a is for Hugging Face tokenizers"),
+        ({"eos_token": "a"}, "--eos-token a needs a Hugging Face tokenizer"),
         ({by_type: "HuggingFaceTokenizer"}, "HuggingFaceTokenizer needs --tokenizer-model"),
         ({by_type: "NullTokenizer", "vocab_size": 255}, "--vocab-size 255 is below the 256 byte values"),
         ({by_type: "GPT2BPETokenizer"}, "needs --vocab-file and --merge-file"),
@@ -129,14 +137,18 @@ def test_flags_choose_the_tokenizer_or_are_refused_with_the_reason(tmp_path, sen
 def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "money": 5}, "[UNK]"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    for description, eod in (({}, 1), ({"eos_token": "money"}, 5), ({"eos_token": {"content": "money"}}, 5)):
+    for description, eod in (
+        ({}, 1),
+        ({"eos_token": "money"}, 5),
+        ({"eos_token": {"__type": "AddedToken", "content": "money"}}, 5),
+    ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(description))
         assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (eod, 6)  # ids have holes
 
 
 def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(one_of_each, byte_level_bpe):
-    without = json.loads(byte_level_bpe.to_str()) | {"added_tokens": []}  # in the vocabulary, but not looked for
-    for tokenizer in (*one_of_each, HFTokenizer(json.dumps(without))):
+    files = definition(byte_level_bpe.to_str(), tokenizer_config={"split_special_tokens": True})  # not looked for
+    for tokenizer in (*one_of_each, HFTokenizer(files)):
         name = tokenizer.eod_name
         ids, spans = tokenizer.encode_spans(f"money{name}never{name}")
         money, never = tokenizer.encode("money"), tokenizer.encode("never")
@@ -191,25 +203,95 @@ def test_a_folder_gives_transformers_ids(tmp_path, byte_level_bpe):
             assert of_identity.setdefault(tokenizer.identity, ids) == ids, (kind, described)
 
 
-def test_add_bos_token_counts_for_sentencepiece_without_a_tokenizer_json(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(iter([TEXT]), 288, model_type="bpe"))
-    description = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<eod>", "add_prefix_space": False}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(description | BOTH | {"eos_token": "<eod>"}))
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load(tmp_path)
-    assert [line[:24] for line in find_differences(ours)] == ["of tokenizer.model alone"]
-    for text in ("Call me", "never mind", ""):
-        ids = theirs(text)["input_ids"]
-        assert ours.encode(text) == ids
-        assert len(ids) == len(theirs(text, add_special_tokens=False)["input_ids"]) + 2
+SHOWN = [*SPECIAL, "naïve—日本語 🐳", " a  b ", "\n\n1234 x", "<|im_end|>\n", "money <|im_end|> never", "\ufb01 \uff21"]
+
+
+@pytest.mark.parametrize("write", KINDS)
+def test_each_kind_of_folder_gives_transformers_ids_texts_and_specials(tmp_path, write):
+    write(tmp_path)
+    theirs, ours, bare = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+        load(tmp_path),
+        load(tmp_path, add_special_tokens=False),
+    )
+    ids = [theirs(text)["input_ids"] for text in SHOWN]
+    assert [ours.encode(text) for text in SHOWN] == ours.encode_batch(SHOWN) == ids
+    assert [bare.encode(text) for text in SHOWN] == [theirs(x, add_special_tokens=False)["input_ids"] for x in SHOWN]
+    assert [ours.decode(each) for each in ids] == theirs.batch_decode(ids, skip_special_tokens=True)
+    assert [ours.decode_with_specials(each) for each in ids] == theirs.batch_decode(ids)
+    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+    assert ours.variables == theirs.special_tokens_map
+    assert ours.eod == theirs.eos_token_id
+    if theirs.eos_token is not None:
+        offsets = theirs(SHOWN, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
+        if ours._finds_eod:
+            assert [bare.encode_spans(text).spans for text in SHOWN] == offsets
+    for name, content in ours.files.items():
+        assert name == "config.json" or (tmp_path / name).read_bytes() == content
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name, content in ours.files.items():
+        (copy / name).write_bytes(content)
+    assert (load(copy).identity, load(copy).encode_batch(SHOWN)) == (ours.identity, ids)
+
+
+def test_without_transformers_only_a_hugging_face_folder_is_refused(tmp_path, monkeypatch, sentencepiece_model):
+    (tmp_path / "spm.model").write_bytes(sentencepiece_model)
+    folder = write_llama_tokenizer(tmp_path / "their", TEXT)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert load_tokenizer(TokenizerConfig(tokenizer_model=f"{tmp_path}/spm.model")).encode("money")
+    assert load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer")).encode("money")
+    with pytest.raises(ValueError, match=r"needs the package transformers: pip install 'megazpp\[huggingface\]'"):
+        load(folder)
+
+
+@pytest.mark.parametrize("write", [qwen2, llama3, llama2, gpt2_merges])
+def test_eos_token_ends_documents_and_is_in_all_files_that_name_it(tmp_path, write):
+    """As TRL's argument of this name: the list of generation_config.json keeps its other ids."""
+    write(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    before = load(tmp_path)
+    name = next(name for name in before.specials if name != before.eod_name)
+    tokenizer, index = load(tmp_path, eos_token=name), before.specials[name]
+    assert (tokenizer.eod, tokenizer.eod_name, tokenizer.variables["eos_token"]) == (index, name, name)
+    assert tokenizer.identity != before.identity
+    assert tokenizer.encode("Call me") == before.encode("Call me")
+    said = {name: json.loads(content) for name, content in tokenizer.files.items() if name.endswith("config.json")}
+    assert (said["tokenizer_config.json"]["eos_token"], said["config.json"]["eos_token_id"]) == (name, index)
+    assert said.get("generation_config.json", {}).get("eos_token_id", [index])[0] == index
+    assert HFTokenizer(tokenizer.files).identity == tokenizer.identity  # as a checkpoint keeps it
+
+
+STOPS: list[tuple[dict[str, Any], list[int]]] = [  # further files, ids that end a text
+    ({}, [2]),
+    ({"config": {"eos_token_id": [2, 7]}}, [2, 7]),
+    ({"config": {"eos_token_id": 9}, "generation_config": {"eos_token_id": [5, 2]}}, [2, 5]),
+    ({"config": {"eos_token_id": 9}, "generation_config": {"eos_token_id": 6}}, [2, 6]),
+    ({"config": {"eos_token_id": 9}, "generation_config": {}}, [2]),
+    ({"config": {"eos_token_id": None}}, [2]),
+]
+
+
+def test_texts_end_at_the_ids_of_generation_config_else_of_config(tmp_path):
+    folder = write_llama_tokenizer(tmp_path, TEXT)
+    for files, stops in STOPS:
+        for name in ("config", "generation_config"):
+            (folder / f"{name}.json").unlink(missing_ok=True)
+        for name, values in files.items():
+            (folder / f"{name}.json").write_text(json.dumps(values))
+        assert load(folder).stop_ids == stops, files
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ValueError, match="eos_token_id is '</s>', neither an id nor a list of ids"):
+        _ = load(folder).stop_ids
 
 
 def test_a_tokenizer_json_that_cuts_and_pads_does_neither_here(byte_level_bpe):
     """As transformers writes it after a call that truncates."""
-    definition = tokenizers.Tokenizer.from_str(byte_level_bpe.to_str())
-    definition.enable_truncation(16)
-    definition.enable_padding(length=16)
-    assert len(definition.encode(TEXT)) == len(definition.encode("me")) == 16
-    plain, ours = HFTokenizer(byte_level_bpe.to_str()), HFTokenizer(definition.to_str())
+    cuts = tokenizers.Tokenizer.from_str(byte_level_bpe.to_str())
+    cuts.enable_truncation(16)
+    cuts.enable_padding(length=16)
+    assert len(cuts.encode(TEXT)) == len(cuts.encode("me")) == 16
+    plain, ours = (HFTokenizer(definition(text)) for text in (byte_level_bpe.to_str(), cuts.to_str()))
     for text in (TEXT, "me"):
         assert ours.encode(text) == plain.encode(text)
 

@@ -1,94 +1,187 @@
-"""Templates write what transformers makes of them, and tell which words are the assistant's."""
+"""Conversations have the text, ids and masks that transformers' apply_chat_template gives them."""
 
-import itertools
 import json
+from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
-import tokenizers
+import transformers
+from helpers.chat_templates import ASK, CALLS, CHATML, CHATS, LATE, MARKED, TALK, TELL, THINKS, TOOL, WITH_TOOLS, Chat
+from helpers.hf_tokenizers import added, llama2, llama3, qwen2, unigram
 from helpers.refusals import not_refused
-from transformers import PreTrainedTokenizerFast
+from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-from megazpp.data.tokenizer import ByteTokenizer, HFTokenizer
-from megazpp.data.tokenizer_folder import DESCRIPTION
-from megazpp.post_training.chat import DEFAULT_TEMPLATE, ChatTemplate, load_chat_template
+from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megazpp.data.tokenizer_folder import find_tokenizer
+from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template, options_of
+from megazpp.post_training.examples import DataFormatConfig, Examples, read_examples, read_prompts
 
-TURNS = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": '2 < 3 & "so"?'},
-    {"role": "assistant", "content": "Yes."},
-    {"role": "user", "content": "naïve 🐳?"},
-    {"role": "assistant", "content": "No — never."},
-]
-PLAIN = """\
-{%- for message in messages %}
-    {%- if loop.index0 == 0 and message.role == 'tool' %}{{ raise_exception('no tool may begin') }}{% endif %}
-    {{- bos_token + '[' + message.role + '] ' + message.content | trim + eos_token }}
-    {%- if loop.last %}{% break %}{% endif %}
-{%- endfor %}
-{%- if tools %}{{ tools | tojson }}{% endif %}
-{%- if add_generation_prompt %}{{ '<s>[assistant] ' }}{% endif %}
-"""
-MARKED = """\
-{% for message in messages %}
-{% if message.role == 'assistant' %}
-A: {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
-
-{% else %}
-{{ message.role }}: {{ message.content }}
-{% endif %}
-{% endfor %}
-"""
-VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+TOKENIZERS = [qwen2, llama3, llama2, added, unigram]
 
 
-@pytest.mark.parametrize("source", [PLAIN, MARKED, DEFAULT_TEMPLATE])
-def test_a_template_writes_what_transformers_makes_of_it_and_tells_the_assistants_words(source):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-    reference = PreTrainedTokenizerFast(tokenizer_object=words, **VARIABLES)
-    tools = [{"type": "function", "function": {"name": "add", "description": "a < b", "parameters": {}}}]
-    template = ChatTemplate(source, name="it", variables=VARIABLES)
-    for messages, given, prompt in itertools.product((TURNS, TURNS[:2], TURNS[1:3]), (None, tools), (False, True)):
-        options: dict[str, Any] = {"tools": given, "add_generation_prompt": prompt}
-        theirs = reference.apply_chat_template(messages, chat_template=source, tokenize=False, **options)
-        assert template.render(messages, **options) == theirs
-    text, spans = template.render_spans(TURNS)
-    assert text == template.render(TURNS)
-    found = [text[first:last].removesuffix("\n") for first, last in spans]
-    assert found == ["Yes.</s>", "No — never.</s>"]
+def folder_of(folder: Path, write: Any, template: Any) -> Path:
+    """A tokenizer folder with a chat template, or with several by name."""
+    folder.mkdir()
+    write(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return folder
 
 
-def test_what_a_template_refuses_or_may_not_do_is_an_error_with_its_name():
-    rows = [
+def load(folder: Path, **flags: Any) -> Tokenizer:
+    return load_tokenizer(find_tokenizer(folder))  # type: ignore[return-value]
+
+
+def read(path: Path, tokenizer: Tokenizer, record: dict[str, Any], log: Any = print, **flags: Any) -> Examples:
+    config = DataFormatConfig(**{"max_length": 4000, **flags})
+    path.write_text(json.dumps(record) + "\n")
+    template = load_chat_template(config, tokenizer)
+    return read_examples([path], tokenizer, template, config, pairs=False, cache_dir=None, log=log)
+
+
+def theirs_of(tokenizer: Any, chat: Chat, messages: Any, **how: Any) -> Any:
+    """What TRL asks transformers for."""
+    columns = {name: json.loads(x) if isinstance(x, str) else x for name, x in chat.columns.items()}
+    columns |= columns.pop("chat_template_kwargs", {})
+    return tokenizer.apply_chat_template(messages, return_dict=True, **columns, **how)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_conversation_has_the_ids_and_the_mask_of_apply_chat_template(tmp_path, name):
+    chat = CHATS[name]
+    for write in TOKENIZERS:
+        folder = folder_of(tmp_path / write.__name__, write, chat.template)
+        theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load(folder)
+        record = {"messages": chat.messages, **chat.columns}
+        marked = "generation %}" in str(chat.template)
+        expected = theirs_of(theirs, chat, chat.messages, return_assistant_tokens_mask=marked)
+        found = read(tmp_path / "a.jsonl", ours, record, assistant_only_loss=marked)
+        ids, mask = (part.tolist() for part in found.row(0))
+        assert ids == expected["input_ids"], write
+        assert mask == [0, *(expected["assistant_masks"] if marked else [1] * len(ids))[1:]], write
+        prompts = read_prompts(
+            [write_line(tmp_path, {"prompt": chat.messages[:1], **chat.columns})],
+            ours,
+            load_chat_template(ChatConfig(), ours),
+            max_prompt_length=4000,
+        )
+        asked = theirs_of(theirs, chat, chat.messages[:1], add_generation_prompt=True)["input_ids"]
+        assert [prompt.tokens for prompt in prompts] == [asked or [ours.eod]], write
+
+
+def write_line(folder: Path, record: dict[str, Any]) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    return path
+
+
+def test_flags_give_the_template_a_name_arguments_and_a_system_message(tmp_path):
+    named = [
+        {"name": "default", "template": CHATML},
+        {"name": "rag", "template": "R{{ tone }}{{ messages[0].content }}"},
+    ]
+    tokenizer = load(folder_of(tmp_path / "named", qwen2, named))
+    (tmp_path / "own.jinja").write_text("F{{ eos_token }}{{ tone }}")
+    for flags, text in (
+        ({"chat_template": "rag"}, "Rmoney?"),
+        ({"chat_template": "rag", "chat_template_kwargs": '{"tone": 3}'}, "R3money?"),
+        ({"chat_template": "rag", "system_prompt": "be kind"}, "Rbe kind"),
+        ({"chat_template": str(tmp_path / "own.jinja")}, "F<|im_end|>"),
+        ({}, "<|im_start|>user\nmoney?<|im_end|>\n"),
+    ):
+        template = load_chat_template(ChatConfig(**flags), tokenizer)
+        assert template.render([ASK]) == text, flags
+    kept = load_chat_template(ChatConfig(chat_template="rag", system_prompt="be kind"), tokenizer)
+    assert kept.render(TALK[:1]) == "RBe brief."  # a conversation's own comes first
+    own = load_chat_template(ChatConfig(chat_template="rag", chat_template_kwargs='{"tone": 3}'), tokenizer)
+    assert own.render([ASK], options=options_of({"chat_template_kwargs": {"tone": 4}})) == "R4money?"
+
+
+def test_files_beside_the_folder_hold_templates_too_and_come_first(tmp_path):
+    folder = folder_of(tmp_path / "files", qwen2, "D")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load(folder)
+    template = load_chat_template(ChatConfig(), ours)
+    for tools in (None, [TOOL]):
+        expected = theirs.apply_chat_template(CALLS, tools=tools, tokenize=False)
+        assert template.render(CALLS, options={"tools": tools} if tools else {}) == expected
+    assert "additional_chat_templates/tool_use.jinja" in ours.files
+
+
+def test_parquet_nulls_are_missing_keys_and_those_of_json_are_null(tmp_path):
+    """Arrow gives all objects of a column the same keys."""
+    folder = folder_of(tmp_path / "their", qwen2, WITH_TOOLS)
+    tokenizer, config = load(folder), DataFormatConfig(max_length=4000)
+    schemas = [
+        {"name": "add", "parameters": {"a": {"type": "int"}}},
+        {"name": "neg", "parameters": {"b": {"type": "x"}}},
+    ]
+    calls = [{"function": {"name": "add", "arguments": {"a": 1}}}, {"function": {"name": "neg", "arguments": {"b": 2}}}]
+    record = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": calls}, TELL], "tools": schemas}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    template = load_chat_template(config, tokenizer)
+    found = read_examples([tmp_path / "a.parquet"], tokenizer, template, config, pairs=False, cache_dir=None)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(record["messages"], tools=schemas, tokenize=True, return_dict=True)
+    assert found.row(0)[0].tolist() == expected["input_ids"]
+    with_null = {"messages": record["messages"], "tools": [{"name": "add", "default": None}]}
+    found = read(tmp_path / "a.jsonl", tokenizer, with_null)
+    expected = theirs.apply_chat_template(record["messages"], tools=with_null["tools"], return_dict=True)
+    assert found.row(0)[0].tolist() == expected["input_ids"]
+
+
+@pytest.mark.parametrize("write", TOKENIZERS)
+def test_assistant_only_loss_warns_as_trl_where_no_end_of_turn_is_learned(tmp_path, write):
+    templates = {"marked": MARKED, "late": LATE, "thinks": THINKS, "bare": MARKED.replace("<|im_end|>", "")}
+    for name, source in templates.items():
+        folder, lines = folder_of(tmp_path / name, write, source), list[str]()
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        expected = is_chat_template_stop_token_trained(theirs)
+        read(tmp_path / "a.jsonl", load(folder), {"messages": [ASK, TELL]}, lines.append, assistant_only_loss=True)
+        assert ["--assistant-only-loss" in line for line in lines] == [True] * (not expected) + [False], (name, lines)
+
+
+def test_assistant_s_words_without_generation_blocks_are_what_its_messages_add():
+    template = ChatTemplate(ByteTokenizer(), CHATML)
+    text, spans = template.render_spans(TALK)
+    assert text == template.render(TALK)
+    assert [text[first:last] for first, last in spans] == ["never mind<|im_end|>\n", "me<|im_end|>\n"]
+
+
+def test_tokenizers_without_a_folder_have_the_default_template_and_keep_another(tmp_path):
+    assert load_chat_template(ChatConfig(), ByteTokenizer()).render([TELL]).endswith("mind<|endoftext|>\n")
+    assert ByteTokenizer().chat_template() is None
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
+    template = load_chat_template(ChatConfig(chat_template=str(tmp_path / "t.jinja")), ByteTokenizer())
+    assert template.render([TELL]) == "never mind<|endoftext|>"
+
+
+def test_what_a_template_or_a_column_does_wrong_is_an_error_with_its_name(tmp_path):
+    (tmp_path / "bad.jinja").write_text("one\n{% if %}")
+    sources = [
         ("{{ raise_exception('roles must alternate') }}", "T: roles must alternate"),
         ("{{ messages[0].content + 3 }}", "T: can only concatenate"),
         ("{{ messages.__class__.__mro__ }}", "T: access to attribute '__class__'"),
         ("{% set _ = messages.append(1) %}", "T: access to attribute 'append'"),
         ("{{ messages | length }}", "T does not tell which words are the assistant's: it has no"),
     ]
-    assert not not_refused(rows, lambda source: ChatTemplate(source, name="T").render_spans(TURNS))
-
-
-def test_the_template_is_the_flags_else_the_tokenizers_else_the_default(tmp_path):
-    (tmp_path / "t.jinja").write_text("F{{ eos_token }}")
-    (tmp_path / "bad.jinja").write_text("one\n{% if %}")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<e>": 1}, unk_token="a")).to_str()
-    definition = {"tokenizer.json": words.encode()}
-    tokens = {"eos_token": {"content": "<e>"}, "bos_token": "<b>"}
-    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "N"}]
-    plain = json.dumps(tokens | {"chat_template": "{{ bos_token }}D"}).encode()
-    for path, files, text in [
-        (str(tmp_path / "t.jinja"), {DESCRIPTION: plain}, "F<e>"),
-        (None, {DESCRIPTION: plain}, "<b>D"),
-        (None, {DESCRIPTION: json.dumps(tokens | {"chat_template": named}).encode()}, "N"),
-        (None, {DESCRIPTION: plain, "chat_template.jinja": b"J"}, "J"),
-        (None, {}, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<e>\n"),
-    ]:
-        template = load_chat_template(path, HFTokenizer(words, eod="<e>", files=definition | files))
-        assert template.render([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]) == text
-    assert load_chat_template(None, ByteTokenizer()).render(TURNS[2:3]).endswith("Yes.<|endoftext|>\n")
-    refused = [
-        (str(tmp_path / "bad.jinja"), "bad.jinja, line 2: Expected an expression"),
-        ("nowhere", "--chat-template nowhere cannot be read"),
+    assert not not_refused(sources, lambda source: ChatTemplate(ByteTokenizer(), source, name="T").render_spans(TALK))
+    flags = [
+        ({"chat_template": str(tmp_path / "bad.jinja")}, "bad.jinja, line 2: Expected an expression"),
+        ({"chat_template": "nowhere"}, "--chat-template nowhere cannot be read"),
+        ({"chat_template_kwargs": "[1]"}, "--chat-template-kwargs [1] is not a JSON object"),
+        ({"chat_template_kwargs": "{"}, "--chat-template-kwargs { is not a JSON object"),
     ]
-    assert not not_refused(refused, lambda path: load_chat_template(path, ByteTokenizer()))
+    assert not not_refused(flags, lambda flags: load_chat_template(ChatConfig(**flags), ByteTokenizer()))
+    columns = [
+        ({"tools": "{}"}, "'tools' is {}, not a list of objects"),
+        ({"tools": "no JSON"}, "'tools' is not JSON"),
+        ({"documents": ["a"]}, "'documents' is ['a'], not a list of objects"),
+        ({"chat_template_kwargs": "3"}, "'chat_template_kwargs' is 3, not an object"),
+        ({"chat_template_kwargs": [3]}, "'chat_template_kwargs' is [3], not an object"),
+    ]
+    assert not not_refused(columns, options_of)

@@ -12,11 +12,11 @@ from helpers.refusals import not_refused
 
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
-from megazpp.post_training.chat import ChatTemplate, load_chat_template
+from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template
 from megazpp.post_training.examples import DataFormatConfig, Examples, Prompt, read_examples, read_prompts
 
 TOKENIZER = ByteTokenizer()
-TEMPLATE = load_chat_template(None, TOKENIZER)
+TEMPLATE = load_chat_template(ChatConfig(), TOKENIZER)
 USER, ANSWER = {"role": "user", "content": "é?"}, {"role": "assistant", "content": "ja"}
 WORSE = {"role": "assistant", "content": "nein"}
 PARTS = [{"type": "text", "text": "é", "image": None}, {"type": "text", "text": "?"}]
@@ -112,7 +112,7 @@ def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(path, tm
     )
     found = {
         shown(read(path, template=template, flags={"assistant_only_loss": only}, cache_dir=tmp_path))[0]
-        for template in (TEMPLATE, ChatTemplate(short, name="short"))
+        for template in (TEMPLATE, ChatTemplate(TOKENIZER, short))
         for only in (False, True)
     }
     assert len(found) == 4
@@ -189,7 +189,7 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     template = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"
     folder = write_llama_tokenizer(tmp_path / "their", words, chat_template=template)
     theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(find_tokenizer(folder))
-    chat = load_chat_template(None, tokenizer)
+    chat = load_chat_template(ChatConfig(), tokenizer)
     talk = [{"role": "user", "content": "money"}, {"role": "assistant", "content": "little"}]
 
     def plain(text: str) -> list[int]:
@@ -232,6 +232,6 @@ def test_a_role_that_the_template_names_and_a_call_without_content_are_taken_and
     calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
     write(path, {"messages": [{"role": "critic", "content": "x", "tool_calls": None}, calls]})
     with pytest.raises(ValueError, match="line 1: message 1 has the role 'critic'"):
-        read(path, template=ChatTemplate(source, name="t"))
-    found = read(path, template=ChatTemplate("{% if 'critic' %}" + source + "{% endif %}", name="t"))
+        read(path, template=ChatTemplate(TOKENIZER, source))
+    found = read(path, template=ChatTemplate(TOKENIZER, "{% if 'critic' %}" + source + "{% endif %}"))
     assert shown(found)[0][0] == "role+content:criticx role+tool_calls:assistant['f'] "
