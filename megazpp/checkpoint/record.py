@@ -152,10 +152,11 @@ SHAPE = {
 SAMPLES = "samples"  # among the flags: batch size, ranks, and the description of data/identity.py
 IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
+TEXT = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
 DATA = (  # flags that samples follow from
-    *("seed", *PLACES, "seq_length", "train_iters", "train_samples", "rampup_batch_size", "eval_iters"),
+    *("seed", *PLACES, *TEXT, "seq_length", "train_iters", "train_samples", "rampup_batch_size", "eval_iters"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
-    *("chat_template", "packing", "assistant_only_loss", "completion_only_loss"),
+    *("packing", "assistant_only_loss", "completion_only_loss"),
     *("num_generations", "steps_per_generation", "num_iterations", "num_ppo_epochs", "num_mini_batches"),
 )
 
@@ -205,7 +206,7 @@ def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
         path = Path(value).expanduser()
         return str(path.resolve()) if path.exists() or path.with_name(path.name + ".idx").exists() else value
 
-    names = [name for name in flags if name.endswith(("_path", "_file", "tokenizer_model"))]
+    names = [name for name in flags if name.endswith(("_path", "_file", "tokenizer_model", "chat_template"))]
     return {**flags, **{name: absolute(flags[name]) for name in names}}
 
 
@@ -226,8 +227,9 @@ def data_notes(
     """
     own: dict[str, Any] = {name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()}  # as JSON has it
     before, now, (size, earlier_size) = saved.get(SAMPLES, {}), own.get(SAMPLES, {}), batch_sizes
-    passed_over = PLACES if same_sources(before, now) else ()  # the same data, perhaps under other names
-    names = [name for name in DATA if name in saved and name not in passed_over and saved[name] != own[name]]
+    # the same tokens, perhaps of files with other names, or of a template that the checkpoint has kept
+    passed_over = (*PLACES, *TEXT) if same_sources(before, now) else ()
+    names = [name for name in DATA if name in saved and name not in passed_over and saved[name] != own.get(name)]
     changes = _changes(names, flags, saved)
     if None not in batch_sizes and size != earlier_size:
         by = "" if flags.get("global_batch_size") else f" (--micro-batch-size x {now.get('ranks')} data ranks)"

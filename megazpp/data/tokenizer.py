@@ -7,13 +7,14 @@ has it. One file of more than 300 lines, because all kinds of tokenizers impleme
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sentencepiece
 
@@ -222,7 +223,7 @@ class Tokenizer:
         """Ids of tokens that the vocabulary has beside pieces of text."""
         return set(self.specials.values())
 
-    @property
+    @functools.cached_property
     def stop_ids(self) -> list[int]:
         """Ids that end a generated text: eod, and those at which transformers' `generate` ends for these files."""
         source = GENERATION if GENERATION in self.files else CONFIG
@@ -332,24 +333,19 @@ class HFTokenizer(Tokenizer):
         self._unknown = getattr(backend.model, "unk_token", None)
         has_bytes = "ByteLevel" in str(backend.decoder)  # whose pieces have a letter for each byte
         self._byte_letters = set(byte_letters() if has_bytes else ())
-        self.identity = f"huggingface-{self._digest(split)}{self.marks}"
+        self.identity = f"huggingface-{self._digest(split, DESCRIPTION in files)}{self.marks}"
 
-    def _digest(self, split: bool) -> str:
-        """Return a hash of the vocabularies' files, eod, and what transformers has changed around them.
+    def _digest(self, split: bool, described: bool) -> str:
+        """Return a hash of the vocabulary's files, eod, and the changes that transformers makes to a tokenizer.json.
 
-        The definition that the package writes is not part of it: that changes from version to version.
+        A definition as the package writes it is not hashed, because that changes from version to version.
         """
-        names = [DEFINITION] if DEFINITION in self.files else sorted(self.files.keys() & VOCABULARIES)
+        names = [DEFINITION] if DEFINITION in self.files else [name for name in VOCABULARIES if name in self.files]
         digest = hashlib.sha256(b"".join(self.files[name] for name in names)).hexdigest()
-        made = self._tokenizer.to_str()
-        if DEFINITION in self.files and not split:
-            plain = type(self._tokenizer).from_str(self.files[DEFINITION].decode())
-            plain.no_truncation()
-            plain.no_padding()
-            if plain.to_str() == made:
-                return f"{digest}-{self.eod}"
-        around = json.loads(made)
-        around["model"] = {name: value for name, value in around["model"].items() if name not in ("vocab", "merges")}
+        around = _around(self._tokenizer)
+        plain = type(self._tokenizer).from_str(self.files[DEFINITION].decode()) if DEFINITION in self.files else None
+        if not split and (not described if plain is None else _around(plain) == around):
+            return f"{digest}-{self.eod}"
         return f"{digest}-{self.eod}-{hashlib.sha256(json.dumps([around, split]).encode()).hexdigest()[:8]}"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -415,6 +411,13 @@ class ByteTokenizer(Tokenizer):
 
     def piece_bytes(self, token: int) -> int | None:
         return int(token < 256)
+
+
+def _around(tokenizer: Any) -> list[Any]:
+    """Return the part of a definition, beside the vocabulary, that decides which ids a text has."""
+    values = json.loads(tokenizer.to_str())
+    options = {name: value for name, value in values["model"].items() if value and name not in ("vocab", "merges")}
+    return [values["normalizer"], values["pre_tokenizer"], values["added_tokens"], options]
 
 
 def byte_letters() -> list[str]:

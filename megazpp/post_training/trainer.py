@@ -113,7 +113,9 @@ class _PostTraining:
         files = (train_paths(self.config), data.valid_data_path, data.test_data_path)
         self._counts = Splits(wanted, held_out, held_out)
         opened = zip(Splits._fields, files, self._counts, strict=True)
-        return Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
+        found = Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
+        self.tokenizer.files = template.files(self.tokenizer.files)  # for checkpoints
+        return found
 
     def _spec(self, *, scalar_head: bool | None = None) -> ModelSpec:
         """That of the policy, or of a model with a scalar head or without."""

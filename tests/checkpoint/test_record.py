@@ -125,6 +125,21 @@ def test_other_data_gives_a_note_and_the_same_data_none():
     assert note.startswith("--seed is 2, was 1, --train-iters is 20, was 10 in iter_0000007: ")
 
 
+def test_each_flag_that_changes_text_is_compared_unless_the_tokens_are_the_same():
+    def described(digest: str) -> dict[str, Any]:
+        sources = [["a", digest, 1.0, 10, digest]]
+        return {
+            "samples": {"order": digest, "sources": sources, "valid": None, "test": None, "per_prompt": 1, "count": 9}
+        }
+
+    flags = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
+    for name in flags:
+        saved, now = {name: "x"} | described("one"), {name: None}
+        assert data_notes(saved, now | described("one"), WHERE) == []  # a template that the checkpoint has kept
+        (note,) = data_notes(saved, now | described("two"), WHERE)
+        assert note.startswith(f"--{name.replace('_', '-')} is None, was x, the tokens of a are not the same")
+
+
 def test_the_batch_size_of_an_old_checkpoint_follows_from_its_flags_and_layout():
     def size(flags: dict[str, Any], **layout: int) -> int | None:
         return batch_size_of(dataclasses.replace(RECORD, flags=flags, layout=layout))

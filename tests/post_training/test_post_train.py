@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.chat_templates import EACH
 from helpers.hf_models import TOKENS, logits, make_llama, save
+from helpers.hf_tokenizers import qwen2
 from helpers.program import ROOT, run_forked
 from helpers.refusals import not_refused, table
 from post_train import prepare
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megazpp.base.arguments import ParsedRun, parse_run_config
 from megazpp.checkpoint.read import LoadSource
@@ -95,6 +97,53 @@ def test_supervised_training_learns_and_is_validated(home):
     found = trained(home, "sft", f"{SFT} --packing --train-iters 30 {evaluated}")
     assert found[-1]["lm_loss"] < found[0]["lm_loss"] - 0.3
     assert [row["iteration"] for row in rows(home, "sft", "validation.jsonl")] == [0, 15, 30]
+
+
+CHAT = EACH % (
+    "{{ tone }}<|im_start|>{{ m.role[0] }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
+)
+
+
+def test_the_chat_template_of_a_run_is_kept_exported_and_compared(home):
+    tokenizer, own = home / "qwen", home / "own.jinja"
+    tokenizer.mkdir()
+    qwen2(tokenizer)
+    (tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
+    named = MODEL.replace("--tokenizer-type NullTokenizer", "--tokenizer-model qwen")
+    tool(home, "../pretrain_gpt", f"{named} --save spoken")
+    own.write_text(CHAT)
+    talks = [[{"role": "user", "content": f"a{n}"}, {"role": "assistant", "content": f"{n}"}] for n in range(9)]
+    write(home / "talks.jsonl", [{"messages": talk} for talk in talks])
+    sft = f"--objective sft --train-data-path talks.jsonl {LAYOUT} --assistant-only-loss"
+
+    def train(iterations: int, flags: str, load: str = "talking") -> str:
+        anew = "" if iterations == 2 else "--override-opt_param-scheduler"
+        return post_train(home, "talking", f"{sft} --train-iters {iterations} {flags} {anew}", load=load)
+
+    ways = '--chat-template own.jinja --chat-template-kwargs {"tone":"kind"}'
+    train(2, f"{ways} --eos-token <|endoftext|>", load="spoken")
+    (kept,) = (home / "talking").glob("tokenizer-*/chat_template.jinja")
+    assert kept.read_text() == CHAT
+    ways = ways.removeprefix("--chat-template own.jinja ")
+    assert "not the same" not in train(3, ways)  # the template is the checkpoint's
+    own.write_text(CHAT.replace("im_start", "im_end"))  # the same file with another content
+    said = train(4, f"{ways} --chat-template own.jinja --system-prompt s")
+    assert all(
+        part in said for part in ("--system-prompt is s, was None", "the tokens of the examples are not the same")
+    )
+    own.write_text(CHAT)
+    train(5, f"{ways} --chat-template own.jinja")
+    tool(home, "convert_checkpoint", "--input talking --output exported")
+    theirs = AutoTokenizer.from_pretrained(home / "exported")
+    said = {
+        name: json.loads((home / "exported" / f"{name}.json").read_text()) for name in ("config", "generation_config")
+    }
+    assert (theirs.chat_template, theirs.eos_token, theirs.eos_token_id) == (CHAT, "<|endoftext|>", 0)
+    assert (said["config"]["eos_token_id"], said["generation_config"]["eos_token_id"]) == (0, [0, 1])
+    plain = f"--objective sft --train-data-path chats.jsonl {LAYOUT} --train-iters 1 --chat-template own.jinja"
+    post_train(home, "plain", plain, load="spoken")  # no conversation: no template
+    assert list((home / "plain").glob("tokenizer-*/chat_template.jinja")) == []
 
 
 def test_a_reward_model_serves_ppo(home):
