@@ -40,13 +40,14 @@ class Drawing:
         config: SampleConfig,
         uniform: torch.Tensor,
         *,
-        ends: int | None,
+        ends: Sequence[int],
     ) -> None:
-        self._model, self._tp, self._config, self._ends = model, tp, config, ends
+        self._model, self._tp, self._config = model, tp, config
         batch, limit, counts = len(prompts), config.sample_tokens, [len(prompt) for prompt in prompts]
         longest = max(counts)
         device = model.embedding.word.weight.device  # of frozen models too
         self._hooked = modules_with_hooks(model)
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._prompts = torch.tensor(
             [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], dtype=torch.int64, device=device
         )
@@ -112,8 +113,8 @@ class Drawing:
         here = self.going[rows]
         self.tokens[rows, place], self.logps[rows, place] = token * here, logp * here
         self.lengths[rows] += here
-        if self._ends is not None:
-            self.going[rows] = here & (token != self._ends)
+        if len(self._ends):
+            self.going[rows] = here & (token.unsqueeze(1) != self._ends).all(dim=1)
         self._last.copy_(token.unsqueeze(1))
         place += 1
 

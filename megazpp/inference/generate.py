@@ -130,7 +130,7 @@ def draw_completions(
     config: SampleConfig,
     uniform: torch.Tensor,
     *,
-    ends: int | None,
+    ends: Sequence[int] = (),
     is_last: Callable[[int, int], bool] | None = None,
     graphs: StepGraphs | None = None,
     look_every: int | None = None,
@@ -142,7 +142,7 @@ def draw_completions(
 
     Args:
         uniform: [B, sample_tokens] fp64 in [0, 1), see `pick_rows`.
-        ends: the token that ends a completion.
+        ends: tokens that end a completion.
         is_last: also asked, for each row and new token, whether the row ends with it. Same answers on all tp ranks.
             The host then waits for each token.
         graphs: object that runs the steps; None for eager steps.
@@ -161,7 +161,7 @@ def draw_completions(
                 drawing.read_prompts_()
             else:
                 drawing.advance_(graphs)
-            if is_last is None and (ends is None or count == limit or count % look_every):
+            if is_last is None and (not ends or count == limit or count % look_every):
                 continue
             tokens, now = drawing.look()
             if is_last is not None:

@@ -15,32 +15,48 @@ from megazpp.zero.sharding import WeightHandle
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of the first bytes of a character
 
 
+def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Return the ids that end a text, and the strings of `stops` that are not the name of a special token.
+
+    The ids are the tokenizer's (`Tokenizer.stop_ids`) and those of special tokens in `stops`.
+    """
+    special = [tokenizer.specials[stop] for stop in stops if stop in tokenizer.specials]
+    return [*tokenizer.stop_ids, *special], [stop for stop in stops if stop not in tokenizer.specials]
+
+
 class Continuation:
     """The text of one row as its tokens come.
 
     Args:
         prompt: its tokens.
-        stop: strings that end the text; the earliest counts, and is not part of it.
+        stop: strings that end the text; the earliest counts, and is not part of it. They may hold special tokens,
+            which are not part of the text either.
     Attributes:
         text: of the new tokens, as far as it will not change: no half character, no beginning of a stop string.
         over: it will not grow.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+        self._tokenizer, (self._ends, self._stop) = tokenizer, split_stops(tokenizer, stop)
+        self._names = [name for name in tokenizer.specials if any(name in stop for stop in self._stop)]
         self._tokens, self._skip = list(prompt), len(tokenizer.decode(prompt))  # a space may lie between the two
+        self._whole_skip = len(tokenizer.decode_with_specials(self._tokens)) if self._names else 0
         self.text, self.over = "", False
 
     def add(self, token: int) -> bool:
         """A new token; returns whether it ends the text."""
-        if token == self._tokenizer.eod:
+        if token in self._ends:
             self.finish()
             return True
         self._tokens.append(token)
-        text = self._decode()
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        text = whole = self._decode()
+        if self._names:
+            whole = self._tokenizer.decode_with_specials(self._tokens)[self._whole_skip :]
+        ends = [place for stop in self._stop if (place := whole.find(stop)) >= 0]
         if ends:
-            self.text, self.over = text[: min(ends)], True
+            self.text, self.over = whole[: min(ends)], True
+            for name in self._tokenizer.specials if self._names else ():
+                self.text = self.text.replace(name, "")
         else:
             self.text = text[: len(text) - self._uncertain(text)]
         return self.over

@@ -17,7 +17,7 @@ from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.decoding import StepGraphs, may_capture
 from megazpp.inference.generate import Drawn, draw_completions, evaluating
 from megazpp.inference.sample import SampleConfig
-from megazpp.inference.text import Continuation
+from megazpp.inference.text import Continuation, split_stops
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
 from megazpp.post_training.examples import Prompt
@@ -94,8 +94,9 @@ class PolicySampler:
 
     def _draw(self, prompts: list[list[int]], uniform: torch.Tensor) -> tuple[Drawn, list[str]]:
         """Completions of one batch."""
-        tokenizer, stops = self.tokenizer, self.config.stops
-        rows = [Continuation(tokenizer, prompt, stops) for prompt in prompts]
+        tokenizer = self.tokenizer
+        ends, stops = split_stops(tokenizer, self.config.stops)
+        rows = [Continuation(tokenizer, prompt, self.config.stops) for prompt in prompts]
 
         def is_last(row: int, token: int) -> bool:
             return rows[row].add(token)
@@ -106,7 +107,7 @@ class PolicySampler:
             prompts,
             self.config,
             uniform,
-            ends=tokenizer.eod,
+            ends=ends,
             is_last=is_last if stops else None,
             graphs=self.graphs,
         )
@@ -116,6 +117,6 @@ class PolicySampler:
             return drawn, [row.text for row in rows]
         texts = []
         for prompt, tokens, length in zip(prompts, drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True):
-            last = length - (tokens[length - 1] == tokenizer.eod)
+            last = length - (tokens[length - 1] in ends)
             texts.append(tokenizer.decode([*prompt, *tokens[:last]])[len(tokenizer.decode(prompt)) :])
         return drawn, texts

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,17 +36,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 ROUNDING = 1e-5  # fp32: products of other numbers of rows, and attention over more masked keys
 
 
-def draw(model: GPTModel, config: SampleConfig, *, ends: int | None = None, **options: Any) -> Drawn:
+def draw(model: GPTModel, config: SampleConfig, *, ends: Sequence[int] = (), **options: Any) -> Drawn:
     uniform = torch.rand(len(PROMPTS), config.sample_tokens, generator=torch.Generator().manual_seed(2)).double()
     with evaluating(model):
         return draw_completions(model, model.tp, PROMPTS, config, uniform, ends=ends, **options)
 
 
-def end_of_some(model: GPTModel, config: SampleConfig) -> int:
-    """A token with which about half of the completions end."""
+def end_of_some(model: GPTModel, config: SampleConfig) -> list[int]:
+    """Two tokens, with one of which about half of the completions end."""
     found = draw(model, config)
     counts = collections.Counter(token for row in found.tokens.tolist() for token in set(row))
-    return min(counts, key=lambda token: abs(counts[token] - len(PROMPTS) // 2))
+    return [min(counts, key=lambda token: abs(counts[token] - len(PROMPTS) // 2)), 500]
 
 
 def assert_same(found: Drawn, expected: Drawn, *, atol: float) -> None:
@@ -123,7 +124,7 @@ def test_the_host_waits_once_per_eight_tokens_and_copies_nothing_to_the_device(m
     for limit in (8, 40):
         counts.clear()
         sample = SampleConfig(sample_tokens=limit, sample_top_k=20, sample_top_p=0.9, sample_repetition_penalty=1.1)
-        draw(model, sample, ends=500, look_every=8)  # beyond the vocabulary: no row ends
+        draw(model, sample, ends=[500], look_every=8)  # beyond the vocabulary: no row ends
         found.append(dict(counts))
     short, long = found
     assert long.pop("tolist") == 4  # after 8, 16, 24 and 32 tokens
@@ -171,7 +172,7 @@ def test_steps_are_captured_on_cuda_where_they_have_no_collectives(cuda, tp, cp,
     assert may_capture(SimpleNamespace(embedding=SimpleNamespace(word=word), **axes)) is expected
 
 
-def draw_on_ranks(config: SampleConfig, ends: int, look_every: int) -> Drawn:
+def draw_on_ranks(config: SampleConfig, ends: Sequence[int], look_every: int) -> Drawn:
     return draw(build_gpt(STYLES["llama"]), config, ends=ends, look_every=look_every)
 
 

@@ -2,14 +2,19 @@
 
 import dataclasses
 import io
+import json
 
 import pytest
 import sentencepiece
+import torch
+import transformers
+from helpers.hf_tokenizers import byte_fallback, gpt2, llama3, qwen2
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import Case, build_on_ranks
 
-from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer
+from megazpp.data.tokenizer_folder import find_tokenizer
 from megazpp.inference.sample import SampleConfig
 from megazpp.inference.text import Continuation, Stream, continue_texts
 
@@ -32,6 +37,31 @@ def test_a_text_ends_before_the_stop_string_that_comes_first():
     assert grow("one. two! three", "!", ".")[-1] == "one"
     assert grow("aab", "ab", "b")[-1] == "a"
     assert grow("no end", "!")[-1] == "no end"
+
+
+SAID = "money<|im_end|>\nnever <|im_end|>x<|endoftext|> two </s>me"
+STOPS = [
+    *([], ["<|im_end|>"], ["\n"], ["<|im_end|>\n"], ["never <|im_end|>"], ["<|im_end|>x", "two"]),
+    *(["</s>"], ["ney<|im_end|>\nn"], ["<|eot_id|>", "ver"], ["e t", "<|endoftext|>"]),
+]
+
+
+@pytest.mark.parametrize("write", [qwen2, llama3, byte_fallback, gpt2])
+def test_a_text_ends_at_the_token_at_which_transformers_ends_it(tmp_path, write):
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    tokenizer = load_tokenizer(find_tokenizer(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode_spans(SAID, marked=False).ids
+    assert {2, 5, theirs.eos_token_id} >= {*tokenizer.stop_ids}
+    for stops in STOPS:
+        row, ends = Continuation(tokenizer, [], stops), [transformers.EosTokenCriteria(tokenizer.stop_ids)]
+        ends += [transformers.StopStringCriteria(theirs, stops)] if stops else []
+        count = next(n for n in range(1, len(ids) + 1) if row.add(ids[n - 1]) or n == len(ids))
+        told = [any(bool(end(torch.tensor([ids[:n]]), None)) for end in ends) for n in range(1, len(ids) + 1)]
+        assert count == (told.index(True) + 1 if True in told else len(ids)), stops
+        if row.over:
+            assert not any(name in row.text for name in (*tokenizer.specials, *stops))
 
 
 def test_half_a_character_and_what_may_begin_a_stop_string_are_held_back_until_there_is_no_more():

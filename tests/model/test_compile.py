@@ -158,7 +158,7 @@ def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
     model = build_gpt(dataclasses.replace(LLAMA_STYLE, compile=compile_))
     for rows in (3, 2, 1):
         with evaluating(model):
-            drawn = draw_completions(model, model.tp, prompts[:rows], greedy, torch.zeros(rows, 9), ends=None)
+            drawn = draw_completions(model, model.tp, prompts[:rows], greedy, torch.zeros(rows, 9), ends=())
         tokens += drawn.tokens.tolist()
         counts.append(graphs())
     return tokens, counts

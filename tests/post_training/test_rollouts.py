@@ -333,11 +333,11 @@ def draw_together_and_alone(case: PostCase) -> None:
         return asked[row] == 1 + 2 * row
 
     with evaluating(model), sharding.kept_gathered():
-        together = draw_completions(model, dims.tp, rows, config, uniform, ends=None, is_last=is_last)
+        together = draw_completions(model, dims.tp, rows, config, uniform, ends=(), is_last=is_last)
         assert together.ended.all()
         assert together.lengths.tolist() == [1, 3, 5, 7, 9, 11]
         for row, length in enumerate(together.lengths.tolist()):
-            alone = draw_completions(model, dims.tp, [rows[row]], config, uniform[row : row + 1], ends=None)
+            alone = draw_completions(model, dims.tp, [rows[row]], config, uniform[row : row + 1], ends=())
             assert torch.equal(together.tokens[row, :length], alone.tokens[0, :length])
             torch.testing.assert_close(together.logps[row, :length], alone.logps[0, :length], atol=1e-5, rtol=0)
 
@@ -376,7 +376,7 @@ def draw_both_ways(case: PostCase) -> None:
         config = SampleConfig(sample_tokens=12, sample_temperature=0.0, sample_repetition_penalty=penalty)
         ends: dict[str, Any] = {"is_last": lambda row, token: row < 4}
         with evaluating(model), sharding.kept_gathered():
-            drawn = draw_completions(model, dims.tp, rows, config, nothing, ends=None, **ends)
+            drawn = draw_completions(model, dims.tp, rows, config, nothing, ends=(), **ends)
         texts = generate(model, sharding, dims, rows, config, max_length=SEQ, seed=1, **ends).tokens
         assert [len(text) for text in texts] == [1, 1, 1, 1, 12, 12]
         assert [row[:n] for row, n in zip(drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True)] == texts
