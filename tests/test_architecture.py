@@ -133,9 +133,9 @@ def test_no_two_classes_of_the_product_share_a_name(product):
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-# Methods that torch, transformers, Jinja and Python's files call on what we give them.
+# Methods that torch, transformers and Python's files call on what we give them.
 CALLED_BY_LIBRARIES = {
-    *("get_extra_state", "set_extra_state", "on_train_begin", "post_train", "parse"),
+    *("get_extra_state", "set_extra_state", "on_train_begin", "post_train"),
     *("lookup_object", "create_stream"),
 }
 

@@ -3,21 +3,26 @@
 python tools/generate.py --load checkpoints/ --prompt "Call me" "It was" --sample-tokens 100
 python tools/generate.py --load checkpoints/ --prompt-file prompts.txt --temperature 0
 python tools/generate.py --load checkpoints/ --tensor-model-parallel-size 2 < prompts.txt
+python tools/generate.py --load checkpoints/ --chat --prompt "Who is Ahab?" --system-prompt "Be brief."
+python tools/generate.py --load checkpoints/ --chat --prompt-file conversation.json
 
-Model, tokenizer and precision are the checkpoint's. A prompt is a line of the file, or of stdin, that is not empty
-(--prompt "" begins with nothing); texts go to stdout as they grow, everything else to stderr.
+Model, tokenizer, chat template and precision are the checkpoint's. A prompt is a line of the file, or of stdin, that is
+not empty (--prompt "" begins with nothing). A file NAME.jsonl has an object on each line, whose "prompt" is a text or,
+with --chat, a list of messages (also under "messages"). A file NAME.json holds one such object or list. Texts go to
+stdout as they grow, with --chat the answers alone. Everything else goes to stderr.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
@@ -25,18 +30,29 @@ from megazpp.base.arguments import RunConfig
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import program
 from megazpp.base.run import Loaded, run_on_checkpoint
-from megazpp.data.tokenizer import marks_note
+from megazpp.data.dataset import build_tokenizer
+from megazpp.data.documents import read_records
+from megazpp.data.tokenizer import Tokenizer, marks_note
 from megazpp.inference.generate import sequences_that_fit
-from megazpp.inference.text import continue_texts
+from megazpp.inference.text import Start, check_start, continue_texts, start_of
+from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_template
+from megazpp.post_training.examples import prompt_ids
 
 DEFAULT_TOKENS = 100
+GivenPrompt = str | dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(ChatConfig):
     """Generation: the prompts, and how many at once."""
 
-    prompt_file: str | None = flag(None, "file with a prompt on each line (default: stdin, without --prompt)")
+    prompt_file: str | None = flag(
+        None, "file with a prompt on each line, NAME.jsonl or NAME.json (default: stdin, without --prompt)"
+    )
+    chat: bool = flag(False, "answer prompts as messages of a user, by the chat template")
+    truncate_prompt: bool = flag(
+        False, "cut the beginning of a prompt that leaves no room for --sample-tokens, instead of refusing long prompts"
+    )
     prompts_at_once: int | Literal["auto"] = flag(
         8, "prompts of one batch; keys and values of all of them are kept; auto: as many as fit, at most 256"
     )
@@ -45,6 +61,10 @@ class GenerateConfig:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in () if self.chat else [field.name for field in dataclasses.fields(ChatConfig)]:
+            if getattr(self, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} needs --chat")
         if self.prompts_at_once != "auto":
             check_positive(self, "prompts_at_once")
 
@@ -55,38 +75,88 @@ def main(argv: list[str]) -> int:
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:
-    """Refuse what cannot be before anything is loaded."""
-    if extra.prompt_file is None:
-        return
-    if config.sample.sample_prompt:
+    """Refuse prompts that cannot be continued, but for those of stdin, before anything is loaded."""
+    given, file = config.sample.sample_prompt, extra.prompt_file
+    if given and file is not None:
         raise ValueError("--sample-prompt and --prompt-file exclude each other")
-    if not Path(extra.prompt_file).expanduser().is_file():
-        raise ValueError(f"--prompt-file {extra.prompt_file} does not exist")
-    if next(read_prompts((), extra.prompt_file, 1), None) is None:
-        raise ValueError(f"--prompt-file {extra.prompt_file} holds no prompt")
+    if file is not None and not Path(file).expanduser().is_file():
+        raise ValueError(f"--prompt-file {file} does not exist")
+    if not given and file is None:
+        return
+    tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+    starts = Starts(tokenizer, config, extra, lambda note: None)
+    if not [starts.make(prompt) for batch in read_prompts(given, file, 1) for prompt in batch]:
+        raise ValueError(f"--prompt-file {file} holds no prompt")
+
+
+class Starts:
+    """Prompts to beginnings of texts.
+
+    Args:
+        say: function that is told which prompts were cut, and that a text may become longer than the model takes.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, config: RunConfig, extra: GenerateConfig, say: Callable[[str], None]
+    ) -> None:
+        assert config.data.seq_length is not None
+        self._tokenizer, self._extra, self._say, self._count = tokenizer, extra, say, 0
+        self._longest, self._tokens = config.data.seq_length, config.sample.sample_tokens or DEFAULT_TOKENS
+        self._template = load_chat_template(extra, tokenizer) if extra.chat else ChatTemplate(tokenizer)
+
+    def make(self, prompt: GivenPrompt) -> Start:
+        """Return the beginning for a prompt; raises ValueError, with its number, if it cannot be continued."""
+        self._count += 1
+        name, longest = f"prompt {self._count}", self._longest
+        start = self._start(prompt, name)
+        if self._extra.truncate_prompt and len(start.ids) + self._tokens > longest:
+            before = [] if self._extra.chat or not self._tokenizer.marks.used else self._tokenizer.marks.before
+            kept = max(longest - self._tokens, len(before) + 1)
+            if kept < len(start.ids):
+                self._say(f"note: {name} is cut from {len(start.ids)} tokens to its last {kept}")
+                return Start(before + start.ids[len(before) - kept :], start.shown)
+        check_start(start, longest, f"{name} (--truncate-prompt cuts its beginning)")
+        if len(start.ids) + self._tokens > longest:
+            self._say(f"note: of {name} and its text, a token sees the last {longest} at most: the model takes no more")
+        return start
+
+    def _start(self, prompt: GivenPrompt, name: str) -> Start:
+        if isinstance(prompt, str) and not self._extra.chat:
+            return start_of(prompt, self._tokenizer)
+        record = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+        value = record.setdefault("prompt", record.get("messages"))
+        if self._extra.chat and isinstance(value, str):
+            record["prompt"] = [{"role": "user", "content": value}]
+        elif isinstance(value, list) and not self._extra.chat:
+            raise ValueError(f"{name} is a list of messages, which --chat renders")
+        try:
+            return Start(prompt_ids(record, self._tokenizer, self._template)[1], "" if self._extra.chat else value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 def run(loaded: Loaded) -> None:
     config, world, extra, longest = loaded.config, loaded.dims.world, loaded.extra, loaded.config.data.seq_length
     assert longest is not None
     sample = dataclasses.replace(config.sample, sample_tokens=config.sample.sample_tokens or DEFAULT_TOKENS)
-    on_host, size, batches = extra.kv_on == "host", extra.prompts_at_once, iter(list[list[str]]())
+    on_host, size, batches = extra.kv_on == "host", extra.prompts_at_once, iter(list[list[GivenPrompt]]())
     if world.rank == 0:
         if size == "auto":
             size = sequences_that_fit(loaded.built[0], longest, loaded.device, on_host=on_host)
             loaded.say(f" {size} prompts at once")
         batches = read_prompts(config.sample.sample_prompt, extra.prompt_file, size)
+    make = Starts(loaded.tokenizer, config, extra, loaded.say).make
     out, done = sys.stdout if world.rank == 0 else None, 0
     if note := marks_note(loaded.tokenizer):
         loaded.say(f"note: {note}")
     started, count = 0.0, 0
-    while prompts := world.share_object(next(batches, [])):
+    while starts := world.share_object([make(prompt) for prompt in next(batches, [])]):
         started = started or time.perf_counter()
         _, generated = continue_texts(
             *loaded.built,
             loaded.dims,
             loaded.tokenizer,
-            prompts,
+            starts,
             sample,
             max_length=longest,
             seed=config.launch.seed,
@@ -95,15 +165,19 @@ def run(loaded: Loaded) -> None:
             cache_on_host=on_host,
         )
         loaded.say(f"with the cache: {generated.describe()}")
-        done, count = done + len(prompts), count + sum(map(len, generated.tokens))
+        done, count = done + len(starts), count + sum(map(len, generated.tokens))
     if not done:
         raise ValueError("there is no prompt on stdin")
     if loaded.streamed is not None:
         loaded.say(loaded.streamed.describe_speed(count, time.perf_counter() - started))
 
 
-def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[list[str]]:
-    """Batches of prompts: those given, also empty ones; else lines of the file or stdin, from a terminal as typed."""
+def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[list[GivenPrompt]]:
+    """Yield batches of prompts: those given, also empty ones, else those of the file or stdin, a terminal's as typed.
+
+    Raises:
+        ValueError: the file or stdin is not UTF-8, or not the JSON that its name says.
+    """
     if given:
         yield from _batches(given, size)
         return
@@ -111,18 +185,25 @@ def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[
     try:
         if file is None:
             yield from _batches(_lines(sys.stdin), 1 if sys.stdin.isatty() else size)
+        elif file.endswith(".json"):
+            found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+            yield [found if isinstance(found, dict) else {"prompt": found}]
+        elif file.endswith(".jsonl"):
+            yield from _batches((record for _, record in read_records(Path(file).expanduser(), dict)), size)
         else:
             with Path(file).expanduser().open(encoding="utf-8") as lines:
                 yield from _batches(_lines(lines), size)
     except UnicodeError as error:
         raise ValueError(f"{name} is not text in UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
 
 
 def _lines(file: Iterable[str]) -> Iterator[str]:
     return filter(None, (line.rstrip("\r\n") for line in file if line.encode()))
 
 
-def _batches(prompts: Iterable[str], size: int) -> Iterator[list[str]]:
+def _batches(prompts: Iterable[GivenPrompt], size: int) -> Iterator[list[GivenPrompt]]:
     rest = iter(prompts)
     while batch := list(itertools.islice(rest, size)):
         yield batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.generate import Generated, generate
@@ -13,6 +13,25 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import WeightHandle
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of the first bytes of a character
+
+
+class Start(NamedTuple):
+    """The beginning of a text: its tokens, at least one, and what is shown of it."""
+
+    ids: list[int]
+    shown: str
+
+
+def start_of(prompt: str, tokenizer: Tokenizer) -> Start:
+    """Return the beginning of a text that continues `prompt`, which may be empty."""
+    return Start(tokenizer.encode(prompt) or [tokenizer.eod or 0], prompt)
+
+
+def check_start(start: Start, longest: int, name: str) -> Start:
+    """Return `start`; raises ValueError if it has more tokens than the model takes."""
+    if len(start.ids) > longest:
+        raise ValueError(f"{name} has {len(start.ids)} tokens, and the model takes {longest}")
+    return start
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[int], list[str]]:
@@ -80,8 +99,8 @@ class Continuation:
 class Stream:
     """Writes prompts and continuations in order: the first that is not over grows, later ones wait for it."""
 
-    def __init__(self, prompts: Sequence[str], rows: Sequence[Continuation], out: TextIO) -> None:
-        self._prompts, self._rows, self._out = prompts, rows, out
+    def __init__(self, starts: Sequence[Start], rows: Sequence[Continuation], out: TextIO) -> None:
+        self._starts, self._rows, self._out = starts, rows, out
         self._row = self._written = 0
 
     def show(self) -> None:
@@ -89,7 +108,7 @@ class Stream:
         while self._row < len(self._rows):
             row = self._rows[self._row]
             if not self._written:
-                self._out.write(self._prompts[self._row])
+                self._out.write(self._starts[self._row].shown)
                 self._written = 1
             self._out.write(row.text[self._written - 1 :])
             self._written = 1 + len(row.text)
@@ -105,21 +124,20 @@ def continue_texts(
     sharding: WeightHandle,
     dims: ParallelDims,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    starts: Sequence[Start],
     config: SampleConfig,
     *,
     out: TextIO | None = None,
     **options: Any,
 ) -> tuple[list[str], Generated]:
-    """Continue `prompts`: texts without the prompts, each to its end-of-document token or stop string.
+    """Continue the texts that begin with `starts`, each to its end (`split_stops`); return the new texts.
 
     Args:
-        out: where prompts and texts are shown as they grow.
+        out: file to which prompts and texts are written as they grow.
         options: see `generate`.
     """
-    starts = [tokenizer.encode(prompt) or [tokenizer.eod or 0] for prompt in prompts]
-    rows = [Continuation(tokenizer, start, config.stops) for start in starts]
-    stream = None if out is None else Stream(prompts, rows, out)
+    rows = [Continuation(tokenizer, start.ids, config.stops) for start in starts]
+    stream = None if out is None else Stream(starts, rows, out)
 
     def is_last(row: int, token: int) -> bool:
         over = rows[row].add(token)
@@ -127,7 +145,8 @@ def continue_texts(
             stream.show()
         return over
 
-    generated = generate(model, sharding, dims, starts, config, is_last=is_last, **options)
+    ids = [start.ids for start in starts]
+    generated = generate(model, sharding, dims, ids, config, is_last=is_last, **options)
     for row in rows:
         row.finish()
     if stream is not None:

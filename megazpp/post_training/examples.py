@@ -179,10 +179,8 @@ def read_prompts(
     """
 
     def read(record: Record) -> tuple[list[int], str | list[Message], dict[str, Any]]:
-        value, columns = _value(record, "prompt"), {name: each for name, each in record.items() if name != "prompt"}
-        is_text = isinstance(value, str)
-        text = value if is_text else _render_prompt(template, value, record)
-        ids = tokenizer.encode_spans(text, marked=is_text).ids or [tokenizer.eod or 0]
+        columns = {name: each for name, each in record.items() if name != "prompt"}
+        value, ids = prompt_ids(record, tokenizer, template)
         if len(ids) > max_prompt_length:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, more than the {max_prompt_length} that --max-length leaves beside"
@@ -194,6 +192,14 @@ def read_prompts(
     if not prompts:
         raise ValueError(f"{_names(paths)}: there is no prompt")
     return prompts
+
+
+def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[str | list[Message], list[int]]:
+    """Return the column `prompt`, a string or messages, and its tokens, which end where an answer begins."""
+    value = _value(record, "prompt")
+    is_text = isinstance(value, str)
+    text = value if is_text else _render_prompt(template, value, record)
+    return value, tokenizer.encode_spans(text, marked=is_text).ids or [tokenizer.eod or 0]
 
 
 def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:

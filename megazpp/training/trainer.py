@@ -33,7 +33,7 @@ from megazpp.checkpoint.record import SAMPLES, RunRecord, TrainingProgress, foun
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState
 from megazpp.convert.patches import WeightPatches
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.inference.text import continue_texts
+from megazpp.inference.text import check_start, continue_texts, start_of
 from megazpp.islands.loop import LocalSteps
 from megazpp.islands.outer import Islands
 from megazpp.islands.state import island_parts
@@ -117,8 +117,12 @@ class Trainer:
         config, dims = parsed.config, run.dims
         self.config, self.plan, self.run = config, plan, run
         self.profiler = Profiler(config.profiler, run)  # first: it remembers allocations
+        prompts = (config.sample.sample_prompt or ("",)) if config.sample.sample_tokens else ()
         with user_errors():
             self.parts = parts = build_parts(parsed, plan, run)
+            starts = (start_of(prompt, parts.tokenizer) for prompt in prompts)
+            longest = config.data.seq_length or 0
+            self._samples = [check_start(start, longest, "--sample-prompt") for start in starts]
         self.built = model, sharding = parts.built
         matrices = build_orthogonalizer(model, config.optimizer, dims, config.precision.param_dtype)
         named = list(model.named_parameters())
@@ -240,16 +244,16 @@ class Trainer:
     def write_sample(self) -> None:
         """Let the model continue the prompts, if --sample-tokens asks for it."""
         config, longest = self.config.sample, self.config.data.seq_length
-        if config.sample_tokens == 0:
+        if not self._samples:
             return
         assert longest is not None
-        prompts, seed, tokenizer = config.sample_prompt or ("",), self.config.launch.seed, self.parts.tokenizer
+        starts, seed, tokenizer = self._samples, self.config.launch.seed, self.parts.tokenizer
         with self.weights_for_evaluation():
             texts, _ = continue_texts(
-                *self.built, self.run.dims, tokenizer, prompts, config, max_length=longest, seed=seed
+                *self.built, self.run.dims, tokenizer, starts, config, max_length=longest, seed=seed
             )
-        for prompt, text in zip(prompts, texts, strict=True):
-            self.run.log(f"a sample of text:\n{prompt}{text}")
+        for start, text in zip(starts, texts, strict=True):
+            self.run.log(f"a sample of text:\n{start.shown}{text}")
 
     def weights_for_evaluation(self) -> AbstractContextManager[None]:
         """With islands, the weights that all of them share are in the model; else those that are trained."""

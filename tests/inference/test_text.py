@@ -16,7 +16,7 @@ from helpers.training import Case, build_on_ranks
 from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
 from megazpp.inference.sample import SampleConfig
-from megazpp.inference.text import Continuation, Stream, continue_texts
+from megazpp.inference.text import Continuation, Start, Stream, continue_texts, start_of
 
 BYTES = ByteTokenizer()
 
@@ -93,7 +93,7 @@ def test_the_space_between_prompt_and_text_is_part_of_the_text():
 
 def test_rows_are_written_in_order_and_the_first_that_is_not_over_as_it_grows():
     out, rows = io.StringIO(), [Continuation(BYTES, [], ("!",)) for _ in range(2)]
-    stream = Stream(["A:", "B:"], rows, out)
+    stream = Stream([Start([0], "A:"), Start([0], "B:")], rows, out)
     seen = []
     for row, letter in [(0, "x"), (1, "u"), (0, "y"), (1, "!"), (0, "!")]:
         rows[row].add(ord(letter))
@@ -104,7 +104,9 @@ def test_rows_are_written_in_order_and_the_first_that_is_not_over_as_it_grows():
 
 def texts_on_ranks(case: Case, config: SampleConfig) -> tuple[list[str], str]:
     built, out = build_on_ranks(case), io.StringIO()
-    texts, _ = continue_texts(*built, BYTES, ["ab", "", "long"], config, max_length=16, seed=1, out=out)
+    texts, _ = continue_texts(
+        *built, BYTES, [start_of(each, BYTES) for each in ("ab", "", "long")], config, max_length=16, seed=1, out=out
+    )
     return texts, out.getvalue()
 
 

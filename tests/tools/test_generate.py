@@ -1,17 +1,23 @@
 """Prompts in, texts out: the same for 1 and 2 tp ranks, from packed weights and from a store."""
 
 import io
+import json
 import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import convert_checkpoint
 import pytest
-from generate import read_prompts
+from generate import GenerateConfig, Starts, read_prompts
 from helpers.hf_models import make_llama, save
 from helpers.program import run_program
+from helpers.refusals import not_refused
 from helpers.tool import run_tool
+
+from megazpp.data.tokenizer import ByteTokenizer
 
 PROMPTS = ["Call me", "S", "Some years ago"]
 GREEDY = ["--temperature", 0]
@@ -107,6 +113,88 @@ def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory_with_a
     code, output = run_tool("generate", "--load", load, *disk, "/proc/x", "--tensor-model-parallel-size", tp, world=tp)
     assert code == 2
     assert "error: rank 0: --weight-store /proc/x: /proc/x: No such file or directory\n" in output
+
+
+ASKED = [{"role": "user", "content": "Who?"}]
+TALK = [{"role": "system", "content": "Be brief."}, *ASKED]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ tone }}\n{% endfor %}{{ tools }}assistant:"
+
+
+def starts(prompts: list[Any], *, length: int = 64, tokens: int = 8, **flags: Any) -> tuple[list[str], list[str]]:
+    """Texts that are continued, and notes about them, for a tokenizer of bytes."""
+    config: Any = SimpleNamespace(data=SimpleNamespace(seq_length=length), sample=SimpleNamespace(sample_tokens=tokens))
+    notes, tokenizer = list[str](), ByteTokenizer()
+    made = Starts(tokenizer, config, GenerateConfig(**flags), notes.append)
+    return [bytes(each for each in made.make(prompt).ids if each < 256).decode() for prompt in prompts], notes
+
+
+def test_chat_renders_prompts_and_messages_and_takes_their_columns(tmp_path):
+    (tmp_path / "t.jinja").write_text(CHAT_TEMPLATE)
+    chat = {"chat": True, "chat_template": str(tmp_path / "t.jinja")}
+    rows: list[tuple[Any, dict[str, Any], str]] = [
+        ("Who?", {}, "user: Who?\nNoneassistant:"),
+        ({"prompt": "Who?"}, {}, "user: Who?\nNoneassistant:"),
+        ({"prompt": ASKED}, {"system_prompt": "Hm."}, "system: Hm.\nuser: Who?\nNoneassistant:"),
+        ({"messages": TALK}, {"system_prompt": "Hm."}, "system: Be brief.\nuser: Who?\nNoneassistant:"),
+        ("Who?", {"chat_template_kwargs": '{"tone": "!"}'}, "user: Who?!\nNoneassistant:"),
+        ({"prompt": "Who?", "chat_template_kwargs": {"tone": "."}}, {}, "user: Who?.\nNoneassistant:"),
+        ({"prompt": "Who?", "tools": '[{"a": 1}]'}, {}, "user: Who?\n[{'a': 1}]assistant:"),
+    ]
+    for prompt, flags, text in rows:
+        assert starts([prompt], **chat, **flags) == ([text], []), prompt
+    assert starts(["Who?"], chat=True)[0] == ["<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"]
+
+
+def test_a_prompt_that_is_too_long_is_refused_or_cut_and_reported():
+    assert starts(["a" * 56], truncate_prompt=True) == (["a" * 56], [])
+    cut = "note: prompt 2 is cut from 70 tokens to its last 56"
+    assert starts(["a", "b" * 14 + "c" * 56], truncate_prompt=True) == (["a", "c" * 56], [cut])
+    assert starts(["ab"], tokens=90, truncate_prompt=True)[0] == ["b"]
+    assert starts(["a" * 64])[1] == [
+        "note: of prompt 1 and its text, a token sees the last 64 at most: the model takes no more"
+    ]
+    rows = [
+        (["a" * 65], {}, "prompt 1 (--truncate-prompt cuts its beginning) has 65 tokens, and the model takes 64"),
+        (["a" * 60], {"chat": True}, "has 110 tokens, and the model takes 64"),
+        ([{"prompt": TALK}], {}, "prompt 1 is a list of messages, which --chat renders"),
+        (["x", {"text": "a"}], {}, "prompt 2: there is no 'prompt', only 'text'"),
+        (
+            [{"prompt": [{"role": "assistant", "content": "a"}]}],
+            {"chat": True},
+            "prompt 1: the last message of 'prompt'",
+        ),
+        (["a"], {"system_prompt": "s"}, "--system-prompt s needs --chat"),
+    ]
+    assert not not_refused(rows, lambda prompts, flags: starts(prompts, **flags))
+
+
+def test_prompt_files_of_json_hold_records(tmp_path):
+    lines, whole, bad = tmp_path / "p.jsonl", tmp_path / "p.json", tmp_path / "bad.json"
+    lines.write_text('{"prompt": "a"}\n\n{"messages": []}\n{"prompt": "b"}\n')
+    assert list(read_prompts((), str(lines), 2)) == [[{"prompt": "a"}, {"messages": []}], [{"prompt": "b"}]]
+    for value, records in ((TALK, [[{"prompt": TALK}]]), ({"messages": TALK}, [[{"messages": TALK}]])):
+        whole.write_text(json.dumps(value))
+        assert list(read_prompts((), str(whole), 2)) == records
+    bad.write_text("[")
+    lines.write_text("[1]\n")
+    rows = [(bad, "bad.json is not JSON: "), (lines, "p.jsonl cannot be read: it is a JSON array")]
+    assert not not_refused(rows, lambda path: list(read_prompts((), str(path), 2)))
+
+
+@pytest.mark.slow
+def test_chat_answers_as_the_rendered_prompt_is_continued(load, tmp_path):
+    (tmp_path / "talk.json").write_text(json.dumps(ASKED))
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
+    flags = [*GREEDY, "--sample-tokens", 9]
+    plain = run(load, "--prompt", "Who?", *flags)
+    answer = re.search(r"Who\?(.*)\n", plain)[1]
+    chat = ["--chat", "--chat-template", tmp_path / "t.jinja"]
+    for given in (["--prompt", "Who?"], ["--prompt-file", tmp_path / "talk.json"]):
+        said = run(load, *chat, *given, *flags)
+        assert answer in said.splitlines()
+    code, output = run_tool("generate", "--load", load, "--prompt", "a" * 300)
+    assert (code, "prompt 1 (--truncate-prompt cuts its beginning) has " in output) == (2, True), output
+    assert "loading weights" not in output
 
 
 def test_prompts_come_from_the_flag_a_file_or_stdin_and_from_a_terminal_as_they_are_typed(tmp_path, monkeypatch):
