@@ -90,49 +90,44 @@ def check(config: RunConfig, extra: GenerateConfig) -> None:
 
 
 class Starts:
-    """Prompts to beginnings of texts.
-
-    Args:
-        say: function that is told which prompts were cut, and that a text may become longer than the model takes.
-    """
+    """Prompts to beginnings of texts; `say` is told which of them are cut or may become too long."""
 
     def __init__(
         self, tokenizer: Tokenizer, config: RunConfig, extra: GenerateConfig, say: Callable[[str], None]
     ) -> None:
         assert config.data.seq_length is not None
-        self._tokenizer, self._extra, self._say, self._count = tokenizer, extra, say, 0
+        self._tokenizer, self._say, self._count, self._cuts = tokenizer, say, 0, extra.truncate_prompt
         self._longest, self._tokens = config.data.seq_length, config.sample.sample_tokens or DEFAULT_TOKENS
-        self._template = load_chat_template(extra, tokenizer) if extra.chat else ChatTemplate(tokenizer)
+        self._template = load_chat_template(extra, tokenizer) if extra.chat else None
 
     def make(self, prompt: GivenPrompt) -> Start:
         """Return the beginning for a prompt; raises ValueError, with its number, if it cannot be continued."""
         self._count += 1
-        name, longest = f"prompt {self._count}", self._longest
-        start = self._start(prompt, name)
-        if self._extra.truncate_prompt and len(start.ids) + self._tokens > longest:
-            before = [] if self._extra.chat or not self._tokenizer.marks.used else self._tokenizer.marks.before
-            kept = max(longest - self._tokens, len(before) + 1)
-            if kept < len(start.ids):
-                self._say(f"note: {name} is cut from {len(start.ids)} tokens to its last {kept}")
-                return Start(before + start.ids[len(before) - kept :], start.shown)
-        check_start(start, longest, f"{name} (--truncate-prompt cuts its beginning)")
-        if len(start.ids) + self._tokens > longest:
-            self._say(f"note: of {name} and its text, a token sees the last {longest} at most: the model takes no more")
-        return start
-
-    def _start(self, prompt: GivenPrompt, name: str) -> Start:
-        if isinstance(prompt, str) and not self._extra.chat:
-            return start_of(prompt, self._tokenizer)
-        record = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
-        value = record.setdefault("prompt", record.get("messages"))
-        if self._extra.chat and isinstance(value, str):
-            record["prompt"] = [{"role": "user", "content": value}]
-        elif isinstance(value, list) and not self._extra.chat:
-            raise ValueError(f"{name} is a list of messages, which --chat renders")
+        name, longest, before = f"prompt {self._count}", self._longest, self._tokenizer.marks.before
         try:
-            return Start(prompt_ids(record, self._tokenizer, self._template)[1], "" if self._extra.chat else value)
+            ids, shown = self._start(prompt)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+        first = len(before) if ids[: len(before)] == before else 0
+        kept = max(longest - self._tokens, first + 1)
+        if self._cuts and kept < len(ids):
+            self._say(f"note: {name} is cut from {len(ids)} tokens to its last {kept}")
+            ids = ids[:first] + ids[first - kept :]
+        elif len(ids) + self._tokens > longest:
+            self._say(f"note: of {name} and its text, a token sees the last {longest} at most: the model takes no more")
+        return check_start(Start(ids, shown), longest, f"{name} (--truncate-prompt cuts its beginning)")
+
+    def _start(self, prompt: GivenPrompt) -> Start:
+        if self._template is None and isinstance(prompt, str):
+            return start_of(prompt, self._tokenizer)
+        record = {"prompt": prompt} if isinstance(prompt, str) else {"prompt": prompt.get("messages"), **prompt}
+        value = record["prompt"]
+        if self._template is None and isinstance(value, list):
+            raise ValueError("a list of messages, which --chat renders")
+        if self._template is not None and isinstance(value, str):
+            record["prompt"] = [{"role": "user", "content": value}]
+        template = self._template or ChatTemplate(self._tokenizer)
+        return Start(prompt_ids(record, self._tokenizer, template)[1], "" if self._template else value)
 
 
 def run(loaded: Loaded) -> None:

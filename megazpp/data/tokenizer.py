@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from megazpp.data.tokenizer_folder import (
     EOD_NAMES,
     GENERATION,
     MERGES,
+    MERGES_ALONE,
     SENTENCEPIECE,
     TEMPLATE,
     VOCABULARIES,
@@ -169,6 +170,8 @@ class Tokenizer:
     files: Mapping[str, bytes]  # by name at Hugging Face; none where the flags say all
     marks = Marks([], [], used=False)  # around a text
     variables: Mapping[str, str]  # of a chat template: special tokens by their role, such as eos_token
+    specials: Mapping[str, int]  # special tokens by name
+    added_ids: Collection[int]  # ids of tokens that the vocabulary has beside pieces of text
     _finds_eod = False  # in texts, by itself
     _largest = -1  # id that a text may have, where the model may have fewer
 
@@ -212,16 +215,6 @@ class Tokenizer:
         names = {token: name for name, token in self.specials.items()}
         parts = itertools.groupby(ids, names.get)
         return "".join(self.decode(part) if name is None else name * len(list(part)) for name, part in parts)
-
-    @property
-    def specials(self) -> dict[str, int]:
-        """Special tokens by name."""
-        return {} if self.eod is None or self.eod_name is None else {self.eod_name: self.eod}
-
-    @property
-    def added_ids(self) -> set[int]:
-        """Ids of tokens that the vocabulary has beside pieces of text."""
-        return set(self.specials.values())
 
     @functools.cached_property
     def stop_ids(self) -> list[int]:
@@ -268,6 +261,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = named if named != unknown else eos if eos >= 0 else None
         self.eod_name = None if self.eod is None else self._processor.id_to_piece(self.eod)
         self.files = {**(files or {}), SENTENCEPIECE: model}
+        self.specials = {} if self.eod is None else {self._processor.id_to_piece(self.eod): self.eod}
+        self.added_ids = set(self.specials.values())
         self.variables = {"eos_token": self.eod_name or "", "bos_token": ""}
         self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}"
 
@@ -310,15 +305,16 @@ class HFTokenizer(Tokenizer):
             self.files = with_eos(self.files, eos_token, vocabulary[eos_token])
         elif self._theirs.eos_token is None and (usual := next(filter(vocabulary.__contains__, EOD_NAMES), None)):
             self.files |= as_json(DESCRIPTION, read_settings(self.files, DESCRIPTION) | {"eos_token": usual})
-        if self._theirs.eos_token != read_settings(self.files, DESCRIPTION).get("eos_token", self._theirs.eos_token):
+            eos_token = usual
+        if eos_token is not None:
             self._theirs = open_folder(self.files)
         backend = self._tokenizer = self._theirs.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         split = backend.encode_special_tokens = bool(self._theirs.split_special_tokens)
         added = backend.get_added_tokens_decoder()
-        self._added = {token: each.special for token, each in added.items()}
-        self._specials = {each.content: token for token, each in added.items() if each.special}
+        self._added = self.added_ids = {token: each.special for token, each in added.items()}
+        self.specials = {each.content: token for token, each in added.items() if each.special}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
         self.eod_name = self._theirs.eos_token
@@ -333,9 +329,9 @@ class HFTokenizer(Tokenizer):
         self._unknown = getattr(backend.model, "unk_token", None)
         has_bytes = "ByteLevel" in str(backend.decoder)  # whose pieces have a letter for each byte
         self._byte_letters = set(byte_letters() if has_bytes else ())
-        self.identity = f"huggingface-{self._digest(split, DESCRIPTION in files)}{self.marks}"
+        self.identity = f"huggingface-{self._digest(split)}{self.marks}"
 
-    def _digest(self, split: bool, described: bool) -> str:
+    def _digest(self, split: bool) -> str:
         """Return a hash of the vocabulary's files, eod, and the changes that transformers makes to a tokenizer.json.
 
         A definition as the package writes it is not hashed, because that changes from version to version.
@@ -344,7 +340,8 @@ class HFTokenizer(Tokenizer):
         digest = hashlib.sha256(b"".join(self.files[name] for name in names)).hexdigest()
         around = _around(self._tokenizer)
         plain = type(self._tokenizer).from_str(self.files[DEFINITION].decode()) if DEFINITION in self.files else None
-        if not split and (not described if plain is None else _around(plain) == around):
+        merges_alone = read_settings(self.files, DESCRIPTION) == MERGES_ALONE
+        if not split and (merges_alone if plain is None else _around(plain) == around):
             return f"{digest}-{self.eod}"
         return f"{digest}-{self.eod}-{hashlib.sha256(json.dumps([around, split]).encode()).hexdigest()[:8]}"
 
@@ -364,14 +361,6 @@ class HFTokenizer(Tokenizer):
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
         return self._theirs.decode(ids)
-
-    @property
-    def specials(self) -> dict[str, int]:
-        return self._specials
-
-    @property
-    def added_ids(self) -> set[int]:
-        return set(self._added)
 
     def chat_template(self, name: str | None = None, tools: Sequence[object] | None = None) -> str | None:
         return None if self._theirs.chat_template is None else self._theirs.get_chat_template(name, tools)
@@ -396,7 +385,8 @@ class ByteTokenizer(Tokenizer):
             raise ValueError(f"--vocab-size {num_ids} is below the 256 byte values of --tokenizer-type NullTokenizer")
         self.vocab_size = num_ids + 1
         self.eod, self.eod_name = num_ids, "<|endoftext|>"
-        self.variables = {"eos_token": self.eod_name, "bos_token": ""}
+        self.variables, self.specials = {"eos_token": self.eod_name, "bos_token": ""}, {self.eod_name: num_ids}
+        self.added_ids = {num_ids}
         self.identity, self.files = f"bytes-{num_ids}", {}
 
     def _encode(self, text: str) -> list[int]:

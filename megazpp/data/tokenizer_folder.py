@@ -29,6 +29,7 @@ _COMPANIONS = (DESCRIPTION, "special_tokens_map.json", "added_tokens.json", TEMP
 _SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tokenizer_class", "transformers_version")
 # names of the end of a document in tokenizers that have no configuration beside them, likeliest first
 EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+MERGES_ALONE = {"tokenizer_class": "GPT2Tokenizer"}  # the description of a vocab.json with merges.txt that has none
 INSTALL = "pip install 'megazpp[huggingface]'"
 
 
@@ -90,13 +91,10 @@ def names_tokenizer(config: TokenizerConfig) -> bool:
 def find_tokenizer(folder: Path) -> TokenizerConfig:
     """Return flags for the tokenizer in a Hugging Face folder or beside a checkpoint; none if there is no tokenizer."""
     names = {name for name in (*VOCABULARIES, DESCRIPTION) if (folder / name).is_file()}
-    if DEFINITION in names or (DESCRIPTION in names and len(names) > 1):
+    if DEFINITION in names or len(names) > 1:  # also vocab.json and merges.txt alone
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if SENTENCEPIECE in names:
         return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))
-    if VOCABULARY in names and MERGES in names:
-        paths = {"vocab_file": str(folder / VOCABULARY), "merge_file": str(folder / MERGES)}
-        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **paths)
     return TokenizerConfig()
 
 
@@ -129,7 +127,7 @@ def with_default_description(files: Mapping[str, bytes]) -> dict[str, bytes]:
     if {DESCRIPTION, CONFIG} & files.keys():
         return dict(files)
     if DEFINITION not in files:
-        return {**files, **as_json(DESCRIPTION, {"tokenizer_class": "GPT2Tokenizer"})}
+        return {**files, **as_json(DESCRIPTION, MERGES_ALONE)}
     definition = read_settings(files, DEFINITION)
     vocabulary = {token["content"] for token in definition.get("added_tokens") or ()}
     pieces = (definition.get("model") or {}).get("vocab") or ()

@@ -53,7 +53,7 @@ class ChatConfig:
     system_prompt: str | None = flag(None, "system message of conversations that begin with another message")
 
     def __post_init__(self) -> None:
-        _object(self.chat_template_kwargs or "{}", "--chat-template-kwargs")
+        _object(self.chat_template_kwargs, "--chat-template-kwargs")
 
 
 class ChatTemplate:
@@ -185,7 +185,7 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
         _compiled(source, name, [])
     elif tokenizer.chat_template() is None:
         name = "the default chat template"
-    variables = _object(config.chat_template_kwargs or "{}", "--chat-template-kwargs")
+    variables = _object(config.chat_template_kwargs, "--chat-template-kwargs")
     return ChatTemplate(tokenizer, source, name=name, variables=variables, system_prompt=config.system_prompt)
 
 
@@ -194,22 +194,11 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Each is JSON, or a string that holds JSON (TRL's layout for tools).
     """
-    found = {name: _parsed(record[name], name) for name in ("tools", "documents") if record.get(name) is not None}
+    found = {name: _json(record[name], repr(name)) for name in ("tools", "documents") if record.get(name) is not None}
     for name, value in found.items():
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise ValueError(f"{name!r} is {value!r:.80}, not a list of objects")
-    given = _parsed(record.get("chat_template_kwargs") or {}, "chat_template_kwargs")
-    if not isinstance(given, dict):
-        raise ValueError(f"'chat_template_kwargs' is {given!r:.80}, not an object")
-    return found | given
-
-
-def _parsed(value: Any, name: str) -> Any:
-    """Return a column's value, which may be JSON in a string."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"{name!r} is not JSON: {error}") from error
+    return found | _object(record.get("chat_template_kwargs"), "'chat_template_kwargs'")
 
 
 def _compiled(source: str, name: str, conversations: list[Any], **options: Any) -> tuple[list[str], list[Any]]:
@@ -228,8 +217,16 @@ def _joined(message: Message) -> Message:
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
-def _object(text: str, name: str) -> dict[str, Any]:
+def _json(value: Any, name: str) -> Any:
+    """Return a value that may be JSON in a string."""
     try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} {text} is not a JSON object: {error}") from error
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name} {value} is not JSON: {error}") from error
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    found = _json(value, name)
+    if not isinstance(found, dict | None):
+        raise ValueError(f"{name} {value!r:.80} is not a JSON object")
+    return found or {}

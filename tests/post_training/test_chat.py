@@ -173,15 +173,15 @@ def test_what_a_template_or_a_column_does_wrong_is_an_error_with_its_name(tmp_pa
     flags = [
         ({"chat_template": str(tmp_path / "bad.jinja")}, "bad.jinja, line 2: Expected an expression"),
         ({"chat_template": "nowhere"}, "--chat-template nowhere cannot be read"),
-        ({"chat_template_kwargs": "[1]"}, "--chat-template-kwargs [1] is not a JSON object"),
-        ({"chat_template_kwargs": "{"}, "--chat-template-kwargs { is not a JSON object"),
+        ({"chat_template_kwargs": "[1]"}, "--chat-template-kwargs '[1]' is not a JSON object"),
+        ({"chat_template_kwargs": "{"}, "--chat-template-kwargs { is not JSON: "),
     ]
     assert not not_refused(flags, lambda flags: load_chat_template(ChatConfig(**flags), ByteTokenizer()))
     columns = [
         ({"tools": "{}"}, "'tools' is {}, not a list of objects"),
-        ({"tools": "no JSON"}, "'tools' is not JSON"),
+        ({"tools": "no JSON"}, "'tools' no JSON is not JSON: "),
         ({"documents": ["a"]}, "'documents' is ['a'], not a list of objects"),
-        ({"chat_template_kwargs": "3"}, "'chat_template_kwargs' is 3, not an object"),
-        ({"chat_template_kwargs": [3]}, "'chat_template_kwargs' is [3], not an object"),
+        ({"chat_template_kwargs": "3"}, "'chat_template_kwargs' '3' is not a JSON object"),
+        ({"chat_template_kwargs": [3]}, "'chat_template_kwargs' [3] is not a JSON object"),
     ]
     assert not not_refused(columns, options_of)

@@ -156,7 +156,7 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_and_reported():
     rows = [
         (["a" * 65], {}, "prompt 1 (--truncate-prompt cuts its beginning) has 65 tokens, and the model takes 64"),
         (["a" * 60], {"chat": True}, "has 110 tokens, and the model takes 64"),
-        ([{"prompt": TALK}], {}, "prompt 1 is a list of messages, which --chat renders"),
+        ([{"prompt": TALK}], {}, "prompt 1: a list of messages, which --chat renders"),
         (["x", {"text": "a"}], {}, "prompt 2: there is no 'prompt', only 'text'"),
         (
             [{"prompt": [{"role": "assistant", "content": "a"}]}],
