@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import transformers
 from helpers.hf_models import write_llama_tokenizer
 from helpers.hf_tokenizers import KINDS, definition, gpt2_merges, llama2, llama3, qwen2
 from helpers.pairs import TEXT, write_jsonl
+from helpers.program import ROOT
 from helpers.refusals import not_refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -336,3 +339,19 @@ def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path):
             encode("money [PAD]")
     with pytest.raises(ValueError, match="the tokenizer's </s> has the id 2, the model 2 tokens"):
         load(folder, model_vocab_size=2)
+
+
+@pytest.mark.slow
+def test_training_on_the_shipped_text_needs_no_transformers(tmp_path):
+    for name in ("transformers", "tokenizers"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not installed')")
+    model = (
+        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 --lr 1e-3"
+    )
+    run = "--vocab-size 400 --micro-batch-size 1 --train-iters 1 --eval-iters 0 --nproc 1 --sample-tokens 2"
+    files = ["--text-path", "builtin:moby_dick", "--data-cache-path", "cache", "--run-dir", "run"]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *model.split(), *run.split(), *files]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "WANDB_MODE": "disabled"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a sample of text:" in done.stdout
