@@ -40,6 +40,8 @@ Mask = npt.NDArray[np.uint8]
 # a text, the places of it, from and to, that are to be learned, and whether it ends there; a template's text does not,
 # and has no marks but those that the template has written (as TRL 1.16 has it)
 Text = tuple[str, list[tuple[int, int]], bool]
+# columns of conversations
+_CHAT = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents", "chat_template_kwargs")
 _SAME = "'chosen' and 'rejected' are the same"
 _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
 
@@ -386,13 +388,17 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
 def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:
     """Yield what `read` makes of each line, with file and line; errors as of `read_examples`.
 
-    Parquet gives all objects of a column the same keys, so there null means that a key is missing.
+    Parquet gives all objects of a column the same keys, so in `_CHAT` null means that a key is missing.
     """
+
+    def without_nulls(record: Record) -> T:
+        return read({name: _without_nulls(value) if name in _CHAT else value for name, value in record.items()})
+
     cut = False
     for path in paths:
         stop = time.monotonic() + seconds / len(paths)
         is_parquet = path.is_file() and kind_of(path) == "parquet"
-        for number, found in read_records(path, (lambda record: read(_without_nulls(record))) if is_parquet else read):
+        for number, found in read_records(path, without_nulls if is_parquet else read):
             yield path, number, found
             if time.monotonic() > stop:
                 cut = True

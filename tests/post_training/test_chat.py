@@ -128,6 +128,10 @@ def test_parquet_nulls_are_missing_keys_and_those_of_json_are_null(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(record["messages"], tools=schemas, tokenize=True, return_dict=True)
     assert found.row(0)[0].tolist() == expected["input_ids"]
+    asked = {"prompt": [ASK], "answers": [{"a": 1, "b": None}], "level": None}  # of which reward functions know
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([asked]), tmp_path / "b.parquet")
+    (prompt,) = read_prompts([tmp_path / "b.parquet"], tokenizer, template, max_prompt_length=99)
+    assert prompt.columns == {"answers": [{"a": 1, "b": None}], "level": None}
     with_null = {"messages": record["messages"], "tools": [{"name": "add", "default": None}]}
     found = read(tmp_path / "a.jsonl", tokenizer, with_null)
     expected = theirs.apply_chat_template(record["messages"], tools=with_null["tools"], return_dict=True)
