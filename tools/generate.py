@@ -120,7 +120,8 @@ class Starts:
     def _start(self, prompt: GivenPrompt) -> Start:
         if self._template is None and isinstance(prompt, str):
             return start_of(prompt, self._tokenizer)
-        record = {"prompt": prompt} if isinstance(prompt, str) else {"prompt": prompt.get("messages"), **prompt}
+        given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        record: dict[str, Any] = {"prompt": given.get("messages"), **given}
         value = record["prompt"]
         if self._template is None and isinstance(value, list):
             raise ValueError("a list of messages, which --chat renders")

@@ -38,7 +38,7 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
         made = {DEFINITION: _byte_level(tokenizer.vocab_size), DESCRIPTION: fast(_EOD) | _PLAIN}
     elif isinstance(tokenizer, SentencePieceTokenizer):
         made = _describe_sentencepiece(files[SENTENCEPIECE], tokenizer.eod)
-    pad = tokenizer.variables.get("pad_token")
+    pad = tokenizer.variables.get("pad_token", "")
     if ids.get("pad_token_id") is None and pad in tokenizer.specials:
         ids["pad_token_id"] = tokenizer.specials[pad]
     for name, values in made.items():
