@@ -35,7 +35,10 @@ INSTALL = "pip install 'megazpp[huggingface]'"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Tokenizer; without any of these one is trained on --text-path."""
+    """Tokenizer.
+
+    Without any of these flags a SentencePiece tokenizer is trained on --text-path.
+    """
 
     tokenizer_type: (
         Literal[

@@ -40,7 +40,10 @@ _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Conversations: how they become text."""
+    """Conversations.
+
+    How conversations become text.
+    """
 
     chat_template: str | None = flag(
         None,

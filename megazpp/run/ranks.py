@@ -1,6 +1,6 @@
 """The frame of every program on ranks: become a worker or start the workers, and find out on which cluster.
 
-pretrain_gpt.py trains; the programs that use a checkpoint (`run_on_checkpoint`) load its model on all ranks.
+Training programs continue with run/training.py; programs that use a checkpoint's model with inference/on_checkpoint.py.
 """
 
 from __future__ import annotations
