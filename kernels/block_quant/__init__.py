@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -70,8 +70,8 @@ def pack(
     """
     implementation = _implementation(x)
     given = [x, messages, *(() if errors is None else (errors.messages,)), *(() if base is None else (base,))]
-    launch = _launch_of(implementation, given, table, None if errors is None else errors.table, float(beta))
-    if _repeated(launch, given):
+    launch = _launch_of(implementation, given, None if errors is None else errors.table, float(beta))
+    if _repeated(table, launch, given):
         return
     _check_data("x", x, table)
     lead = x.shape[:-1]
@@ -91,7 +91,7 @@ def pack(
     if x.numel() and implementation is not None:
         repeat = implementation.pack(_two_leads(x), table, _two_leads(messages), errors, base, float(beta))
         if launch is not None and repeat is not None:
-            _repeats[launch] = repeat
+            table.repeats[launch] = repeat
 
 
 def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
@@ -132,15 +132,15 @@ def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: 
 
 def _unpack(messages: Tensor, table: RangeTable, out: Tensor, **onto: bool) -> None:
     implementation, given = _implementation(out), (messages, out)
-    launch = _launch_of(implementation, given, table, *onto.values())
-    if _repeated(launch, given):
+    launch = _launch_of(implementation, given, *onto.values())
+    if _repeated(table, launch, given):
         return
     _check_data("out", out, table)
     _check_messages("messages", messages, (messages.shape[0], *out.shape[:-1]), table, out.device)
     if out.numel() and implementation is not None:
         repeat = implementation.unpack_sum(_two_leads(messages, after=1), table, _two_leads(out), **onto)
         if launch is not None and repeat is not None:
-            _repeats[launch] = repeat
+            table.repeats[launch] = repeat
 
 
 def backend(device_type: str) -> tuple[str, str, str]:
@@ -176,11 +176,6 @@ def _implementation(tensor: Tensor) -> ModuleType | None:
     return TRITON
 
 
-# What launches a kernel of Triton again without the checks and Triton's own look at its arguments, by `_launch_of`: a
-# training repeats the same few launches, and these take five times as long as what is left.
-_repeats: dict[tuple[object, ...], Callable[..., None]] = {}
-
-
 def _launch_of(
     implementation: ModuleType | None, tensors: Sequence[Tensor], *others: object
 ) -> tuple[object, ...] | None:
@@ -194,9 +189,12 @@ def _launch_of(
     return *others, *itertools.chain.from_iterable(looks)
 
 
-def _repeated(launch: tuple[object, ...] | None, tensors: Sequence[Tensor]) -> bool:
-    """Launch once more for these tensors, if an equal launch was made before."""
-    repeat = None if launch is None else _repeats.get(launch)
+def _repeated(table: RangeTable, launch: tuple[object, ...] | None, tensors: Sequence[Tensor]) -> bool:
+    """Launch once more for these tensors, if an equal launch was made before.
+
+    That takes a fifth of the host time of a launch with our checks and Triton's own look at its arguments.
+    """
+    repeat = None if launch is None else table.repeats.get(launch)
     if repeat is not None:
         repeat(*[x.data_ptr() for x in tensors])
     return repeat is not None

@@ -18,7 +18,7 @@ behind (scale 0, payload 0), so one bad step cannot poison the steps after it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ class RangeTable:
         dtype: of the elements that are not quantized.
         num_ranges: rows of the table of segments.
         address: its first byte, on the host.
+        repeats: what launches a kernel once more for this table, by what it was checked and compiled for.
     """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
@@ -47,6 +48,7 @@ class RangeTable:
         self.num_ranges = len(rows)
         self._rows = (ctypes.c_int64 * (COLUMNS * len(rows)))(*(number for row in rows for number in row))
         self.address = ctypes.addressof(self._rows)
+        self.repeats: dict[tuple[object, ...], Callable[..., None]] = {}
         self._tiles: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     @cached_property

@@ -267,7 +267,7 @@ class TransformerLayer(nn.Module):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """Where the parameters are that a compiled layer takes as local tensors; None: it takes them as they are."""
+        """Places of the parameters that a compiled layer takes as local tensors; None: it takes them as they are."""
         return places_of(self) if self.compiled and self.tp.size > 1 else None
 
     def _run(

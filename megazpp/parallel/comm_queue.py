@@ -15,6 +15,7 @@ most one queue, and collectives must not be called on the group elsewhere while 
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -161,16 +162,14 @@ class _StreamWork(Work[T]):
         return self._result
 
 
-_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-
-
 def current_stream() -> torch.cuda.Stream:
     """Return `torch.cuda.current_stream()`, an object that is made once per stream: for a tenth of the host time."""
-    identity = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
-    found = _streams.get(identity)
-    if found is None:
-        found = _streams[identity] = torch.cuda.current_stream()
-    return found
+    return _current_stream(torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice()))
+
+
+@functools.cache
+def _current_stream(identity: tuple[int, int, int]) -> torch.cuda.Stream:
+    return torch.cuda.current_stream()
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

@@ -215,7 +215,7 @@ class Unit:
 
     @functools.cached_property
     def _known_segments(self) -> dict[tuple[int, ...], tuple[Segment, ...]]:
-        """What `segments_of` has returned: every backward asks for the same few."""
+        """Results of `segments_of`: every backward asks for the same few."""
         return {}
 
     @property

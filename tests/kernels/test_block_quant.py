@@ -157,8 +157,8 @@ def test_only_an_equal_launch_is_repeated_and_no_check_is_left_out(monkeypatch):
     fake = SimpleNamespace(pack=launch, unpack_sum=lambda messages, table, out, **onto: launch(out))
     monkeypatch.setattr(block_quant, "TRITON", fake)
     monkeypatch.setattr(block_quant, "_implementation", lambda tensor: fake)
-    monkeypatch.setattr(block_quant, "_repeats", {})
     table, room = table_of(40), torch.zeros(400)
+    monkeypatch.setattr(table, "repeats", {})
     x, sent = room[:80].view(2, 40), empty(2, table=table)
     errors = Feedback.zeros((2,), table)
     calls = [
