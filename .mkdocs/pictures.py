@@ -50,7 +50,7 @@ def speed() -> str:
     names, parts, y = ("HSDP", "--zeropp, no overlap", "--zeropp"), [], 40.0
     for name, color, x in zip(names, COLORS, (130, 210, 380), strict=False):
         parts += [bar(x, 10, 14, 14, color), text(x + 20, 22, name)]
-    for uplink, _, *cells in rows("README.md", "## Speed on slow links"):
+    for uplink, _, *cells in rows("README.md", "## Results"):
         parts.append(text(120, y + 30, uplink.partition(" (")[0].strip('"'), "end"))
         for cell, color in zip(cells, COLORS, strict=False):
             times = float(re.search(r"\(([\d.]+)\)", cell)[1])  # type: ignore[index]

@@ -158,6 +158,7 @@ def test_no_two_classes_of_the_product_share_a_name(product):
 # Methods that torch, transformers and Python's files call on what we give them.
 CALLED_BY_LIBRARIES = {
     *("get_extra_state", "set_extra_state", "on_train_begin", "post_train"),
+    "_format_action_invocation",
     *("lookup_object", "create_stream"),
 }
 

@@ -38,7 +38,7 @@ class Diloco(Feature):
         if plan is None:
             return Attached()
         model, sharding = parts.built
-        check_island_holds(model, dims, device, plan)
+        check_island_holds(sharding.shard_elements, dims, device, plan)
         islands = Islands(sharding, dims, plan, parts.config.precision)
         if device.type == "cuda":  # elsewhere they are compiled already
             islands.compile_kernels(device)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import torch
 
 from megazpp.base.program import GIGA
-from megazpp.checkpoint.parts import weights_bytes
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import Islands
-from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.training.anomalies import Guard
@@ -62,11 +60,11 @@ class LocalSteps:
         return self._guard.settle(failed=failed > 0, back=back > 0)
 
 
-def check_island_holds(model: GPTModel, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
+def check_island_holds(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
     """Raise ValueError if the states of an island's model need more than a GPU's memory; a CPU's is not checked.
 
     Args:
-        model: the sharded model, of which this rank holds one part.
+        shard_elements: elements of the model's weights on this rank.
     """
     available = device_bytes(device)
     if available is None:
@@ -74,7 +72,7 @@ def check_island_holds(model: GPTModel, dims: ParallelDims, device: torch.device
     # fp32 weights, gradients and two moments, R, error feedback, and an island's part of the outer states
     feedback = 1 if plan.feedback and plan.gradients is not None else 0
     each = 16 + 4 + feedback + (8 if plan.outer_momentum else 4) / dims.island.size
-    needed = round(weights_bytes(model) / 4 / dims.shard.size * each)
+    needed = round(shard_elements * each)
     if needed > available:
         ranks = dims.shard.size * dims.tp.size
         raise ValueError(

@@ -20,7 +20,8 @@ class WeightPatchesFeature(Feature):
         if flags.save_weight_patches is None:
             return
         if plan.layout.island > 1:
-            raise ValueError("--save-weight-patches: with --diloco-steps each island has weights of its own")
+            steps = config.values()["diloco_steps"]
+            raise ValueError(f"--save-weight-patches: with --diloco-steps {steps} each island has weights of its own")
         check_patches(config.model, config.precision, plan.wire)
 
     def attach(self, parts: TrainerParts) -> Attached:

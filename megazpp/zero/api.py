@@ -299,9 +299,7 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model is compiled: call megazpp.zeropp(model) first, then torch.compile(model)")
     running = "backward" if in_backward() else "forward" if _in_forward(model) else None
     if running is not None:
-        raise ValueError(
-            f"megazpp.zeropp was called inside a {running}: call it before the first step, or between steps"
-        )
+        raise ValueError(f"megazpp.zeropp was called inside a {running}: call it between steps")
 
 
 def _in_forward(model: nn.Module) -> bool:

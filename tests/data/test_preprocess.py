@@ -182,7 +182,7 @@ def test_workers_killed_while_they_hand_over_much_are_noticed():
     next(results)
     for process in workers():
         process.kill()
-    with pytest.raises(ValueError, match="--workers: one was killed"):
+    with pytest.raises(ValueError, match="a worker of --workers was killed"):
         list(results)
     assert workers() == []
 

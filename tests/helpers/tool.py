@@ -14,8 +14,8 @@ from helpers.program import LAUNCHER_VARIABLES
 from helpers.ranks import ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megazpp.base import run
 from megazpp.base.program import JobError
+from megazpp.inference import on_checkpoint
 from megazpp.parallel.worker import Worker
 from megazpp.run.ranks import Job
 
@@ -32,7 +32,7 @@ def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
         for name in LAUNCHER_VARIABLES:
             patch.delenv(name, raising=False)
         patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # an error looks for the flag there
-        patch.setattr(run, "run_on_ranks", lambda prepare: jobs.append(prepare()))
+        patch.setattr(on_checkpoint, "run_on_ranks", lambda prepare: jobs.append(prepare()))
         code = importlib.import_module(tool).main(flags)
         for job in jobs:
             assert job.place.world_size == world_size

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazpp.base import run
 from megazpp.parallel import environment
 from megazpp.parallel.environment import (
     ALLOCATOR,
@@ -23,6 +22,7 @@ from megazpp.parallel.environment import (
     order_launches,
     prepare_environment,
 )
+from megazpp.run.ranks import run_on_ranks
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout, plan_layout
 
@@ -51,7 +51,7 @@ def test_programs_unset_it_before_they_look_for_a_gpu(monkeypatch, capsys, tmp_p
     for name in (*ALLOCATOR, *TRITON):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["program"])
-    assert run.run_on_ranks(lambda: 7 if CONNECTIONS not in os.environ else 1) == 7
+    assert run_on_ranks(lambda: 7 if CONNECTIONS not in os.environ else 1) == 7
     assert capsys.readouterr().err.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 is unset")
 
 

@@ -1,5 +1,6 @@
 """One run, estimated: bytes of a node from those of one rank, times where they are known, and the schemes beside it."""
 
+import dataclasses
 import math
 
 import pytest
@@ -92,7 +93,8 @@ EVERY = "--diloco-steps 4 --micro-batch-size 4"
 
 def test_bytes_between_islands_are_those_of_4_bits_twice_and_means_over_steps():
     run = config(f"{EVERY} --diloco-islands 2")
-    own, rarer = estimate(run, FOUR_NODES), estimate(run.with_section(DilocoConfig(diloco_steps=8)), FOUR_NODES)
+    rarely = run.with_section(dataclasses.replace(run.section(DilocoConfig), diloco_steps=8))
+    own, rarer = estimate(run, FOUR_NODES), estimate(rarely, FOUR_NODES)
     parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # of four ranks of an island
     per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops; two islands, of two nodes each
     assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # 1-D parameters travel exact

@@ -73,7 +73,7 @@ def count(case: Case) -> tuple[TrafficTable, Any, TrafficTable]:
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
-    before, told = dims.counter.table(), watch(dims.counter, vars(dims))
+    before, told = dims.counter.table(), watch(dims.counter, {name: getattr(dims, name) for name in DATA_AXES})
     step(case.batches(1, dims), learning_rate=1e-3, weight_decay=0.0)
     between, order = dims.counter.table(), in_order(told)
     if diloco is not None:

@@ -99,7 +99,12 @@ def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
 
 
-INDEX = "model.safetensors.index.json"
+def index_alone(folder: Path, text: str) -> None:
+    """Leave an index of shards as the only description of the weights."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
 # What is done to a copy of theirs/ or ours/, the flags, and what is said.
 # fmt: off
 BAD: list[tuple[str, Any, str, str]] = [
@@ -109,11 +114,11 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("theirs", lambda f: (f / "config.json").unlink(), "--from huggingface", "config.json is miss"),
     ("theirs", lambda f: (f / "config.json").write_bytes(bytes(range(256))), "", "is no JSON"),
     ("theirs", lambda f: (f / "model.safetensors").unlink(), "", "model.safetensors is missing"),
-    ("theirs", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "", "only safetensors are read"),
+    ("theirs", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "", "is damaged or holds more than tens"),
     ("theirs", lambda f: truncate(f / "model.safetensors"), "", "is damaged or no safetensors file"),
-    ("theirs", lambda f: (f / INDEX).write_text('{"weight_map": 3}'), "", "no weight_map"),
-    ("theirs", lambda f: (f / INDEX).write_text('{"weight_map": {"a": "b"}}'), "", "b is missing"),
-    ("theirs", lambda f: truncate(f / "tokenizer.json"), "", "is not a usable tokenizer.json"),
+    ("theirs", lambda f: index_alone(f, '{"weight_map": 3}'), "", "no weight_map"),
+    ("theirs", lambda f: index_alone(f, '{"weight_map": {"a": "b"}}'), "", "b is missing"),
+    ("theirs", lambda f: truncate(f / "tokenizer.json"), "", "--tokenizer-model .*: transformers cannot read it"),
     ("theirs", None, "--to huggingface", "--from huggingface --to huggingface: one of the two"),
     ("theirs", None, "--ckpt-step 3", "is one model, without iterations"),
     ("theirs", None, "--from megatron", "has neither mp_rank_00 nor latest_checkpointed"),

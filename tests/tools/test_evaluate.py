@@ -10,7 +10,7 @@ from helpers.pretrain import Run
 from helpers.program import run_forked
 from helpers.tool import run_tool
 
-from megazpp.base import run
+from megazpp.inference import on_checkpoint
 from megazpp.run.ranks import Job
 
 
@@ -57,8 +57,8 @@ def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(train
 
 def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(converted, monkeypatch):
     jobs: list[Job] = []
-    monkeypatch.setattr(run, "run_on_ranks", lambda prepare: jobs.append(prepare()))
-    monkeypatch.setattr(run, "device_type", lambda: "cpu")
+    monkeypatch.setattr(on_checkpoint, "run_on_ranks", lambda prepare: jobs.append(prepare()))
+    monkeypatch.setattr(on_checkpoint, "device_type", lambda: "cpu")
     for flags in ([], ["--tensor-model-parallel-size", "2"], ["--nproc", "3"]):
         evaluate.main(["--load", str(converted / "ours"), "--input", str(converted / "text.txt"), *flags])
     assert [job.place.world_size for job in jobs] == [1, 2, 3]

@@ -18,6 +18,7 @@ from helpers.refusals import not_refused
 from helpers.tool import run_tool
 
 from megazpp.data.tokenizer import ByteTokenizer
+from megazpp.inference.sample import SampleConfig
 
 PROMPTS = ["Call me", "S", "Some years ago"]
 GREEDY = ["--temperature", 0]
@@ -122,7 +123,8 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ tone }}\
 
 def starts(prompts: list[Any], *, length: int = 64, tokens: int = 8, **flags: Any) -> tuple[list[str], list[str]]:
     """Texts that are continued, and notes about them, for a tokenizer of bytes."""
-    config: Any = SimpleNamespace(data=SimpleNamespace(seq_length=length), sample=SimpleNamespace(sample_tokens=tokens))
+    sample = SampleConfig(sample_tokens=tokens)
+    config: Any = SimpleNamespace(data=SimpleNamespace(seq_length=length), section=lambda kind: sample)
     notes, tokenizer = list[str](), ByteTokenizer()
     made = Starts(tokenizer, config, GenerateConfig(**flags), notes.append)
     return [bytes(each for each in made.make(prompt).ids if each < 256).decode() for prompt in prompts], notes

@@ -91,12 +91,12 @@ def test_what_every_rank_knows_stops_at_once():
 def check_memory() -> None:
     """In bytes per element: 16 for weights, gradients and moments, 4 for R, 1 for feedback, 8 shared by 2 islands."""
     case = Case(nodes=2, tp=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9))
-    model, _, dims = build_on_ranks(case)
+    model, sharding, dims = build_on_ranks(case)
     needed = 25 * sum(parameter.to_local().numel() for parameter in model.parameters())
     with mock.patch.object(loop, "device_bytes", side_effect=[needed, needed - 1]):
-        check_island_holds(model, dims, CPU, diloco_plan(case))
+        check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
         with pytest.raises(ValueError, match="--diloco-steps 2: each of the 2 islands has a whole model on its 2 "):
-            check_island_holds(model, dims, CPU, diloco_plan(case))
+            check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
 
 
 def test_a_model_whose_states_do_not_fit_an_island_is_refused():
