@@ -114,7 +114,7 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("theirs", lambda f: (f / "config.json").unlink(), "--from huggingface", "config.json is miss"),
     ("theirs", lambda f: (f / "config.json").write_bytes(bytes(range(256))), "", "is no JSON"),
     ("theirs", lambda f: (f / "model.safetensors").unlink(), "", "model.safetensors is missing"),
-    ("theirs", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "", "is damaged or holds more than tens"),
+    ("theirs", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "", "is damaged or holds more"),
     ("theirs", lambda f: truncate(f / "model.safetensors"), "", "is damaged or no safetensors file"),
     ("theirs", lambda f: index_alone(f, '{"weight_map": 3}'), "", "no weight_map"),
     ("theirs", lambda f: index_alone(f, '{"weight_map": {"a": "b"}}'), "", "b is missing"),
