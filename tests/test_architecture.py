@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from mutations import read_changes
 
 from megazpp.features import NEEDS
 
@@ -203,3 +204,7 @@ def code_lines(file: File) -> int:
 def test_file_of_more_than_300_code_lines_says_why_at_its_top(product):
     long = [file for file in product if code_lines(file) > 300]
     assert [file.name for file in long if "one file" not in file.text[:1000].lower()] == []
+
+
+def test_every_mutation_stands_once_in_its_file():
+    assert len(read_changes()) > 200

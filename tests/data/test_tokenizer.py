@@ -92,12 +92,15 @@ def test_the_null_tokenizer_counts_as_megatrons_does():
 
 
 def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model, byte_level_bpe):
-    files = definition(byte_level_bpe.to_str())
+    backend = tokenizers.Tokenizer.from_str(byte_level_bpe.to_str())
+    backend.add_special_tokens(["<pad>"])
+    files = definition(backend.to_str())
     models = [sentencepiece_model, sentencepiece_model, train_sentencepiece(iter([TEXT]), 301)]
     made: list[Tokenizer] = [*map(SentencePieceTokenizer, models), ByteTokenizer(), ByteTokenizer(300)]
-    made += [HFTokenizer(files), HFTokenizer(files, eos_token="a")]  # another token at the end of every document
+    # another token at the end of every document: one that is special anyhow, and one that becomes it
+    made += [HFTokenizer(files), *(HFTokenizer(files, eos_token=name) for name in ("<pad>", "a"))]
     assert made[0].identity == made[1].identity
-    assert len({tokenizer.identity for tokenizer in made}) == 6
+    assert len({tokenizer.identity for tokenizer in made}) == 7
 
 
 def test_flags_choose_the_tokenizer_or_are_refused_with_the_reason(tmp_path, sentencepiece_model, byte_level_bpe):
