@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
 from megazpp import zero
-from megazpp.zero import ZeroConfig, fsdp2
+from megazpp.zero import ZeroConfig, api
 
 _first = PartialState.__init__
 
@@ -59,8 +59,8 @@ def main(mode: str, path: str) -> None:
         torchtitan_on_cpu()
     if mode != "default":
         config = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
-        exact = functools.partial(fsdp2.zeropp, config=config)
-        fsdp2.zeropp = zero.zeropp = exact if mode == "exact" else _without
+        exact = functools.partial(api.zeropp, config=config)
+        api.zeropp = zero.zeropp = exact if mode == "exact" else _without
     sys.argv = [path]
     runpy.run_path(path, run_name="__main__")
 
