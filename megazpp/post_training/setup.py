@@ -276,9 +276,10 @@ def _filled(parsed: ParsedRun, configs: PostConfigs, values: dict[str, Any]) -> 
         names = {field.name for field in dataclasses.fields(part)}
         return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
 
-    changed = {name: filled(getattr(config, name)) for name in ("schedule", "optimizer", "sample", "model", "data")}
+    changed = {name: filled(getattr(config, name)) for name in ("schedule", "optimizer", "model", "data")}
+    config = dataclasses.replace(config, **changed).with_section(filled(config.section(SampleConfig)))
     configs = configs._replace(training=filled(configs.training))
-    return parsed._replace(config=dataclasses.replace(config, **changed), extra=tuple(configs))
+    return parsed._replace(config=config, extra=tuple(configs))
 
 
 def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
