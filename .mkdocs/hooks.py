@@ -26,10 +26,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what does not lie in docs/."""
     for name, page in AT_THE_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
-    parts = ["# Flags\n\nWhat `--help` of each program prints."]
+    parts = ["# Flags\n\nThe output of `--help-all` of each program."]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
     for program in PROGRAMS:
-        command = [sys.executable, str(ROOT / program), "--help"]
+        command = [sys.executable, str(ROOT / program), "--help-all"]
         shown = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=True).stdout
         parts.append(f"## {program}\n\n```text\n{shown}```")
     files.append(File.generated(config, "flags.md", content="\n\n".join(parts)))

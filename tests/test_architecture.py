@@ -106,7 +106,7 @@ def test_every_folder_above_run_is_listed_as_an_optional_feature():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", NEEDS)
-def test_training_saves_and_resumes_without_an_optional_feature(feature, tmp_path):
+def test_training_saves_and_resumes_without_an_optional_feature(feature, tmp_path, tmp_path_factory):
     """The feature's folder, its line in features.py and its flags in the default flag file are deleted."""
     for name in ("configs", "kernels", "megazpp"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
