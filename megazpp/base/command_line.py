@@ -71,7 +71,7 @@ class FlagParser:
     Args:
         configs: config classes; no two may share a field name or a spelling.
         program, description, epilog: name, first line and last lines of --help.
-        shown: config classes whose flags --help always shows.
+        shown: config classes whose flags --help shows beside the common flags of the others; None: all flags.
         mutually_exclusive: pairs of fields: the first, by hand or in a later file, takes the place of the second.
     """
 
@@ -82,10 +82,10 @@ class FlagParser:
         program: str,
         description: str = "",
         epilog: str = "",
-        shown: Sequence[type] = (),
+        shown: Sequence[type] | None = None,
         mutually_exclusive: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self.configs, self._shown, self._mutually_exclusive = tuple(configs), tuple(shown), mutually_exclusive
+        self.configs, self._shown, self._mutually_exclusive = tuple(configs), shown, mutually_exclusive
         self._argparse = _RaisingParser(
             prog=program,
             usage="%(prog)s [@file ...] [--flag value ...]",
@@ -116,8 +116,8 @@ class FlagParser:
     def help_text(self, *, everything: bool) -> str:
         """Return the text of --help, or that of --help-all if `everything`."""
         fields = [(config, field) for config in self.configs for field in dataclasses.fields(config)]
-        common = [config in self._shown or field.metadata["flag"].common for config, field in fields]
-        if everything or not any(common):
+        common = [config in (self._shown or ()) or field.metadata["flag"].common for config, field in fields]
+        if everything or self._shown is None or not any(common):
             return self._argparse.format_help()
         hidden = [self._actions[flag_name(f)] for (_, f), shows in zip(fields, common, strict=True) if not shows]
         texts = [action.help for action in hidden]
