@@ -272,7 +272,10 @@ class Relative:
             settings.absent("sliding_window" if self.biases else "use_sliding_window")
             return found
         default = None if "sliding_window" in settings.values or self.model_type in _NO_WINDOW else 4096
-        if (self.windows == "layers" and not switched) or (default is None and "sliding_window" not in settings):
+        without = default is None and "sliding_window" not in settings
+        if without and switched:  # transformers cannot compute a sliding layer without a window
+            settings.each("layer_types", "full_attention")
+        if (self.windows == "layers" and not switched) or without:
             return found
         window = settings.count("sliding_window", default)
         if self.windows == "all":

@@ -132,8 +132,8 @@ def check(folder: Path, kind: str, *settings: Value) -> bool:
     """Whether such a config.json gives transformers' logits; else it is refused, by one of its keys."""
     values = {key: value for setting in settings for key, value in setting.keys.items()}
     reasons = [setting.refused for setting in settings if setting.refused is not None]
-    if values.get("use_sliding_window") and values.get("sliding_window") != 0:
-        reasons = [reason for reason in reasons if "sliding_attention" not in reason]  # these layers may have a window
+    if values.get("use_sliding_window") and values.get("sliding_window") == 5:
+        reasons = [reason for reason in reasons if "sliding_attention" not in reason]  # these layers have a window
     if not reasons:
         with torch.no_grad():
             expected = write_folder(folder, kind, values)(TOKENS).logits
