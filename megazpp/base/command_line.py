@@ -66,7 +66,7 @@ class Parsed(NamedTuple):
 class FlagParser:
     """Reads flags into config dataclasses, by which --help groups them.
 
-    If some flags are marked as common, --help shows only those, and --help-all shows all.
+    With `shown`, --help leaves out what a first run does not need, and --help-all shows all flags.
 
     Args:
         configs: config classes; no two may share a field name or a spelling.
@@ -116,10 +116,10 @@ class FlagParser:
     def help_text(self, *, everything: bool) -> str:
         """Return the text of --help, or that of --help-all if `everything`."""
         fields = [(config, field) for config in self.configs for field in dataclasses.fields(config)]
-        common = [config in (self._shown or ()) or field.metadata["flag"].common for config, field in fields]
-        if everything or self._shown is None or not any(common):
+        if everything or self._shown is None:
             return self._argparse.format_help()
-        hidden = [self._actions[flag_name(f)] for (_, f), shows in zip(fields, common, strict=True) if not shows]
+        uncommon = [f for config, f in fields if not (config in self._shown or f.metadata["flag"].common)]
+        hidden = [self._actions[flag_name(field)] for field in uncommon]
         texts = [action.help for action in hidden]
         for action in hidden:
             action.help = argparse.SUPPRESS

@@ -120,7 +120,7 @@ class RunConfig:
 
     def values(self) -> dict[str, Any]:
         """Every flag's value by field name."""
-        return {f.name: getattr(part, f.name) for part in self.parts for f in dataclasses.fields(part)}
+        return _values(self.parts)
 
     def section(self, kind: type[Section]) -> Section:
         """Return the config of a feature; a feature that is not installed has its defaults."""
@@ -133,9 +133,7 @@ class RunConfig:
 
     def detect_cluster(self, world_size: int, env: Mapping[str, str]) -> Cluster:
         """Return the cluster of `world_size` ranks that the flags and the launcher's environment `env` describe."""
-        tp, zero = self.parallel.tensor_model_parallel_size, self.zero
-        two_hops = zero.quantizes_weights or zero.hpz_partition_size != "1" or zero.zero_quantized_gradients
-        nodes = bool(two_hops or zero.zeropp or self.parallel.hsdp)
+        tp, nodes = self.parallel.tensor_model_parallel_size, self.parallel.hsdp or self.zero.distinguishes_nodes
         nodes = nodes or any(section.distinguishes_nodes for section in self.sections)
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
@@ -150,6 +148,10 @@ class RunConfig:
             precision=self.precision,
             seed=self.launch.seed,
         )
+
+
+def _values(parts: Iterable[Any]) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +179,7 @@ class ParsedRun(NamedTuple):
 
     def values(self) -> dict[str, Any]:
         """Every flag's value by field name."""
-        return {f.name: getattr(part, f.name) for part in self.parts for f in dataclasses.fields(part)}
+        return _values(self.parts)
 
     def report(self) -> str:
         """Every flag with its value and origin; can be read back as a flag file."""

@@ -127,6 +127,12 @@ class ZeroConfig:
         """hpZ, by itself or with --zeropp."""
         return _default(self.zero_hpz_partition_size, "auto" if self.zeropp else "1")
 
+    @property
+    def distinguishes_nodes(self) -> bool:
+        """True if a flag treats ranks of one node differently from ranks of another."""
+        in_two_hops = self.quantizes_weights or self.hpz_partition_size != "1" or self.zero_quantized_gradients
+        return bool(self.zeropp or in_two_hops)
+
     def stage_over(self, num_ranks: int) -> int:
         """The stage in which shards of `num_ranks` ranks run.
 
