@@ -37,8 +37,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links to pages of the site; of a link to another file that is there keep the text."""
-    folder = ROOT if page.file.src_path in AT_THE_ROOT.values() else ROOT / "docs"
+    """Rewrite links to pages as the site has them; replace a link to any other file of the repository by its text."""
+    at_the_root = page.file.src_path in AT_THE_ROOT.values()
+    folder = ROOT if at_the_root else (ROOT / "docs" / page.file.src_path).parent
+    here = os.path.dirname(page.file.src_path)
 
     def on_the_site(link: re.Match[str]) -> str:
         bang, text, target, heading = link.groups()
@@ -47,7 +49,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]
         name = str(path.relative_to(ROOT))
         if name in AT_THE_ROOT or name.startswith("docs/"):
-            return f"{bang}[{text}]({AT_THE_ROOT.get(name, name.removeprefix('docs/'))}{heading or ''})"
+            on_site = os.path.relpath(AT_THE_ROOT.get(name, name.removeprefix("docs/")), here or ".")
+            return f"{bang}[{text}]({on_site}{heading or ''})"
         return text if path.exists() else link[0]
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)", on_the_site, markdown)

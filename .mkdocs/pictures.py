@@ -2,8 +2,8 @@
 
     python .mkdocs/pictures.py [--timeline runs/x/timeline.json]
 
-docs/pictures/ gets speed.svg (README.md), tiers.svg (docs/local_steps.md), and with --timeline step.svg
-(docs/zeropp.md); two_hops.svg is drawn by hand.
+docs/pictures/ gets speed.svg (README.md), tiers.svg (docs/guides/diloco.md), and with --timeline step.svg
+(docs/concepts/zeropp.md); two_hops.svg is drawn by hand.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def tiers() -> str:
     def at(gigabits: float) -> float:
         return 270 + 130 * (math.log10(gigabits) + 1.5)
 
-    table = rows("docs/local_steps.md", "![From which rate")
+    table = rows("docs/guides/diloco.md", "![From which rate")
     parts, bottom = [], 20 + 28 * len(table)
     for rate, name in ((0.1, "100 Mbit/s"), (1, "1 Gbit/s"), (10, "10 Gbit/s"), (100, "100 Gbit/s")):
         parts.append(f'<line class="grid" x1="{at(rate):.0f}" x2="{at(rate):.0f}" y1="8" y2="{bottom}"/>')

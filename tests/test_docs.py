@@ -38,7 +38,7 @@ from megazpp.zero.config import ZeroConfig
 
 TUTORIAL = "docs/tutorial.md"
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
-PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))]
 
 # A part of a command -> what runs instead; \g<0> is what has matched. `torchrun` is helpers/checked_launch.py here:
 # it parses and checks every flag, and starts nothing.
@@ -221,7 +221,7 @@ def test_a_command_in_the_text_has_flags_that_its_program_knows(checkout):
 
 
 def test_every_tool_has_a_line_in_the_table():
-    for folder, page in (("tools", TUTORIAL), ("tools/benchmarks", "docs/figures.md")):
+    for folder, page in (("tools", TUTORIAL), ("tools/benchmarks", "docs/benchmarks.md")):
         listed = set(re.findall(r"^\| `(\w+\.py)` \|", text_of(page), re.M))
         programs = {path.name for path in (ROOT / folder).glob("*.py") if "\nif __name__ ==" in path.read_text()}
         parts = {name for name in programs for other in programs if name.startswith(other.removesuffix(".py") + "_")}
@@ -258,7 +258,7 @@ def test_a_page_s_python_runs_on_four_ranks():
 
 
 def test_the_files_for_clouds_start_a_run_that_parses():
-    job, task = map(yaml.safe_load, blocks("docs/cloud.md", "yaml"))
+    job, task = map(yaml.safe_load, blocks("docs/guides/cloud.md", "yaml"))
     words = shlex.split(" ".join(commands(task["run"])))
     for flags in (job["spec"]["trainer"]["args"], words[words.index("pretrain_gpt.py") + 1 :]):
         config = parse_run_config(flags, ROOT, features=FEATURES).config
@@ -271,8 +271,8 @@ def test_the_site_has_every_page_and_no_dead_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs/mkdocs.yml", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     navigation = (ROOT / ".mkdocs/mkdocs.yml").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f": {page.name}\n" in navigation, page.name
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f": {page.relative_to(ROOT / 'docs')}\n" in navigation, page
     flags = (tmp_path / "flags/index.html").read_text()
     assert all(flag in flags for flag in ("--zero-gradient-bits", "--num-generations", "--top-p"))
 
@@ -299,7 +299,7 @@ def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) ->
 
 @pytest.mark.slow
 def test_the_memory_of_each_config_is_the_planner_s():
-    rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", text_of("docs/configs.md"), re.M)
+    rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", text_of("docs/reference/configs.md"), re.M)
     assert {name for name, *_ in rows} == {p.stem for p in (ROOT / "configs").glob("*.args")} - {"gpt_tiny"}
     for name, nodes, figures in rows:
         zero3, zeropp = planned(name, int(nodes)), planned(name, int(nodes), "--zeropp")
@@ -310,7 +310,7 @@ def test_the_memory_of_each_config_is_the_planner_s():
 
 
 def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
-    page = text_of("docs/zeropp.md")
+    page = text_of("docs/concepts/zeropp.md")
     zero3, zeropp = planned("gpt_1b3", 2), planned("gpt_1b3", 2, "--zeropp")
     kinds, micro_batches = zeropp.memory, zero3.micro_batches
     shards = sum(kinds[kind] for kind in (Memory.PARAMETERS, Memory.MOMENTS, Memory.GRADIENTS)) / 1e9
@@ -360,7 +360,7 @@ def test_the_fixed_parts_of_quoted_messages_and_the_fields_of_the_log_line_stand
 
 
 def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
-    table = "".join(re.findall(r"^\| (`--.*?) \| ", text_of("docs/zeropp.md"), re.M))
+    table = "".join(re.findall(r"^\| (`--.*?) \| ", text_of("docs/concepts/zeropp.md"), re.M))
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
     for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, in the table of stages
         assert re.search(rf"`--(no-)?{name}`", table), name
