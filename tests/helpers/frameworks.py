@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 import megazpp
 
@@ -76,8 +77,14 @@ class Training:
         return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict) and len(m) == 2)
 
     def weights(self) -> dict[str, torch.Tensor]:
+        """Return the whole weights.
+
+        In torch 2.11, `reshard` leaves a unit of several modules unsharded if one of them was not called in the last
+        forward: TRL computes logits without calling `lm_head`.
+        """
         self.reshard()
-        return {name: p.detach().full_tensor() for name, p in self.model.named_parameters()}
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        return {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in weights.items()}
 
 
 class Scenario:
@@ -588,4 +595,7 @@ def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) 
 
 
 def is_installed(framework: str) -> bool:
+    """Return whether a framework can be imported: torchtitan 0.3 needs a name of FSDP2 that torch 2.11 lacks."""
+    if framework == "torchtitan" and not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        return False
     return all(importlib.util.find_spec(name) for name in FRAMEWORKS[framework][1])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from helpers.frameworks import FRAMEWORKS, SCENARIOS, compare, is_installed
 from helpers.ranks import Ranks, ranks
 
@@ -23,7 +24,7 @@ def workers() -> Iterator[dict[int, Ranks]]:
 def test_a_framework_s_training_ends_as_in_plain_fsdp2(framework, scenario, workers):
     """Bit for bit on two nodes of one rank, except where sums wait for a step's last backward (own loop)."""
     if not is_installed(framework):
-        pytest.skip(f"{framework} needs {FRAMEWORKS[framework][1]}")
+        pytest.skip(f"{framework} is not installed, or not for torch {torch.__version__}")
     for size in (2, 4) if framework == "own loop" else (2,):
         if not all(process.is_alive() for process in workers.setdefault(size, ranks.__wrapped__(size)).processes):
             workers[size] = ranks.__wrapped__(size)
