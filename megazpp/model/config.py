@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 
@@ -74,6 +74,44 @@ class GPTConfig:
         "layers with the window of --window-size: all but every Nth layer, or a list with a 1 for each such layer, as "
         "[1,1,1,0] (default: all layers)",
         metavar="N|LIST",
+    )
+    num_experts: int | None = flag(
+        None, "experts per layer: a mixture of experts replaces the MLP, and no token is dropped", metavar="E"
+    )
+    moe_layer_freq: str = flag(
+        "1",
+        "layers with experts: every Nth layer from the first on, or a list with a 1 for each such layer, as [0,1,1,1]",
+        needs="--num-experts",
+        metavar="N|LIST",
+    )
+    moe_router_topk: int = flag(2, "experts that each token is sent to", needs="--num-experts")
+    moe_ffn_hidden_size: int | None = flag(
+        None, "width inside one expert (default --ffn-hidden-size)", needs="--num-experts"
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "width of an MLP that all tokens pass in addition to their experts", needs="--num-experts"
+    )
+    moe_shared_expert_gate: bool = flag(
+        False, "multiply the output of the shared MLP by a sigmoid gate", needs="--moe-shared-expert-intermediate-size"
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = flag(
+        "softmax", "scores of experts from the router's logits", needs="--num-experts"
+    )
+    moe_router_pre_softmax: bool = flag(
+        False, "apply the softmax to all experts before the choice, not to the chosen ones", needs="--num-experts"
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "factor of the weights of the chosen experts", needs="--num-experts"
+    )
+    moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = flag(
+        "seq_aux_loss",
+        "loss that balances the load of experts: seq_aux_loss computes it in each sequence, so it does not depend on "
+        "the number of ranks or the micro-batch size",
+        needs="--num-experts",
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "coefficient of the load-balancing loss", needs="--num-experts")
+    moe_z_loss_coeff: float = flag(
+        0.0, "coefficient of the mean square of the log of the router's softmax denominators", needs="--num-experts"
     )
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "which norm")
@@ -154,6 +192,7 @@ class GPTConfig:
         others = self.swiglu or self.squared_relu
         _require(not (self.openai_gelu and others), "--openai-gelu excludes --swiglu and --squared-relu")
         self._check_patterns()
+        self._check_experts()
         self._check_blocks()
         self._check_rotary()
         self._check_recompute()
@@ -171,6 +210,34 @@ class GPTConfig:
         _require(
             self.no_rope_freq is None or self.positions == "rope", f"{unrotated} needs --position-embedding-type rope"
         )
+
+    def _check_experts(self) -> None:
+        check_positive(self, "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
+        check_positive(self, "moe_shared_expert_intermediate_size")
+        check_not_negative(self, "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        given = f"--moe-layer-freq {self.moe_layer_freq}"
+        pattern = _pattern(given, self.moe_layer_freq)
+        fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
+        _require(fits, f"{given} is not a list of --num-layers {self.num_layers} numbers")
+        if (experts := self.num_experts) is None:
+            return
+        topk = f"--moe-router-topk {self.moe_router_topk}"
+        _require(self.moe_router_topk <= experts, f"{topk} is more than --num-experts {experts}")
+        _require(self.swiglu, f"--num-experts {experts} needs --swiglu: experts are gated MLPs")
+        _require(self.disable_bias_linear, f"--num-experts {experts} needs --disable-bias-linear: experts have no bias")
+        blocks = {
+            "--norm-after-block": self.norm_after_block,
+            "--use-parallel-residual": self.use_parallel_residual,
+        }
+        for name, there in blocks.items():
+            _require(not there, f"{name} with --num-experts {experts} is not supported")
+        pre = f"--moe-router-pre-softmax with --moe-router-score-function {self.moe_router_score_function}"
+        _require(not self.moe_router_pre_softmax or self.moe_router_score_function == "softmax", f"{pre}: no softmax")
+        gate = self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None
+        _require(not gate, "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")
+        balance = self.moe_router_load_balancing_type == "none" and self.moe_aux_loss_coeff > 0.0
+        coefficient = f"--moe-aux-loss-coeff {self.moe_aux_loss_coeff:g}"
+        _require(not balance, f"{coefficient} needs --moe-router-load-balancing-type seq_aux_loss, not none")
 
     def _check_blocks(self) -> None:
         check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
@@ -258,6 +325,28 @@ class GPTConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 4 * self.hidden * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """The width inside one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    def has_experts(self, layer: int) -> bool:
+        """True if layer `layer`, counted from 0, has a mixture of experts in place of its MLP."""
+        pattern = _pattern("--moe-layer-freq", self.moe_layer_freq)
+        if self.num_experts is None or pattern is None:
+            return False
+        return layer % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer])
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of experts, counted from 0."""
+        return tuple(layer for layer in range(self.layers) if self.has_experts(layer))
+
+    @property
+    def has_router_loss(self) -> bool:
+        """True if the router adds to the loss."""
+        return self.num_experts is not None and self.moe_aux_loss_coeff + self.moe_z_loss_coeff > 0.0
 
     @property
     def head_size(self) -> int:

@@ -24,6 +24,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
+from megazpp.model.moe import Kept, MoE
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
@@ -38,11 +39,13 @@ class TokenOutputs(NamedTuple):
     """Outputs of a forward where more than losses is asked for: [B, S] fp32 each; None what was not.
 
     The entropy is of the distributions that labels are drawn from, without a gradient; values are the scalar head's.
+    `router_loss` [B] is the sum of all layers' balance and z-losses of each sequence, times their coefficients.
     """
 
     losses: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    router_loss: torch.Tensor | None = None
 
 
 class GPTModel(nn.Module):
@@ -60,6 +63,8 @@ class GPTModel(nn.Module):
         document_kernel: computes attention inside documents; None for a mask.
         product: of the layers' linear layers; None for 16-bit products that hide tp's collectives.
         scalar_head: also have a head that gives each token one number: a reward model's, or the values of PPO.
+        ep: the ranks that share out each layer's experts; None for one rank.
+        grouped: multiply by all experts of a layer in one kernel.
         compiled: compile layers; None: only with --compile.
         varying_sizes: compile layers for batches and sequences of any size, and not for each of the first few.
     """
@@ -71,11 +76,13 @@ class GPTModel(nn.Module):
         vocab_size: int,
         tp: MeshAxis,
         cp: MeshAxis | None = None,
+        ep: MeshAxis | None = None,
         sequence_parallel: bool = False,
         shared_generator: SharedGenerator | None = None,
         document_kernel: DocumentKernel | None = None,
         product: Product | None = None,
         scalar_head: bool = False,
+        grouped: bool = False,
         compiled: bool | None = None,
         varying_sizes: bool = False,
     ) -> None:
@@ -90,7 +97,13 @@ class GPTModel(nn.Module):
         self.shared_generator = shared
         self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
         parts = (tp, self.cp, self.sequence_parallel, shared, document_kernel, product, self.compiled, varying_sizes)
-        self.layers = nn.ModuleList(TransformerLayer(config, index, *parts) for index in range(config.layers))
+        mixture = functools.partial(MoE, cp=self.cp, ep=ep or MeshAxis("ep"), grouped=grouped)
+        self.layers = nn.ModuleList(
+            MixtureLayer(config, index, *parts, mlp=mixture)
+            if config.has_experts(index)
+            else TransformerLayer(config, index, *parts, mlp=MLP)
+            for index in range(config.layers)
+        )
         self.final_norm = Norm(config, config.hidden, tp=tp, split=self.sequence_parallel)
         self.output = None if config.tied else OutputLayer(config, vocab_size, tp)
         self.scalar_head = ScalarHead(config, tp) if scalar_head else None
@@ -109,6 +122,7 @@ class GPTModel(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
         with_values: bool = False,
+        with_router_loss: bool = False,
     ) -> torch.Tensor | TokenOutputs:
         """Logits or losses of a batch.
 
@@ -122,9 +136,11 @@ class GPTModel(nn.Module):
             logits_at: [B] the place in each row whose logits are wanted; None for all.
             temperature: divisor of logits before losses and entropy.
             with_entropy, with_values: also give these; values need the scalar head.
+            with_router_loss: also give the losses of routers, in training (`config.has_router_loss`).
         Returns:
             With labels: [B, S] fp32 losses. Without: [B, S, V/T] logits of this tp rank's part of the padded
-            vocabulary ([B, 1, V/T] with logits_at). With entropy or values: TokenOutputs, without logits.
+            vocabulary ([B, 1, V/T] with logits_at). With entropy, values or router losses: TokenOutputs, without
+            logits.
         """
         (batch, seq), device = tokens.shape, tokens.device
         if cache is not None:
@@ -143,8 +159,12 @@ class GPTModel(nn.Module):
                 kind: dataclasses.replace(inputs, mask=shared_mask(inputs.mask, x.dtype))
                 for kind, inputs in by_kind.items()
             }
+        router_losses = []
         for index, layer in enumerate(self.layers):
             x = layer(x, by_kind[self.kinds[index]], None if cache is None else cache.layers[index])
+            if isinstance(x, tuple):
+                router_losses.append(x[1])
+                x = x[0]
         x = self.final_norm(x)
         x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
         if logits_at is not None:
@@ -167,10 +187,18 @@ class GPTModel(nn.Module):
             fuse=self.compiled,
         )
         losses, entropy = self._multiplied(x, head)
-        if not (with_entropy or with_values):
+        if not (with_entropy or with_values or with_router_loss):
             return self._by_rows(losses)
         entropy = None if entropy is None else self._whole(entropy).t()
-        return TokenOutputs(self._by_rows(losses), entropy, values)
+        router_loss = self._summed(router_losses) if with_router_loss else None
+        return TokenOutputs(self._by_rows(losses), entropy, values, router_loss)
+
+    def _summed(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Sum over layers and over the ranks of tp and cp, which have parts [B]; each gets the gradient of its part."""
+        total = torch.stack(parts).sum(dim=0)
+        for axis in (self.tp, self.cp):
+            total = reduce_from_region_(total, axis) if axis.size > 1 else total
+        return total
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         return collect_sequence(x, self.cp) if self.context_parallel else x
@@ -197,6 +225,10 @@ class GPTModel(nn.Module):
         if self.scalar_head is not None:
             return [[self.embedding], *layers, [self.final_norm], [self.output]]
         return [[self.embedding], *layers, [self.final_norm, self.output]]
+
+    def expert_units(self) -> list[nn.Module]:
+        """Parts of layers that are sharding units of their own, on the axes of experts."""
+        return [layer.mlp.experts for layer in self.layers if isinstance(layer, MixtureLayer)]
 
     def _attention_inputs(
         self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int
@@ -257,6 +289,8 @@ class TransformerLayer(nn.Module):
         product: Product | None,
         compiled: bool,
         varying_sizes: bool,
+        *,
+        mlp: Callable[..., nn.Module],
     ) -> None:
         super().__init__()
         # Megatron's scaled init: the residual stream sums 2 x layers outputs
@@ -269,7 +303,7 @@ class TransformerLayer(nn.Module):
         parts: dict[str, Any] = {"cp": cp, "document_kernel": document_kernel, "window": window}
         self.attention = SelfAttention(config, output_std=output_std, **parts, **linear)
         self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
-        self.mlp = MLP(config, output_std=output_std, **linear)
+        self.mlp = mlp(config, output_std=output_std, **linear)
         self.dropout = Dropout(config.hidden_dropout, shared)
         self.norm_after, self.parallel = config.norm_after_block, config.use_parallel_residual
         self.multiplier = config.residual_multiplier
@@ -277,21 +311,30 @@ class TransformerLayer(nn.Module):
         self.run = compile_layer(self._run) if compiled else self._run
         self.tp, self.compiled, self.varying_sizes = tp, compiled, varying_sizes
 
-    def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Any:
         if cache is not None:  # prompts are read once, and a cache on the host is no part of a graph for the device
             eager = inputs.mask is None or cache.on_host
             return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache=cache)
         if not (self.recompute and self.training):
             return self._drawn_and_run(x, inputs)
         contexts = noop_context_fn if self.shared is None else self.shared.checkpoint_contexts
-        return checkpoint(self._drawn_and_run, x, inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self._drawn_and_run, x, inputs, *self._kept(), use_reentrant=False, context_fn=contexts)
 
-    def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        return self._marked_and_run(x, inputs, (self.dropout.draw(x), self.dropout.draw(x)))
+    def _kept(self) -> tuple[Any, ...]:
+        """Return further arguments of `_run` that the forward fills in and the recomputation reads."""
+        return ()
+
+    def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs, *kept: Any) -> Any:
+        return self._marked_and_run(x, inputs, (self.dropout.draw(x), self.dropout.draw(x)), None, *kept)
 
     def _marked_and_run(
-        self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        inputs: AttentionInputs,
+        masks: Masks = (None, None),
+        cache: LayerCache | None = None,
+        *kept: Any,
+    ) -> Any:
         if self.compiled:
             mark_varying(inputs.document_starts, 0)  # batches differ in their number of documents
         if self.compiled and (self.varying_sizes or cache is not None):
@@ -299,9 +342,9 @@ class TransformerLayer(nn.Module):
             for tensor in (x, *masks, *(cache.kept or () if cache is not None else ())):
                 mark_varying(tensor, 0, 1)
         if self.places is None:
-            return self.run(x, inputs, masks, cache)
+            return self.run(x, inputs, masks, cache, *kept)
         with local_parameters(self.places):
-            return self.run(x, inputs, masks, cache)
+            return self.run(x, inputs, masks, cache, *kept)
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
@@ -322,6 +365,49 @@ class TransformerLayer(nn.Module):
         if self.multiplier != 1.0:
             x = x * self.multiplier
         return self.dropout(x, mask)
+
+
+class MixtureLayer(TransformerLayer):
+    """A transformer layer with a mixture of experts in place of the MLP: `mlp` makes a `MoE`.
+
+    In training with router losses it returns (x, this rank's part of each sequence's router losses [B]); FSDP2 hooks
+    the outputs of a layer. --compile covers its attention.
+    """
+
+    mlp: MoE
+
+    def __init__(self, *parts: Any, mlp: Callable[..., MoE]) -> None:
+        super().__init__(*parts, mlp=mlp)
+        self.run = self._run
+        self.attend = compile_layer(self._attend) if self.compiled else self._attend
+
+    @functools.cached_property
+    def places(self) -> list[tuple[dict[str, Any], str]] | None:
+        """Places of the parameters of attention; experts are gathered later, by themselves."""
+        covered = (self.attention_norm, self.attention)
+        return [place for module in covered for place in places_of(module)] if self.compiled and self.tp.size > 1 else None
+
+    def _kept(self) -> tuple[Any, ...]:
+        return (Kept(),)
+
+    def _attend(
+        self, x: torch.Tensor, inputs: AttentionInputs, mask: torch.Tensor | None, cache: LayerCache | None
+    ) -> torch.Tensor:
+        attended = self.attention(x, inputs, cache, norm=self.attention_norm)
+        return x + self._added(attended, self.attention_norm, mask)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        inputs: AttentionInputs,
+        masks: Masks = (None, None),
+        cache: LayerCache | None = None,
+        kept: Kept | None = None,
+    ) -> Any:
+        x = self.attend(x, inputs, masks[0], cache)
+        y, router_loss = self.mlp(x, norm=self.mlp_norm, kept=kept)
+        x = x + self._added(y, self.mlp_norm, masks[1])
+        return x if router_loss is None else (x, router_loss)
 
 
 class Embedding(nn.Module):

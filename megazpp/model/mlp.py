@@ -29,13 +29,14 @@ class MLP(nn.Module):
         sequence_parallel: bool,
         output_std: float,
         product: Product | None = None,
+        inner: int | None = None,
     ) -> None:
         super().__init__()
         self.recompute_norm, self.recompute_activation = config.recomputes("layernorm"), config.recomputes("mlp_act")
         self.squared_relu = config.squared_relu
         self.gelu_approximation = "tanh" if config.openai_gelu else "none"
 
-        hidden, inner, std = config.hidden, config.ffn_size, config.init_method_std
+        hidden, inner, std = config.hidden, inner or config.ffn_size, config.init_method_std
         split: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
         split["bias"] = config.linear_bias
         self.gate = ColumnParallelLinear(hidden, inner, std=std, **split) if config.swiglu else None

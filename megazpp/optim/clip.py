@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import EXPERT_NAMES
 from megazpp.tensor_parallel.parameters import local
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -133,24 +134,28 @@ def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.
     return shard.all_reduce_(tp.all_reduce_(squares.clone())).sqrt()
 
 
-def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> set[str]:
-    """The names of the axes over which a parameter's elements are spread."""
-    split: set[str] = set()
+def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> dict[str, int]:
+    """Return the axes over which a parameter's elements are spread, and their sizes.
+
+    Experts are spread over the ranks of tp x shard as well, along other axes.
+    """
+    split: dict[str, int] = {}
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         dims = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
-        split = {dim for dim, size, placement in dims if size > 1 and not placement.is_replicate()}
-    assert split <= {tp.name, shard.name}, f"{name} is split over {split}, the norm sums over {tp.name}, {shard.name}"
+        split = {dim: size for dim, size, placement in dims if size > 1 and not placement.is_replicate()}
+    known = {tp.name, shard.name, EXPERT_NAMES["tp"], EXPERT_NAMES["shard"]}
+    assert split.keys() <= known, f"{name} is split over {split}, the norm sums over {tp.name}, {shard.name}"
     return split
 
 
-def _copies(split: set[str], tp: MeshAxis, shard: MeshAxis) -> int:
+def _copies(split: dict[str, int], tp: MeshAxis, shard: MeshAxis) -> int:
     """Number of ranks of the two axes that hold the same elements."""
-    return math.prod(axis.size for axis in (tp, shard) if axis.name not in split)
+    return tp.size * shard.size // math.prod(split.values())
 
 
 def _own_rows(
-    name: str, parameter: nn.Parameter, split: set[str], rows: Mapping[str, int], tp: MeshAxis, shard: MeshAxis
+    name: str, parameter: nn.Parameter, split: Mapping[str, int], rows: Mapping[str, int], tp: MeshAxis, shard: MeshAxis
 ) -> int | None:
     """Number of this rank's rows that exist, None for all; each axis spreads the rows of a padded parameter evenly."""
     if name not in rows:

@@ -10,6 +10,11 @@
 | replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
 | island    | hold the same shards of different models      | diloco/outer.py, once per synchronization  |
 | node      | tp x local, made for Muon alone               | rows of matrices, once per optimizer step   |
+| ep        | hold different experts: a part of tp x local  | tokens on their way to experts, per layer   |
+
+Parameters of experts are sharded over the same ranks as all others, along other axes (`ParallelDims.experts`): ep
+takes the place of tp, `expert shard` and `expert local` the places of shard and local. An axis that has the same ranks
+on both is one object.
 
 A rank's index along shard is cross index x local size + local index. Each rank is in at most one group per axis (an
 axis of one rank has none), and every group is made once, by all ranks in the same order. Where shard is over all ranks
@@ -20,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -48,6 +53,7 @@ from megazpp.topology.layout import AXES, NODE, Layout, plan_layout
 
 T = TypeVar("T")
 MESH_AXES, HOPS = ("island", "replicate", "shard", "tp"), ("local", "cross")
+EXPERT_NAMES = {"tp": "ep", "shard": "expert shard", "local": "expert local"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,9 @@ class ParallelConfig:
         "arXiv 2309.14509). Divides the data-parallel size; parameters are sharded over as many ranks as without",
     )
     allow_cp_across_nodes: bool = flag(False, "let --context-parallel-size leave the node: activations cross nodes")
+    expert_model_parallel_size: int = flag(
+        1, "ranks of a node that share out the experts of each layer; divides --num-experts"
+    )
     sequence_parallel: bool = flag(False, "split activations along the sequence between tensor-parallel regions")
     num_distributed_optimizer_instances: int = flag(
         1, "copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
@@ -75,7 +84,7 @@ class ParallelConfig:
         if (size := self.pipeline_model_parallel_size) != 1:
             raise ValueError(f"--pipeline-model-parallel-size {size} is not supported: only 1 is")
         check_positive(self, "tensor_model_parallel_size", "context_parallel_size")
-        check_positive(self, "num_distributed_optimizer_instances")
+        check_positive(self, "num_distributed_optimizer_instances", "expert_model_parallel_size")
 
 
 def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, islands: int = 1) -> Layout:
@@ -111,6 +120,7 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, isla
         islands=islands,
         cp=config.context_parallel_size,
         cp_across=config.allow_cp_across_nodes,
+        ep=config.expert_model_parallel_size,
     )
     if not can_order_groups() and not layout.groups_ascend:
         raise ValueError(
@@ -128,6 +138,8 @@ class ParallelDims:
         threads: whether the hops of CPU tensors run in threads; False: at once, in the thread that submits them.
         mesh: one that is there already, [shard] or [shard, tp], whose dims may have other names; None: a new one. With
             it, groups with equal members are reused, because they outlive the model, and the mesh's stay as they are.
+        dense: the axes of the other parameters, where these are the axes of experts (`experts`); their counter and
+            timeline are used, and every axis that has the same ranks.
     Attributes:
         mesh: DeviceMesh [island, replicate, shard, tp], of which only shard is there where it has one rank.
         tp, cp, shard, replicate, island: this rank's axes; they share `counter`, with `local` and `cross`.
@@ -144,29 +156,43 @@ class ParallelDims:
         timeout: timedelta | None = None,
         threads: bool = True,
         mesh: DeviceMesh | None = None,
+        dense: ParallelDims | None = None,
     ) -> None:
         if device_type == "cuda":
             check_connections()
             order_launches(layout)
         self.layout, self._nccl, self._threads, self._is_guest = layout, nccl or NcclConfig(), threads, mesh is not None
         self._timeout = first_group_timeout(device_type) if self._is_guest and timeout is None else timeout
-        self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
+        self._dense = dense
+        if dense is None:
+            self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
+        else:
+            self.counter, self.timeline = dense.counter, dense.timeline
         # FSDP2 cannot do without shard; groups number their ranks as the axes do, as it takes shard indices from them
         self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
         if mesh is None:
             ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
             # hops between islands run over many steps, so they never share the group of all ranks
             groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
-            mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+            mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(map(self._name, names)))
         self.mesh = mesh
         self.tp, self.cp, self.shard, self.replicate, self.island = [
-            self._axis(name, name, self._group(name)) for name in AXES if name not in HOPS
+            self._axis(name, self._name(name), self._group(name)) for name in AXES if name not in HOPS
         ]
         world = tuple(range(layout.cluster.world_size))
         group = dist.group.WORLD if len(world) > 1 else None
         self.world = MeshAxis(
             "world", ranks=world, rank=dist.get_rank(), group=group, wire="world", timeline=self.timeline
         )
+
+    @functools.cached_property
+    def experts(self) -> ParallelDims:
+        """The axes of experts' parameters on the same ranks; made on first use, on all ranks."""
+        layout = self.layout.for_experts()
+        if layout == replace(self.layout, cp=1, ep=1):
+            return self
+        settings: dict[str, Any] = {"nccl": self._nccl, "timeout": self._timeout, "threads": self._threads}
+        return ParallelDims(layout, device_type=self.timeline.device_type, dense=self, **settings)
 
     def twin(self, axis: str, name: str) -> MeshAxis:
         """A further axis `name` of the ranks of `axis`, with a process group and a queue of its own; on all ranks."""
@@ -186,7 +212,7 @@ class ParallelDims:
     @functools.cached_property
     def local(self) -> MeshAxis:
         """The part of shard inside a node; made on first use, on all ranks."""
-        return self._axis("local", "local", self._group("local"))
+        return self._axis("local", self._name("local"), self._group("local"))
 
     @functools.cached_property
     def cross(self) -> MeshAxis:
@@ -198,7 +224,22 @@ class ParallelDims:
         """The ranks of this node in this copy of the model, tp index innermost; made on first use, on all ranks."""
         return self.twin(NODE, NODE)
 
+    def _name(self, axis: str) -> str:
+        """The name of an axis: experts' axes have names of their own where their ranks differ from the dense ones."""
+        return axis if self._dense is None else EXPERT_NAMES.get(axis, axis)
+
+    @functools.cached_property
+    def _shared_axes(self) -> frozenset[str]:
+        """Axes of experts that have the same ranks as the dense axis of that name."""
+        if self._dense is None:
+            return frozenset()
+        theirs = self._dense.layout
+        return frozenset(a for a in AXES if [*self.layout.axis_groups(a)] == [*theirs.axis_groups(a)])
+
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
+        if self._dense is not None and axis in self._shared_axes:
+            shared: MeshAxis = getattr(self._dense, axis)
+            return shared
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
         if group is not None and self._timeout is not None and not self._is_guest:
@@ -209,7 +250,7 @@ class ParallelDims:
             rank=ranks.index(rank),
             group=group,
             counter=self.counter,
-            wire=self.layout.wire(axis, rank),
+            wire="local" if name == "ep" else self.layout.wire(axis, rank),
             timeline=self.timeline,
             queue=None if self._threads else CommQueue(),
             shares_queue=self._is_guest,
@@ -226,6 +267,9 @@ class ParallelDims:
 
     def _make_group(self, axis: str, name: str, *, own: bool = False, backend: str | None = None) -> dist.ProcessGroup:
         """Make the groups of `axis` and return this rank's; `own`: even where all ranks have one already."""
+        if self._dense is not None and axis in self._shared_axes:
+            shared: dist.ProcessGroup = getattr(self._dense, axis).group
+            return shared
         options = axis_options(axis, self.layout, self._nccl) if backend is None else None
         if axis == "shard" and not own and self.layout.shard == self.layout.cluster.world_size:
             options = None  # all ranks have a communicator; of a priority, only a stream that no step uses has any
@@ -242,7 +286,13 @@ class ParallelDims:
     @property
     def data_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard`: [shard], or [replicate, shard] when there are copies; of this rank's island."""
-        return self.mesh["replicate", "shard"] if self.layout.replicate > 1 else self.mesh["shard"]
+        shard = self._name("shard")
+        return self.mesh["replicate", shard] if self.layout.replicate > 1 else self.mesh[shard]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        """The mesh of tensor parallelism, or of expert parallelism in `experts`; None over one rank."""
+        return self.mesh[self._name("tp")] if self.layout.tp > 1 else None
 
     @property
     def data_rank(self) -> int:

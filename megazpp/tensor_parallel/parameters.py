@@ -35,6 +35,8 @@ class ParameterSpec:
     value: float = 0.0  # the constant when `std` is 0
     rows: int | None = None  # rows that are drawn; the rest is padding and stays zero. None for all
     matrices: tuple[int, ...] = ()  # rows of the matrices of a layer that take turns in it; () if it is none
+    expert: bool = False  # on the experts' mesh, where ep takes tp's place; else on the tp mesh
+    exact: bool = False  # never quantized between ranks
     partial: bool = False  # each tp rank computes a part of the gradient; see `sum_partial_gradients_`
 
 
@@ -125,12 +127,20 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Pa
             yield name, module, attribute, specs[attribute]
 
 
-def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Replace every parameter by a DTensor on `tp_mesh` that wraps the same local tensor."""
+def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None = None) -> None:
+    """Replace every parameter by a DTensor that wraps the same local tensor.
+
+    Args:
+        tp_mesh: of the parameters; None leaves them as they are.
+        ep_mesh: of experts' parameters; None leaves these as they are.
+    """
     for _, module, attribute, spec in list(owned_parameters(model)):
+        mesh = ep_mesh if spec.expert else tp_mesh
+        if mesh is None:
+            continue
         tensor = getattr(module, attribute)
         placement = Replicate() if spec.split is None else Shard(spec.split)
-        wrapped = DTensor.from_local(tensor.detach(), tp_mesh, [placement], run_check=False)
+        wrapped = DTensor.from_local(tensor.detach(), mesh, [placement], run_check=False)
         setattr(module, attribute, nn.Parameter(wrapped, requires_grad=tensor.requires_grad))
 
 

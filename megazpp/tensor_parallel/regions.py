@@ -9,9 +9,11 @@ Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequ
 | gather_sequence          | all-gather along S          | reduce-scatter along S      |
 | reduce_scatter_sequence  | reduce-scatter along S      | all-gather along S          |
 | exchange                 | all-to-all                  | all-to-all                  |
+| exchange_rows            | all-to-all, unequal parts   | all-to-all, unequal parts   |
 | collect_sequence         | all-gather along S          | this rank's slice           |
 
-The last two are context parallelism's, on cp: ranks hold tokens of the whole model, but for attention, where they hold
+`exchange_rows` is expert parallelism's, on ep (model/moe.py). `exchange` and `collect_sequence` are context
+parallelism's, on cp: ranks hold tokens of the whole model, but for attention, where they hold
 heads of all tokens (Ulysses, arXiv 2309.14509); and all of them compute the same loss. Without sequence parallelism a
 layer is copy ... reduce; with it, gather ... reduce_scatter: the same bytes. On an axis of size 1 every region returns
 its argument.
@@ -68,6 +70,20 @@ def exchange(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
 def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
     """[S/C, ...] -> [S, ...]; backward is without a sum, as each rank has the same gradient (1 all-gather)."""
     return _Collect.apply(x, cp)
+
+
+def exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
+    """[sum(send), H] -> [sum(receive), H]: `send[i]` rows to rank i, `receive[i]` from it (1 all-to-all, backward 1)."""
+    return _ExchangeRows.apply(x, ep, send, receive)
+
+
+def take_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, *, copies: int = 1) -> torch.Tensor:
+    """[n, H] -> [n copies, H]: row i of the result is row order[i] // copies of x; no collective.
+
+    Backward takes rows by the inverse permutation and adds the copies of a row up, without atomics: two runs have the
+    same bits.
+    """
+    return _TakeRows.apply(x, order, inverse, copies)
 
 
 class _Copy(torch.autograd.Function):
@@ -137,3 +153,35 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0].chunk(ctx.cp.size)[ctx.cp.rank], None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
+        ctx.ep, ctx.send, ctx.receive = ep, send, receive
+        return _exchange_rows(x, ep, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange_rows(grads[0], ctx.ep, ctx.receive, ctx.send), None, None, None
+
+
+def _exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
+    width = x.shape[-1]
+    parts = [rows * width for rows in send], [rows * width for rows in receive]
+    return ep.exchange(x.contiguous().view(-1), *parts, of="tokens").view(-1, width)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x[order // copies if copies > 1 else order]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        rows = grads[0][ctx.saved_tensors[0]]
+        if ctx.copies > 1:
+            rows = rows.view(-1, ctx.copies, rows.shape[-1]).sum(dim=1)
+        return rows, None, None, None

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megazpp.base.flags import wrong_types
@@ -49,6 +49,7 @@ class Layout:
     tp: int
     island: int = 1
     cp: int = 1
+    ep: int = 1
 
     @property
     def shard(self) -> int:
@@ -59,6 +60,16 @@ class Layout:
     def data(self) -> int:
         """Ranks that see different samples."""
         return self.island * self.replicate * self.shard // self.cp
+
+    def for_experts(self) -> Layout:
+        """Return the layout of the experts' parameters, on the same ranks.
+
+        `ep` neighboring ranks of a node take the place of tensor parallelism: each holds other experts, whole. The other
+        ranks of tp x local are the local axis, and all outer axes stay as they are.
+        """
+        inside = self.tp * self.local
+        assert inside % self.ep == 0, f"{self.ep} expert-parallel ranks of {inside}"
+        return replace(self, tp=self.ep, local=inside // self.ep, cp=1, ep=1)
 
     @property
     def coordinates(self) -> tuple[str, ...]:
@@ -154,6 +165,7 @@ class Layout:
         return (
             f"{c.num_nodes} node(s) x {c.ranks_per_node} rank(s){domains}{order}: tensor parallel {self.tp}, "
             + (f"context parallel {self.cp}, " if self.cp > 1 else "")
+            + (f"expert parallel {self.ep}, " if self.ep > 1 else "")
             + f"shards {self.shard} ({self.cross} across {local_domains(c)} x {self.local} inside), replicas "
             f"{self.replicate}" + (f", islands {self.island}" if self.island > 1 else "")
         )
@@ -192,7 +204,14 @@ class Layout:
 
 
 def plan_layout(
-    cluster: Cluster, *, tp: int, replicas: int, islands: int = 1, cp: int = 1, cp_across: bool = False
+    cluster: Cluster,
+    *,
+    tp: int,
+    replicas: int,
+    islands: int = 1,
+    cp: int = 1,
+    cp_across: bool = False,
+    ep: int = 1,
 ) -> Layout:
     """Fit the degrees onto the cluster.
 
@@ -202,6 +221,7 @@ def plan_layout(
         islands: parts of the cluster that train a model each: whole local domains.
         cp: context-parallel degree: divides the ranks of a local domain that share a tensor-parallel index; with
             `cp_across` it may also be made of all of those of several domains.
+        ep: expert-parallel degree: divides the ranks of a local domain that share a copy of the model.
     Raises:
         ValueError: a degree does not divide what it splits; the message names the flag and what would fit.
     """
@@ -235,13 +255,18 @@ def plan_layout(
         )
     local = min(data // replicas, per_domain)
     cross = data // replicas // local
-    return Layout(cluster=cluster, replicate=replicas, cross=cross, local=local, tp=tp, island=islands, cp=cp)
+    if ep not in (fitting := nested_sizes(min(tp * local, domain), min(tp * local, domain))):
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} does not divide the {min(tp * local, domain)} ranks of a "
+            f"{local_domains(cluster)[:-1]} that share a copy of the model; {numbers(fitting)} would fit"
+        )
+    return Layout(cluster=cluster, replicate=replicas, cross=cross, local=local, tp=tp, island=islands, cp=cp, ep=ep)
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
     """The integers that a layout follows from, as JSON has them; figures of links and devices are left out."""
     cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
-    names = (*layout.coordinates, *(("cp",) if layout.cp > 1 else ()))
+    names = (*layout.coordinates, *(axis for axis in ("cp", "ep") if getattr(layout, axis) > 1))
     return cluster | {name: getattr(layout, name) for name in names}
 
 
@@ -253,7 +278,7 @@ def layout_from_record(record: Mapping[str, Any]) -> Layout:
     """
     of_cluster: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, "order")}
     of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
-    of_layout |= {name: record.get(name, 1) for name in ("island", "cp")}
+    of_layout |= {name: record.get(name, 1) for name in ("island", "cp", "ep")}
     if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
         raise ValueError(f"{dict(record)} is no record of a layout")
     order = of_cluster["order"]

@@ -78,12 +78,14 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
 def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> GPTModel:
     """This tensor-parallel rank's part of the model, without memory; `device` is where it will run."""
     product = spec.product or find_product(spec.config, device)
+    ep = dims.experts.tp if spec.config.num_experts else None  # makes groups, which needs tensors with values
     with torch.device("meta"):
         return GPTModel(
             spec.config,
             vocab_size=spec.vocab_size,
             tp=dims.tp,
             cp=dims.cp,
+            ep=ep,
             sequence_parallel=spec.sequence_parallel,
             shared_generator=SharedGenerator(device, seed=spec.seed, data_rank=dims.dropout_rank),
             document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
@@ -96,10 +98,10 @@ def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
 
 def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> ShardedModel:
     """Shard the parameters of a model on the meta device, which may be fewer than it was built with."""
-    if dims.tp.size > 1:
-        distribute_parameters(model, dims.mesh["tp"])
+    experts = model.expert_units()
+    distribute_parameters(model, dims.tp_mesh, dims.experts.tp_mesh if experts else None)
     units = [unit for unit in model.sharding_units() if any(True for module in unit for _ in module.parameters())]
-    sharding = shard_model(model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire)
+    sharding = shard_model(model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire, experts=experts)
     return ShardedModel(model, sharding)
 
 

@@ -86,7 +86,7 @@ def zeropp(
             f"the mesh has the ranks in the order {mesh.mesh.flatten().tolist()}, node by node it is "
             f"{list(layout.mesh_ranks())}: number ranks node by node, and make the mesh of all of them"
         )
-    units = find_units(model, layout.shard)
+    units = find_units(model)
     _check_units(units)
     precision = _precision_of(units)
     wire = plan_comm(config, layout, precision.param_dtype)
@@ -130,7 +130,7 @@ def _settings_of(config: ZeroConfig) -> dict[str, Any]:
 def _refuse_shared_units(model: nn.Module) -> None:
     """Raise ValueError if a part of the model, or a model that it is a part of, has ZeRO++ already."""
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
-    for unit in (unit for module in wrapped for unit in find_units(module, 1)):
+    for unit in (unit for module in wrapped for unit in find_units(module)):
         if unit.has_our_comms:
             raise ValueError(
                 f"megazpp.zeropp was called before for another module with the parameter {unit.key}: call it once, for "

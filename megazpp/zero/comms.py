@@ -5,6 +5,7 @@ Only this file names the interface, which lives in a private module in torch 2.1
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -69,6 +70,16 @@ class CommContext:
         )
         self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
+
+    def over(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis) -> CommContext:
+        """Return the context of units that are sharded along other axes; all units keep one order of hops."""
+        other = copy.copy(self)
+        other.cross, other.local, other.shard = cross, local, shard
+        beside = self.overlap_gather or self.overlap_reduce
+        other.cross_queue, other.local_queue, other.shard_queue = (
+            axis.queue if beside else CommQueue() for axis in (cross, local, shard)
+        )
+        return other
 
     def codec(self, segments: Sequence[Segment], fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
         """Make the codec of shards of these segments; what is not quantized in `fmt` has `dtype`."""

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megazpp.kernels.block_quant import rescale_
-from megazpp.parallel.axis import TrafficCounter
+from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.comms import CommContext, CountedGather, CountedReduce
 from megazpp.zero.config import CommPlan, Dtypes, PrecisionConfig, ZeroConfig, plan_comm
@@ -74,7 +74,7 @@ class Sharding:
     ) -> None:
         self.model, self.units, self.stage, self.counter, self._zero = model, units, stage, counter, zero
         self._iteration: int | None = None
-        self._modules = [module for unit in units for module in unit.modules]
+        self._modules = [(module, zero.stage_over(unit.num_shards)) for unit in units for module in unit.modules]
         self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
         self._reduces = [reduce for _, reduce in comms if isinstance(reduce, TwoHopReduce)]
         self._watchable = [reduce for _, reduce in comms]
@@ -90,12 +90,12 @@ class Sharding:
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Call before each forward of a training step, with `last` before that of its last micro-batch."""
-        for module in self._modules:
-            if self.stage <= 1:
+        for module, stage in self._modules:
+            if stage <= 1:
                 module.set_requires_gradient_sync(last, recurse=False)
             else:  # between copies of the model once per step too: their sum waits in the reduced shard
                 module.set_requires_all_reduce(last, recurse=False)
-            if self.stage <= 2:
+            if stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
         for reduce in self._reduces:
             reduce.begin_micro_batch(last=last)
@@ -131,19 +131,19 @@ class Sharding:
 
     def reshard(self) -> None:
         """Free gathered parameters, so that the next forward gathers the shards anew; call after an evaluation."""
-        for module in self._modules:
+        for module, _ in self._modules:
             module.reshard()
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
         """Keep each weight after its first gather, as stage 2 does (the whole model's memory); afterwards free all."""
-        for module in self._modules:
+        for module, _ in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
         try:
             yield
         finally:
-            for module in self._modules:
-                module.set_reshard_after_forward(self.stage == 3, recurse=False)
+            for module, stage in self._modules:
+                module.set_reshard_after_forward(stage == 3, recurse=False)
             self.reshard()
 
     def weights_changed(self) -> None:
@@ -313,6 +313,7 @@ def shard_model(
     zero: ZeroConfig | None = None,
     precision: PrecisionConfig | None = None,
     wire: CommPlan | None = None,
+    experts: Sequence[nn.Module] = (),
 ) -> Sharding:
     """Shard `model` in place.
 
@@ -323,6 +324,7 @@ def shard_model(
         zero: stage and wire formats; the default is ZeRO-3.
         precision: compute and reduction formats; the shards stay fp32. The default computes in fp32.
         wire: what `plan_comm` makes of `zero` on the layout of `dims`.
+        experts: modules inside those of `units` that are sharding units of their own, along `dims.experts`.
     Raises:
         ValueError: `zero` asks for what `dims` cannot do.
     """
@@ -333,12 +335,15 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
+    for module in experts:
+        stage = zero.stage_over(dims.experts.shard.size)
+        fully_shard(module, mesh=dims.experts.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
     stage = zero.stage_over(dims.shard.size)
     for unit in [*units, [model]]:
         target = unit[0] if len(unit) == 1 else list(unit)
         fully_shard(target, mesh=dims.data_mesh, reshard_after_forward=stage == 3, mp_policy=policy)
-    found = find_units(model, dims.shard.size, data_dims=dims.data_mesh.ndim)
-    return install_comms(model, found, dims, wire, zero, precision, stage=stage)
+    found = find_units(model, data_dims=dims.data_mesh.ndim)
+    return install_comms(model, found, dims, wire, zero, precision, stage=stage, experts=experts)
 
 
 def install_comms(
@@ -352,6 +357,7 @@ def install_comms(
     stage: int,
     means: bool = False,
     watch: bool = False,
+    experts: Sequence[nn.Module] = (),
 ) -> Sharding:
     """Have FSDP2 call our collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
 
@@ -359,6 +365,7 @@ def install_comms(
         means: whether gradients are FSDP2's: divided (`set_gradient_divide_factor`), None where no rank had one, and
             dropped when the program clears them. Else they are sums, zeros where nobody had one.
         watch: whether ranks vote before each forward on what was written to the weights.
+        experts: modules that are sharded along `dims.experts`.
     """
     replicate = dims.replicate
 
@@ -366,27 +373,35 @@ def install_comms(
         """Count FSDP2's own all-reduce between replicas."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
-    hops = (dims.cross, dims.local) if wire.gather or wire.reduce else (dims.shard, dims.shard)  # these make no groups
-    context = CommContext(*hops, dims.shard, plan=wire, zero=zero, precision=precision, restores_none=means)
+    def axes_of(dims: ParallelDims) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
+        two_hops = wire.gather or wire.reduce  # without them no groups are made for these
+        return (dims.cross, dims.local, dims.shard) if two_hops else (dims.shard, dims.shard, dims.shard)
+
+    context = CommContext(*axes_of(dims), plan=wire, zero=zero, precision=precision, restores_none=means)
+    of_experts = context.over(*axes_of(dims.experts)) if experts else context
     # FSDP2 calls no collectives for one rank
-    comms = [make_comms(unit, context, watch=watch) for unit in units] if dims.shard.size > 1 else []
-    if watched := [gather for gather, _ in comms if isinstance(gather, WatchedGather)]:
+    comms = [
+        make_comms(unit, of_experts if unit.modules[0] in experts else context, watch=watch)
+        if unit.num_shards > 1
+        else None
+        for unit in units
+    ]
+    made = [pair for pair in comms if pair is not None]
+    if watched := [gather for gather, _ in made if isinstance(gather, WatchedGather)]:
         WriteWatch(watched, model, *dims.host_axes("local", "cross"))
-    for index, unit in enumerate(units):
+    for unit, pair in zip(units, comms, strict=True):
         for module in unit.modules:
-            if dims.shard.size * replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing
+            if unit.num_shards * replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if replicate.size > 1:
                 module.set_all_reduce_hook(count_all_reduce)
-            if not comms:
-                continue
-            gather, reduce = comms[index]
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(reduce)
-        if comms:
-            comms[index][1].attach()
-    return Sharding(model, units, stage, zero, comms, dims.counter)
+            if pair is not None:
+                module.set_custom_all_gather(pair[0])
+                module.set_custom_reduce_scatter(pair[1])
+        if pair is not None:
+            pair[1].attach()
+    return Sharding(model, units, stage, zero, made, dims.counter)
 
 
 def make_comms(

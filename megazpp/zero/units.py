@@ -34,6 +34,7 @@ class UnitParameter:
     attribute: str
     shape: tuple[int, ...]  # on this tensor-parallel rank, not sharded over data ranks
     mesh_dims: int  # of the mesh that its shards are on; gathered parameters have none, or the tensor-parallel one
+    exact: bool = False  # never quantized between ranks, as its `ParameterSpec` says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Unit:
     name: str = ""  # of its modules in the model, for messages
     modules: tuple[FSDPModule, ...]  # usually one
     parameters: tuple[UnitParameter, ...]  # in FSDP2's flat order
+    num_shards: int = 1  # the ranks that its parameters are spread over
     segments: tuple[Segment, ...]  # of the parameters in the flat shard
 
     @property
@@ -326,11 +328,10 @@ class Unit:
         return [p.module._parameters[p.attribute] for p in self.parameters]  # half of the time of `getattr`
 
 
-def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list[Unit]:
+def find_units(model: nn.Module, *, data_dims: int = 1) -> list[Unit]:
     """The units of a wrapped model, outermost last; call while its parameters are shards.
 
     Args:
-        num_shards: ranks that dim 0 of each parameter is spread over.
         data_dims: leading dims of the parameters' meshes that are FSDP2's; the others are tensor-parallel.
     Raises:
         TypeError: `model` has not been wrapped by `fully_shard`.
@@ -349,11 +350,13 @@ def find_units(model: nn.Module, num_shards: int, *, data_dims: int = 1) -> list
         if not found:
             continue
         shapes = [(p.name, p.shape) for p in found]
+        mesh = found[0].module._parameters[found[0].attribute].device_mesh  # type: ignore[union-attr]
         unit = Unit(
             name=", ".join(names[module] or "the rest" for module in modules),
             modules=tuple(modules),
             parameters=tuple(found),
-            segments=plan_segments(shapes, num_shards),
+            num_shards=mesh.size(data_dims - 1),
+            segments=plan_segments(shapes, mesh.size(data_dims - 1), exact={p.name for p in found if p.exact}),
         )
         units.append(unit)
     return units
@@ -381,6 +384,7 @@ def _parameters(
         if not isinstance(child, FSDPModule) and child not in seen:
             yield from _parameters(child, names, seen, data_dims)
     seen.add(root)
+    specs = getattr(root, "specs", {})
     for attribute, tensor in root.named_parameters(recurse=False):
         if tensor in seen or not isinstance(tensor, DTensor):
             continue
@@ -395,4 +399,5 @@ def _parameters(
             attribute=attribute,
             shape=tuple(shape),
             mesh_dims=tensor.device_mesh.ndim,
+            exact=attribute in specs and specs[attribute].exact,
         )

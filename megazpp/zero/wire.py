@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,21 @@ class Segment:
         return self.start + self.size
 
 
-def plan_segments(parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int) -> tuple[Segment, ...]:
-    """The segments of a flat shard, of names and shapes (on this tensor-parallel rank) in FSDP2's flat order."""
+def plan_segments(
+    parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, *, exact: Collection[str] = ()
+) -> tuple[Segment, ...]:
+    """Return the segments of a flat shard.
+
+    Args:
+        parameters: names and shapes on this tensor-parallel rank, in FSDP2's flat order.
+        num_ranks: the ranks that the rows of each are spread over.
+        exact: names of parameters that are never quantized, in addition to those with one dimension.
+    """
     segments, start = [], 0
     for name, shape in parameters:
         rows = shape[0] if shape else 1
         size = -(-rows // num_ranks) * math.prod(shape[1:])
-        segments.append(Segment(name=name, start=start, size=size, exact=len(shape) <= 1))
+        segments.append(Segment(name=name, start=start, size=size, exact=len(shape) <= 1 or name in exact))
         start += size
     return tuple(segments)
 

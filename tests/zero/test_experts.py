@@ -1,0 +1,216 @@
+"""Layouts of a mixture of experts train as one process that computes every expert for every token."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.optim.clip import global_grad_norm
+from megazpp.optim.optimizer import ShardedAdamW
+from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
+from megazpp.tensor_parallel.parameters import initialize_parameters_, partial_parameters, sum_partial_gradients_
+from megazpp.topology.cluster import Cluster
+from megazpp.training.setup import ModelSpec, build_model
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
+
+VOCAB, SEQ, BATCH, STEPS = 61, 8, 16, 3
+TWO_HOPS = {"zeropp": True, "zero_weight_bits": 16, "zero_gradient_bits": (16, 16), "zero_error_feedback": False}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "pre-softmax": {"moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+    "shared": {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    "some layers": {"moe_layer_freq": "[0,1]", "ffn_hidden_size": 20, "moe_ffn_hidden_size": 12},
+}
+
+
+def model_config(**changes: Any) -> GPTConfig:
+    given: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 12,
+        "max_position_embeddings": SEQ,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.3,
+        "make_vocab_size_divisible_by": 4,
+        "compile": False,
+        "num_experts": 8,
+        "moe_aux_loss_coeff": 0.02,
+        "moe_z_loss_coeff": 0.01,
+    }
+    return GPTConfig(**given | changes)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(3))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# ---- the reference: all experts compute all tokens ----
+
+
+def every_expert(moe: nn.Module, config: GPTConfig, x: torch.Tensor, *, norm: nn.Module, kept: Any = None) -> Any:
+    """The output and the router's losses of each sequence; the experts that were not chosen have weight 0."""
+    y = norm(x)
+    logits = y @ moe.router.weight.t()
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    chosen = torch.zeros_like(logits).scatter(-1, logits.topk(config.moe_router_topk, -1).indices, 1.0)
+    weight = scores * chosen
+    if not config.moe_router_pre_softmax:
+        weight = weight / weight.sum(-1, keepdim=True)
+    weight = weight * (config.moe_router_topk_scaling_factor or 1.0)
+    count, inner, out = config.num_experts, config.expert_ffn_size, torch.zeros_like(x)
+    for i in range(count):
+        gate, fc1, fc2 = (p[i * inner : (i + 1) * inner] for p in (moe.experts.gate, moe.experts.fc1, moe.experts.fc2))
+        out = out + weight[..., i : i + 1] * ((F.silu(y @ gate.t()) * (y @ fc1.t())) @ fc2)
+    if moe.shared is not None:
+        gate, fc1, fc2 = moe.shared.gate.weight, moe.shared.fc1.weight, moe.shared.fc2.weight
+        shared = (F.silu(y @ gate.t()) * (y @ fc1.t())) @ fc2.t()
+        out = out + shared * (y @ moe.shared_gate.weight.t()).sigmoid()
+    shares = scores / scores.sum(-1, keepdim=True)
+    balance = count * (chosen.mean(0) / config.moe_router_topk * shares.mean(0)).sum(-1)
+    z = logits.logsumexp(-1).square().mean(0)
+    return out, config.moe_aux_loss_coeff * balance + config.moe_z_loss_coeff * z
+
+
+@functools.cache
+def reference(config: GPTConfig) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and gradient norms of each step, gradients of the first, weights after the last, in one process."""
+    model = GPTModel(config, vocab_size=VOCAB, tp=MeshAxis("tp"))
+    initialize_parameters_(model, seed=7, draw_device=torch.device("cpu"))
+    for layer in model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.forward = functools.partial(every_expert, layer.mlp, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+    losses, norms, first = [], [], None
+    for _ in range(STEPS):
+        found = model(*batch(), with_router_loss=True)
+        loss = found.losses.mean() + found.router_loss.mean()
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        first = first or gradients
+        losses.append(loss.item())
+        norms.append(torch.stack([g.norm() for g in gradients.values()]).norm().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first is not None
+    return losses, norms, first, {name: p.detach() for name, p in model.named_parameters()}
+
+
+# ---- the program ----
+
+
+def full(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+
+
+def build(config: GPTConfig, nodes: int, zero: ZeroConfig, **parallel: Any) -> Any:
+    size = torch.distributed.get_world_size()
+    degrees = ParallelConfig(**parallel)
+    layout = plan_dims(degrees, Cluster(num_nodes=nodes, ranks_per_node=size // nodes), zero_stage=zero.stage)
+    dims = ParallelDims(layout, device_type="cpu")
+    sequence_parallel = degrees.sequence_parallel
+    spec = ModelSpec(config=config, vocab_size=VOCAB, sequence_parallel=sequence_parallel, zero=zero, seed=7)
+    return *build_model(spec, dims, torch.device("cpu")), dims
+
+
+def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[str, Any]) -> Any:
+    """What `reference` returns, and the bytes sent across nodes."""
+    model, sharding, dims = build(config, nodes, ZeroConfig(**zero), **parallel)
+    model.train()
+    optimizer = ShardedAdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.1, fused=True, foreach=False
+    )
+    own, partial = BATCH // dims.data_size, partial_parameters(model)
+    mine = slice(dims.data_rank * own, (dims.data_rank + 1) * own)
+    parts = list(zip(*(x[mine].chunk(2) for x in batch()), strict=True))
+    losses, norms, first = [], [], None
+    for step in range(STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for index, part in enumerate(parts):
+            sharding.begin_micro_batch(last=index == len(parts) - 1)
+            found = model(*part, with_router_loss=True)
+            loss = found.losses.sum() / (BATCH * SEQ) + found.router_loss.sum() / BATCH
+            loss.backward()
+            total += loss.detach().double()
+        named = list(model.named_parameters())
+        sum_partial_gradients_((p for name, p in named if name in partial), dims.tp)
+        losses.append(dims.sum_over_data_(total).item())
+        norms.append(global_grad_norm(named, dims.tp, dims.shard).value.item())
+        first = first or {name: full(p.grad) for name, p in named}
+        optimizer.step()
+        optimizer.zero_grad()
+        sharding.end_step(1.0, iteration=step + 1)
+    sharding.reshard()
+    weights = {name: full(p.detach()) for name, p in model.named_parameters()}
+    return (losses, norms, first, weights), dims.counter.sent_bytes("cross")
+
+
+def compare(changes: dict[str, Any], nodes: int, zero: dict[str, Any], parallel: dict[str, Any]) -> int:
+    found, crossed = train(model_config(**changes), nodes, zero, parallel)
+    changes = {name: value for name, value in changes.items() if not name.startswith("recompute")}
+    expected = reference(model_config(**changes))
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=0.0)
+    for mine, theirs in zip(found[2:], expected[2:], strict=True):
+        for name, value in theirs.items():
+            error = (mine[name][: len(value)] - value).norm() / value.norm()
+            assert error < 1e-5, f"{name}: {error}"
+    return crossed
+
+
+GRID = [
+    *itertools.product((1, 2), ((1, False), (2, False), (2, True)), (2,), ({}, TWO_HOPS)),
+    (4, (1, False), 1, {}),
+    (4, (2, True), 1, {}),
+    (2, (4, True), 1, {}),
+]
+
+
+@pytest.mark.parametrize(("ep", "tp", "nodes", "zero"), GRID)
+def test_a_layout_with_experts_trains_as_one_process(ep, tp, nodes, zero):
+    """Losses, norms, first gradients and weights after three AdamW steps."""
+    parallel = {"expert_model_parallel_size": ep, "tensor_model_parallel_size": tp[0], "sequence_parallel": tp[1]}
+    ranks(4).run(compare, {}, nodes, zero, parallel)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_trains_as_one_process(router):
+    ranks(4).run(compare, ROUTERS[router], 2, TWO_HOPS, {"expert_model_parallel_size": 2})
+
+
+MORE = {
+    "context parallel": ({}, TWO_HOPS, {"context_parallel_size": 2}),
+    "two copies": ({}, {}, {"num_distributed_optimizer_instances": 2}),
+    "stage 2": ({}, {"zero_stage": 2}, {}),
+    "stage 1": ({}, {"zero_stage": 1}, {}),
+    "recomputation": ({"recompute_granularity": "full"}, TWO_HOPS, {}),
+    "recomputation, tp": (
+        {"recompute_granularity": "full"},
+        TWO_HOPS,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_experts_train_as_one_process_with(case):
+    changes, zero, parallel = MORE[case]
+    ranks(4).run(compare, changes, 2, zero, {"expert_model_parallel_size": 2} | parallel)
