@@ -134,6 +134,8 @@ class ErrorFeedback(StatePart):
     def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
         axes = [getattr(dims, name) for name in dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
+        if (ep := dims.layout.ep) > 1:  # shards of experts have the same sizes, but other experts
+            layout = f"{layout}.ep{ep}"
         self.prefix, self._sharding, self._dims, self._values = f"feedback.{layout}.{place}.", sharding, dims, values
         self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]
 

@@ -63,6 +63,7 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
     if seq_length is None:
         raise ValueError("--seq-length is missing")
     check_model(config.model, layout.tp, seq_length, cp_size=layout.cp)
+    check_experts(config.model, layout, zero_stage=config.zero.stage)
     products = check_products(config.model, layout.tp, device_type, bf16=config.precision.bf16)
     split = layout.tp if config.parallel.sequence_parallel else 1
     if seq_length % (layout.cp * split):
@@ -174,7 +175,11 @@ def _check_required(config: RunConfig) -> None:
 
 def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int = 1) -> None:
     """Raises ValueError, naming the flags, where parallelism or the samples' tokens do not fit the model."""
-    sizes = {"--num-attention-heads": model.heads, "--ffn-hidden-size": model.ffn_size}
+    sizes = {"--num-attention-heads": model.heads}
+    if len(model.expert_layers) < model.layers:
+        sizes["--ffn-hidden-size"] = model.ffn_size
+    if (shared := model.moe_shared_expert_intermediate_size) is not None:
+        sizes["--moe-shared-expert-intermediate-size"] = shared
     if model.group_query_attention:
         sizes["--num-query-groups"] = model.num_query_groups
     for name, size in sizes.items():
@@ -192,6 +197,29 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
         raise ValueError("--max-position-embeddings is required")
     if longest is not None and seq_length > longest:
         raise ValueError(f"--seq-length {seq_length} is longer than --max-position-embeddings {longest}")
+
+
+def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
+    """Raise ValueError, naming the flags, where the layout does not fit the experts of a model."""
+    parallel, experts = f"--expert-model-parallel-size {layout.ep}", f"--num-experts {model.num_experts}"
+    if model.num_experts is None:
+        if layout.ep > 1:
+            raise ValueError(f"{parallel} needs --num-experts")
+        return
+    if model.num_experts % layout.ep:
+        raise ValueError(f"{experts} is not divisible by {parallel}")
+    if layout.tp > layout.cluster.local_domain_size:
+        raise ValueError(
+            f"{experts} with --tensor-model-parallel-size {layout.tp}, more than the "
+            f"{layout.cluster.local_domain_size} ranks of a node, is not supported"
+        )
+    if zero_stage == 0 and layout.ep != layout.tp:
+        raise ValueError(
+            f"{experts} with --zero-stage 0, which shards nothing, needs --expert-model-parallel-size {layout.tp} "
+            f"like --tensor-model-parallel-size, not {layout.ep}"
+        )
+    if layout.island > 1 and layout.ep > 1:
+        raise ValueError(f"{parallel} with --diloco-steps is not supported; use --expert-model-parallel-size 1")
 
 
 def _check_observers(

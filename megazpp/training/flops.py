@@ -42,14 +42,19 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
     """Floating-point operations of forward and backward per token of a GPT.
 
     Three times the forward pass (backward computes two products for each of the forward's), and two operations per
-    multiply-add. The output matrix has `padded_vocab_size` rows.
+    multiply-add. The output matrix has `padded_vocab_size` rows. Of a mixture of experts, the router, the shared MLP and
+    the experts that a token is sent to count.
     """
     query_size = model.heads * model.head_size
-    mlp = model.hidden * model.ffn_size * (3 if model.swiglu else 2)
+    dense = model.hidden * model.ffn_size * (3 if model.swiglu else 2)
+    experts, inner = len(model.expert_layers), model.moe_router_topk * model.expert_ffn_size
+    mixture = 3 * model.hidden * (inner + (model.moe_shared_expert_intermediate_size or 0))
+    mixture += model.hidden * ((model.num_experts or 0) + model.moe_shared_expert_gate)
+    mlps = (model.layers - experts) * dense + experts * mixture
     projections = 2 * model.hidden * model.head_size * (model.heads + model.query_groups)
     spans = [keys_per_token(seq_length, span) for span in model.attention_span]
     attention = round(2 * query_size * sum(spans))  # scores and weighted sum
-    return 6 * (model.layers * (mlp + projections) + attention + model.hidden * padded_vocab_size)
+    return 6 * (mlps + model.layers * projections + attention + model.hidden * padded_vocab_size)
 
 
 def keys_per_token(seq_length: int, window: int | None) -> float:

@@ -73,7 +73,8 @@ def token_losses(model: GPTModel, batch: MicroBatch) -> torch.Tensor:
 class LanguageModelLoss:
     """Negative log-likelihood of the next token, the mean over all tokens of the global batch that count.
 
-    With local steps it is the mean over those of this rank's island.
+    With local steps it is the mean over those of this rank's island. The losses of routers, each the mean over all
+    sequences of the global batch, add to the gradients, but not to the loss that is returned.
 
     Attributes:
         tokens: of the last step that count, a scalar.
@@ -83,14 +84,22 @@ class LanguageModelLoss:
         self._dims = dims
         self.tokens = torch.zeros((), dtype=torch.float64)
         self._per_token = torch.tensor(1.0)
+        self._sequences = 1
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
         own = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
         self.tokens = self._dims.sum_over_data_(own)
         self._per_token = (1.0 / self.tokens.clamp(min=1.0)).float()
+        self._sequences = sum(len(b.tokens) for b in batches) * self._dims.data_size // self._dims.island.size
 
     def loss(self, model: GPTModel, batch: MicroBatch) -> torch.Tensor:
-        return token_losses(model, batch).sum() * self._per_token
+        if not model.config.has_router_loss:
+            return token_losses(model, batch).sum() * self._per_token
+        starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
+        found = model(batch.tokens, batch.labels, **starts, with_router_loss=True)
+        router_loss = found.router_loss.sum() / self._sequences
+        # the value of the first loss, and the gradient of both
+        return (found.losses * batch.loss_mask).sum() * self._per_token + (router_loss - router_loss.detach())
 
     def metrics(self) -> Mapping[str, float]:
         return {}
