@@ -385,7 +385,9 @@ class MixtureLayer(TransformerLayer):
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
         """Places of the parameters of attention; experts are gathered later, by themselves."""
         covered = (self.attention_norm, self.attention)
-        return [place for module in covered for place in places_of(module)] if self.compiled and self.tp.size > 1 else None
+        return (
+            [place for module in covered for place in places_of(module)] if self.compiled and self.tp.size > 1 else None
+        )
 
     def _kept(self) -> tuple[Any, ...]:
         return (Kept(),)

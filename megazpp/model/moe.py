@@ -34,6 +34,7 @@ from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_region, take_rows
 
+
 class Routing(NamedTuple):
     """The router's decision for N tokens.
 
@@ -229,7 +230,8 @@ class Experts(nn.Module):
         self.specs = {}
         for name, std in {"gate": config.init_method_std, "fc1": config.init_method_std, "fc2": output_std}.items():
             setattr(self, name, nn.Parameter(torch.empty(self.num_experts * self.inner, config.hidden)))
-            self.specs[name] = ParameterSpec(split=0, std=std, matrices=(self.inner,), expert=True)
+            matrices: dict[str, Any] = {"matrices": (self.inner,) * self.num_experts, "transposed": name == "fc2"}
+            self.specs[name] = ParameterSpec(split=0, std=std, expert=True, **matrices)
 
     def forward(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
         """Send the rows to their experts, multiply, and return them token by token.
@@ -292,7 +294,9 @@ class MoE(nn.Module):
         if (inner := config.moe_shared_expert_intermediate_size) is not None:
             linear: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence_parallel, "product": product}
             self.shared = MLP(config, output_std=output_std, inner=inner, **linear)
-            self.shared_gate = SharedGate(config, tp=tp, split=sequence_parallel) if config.moe_shared_expert_gate else None
+            self.shared_gate = (
+                SharedGate(config, tp=tp, split=sequence_parallel) if config.moe_shared_expert_gate else None
+            )
 
     def forward(
         self, x: torch.Tensor, *, norm: Norm, kept: Kept | None = None

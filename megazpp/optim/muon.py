@@ -235,7 +235,8 @@ class Orthogonalizer:
             pieces = [sent[peer][index].view(-1, block.columns) for peer in peers]
             whole.append(torch.cat([torch.cat(pieces[t::tp]) for t in range(tp)], dim=block.split))
         x = self._iterate(torch.stack(whole), self._config.muon_num_ns_steps)
-        x = (x * self._config.scale(*owned[0].shape)).to(self._dtype)
+        outputs, inputs = reversed(owned[0].shape) if owned[0].transposed else owned[0].shape
+        x = (x * self._config.scale(outputs, inputs)).to(self._dtype)
         back: list[list[torch.Tensor]] = [[] for _ in peers]
         for block, matrix in zip(owned, x, strict=True):
             for t, of_tp in enumerate(matrix.chunk(tp, dim=block.split)):
@@ -267,3 +268,27 @@ class Orthogonalizer:
 def _sizes(group: Sequence[MatrixBlock], peers: Sequence[int], size: Callable[[MatrixBlock], int]) -> list[int]:
     """The elements of a group that belong to each owner."""
     return [sum(size(block) for block in group if block.owner == peer) for peer in peers]
+
+
+class JointOrthogonalizer:
+    """Orthogonalizers of different parameters as one: of dense matrices and of experts, which are sharded otherwise."""
+
+    def __init__(self, parts: Sequence[Orthogonalizer]) -> None:
+        self._parts = [part for part in parts if part.parameters]
+        self.parameters = tuple(matrix for part in self._parts for matrix in part.parameters)
+
+    def describe(self) -> str:
+        """The matrices, and the work on them in a step, of each part."""
+        return "; experts: ".join(part.describe() for part in self._parts)
+
+    def buffer_bytes(self, iteration: int) -> int:
+        """The most bytes of buffers in a step: the parts take turns."""
+        return max((part.buffer_bytes(iteration) for part in self._parts), default=0)
+
+    def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
+        """As `Orthogonalizer`, with the updates in the order of `parameters`."""
+        found, remaining = list[torch.Tensor](), list(updates)
+        for part in self._parts:
+            own, remaining = remaining[: len(part.parameters)], remaining[len(part.parameters) :]
+            found += part(own, iteration=iteration)
+        return found

@@ -23,9 +23,11 @@ class LayerMatrix(NamedTuple):
     shape: tuple[int, int]
     split: int | None  # the dim that tensor-parallel ranks share out
     rows: tuple[int, ...]  # that its matrices have in turn
+    transposed: bool = False  # its matrices are stored as [inputs, outputs]
+    expert: bool = False  # its shards are on the axes of experts
 
 
-def layer_matrices(model: nn.Module, tp_size: int) -> list[LayerMatrix]:
+def layer_matrices(model: nn.Module, tp_size: int, ep_size: int = 1) -> list[LayerMatrix]:
     """The trained matrices of a model's layers, plain tensors or shards, in the order of `named_parameters`."""
     found = []
     for name, module, attribute, spec in owned_parameters(model):
@@ -33,8 +35,9 @@ def layer_matrices(model: nn.Module, tp_size: int) -> list[LayerMatrix]:
         if spec.matrices and parameter.requires_grad:
             shape = list(parameter.shape)
             if isinstance(parameter, DTensor) and spec.split is not None:
-                shape[spec.split] //= tp_size
-            found.append(LayerMatrix(name, (shape[0], shape[1]), spec.split, spec.matrices))
+                shape[spec.split] //= ep_size if spec.expert else tp_size
+            kind = {"transposed": spec.transposed, "expert": spec.expert}
+            found.append(LayerMatrix(name, (shape[0], shape[1]), spec.split, spec.matrices, **kind))
     return found
 
 
@@ -53,6 +56,7 @@ class MatrixBlock(NamedTuple):
     counts: tuple[tuple[int, ...], ...]
     columns: int
     split: int
+    transposed: bool
     owner: int
 
 
@@ -68,7 +72,7 @@ def rows_of_parts(num_rows: int, num_shards: int, shard: int, rows: tuple[int, .
 
 
 def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequence[int]) -> list[list[MatrixBlock]]:
-    """The blocks that `nodes` (of one copy of the model) have together, in groups of one shape, sorted by owner.
+    """The blocks that `nodes` (of one copy of the model) have together, in groups of one shape and kind, by owner.
 
     The costliest goes first to the rank that has the least to do. A matrix of which the nodes have no row is left out.
     """
@@ -87,13 +91,13 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
             total = sum(map(sum, counts))
             shape = (tp * total, columns) if split == 0 else (total, tp * columns)
             if total:
-                found.append(MatrixBlock(index, part, shape, counts, columns, split, owner=0))
+                found.append(MatrixBlock(index, part, shape, counts, columns, split, parameter.transposed, owner=0))
     work = [0] * (tp * layout.local)
-    groups: dict[tuple[int, int], list[MatrixBlock]] = {}
+    groups: dict[tuple[tuple[int, int], bool], list[MatrixBlock]] = {}
     for block in sorted(found, key=lambda block: -block_cost(block.shape)):
         owner = work.index(min(work))
         work[owner] += block_cost(block.shape)
-        groups.setdefault(block.shape, []).append(block._replace(owner=owner))
+        groups.setdefault((block.shape, block.transposed), []).append(block._replace(owner=owner))
     return [sorted(group, key=lambda block: block.owner) for group in groups.values()]
 
 

@@ -8,6 +8,7 @@ every step by `set_rates_`, from the schedule. Muon is here as an optimizer; its
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from torch.optim.adamw import adamw
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 from megazpp.optim.apex import ApexAdam, check_apex
 from megazpp.optim.clip import divide_grads_
-from megazpp.optim.muon import MuonConfig, Orthogonalizer, row_dtype
+from megazpp.optim.muon import JointOrthogonalizer, MuonConfig, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import layer_matrices
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import local
@@ -67,7 +68,7 @@ def build_optimizer(
     config: OptimizerConfig,
     device: torch.device,
     *,
-    orthogonalizer: Orthogonalizer | None = None,
+    orthogonalizer: Orthogonalizer | JointOrthogonalizer | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `config` over sharded parameters; those that need no gradient are left out.
 
@@ -92,12 +93,21 @@ def build_optimizer(
 
 def build_orthogonalizer(
     model: nn.Module, config: OptimizerConfig, dims: ParallelDims, dtype: torch.dtype
-) -> Orthogonalizer | None:
+) -> Orthogonalizer | JointOrthogonalizer | None:
     """Make the part of --optimizer muon that knows the sharded model, which computes in `dtype`; None without it."""
     if config.optimizer != "muon":
         return None
-    matrices = layer_matrices(model, dims.tp.size)
-    return Orthogonalizer(matrices, config, dims.layout, node=dims.node, cross=dims.cross, dtype=row_dtype(dtype))
+    matrices, rows = layer_matrices(model, dims.tp.size, dims.layout.ep), row_dtype(dtype)
+    dense = [matrix for matrix in matrices if not matrix.expert]
+    joined = Orthogonalizer(dense, config, dims.layout, node=dims.node, cross=dims.cross, dtype=rows)
+    if len(dense) == len(matrices):
+        return joined
+    # ep ranks hold whole experts, which nothing joins along ep: the ranks of `local` share out an expert's rows
+    axes, layout = dims.experts, dataclasses.replace(dims.experts.layout, tp=1)
+    experts = [matrix for matrix in matrices if matrix.expert]
+    return JointOrthogonalizer(
+        [joined, Orthogonalizer(experts, config, layout, node=axes.local, cross=axes.cross, dtype=rows)]
+    )
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -169,7 +179,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         named: dict[str, nn.Parameter],
-        orthogonalizer: Orthogonalizer,
+        orthogonalizer: Orthogonalizer | JointOrthogonalizer,
         config: OptimizerConfig,
         *,
         betas: tuple[float, float],

@@ -35,6 +35,7 @@ class ParameterSpec:
     value: float = 0.0  # the constant when `std` is 0
     rows: int | None = None  # rows that are drawn; the rest is padding and stays zero. None for all
     matrices: tuple[int, ...] = ()  # rows of the matrices of a layer that take turns in it; () if it is none
+    transposed: bool = False  # stored as [inputs, outputs]
     expert: bool = False  # on the experts' mesh, where ep takes tp's place; else on the tp mesh
     exact: bool = False  # never quantized between ranks
     partial: bool = False  # each tp rank computes a part of the gradient; see `sum_partial_gradients_`

@@ -101,7 +101,9 @@ def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> Sharded
     experts = model.expert_units()
     distribute_parameters(model, dims.tp_mesh, dims.experts.tp_mesh if experts else None)
     units = [unit for unit in model.sharding_units() if any(True for module in unit for _ in module.parameters())]
-    sharding = shard_model(model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire, experts=experts)
+    sharding = shard_model(
+        model, units, dims, zero=spec.zero, precision=spec.precision, wire=spec.wire, experts=experts
+    )
     return ShardedModel(model, sharding)
 
 

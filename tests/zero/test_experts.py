@@ -20,7 +20,7 @@ from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.tensor_parallel.parameters import initialize_parameters_, partial_parameters, sum_partial_gradients_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
-from megazpp.zero.config import PrecisionConfig, ZeroConfig
+from megazpp.zero.config import ZeroConfig
 
 VOCAB, SEQ, BATCH, STEPS = 61, 8, 16, 3
 TWO_HOPS = {"zeropp": True, "zero_weight_bits": 16, "zero_gradient_bits": (16, 16), "zero_error_feedback": False}
