@@ -384,10 +384,9 @@ class MixtureLayer(TransformerLayer):
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
         """Places of the parameters of attention; experts are gathered later, by themselves."""
-        covered = (self.attention_norm, self.attention)
-        return (
-            [place for module in covered for place in places_of(module)] if self.compiled and self.tp.size > 1 else None
-        )
+        if not (self.compiled and self.tp.size > 1):
+            return None
+        return [*places_of(self.attention_norm), *places_of(self.attention)]
 
     def _kept(self) -> tuple[Any, ...]:
         return (Kept(),)

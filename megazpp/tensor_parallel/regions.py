@@ -73,7 +73,7 @@ def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
 
 
 def exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
-    """[sum(send), H] -> [sum(receive), H]: `send[i]` rows to rank i, `receive[i]` from it (1 all-to-all, backward 1)."""
+    """[sum(send), H] -> [sum(receive), H]: send[i] rows to rank i, receive[i] from it (1 all-to-all, backward 1)."""
     return _ExchangeRows.apply(x, ep, send, receive)
 
 

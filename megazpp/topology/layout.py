@@ -64,8 +64,8 @@ class Layout:
     def for_experts(self) -> Layout:
         """Return the layout of the experts' parameters, on the same ranks.
 
-        `ep` neighboring ranks of a node take the place of tensor parallelism: each holds other experts, whole. The other
-        ranks of tp x local are the local axis, and all outer axes stay as they are.
+        `ep` neighboring ranks of a node take the place of tensor parallelism: each holds other experts, whole. The
+        remaining ranks of tp x local are the local axis. All outer axes stay as they are.
         """
         inside = self.tp * self.local
         assert inside % self.ep == 0, f"{self.ep} expert-parallel ranks of {inside}"
