@@ -14,6 +14,7 @@ from megazpp.base.files import write_whole
 from megazpp.base.program import in_words
 from megazpp.convert.gpt2 import Gpt2
 from megazpp.convert.llama import RELATIVES, Relative
+from megazpp.convert.mixtures import MIXTURES, choose_mixture
 from megazpp.convert.model import (
     HEAD,
     OUTPUT,
@@ -38,7 +39,7 @@ _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # 
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
-ARCHITECTURES: dict[str, Architecture] = {"gpt2": Gpt2(), **RELATIVES, "gpt_neox": NEOX}  # by model_type
+ARCHITECTURES: dict[str, Architecture] = {"gpt2": Gpt2(), **RELATIVES, "gpt_neox": NEOX, **MIXTURES}  # by model_type
 
 
 def open_model(folder: Path) -> Model:
@@ -130,6 +131,8 @@ def choose_architecture(config: GPTConfig) -> Architecture:
 
 def find_architecture(config: GPTConfig) -> Architecture:
     """The one that is closest to a model, whether it holds that or not."""
+    if config.num_experts is not None:
+        return choose_mixture(config)
     return ARCHITECTURES[_model_type(config)]
 
 

@@ -37,7 +37,7 @@ _REQUIRED = ("num_key_value_heads", *_POSITIONS)
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GATE_UP, _GATE, _UP = "mlp.gate_up_proj.", "mlp.gate_proj.", "mlp.up_proj."  # one matrix in phi3's files
 _PADDED = ("phi3", "smollm3", "olmo2")  # transformers has a default of pad_token_id, which a small vocabulary lacks
-_NO_WINDOW = ("phi3", "starcoder2", "smollm3")  # without sliding_window
+_NO_WINDOW = ("phi3", "starcoder2", "smollm3", "mixtral")  # without sliding_window
 
 
 @dataclass(frozen=True)

@@ -208,10 +208,17 @@ def join_all(
 
 
 def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
-    """Their tensors, each a part of ours; one that is several parts is read as often."""
+    """Their tensors, each a part of ours, which is read once if its parts are read in order."""
+
+    last: list[tuple[Deferred, torch.Tensor]] = []  # the one that was read last: its parts follow each other
 
     def split(piece: ForeignTensors, entry: Deferred, index: int) -> torch.Tensor:
-        return piece.split(entry.read())[index].contiguous()
+        if not last or last[0][0] is not entry:
+            last[:] = [(entry, entry.read())]
+        parts = piece.split(last[0][1])
+        if index == len(parts) - 1:
+            last.clear()
+        return parts[index].clone(memory_format=torch.contiguous_format)
 
     found = {}
     for name, piece in pieces.items():

@@ -79,6 +79,13 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "starcoder2",
         {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "gelu"},
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral with a window": ("mixtral", {"sliding_window": 5}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe, a dense layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False, "rope_parameters": PARTIAL}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}}),
@@ -154,7 +161,7 @@ def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
 
 
 ON_RANKS = [
-    *("gpt2", "llama tied, biases, wide heads", "mistral beyond its window", "olmo2", "gpt_neox"),
+    *("gpt2", "llama tied, biases, wide heads", "mistral beyond its window", "olmo2", "gpt_neox", "qwen2_moe"),
     *map(
         slow, ("mistral without", "qwen3", "qwen2 with windows", "qwen3 with alternating layers", "granite", "smollm3")
     ),

@@ -45,6 +45,18 @@ SIZES: dict[str, dict[str, Any]] = {  # by model_type
     "granite": _LLAMA_SIZES,
     **dict.fromkeys(("smollm3", "phi3", "olmo2"), _LLAMA_SIZES | {"pad_token_id": None}),
     "starcoder2": _LLAMA_SIZES,
+    "mixtral": _LLAMA_SIZES | {"num_local_experts": 4},
+    "qwen3_moe": _LLAMA_SIZES
+    | {"head_dim": 12, "moe_intermediate_size": 20, "num_experts": 4, "num_experts_per_tok": 3},
+    "qwen2_moe": _LLAMA_SIZES
+    | {
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": None,
+    },
+    "olmoe": _LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None},
     "gpt_neox": {name: size for name, size in _LLAMA_SIZES.items() if name != "num_key_value_heads"},
 }
 LLAMA3 = {  # the frequencies of Llama 3.2

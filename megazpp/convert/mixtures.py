@@ -1,0 +1,176 @@
+"""Hugging Face's mixtures of experts: Llama's relatives with a router and experts in place of the MLP.
+
+| model_type | attention like | router weights                    | shared MLP | dense layers     |
+|------------|----------------|-----------------------------------|------------|------------------|
+| mixtral    | mistral        | softmax over the chosen experts   | none       | none             |
+| qwen3_moe  | qwen3          | by `norm_topk_prob`, as below     | none       | by two keys      |
+| qwen2_moe  | qwen2          | by `norm_topk_prob`               | with gate  | by two keys      |
+| olmoe      | olmo2          | by `norm_topk_prob`               | none       | none             |
+
+With `norm_topk_prob`, weights of the chosen experts add up to 1, as a softmax over these alone has them; without it they
+are those of a softmax over all experts (--moe-router-pre-softmax). `decoder_sparse_step` and `mlp_only_layers` say which
+layers keep a dense MLP. Each matrix of an expert is a tensor there; here those of all experts are one, with fc2
+transposed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megazpp.convert.llama import Relative
+from megazpp.convert.model import ForeignTensors, refuse, same
+from megazpp.convert.settings import Settings
+from megazpp.model.config import GPTConfig
+
+_COUNT = "num_experts", "num_local_experts"  # two names of one setting, by versions of transformers
+_SPARSE = "decoder_sparse_step", "mlp_only_layers"
+
+
+@dataclass(frozen=True)
+class Mixture(Relative):
+    """A model_type with experts, with the methods of `llama.Relative`.
+
+    Attributes:
+        moe: the name of the module that holds router and experts.
+        parts: names of an expert's gate, up and down matrices.
+        top_k: transformers' default of `num_experts_per_tok`.
+        always_normalized: it has no `norm_topk_prob`: weights of the chosen experts add up to 1.
+        inner: the key of an expert's width.
+        shared: it has a shared MLP with a gate.
+        sparse: it may have layers without experts.
+    """
+
+    moe: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    top_k: int = 8
+    always_normalized: bool = False
+    inner: str = "moe_intermediate_size"
+    shared: bool = False
+    sparse: bool = False
+
+    def read(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of GPTConfig; a ValueError names a key."""
+        settings.absent("router_jitter_noise", empty=(None, 0, 0.0))
+        settings.absent("clip_qkv")
+        settings.only("qkv_bias", True)
+        layers = settings.count("num_hidden_layers")
+        found = super().read(settings) | {
+            "num_experts": settings.count(settings.one_of(*_COUNT)),
+            "moe_router_topk": settings.count("num_experts_per_tok", self.top_k),
+            "moe_ffn_hidden_size": settings.count(self.inner),
+            "moe_router_pre_softmax": not (self.always_normalized or settings.truth("norm_topk_prob", False)),
+        }
+        if self.shared:
+            found["moe_shared_expert_intermediate_size"] = settings.count("shared_expert_intermediate_size")
+            found["moe_shared_expert_gate"] = True
+        if self.sparse:
+            found["moe_layer_freq"] = self._read_layer_freq(settings, layers)
+        return found
+
+    def write(self, config: GPTConfig) -> dict[str, Any]:
+        """Return config.json without the vocabulary; a ValueError names the flags of what it cannot hold."""
+        shared, dense = config.moe_shared_expert_intermediate_size, len(config.expert_layers) < config.layers
+        score = config.moe_router_score_function
+        refuse(
+            self.class_name,
+            {
+                f"--moe-router-score-function {score}": score != "softmax",
+                "--moe-router-topk-scaling-factor": config.moe_router_topk_scaling_factor not in (None, 1.0),
+                "--moe-router-pre-softmax": config.moe_router_pre_softmax and self.always_normalized,
+                f"--moe-shared-expert-intermediate-size {shared}": shared is not None and not self.shared,
+                "no --moe-shared-expert-gate": self.shared and not config.moe_shared_expert_gate,
+                f"--moe-layer-freq {config.moe_layer_freq}": dense and not self.sparse,
+            },
+        )
+        values = super().write(config)
+        values |= {
+            _COUNT[1] if self.always_normalized else _COUNT[0]: config.num_experts,
+            "num_experts_per_tok": config.moe_router_topk,
+            self.inner: config.expert_ffn_size,
+            "router_aux_loss_coef": config.moe_aux_loss_coeff,
+        }
+        if not self.always_normalized:
+            values["norm_topk_prob"] = not config.moe_router_pre_softmax
+        if self.shared:
+            values |= {"shared_expert_intermediate_size": shared, "qkv_bias": True}
+        if self.sparse:
+            without = [layer for layer in range(config.layers) if not config.has_experts(layer)]
+            values |= dict(zip(_SPARSE, (1, without), strict=True))
+        return values
+
+    def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
+        """Return our names to theirs."""
+        found = super().pieces(config)
+        for layer in config.expert_layers:
+            ours, theirs = f"layers.{layer}.mlp", f"model.layers.{layer}.{self.moe}"
+            for name in ("gate", "fc1", "fc2"):
+                del found[f"{ours}.{name}.weight"]
+            found[f"{ours}.router.weight"] = same(f"{theirs}.gate.weight")
+            assert config.num_experts is not None
+            for name, part in zip(("gate", "fc1", "fc2"), self.parts, strict=True):
+                names = [f"{theirs}.experts.{expert}.{part}.weight" for expert in range(config.num_experts)]
+                found[f"{ours}.experts.{name}"] = _experts(names, transposed=name == "fc2")
+            if self.shared:
+                for name, part in zip(("gate", "fc1", "fc2"), self.parts, strict=True):
+                    found[f"{ours}.shared.{name}.weight"] = same(f"{theirs}.shared_expert.{part}.weight")
+                found[f"{ours}.shared_gate.weight"] = same(f"{theirs}.shared_expert_gate.weight")
+        return found
+
+    def _read_layer_freq(self, settings: Settings, layers: int) -> str:
+        """Return the layers with experts as --moe-layer-freq."""
+        step, without = settings.count(_SPARSE[0], 1), settings.values.get(_SPARSE[1]) or []
+        if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
+            raise ValueError(f"{settings.where}: {_SPARSE[1]} {without!r} is not a list of layers")
+        marks = [int(layer not in without and (layer + 1) % step == 0) for layer in range(layers)]
+        return "1" if all(marks) else str(marks).replace(" ", "")
+
+
+def _experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
+    """Return the conversion of the matrices of all experts into one below the other."""
+
+    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.t() if transposed else part for part in parts])
+
+    def split(ours: torch.Tensor) -> list[torch.Tensor]:
+        return [part.t() if transposed else part for part in ours.chunk(len(names))]
+
+    return ForeignTensors(tuple(names), join, split, transposed)
+
+
+_POSITIONS = ("max_position_embeddings",)
+_GROUPS = ("num_key_value_heads", *_POSITIONS)
+_make = functools.partial(Mixture, required=_GROUPS)
+MIXTURES = {
+    mixture.model_type: mixture
+    for mixture in (
+        _make(
+            "mixtral",
+            "MixtralForCausalLM",
+            windows="all",
+            theta=1e6,
+            norm_epsilon=1e-5,
+            moe="block_sparse_moe",
+            parts=("w1", "w3", "w2"),
+            top_k=2,
+            always_normalized=True,
+            inner="intermediate_size",
+        ),
+        _make("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="heads", sparse=True),
+        _make("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, windows="layers", top_k=4, shared=True, sparse=True),
+        _make("olmoe", "OlmoeForCausalLM", qk_norm="all", norm_epsilon=1e-5, inner="intermediate_size"),
+    )
+}
+
+
+def choose_mixture(config: GPTConfig) -> Mixture:
+    """Return the one that is closest to a model with experts."""
+    if config.moe_shared_expert_intermediate_size is not None:
+        return MIXTURES["qwen2_moe"]
+    if config.qk_layernorm:
+        return MIXTURES["qwen3_moe"]
+    return MIXTURES["olmoe" if config.qk_layernorm_all_heads else "mixtral"]
