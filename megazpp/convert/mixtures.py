@@ -7,9 +7,9 @@
 | qwen2_moe  | qwen2          | by `norm_topk_prob`               | with gate  | by two keys      |
 | olmoe      | olmo2          | by `norm_topk_prob`               | none       | none             |
 
-With `norm_topk_prob`, weights of the chosen experts add up to 1, as a softmax over these alone has them; without it they
-are those of a softmax over all experts (--moe-router-pre-softmax). `decoder_sparse_step` and `mlp_only_layers` say which
-layers keep a dense MLP. Each matrix of an expert is a tensor there; here those of all experts are one, with fc2
+With `norm_topk_prob`, weights of the chosen experts add up to 1, as in a softmax over these alone. Without it, they
+come from a softmax over all experts (--moe-router-pre-softmax). `decoder_sparse_step` and `mlp_only_layers` name the
+layers that keep a dense MLP. Each matrix of an expert is a tensor there; here those of all experts are one, with fc2
 transposed.
 """
 

@@ -221,6 +221,10 @@ class Experts(nn.Module):
         output_std: standard deviation of the initial values of fc2.
     """
 
+    gate: nn.Parameter
+    fc1: nn.Parameter
+    fc2: nn.Parameter
+
     def __init__(self, config: GPTConfig, *, ep: MeshAxis, grouped: bool, output_std: float) -> None:
         super().__init__()
         assert config.num_experts is not None
@@ -229,7 +233,7 @@ class Experts(nn.Module):
         self.grouped = grouped
         self.specs = {}
         for name, std in {"gate": config.init_method_std, "fc1": config.init_method_std, "fc2": output_std}.items():
-            setattr(self, name, nn.Parameter(torch.empty(self.num_experts * self.inner, config.hidden)))
+            self.register_parameter(name, nn.Parameter(torch.empty(self.num_experts * self.inner, config.hidden)))
             matrices: dict[str, Any] = {"matrices": (self.inner,) * self.num_experts, "transposed": name == "fc2"}
             self.specs[name] = ParameterSpec(split=0, std=std, expert=True, **matrices)
 
@@ -336,6 +340,43 @@ class SharedGate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, local(self.weight)).sigmoid()
+
+
+def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+    """Return how evenly the tokens since the last call were spread over experts; {} without experts.
+
+    max_expert_load: choices of the busiest expert over the mean of all experts; 1 is even. The largest of all layers.
+    idle_experts: share of experts that no token was sent to; the mean over layers, as all that follows.
+    router_entropy: entropy of a token's scores in nats; at most log(number of experts).
+    expert_balance: E sum_i f_i P_i over all tokens (see `Router`); 1 is even.
+    The same of each layer has "/layer_N" behind its name.
+
+    Args:
+        sum_over_ranks_: sums a tensor in place over all ranks and returns it.
+    """
+    routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
+    totals = {name: router.take_totals() for name, router in routers}
+    found = {name: sums for name, sums in totals.items() if sums is not None}
+    if not found:
+        return {}
+    flat = [torch.cat([sums.counts, sums.scores, sums.tokens[None], sums.entropy[None]]) for sums in found.values()]
+    rows = sum_over_ranks_(torch.stack(flat)).tolist()
+    by_layer: dict[str, dict[str, float]] = {}
+    for name, (*numbers, tokens, entropy) in zip(found, rows, strict=True):
+        experts = len(numbers) // 2
+        counts, scores, choices = numbers[:experts], numbers[experts:], sum(numbers[:experts])
+        by_layer[name.split(".")[1]] = {
+            "max_expert_load": max(counts) * experts / choices,
+            "idle_experts": sum(count == 0.0 for count in counts) / experts,
+            "router_entropy": entropy / tokens,
+            "expert_balance": experts * sum(c * s for c, s in zip(counts, scores, strict=True)) / (choices * tokens),
+        }
+    names = next(iter(by_layer.values()))
+    means = {name: sum(layer[name] for layer in by_layer.values()) / len(by_layer) for name in names}
+    means["max_expert_load"] = max(layer["max_expert_load"] for layer in by_layer.values())
+    return means | {
+        f"{name}/layer_{layer}": value for layer, values in by_layer.items() for name, value in values.items()
+    }
 
 
 def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept) -> Routes:

@@ -187,7 +187,7 @@ class Meter:
             f"learning rate: {last.learning_rate:.3E}",
             f"global batch size: {last.global_batch_size:5d}",
             f"lm loss: {loss:.6E}",
-            *(f"{name}: {value:.4g}" for name, value in metrics.items()),
+            *(f"{name}: {value:.4g}" for name, value in metrics.items() if "/" not in name),
             f"synchronizations: {met}" if met else None,
             f"loss scale: {last.loss_scale:.1f}",
             None if last.grad_norm is None else f"grad norm: {last.grad_norm:.3f}",

@@ -24,9 +24,10 @@ from torch import nn
 
 from megazpp.base.program import MEGA, aligned, times_fewer
 from megazpp.checkpoint.metadata import TrainingProgress
+from megazpp.model.moe import router_metrics
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import EXPERT_NAMES, ParallelDims
 from megazpp.tensor_parallel.parameters import existing_rows
 from megazpp.topology.layout import AXES, NODE, WIRES
 from megazpp.training.context import RunContext
@@ -87,6 +88,9 @@ class MetricsRecorder:
             named, axes = self.model.named_parameters(), (self.run.dims.tp, self.run.dims.shard)
             norm = global_parameter_norm(named, *axes, rows=existing_rows(self.model))
             record.params_norm = float(norm)
+        if log:
+            with self.run.dims.counter.paused():
+                record.metrics = {**record.metrics, **router_metrics(self.model, self.run.dims.world.all_reduce_)}
         self.meter.add(record)
         if not self.meter.whole_samples:
             self._uneven.append(record)
@@ -233,7 +237,7 @@ class Zero3Traffic(NamedTuple):
 def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow]:
     """The counted rows, the same on all ranks; rows without bytes are left out."""
     table = dims.counter.table()
-    keys = list(itertools.product(WIRES, (*AXES, NODE), COLLECTIVES))
+    keys = list(itertools.product(WIRES, (*AXES, NODE, *EXPERT_NAMES.values()), COLLECTIVES))
     mine = [table.get(key, Traffic(0, 0)) for key in keys]
     calls = dims.world.max_(torch.tensor([t.calls for t in mine], dtype=torch.int64, device=device))
     sent = dims.world.all_reduce_(torch.tensor([t.sent_bytes for t in mine], dtype=torch.int64, device=device))
