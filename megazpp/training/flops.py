@@ -42,8 +42,8 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
     """Floating-point operations of forward and backward per token of a GPT.
 
     Three times the forward pass (backward computes two products for each of the forward's), and two operations per
-    multiply-add. The output matrix has `padded_vocab_size` rows. A mixture of experts counts with its router, its shared
-    MLP and the experts that a token is sent to.
+    multiply-add. The output matrix has `padded_vocab_size` rows. A mixture of experts counts with its router, its
+    shared MLP and the experts that a token is sent to.
     """
     query_size = model.heads * model.head_size
     dense = model.hidden * model.ffn_size * (3 if model.swiglu else 2)

@@ -6,7 +6,7 @@ import pytest
 from helpers.checkpoints import Attempt, run
 from helpers.ranks import ranks
 from helpers.tiers import chosen
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_plain
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, train_plain
 
 from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -19,6 +19,8 @@ ZEROPP, KEPT = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_delt
 PLAIN = Case(model=dataclasses.replace(GPT2_STYLE, num_layers=1), nodes=2, global_batch=12)
 MUON = dataclasses.replace(PLAIN, optimizer=OptimizerConfig(optimizer="muon"))
 DIFFERENCES = dataclasses.replace(PLAIN, zero=KEPT, precision=PrecisionConfig(bf16=True))
+MIXTURE = Case(model=dataclasses.replace(MIXTURE_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
+MIXTURE_KEPT = dataclasses.replace(MIXTURE, zero=KEPT, precision=PrecisionConfig(bf16=True), tp=1, ep=2)
 LLAMA = Case(model=dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
 ONCE = ([SEEDED], [SEEDED])
 BOTH = ([FEEDBACK, SEEDED], [FEEDBACK, SEEDED])
@@ -32,13 +34,23 @@ CASES = {
     "three nodes": (3, PLAIN, {"nodes": 3}, ".exp_avg_sq", 16, ONCE),
     "muon": (4, MUON, {"tp": 2}, ".momentum_buffer", 4, ONCE),
     "zeropp": (4, LLAMA, {"tp": 1}, ".exp_avg_sq", 17, BOTH),
+    "experts": (4, dataclasses.replace(MIXTURE, tp=1, ep=2), {"ep": 1}, ".exp_avg_sq", 11, ([FEEDBACK], [FEEDBACK])),
+    "experts, kept": (4, MIXTURE_KEPT, {"ep": 1, "tp": 2}, "secondary.", 15, BOTH),
+    "experts, one node": (
+        4,
+        dataclasses.replace(MIXTURE, ep=2),
+        {"ep": 4, "nodes": 1},
+        ".exp_avg_sq",
+        11,
+        ([], [FEEDBACK]),
+    ),
     "kept": (4, DIFFERENCES, {"tp": 2}, "secondary.", 18, BOTH),
     "kept, three nodes": (3, DIFFERENCES, {"nodes": 3}, "secondary.", 18, BOTH),
     "kept by nobody on one node": (4, DIFFERENCES, {"nodes": 1}, "secondary.", 18, ([], [FEEDBACK, WHOLE])),
 }
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "tp 2", "kept"))
+@pytest.mark.parametrize("case", chosen(CASES, "tp 2", "kept", "experts"))
 def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
     """Two steps of the first, two of the second, one of the first: every other pair follows from those with one."""
     world, first, other, part, count, notes = case

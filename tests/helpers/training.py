@@ -53,6 +53,8 @@ LLAMA_STYLE = replace(
     make_vocab_size_divisible_by=8,
 )
 
+MIXTURE_STYLE = replace(LLAMA_STYLE, num_layers=1, num_experts=4, moe_ffn_hidden_size=20, moe_aux_loss_coeff=0.01)
+
 
 def packed_documents(vocab_size: int, seq: int, ends: list[tuple[int, int]]) -> MicroBatch:
     """Three rows of documents that end at (row, token); the last one of a row may be cut."""
@@ -69,6 +71,7 @@ class Case:
     model: GPTConfig = GPT2_STYLE
     tp: int = 1
     cp: int = 1
+    ep: int = 1
     stage: int = 3
     sequence_parallel: bool = False
     micro_batches: int = 1
@@ -154,6 +157,7 @@ def dims_on_ranks(case: Case) -> ParallelDims:
         context_parallel_size=case.cp,
         allow_cp_across_nodes=case.cp * case.tp * case.nodes > world,
         num_distributed_optimizer_instances=case.replicas,
+        expert_model_parallel_size=case.ep,
     )
     dims = ParallelDims(plan_dims(config, cluster, zero_stage=case.stage, islands=case.islands), device_type="cpu")
     seed_everything(case.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)

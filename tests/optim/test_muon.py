@@ -11,7 +11,16 @@ from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.sharded import full_state
 from helpers.tiers import chosen
-from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, build_step, train_on_ranks
+from helpers.training import (
+    CPU,
+    GPT2_STYLE,
+    LLAMA_STYLE,
+    MIXTURE_STYLE,
+    Case,
+    build_on_ranks,
+    build_step,
+    train_on_ranks,
+)
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -142,6 +151,21 @@ def test_steps_are_torch_s_on_whole_matrices_or_where_a_copy_spans_nodes_on_each
     first, last = ranks(4).run(train, case)[0]
     expected = by_torch(first, case, max(1, case.nodes // case.replicas))
     torch.testing.assert_close(last, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_each_expert_is_orthogonalized_whole_whatever_the_layout(ep):
+    """Gate and up [F, H], and down, which is stored as [F, H] and scaled as [H, F]."""
+    config = OptimizerConfig(optimizer="muon", muon_scale_mode="shape_scaling")
+    case = Case(model=MIXTURE_STYLE, nodes=2, ep=ep, optimizer=config)
+    first, last = ranks(4).run(train, case, 1)[0]
+    for name in ("gate", "fc1", "fc2"):
+        key = f"layers.0.mlp.experts.{name}"
+        experts = gradient(key, first[key].shape, 1).chunk(4)
+        found = torch.cat([newton_schulz(g.unsqueeze(0), config.muon_num_ns_steps)[0] for g in experts])
+        rows, columns = reversed(experts[0].shape) if name == "fc2" else experts[0].shape
+        expected = first[key] * (1.0 - RATE * DECAY) - RATE * config.scale(rows, columns) * found
+        torch.testing.assert_close(last[key], expected, rtol=0, atol=1e-6)
 
 
 def test_scales_are_megatrons():
