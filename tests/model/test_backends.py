@@ -180,12 +180,12 @@ def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(monkeypatch):
         return mask_reason(dataclasses.replace(WIDE["llama"], **changes), capability=capability, dtype=dtype)
 
     for *given, words in (
-        ({}, None, torch.bfloat16, "only CUDA has a kernel for documents"),
+        ({}, None, torch.bfloat16, "only NVIDIA GPUs have a kernel for attention inside documents"),
         ({}, (7, 5), torch.float16, "needs compute capability 8.0, not 7.5"),
-        ({}, A100, torch.float32, "computes in 16 bit, not in torch.float32: see --bf16"),
+        ({}, A100, torch.float32, "needs 16-bit inputs, not torch.float32: see --bf16"),
         ({"kv_channels": 12}, A100, torch.bfloat16, "up to 192 channels per head, not 12"),
         ({"kv_channels": 256}, A100, torch.bfloat16, "up to 192 channels per head, not 256"),
-        ({"attention_dropout": 0.1}, A100, torch.bfloat16, "no dropout: --attention-dropout is 0.1"),
+        ({"attention_dropout": 0.1}, A100, torch.bfloat16, "not support dropout: --attention-dropout is 0.1"),
     ):
         assert words in reason(*given)
     assert reason({}, A100, torch.bfloat16) is reason({}, H100, torch.float16) is None

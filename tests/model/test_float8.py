@@ -204,7 +204,7 @@ def test_a_model_of_multiples_of_16_is_fine_and_a_note_says_what_eager_casts_cos
 REFUSED = """
 --no-bf16 | --fp8-format hybrid needs --bf16:
 --no-bf16 --fp16 | --fp8-format hybrid needs --bf16:
---hidden-size 72 | --hidden-size 72: 72 rows or columns of a matrix are no multiple of 16
+--hidden-size 72 | --hidden-size 72: a matrix has 72 rows or columns, not a multiple of 16
 --ffn-hidden-size 100 | --ffn-hidden-size 100 over 1 tensor-parallel rank(s): 100 rows
 --tensor-model-parallel-size 2 --ffn-hidden-size 80 | --ffn-hidden-size 80 over 2 tensor-parallel rank(s): 40
 --kv-channels 2 | 4 heads of 2 channels over 1 tensor-parallel rank(s): 8 rows
@@ -224,7 +224,7 @@ def test_devices_without_float8_are_refused_by_name():
         with mock.patch.object(backends, "capability", return_value=found):
             return find_product(model, device)
 
-    refused = "--fp8-format e4m3 needs an NVIDIA GPU of compute capability 8.9 or later, and this device is "
+    refused = "--fp8-format e4m3 needs an NVIDIA GPU with compute capability 8.9 or later, but this device is "
     rows = [
         (CPU, None, f"{refused}a CPU"),
         (gpu, (8, 0), f"{refused}NVIDIA A100 (cuda:1)"),
