@@ -130,7 +130,7 @@ def test_apex_s_saved_state_continues_where_it_was():
 
 def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
     missing = "apex.optimizers.FusedAdam is not importable"
-    assert not not_refused([("cpu", "--optimizer-backend apex needs a CUDA device, this run is on cpu")], check_apex)
+    assert not not_refused([("cpu", "--optimizer-backend apex needs a CUDA device, but this run uses cpu")], check_apex)
     assert not not_refused([("cuda", missing), ("cuda", "or use --optimizer-backend torch")], check_apex)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "apex" / "optimizers").mkdir(parents=True)
