@@ -77,12 +77,12 @@ ITERS, SAMPLES = (10, None), (None, 99)  # of the run
 WARMUP_AND_FRACTION = {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}
 DECAYS = {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1}
 REFUSED = [
-    (ITERS, {"lr_decay_samples": 7}, "--lr-decay-samples 7 cannot be mixed with --train-iters 10"),
+    (ITERS, {"lr_decay_samples": 7}, "--lr-decay-samples 7 cannot be combined with --train-iters 10"),
     (ITERS, {"lr_wsd_decay_samples": 7}, "--lr-wsd-decay-samples 7 cannot be mixed"),
-    (SAMPLES, {"lr_decay_iters": 7}, "--lr-decay-iters 7 cannot be mixed with --train-samples 99"),
-    (SAMPLES, {"lr_warmup_iters": 7}, "--lr-warmup-iters 7 cannot be mixed with --train-samples 99"),
+    (SAMPLES, {"lr_decay_iters": 7}, "--lr-decay-iters 7 cannot be combined with --train-samples 99"),
+    (SAMPLES, {"lr_warmup_iters": 7}, "--lr-warmup-iters 7 cannot be combined with --train-samples 99"),
     (ITERS, WARMUP_AND_FRACTION, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give"),
-    (SAMPLES, {"lr_warmup_samples": 2, "lr_warmup_fraction": 0.1}, "--lr-warmup-samples 2: give only one"),
+    (SAMPLES, {"lr_warmup_samples": 2, "lr_warmup_fraction": 0.1}, "--lr-warmup-samples 2 exclude each other"),
     (ITERS, {"lr_warmup_iters": 10}, "must be shorter than the decay, --train-iters 10"),
     (ITERS, {"lr_warmup_iters": 5, "lr_decay_iters": 5}, "must be shorter than the decay, --lr-decay-iters 5"),
     (SAMPLES, {"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0: the warm-up must be shorter"),
@@ -95,7 +95,7 @@ REFUSED = [
     (ITERS, {**WSD, "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2}, "decay-iters 9 does not fit"),
     (ITERS, {"start_weight_decay": 0.1}, "--start-weight-decay 0.1 needs --weight-decay-incr-style"),
     (ITERS, {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}, "(given: None, 0.1)"),
-    (ITERS, DECAYS, "--start-weight-decay 0.2 and --end-weight-decay 0.1: 0 <= start <= end"),
+    (ITERS, DECAYS, "--start-weight-decay 0.2 is not between 0 and --end-weight-decay 0.1"),
 ]
 
 

@@ -42,8 +42,8 @@ def test_muon_s_matrices_work_and_bytes_are_said():
     flags = "--optimizer muon --muon-full-interval 4 --hidden-size 8 --num-attention-heads 2 --global-batch-size 10"
     config = parse(f"@configs/gpt_tiny.args --num-layers 1 {flags}").config
     said = Estimator(Cluster(num_nodes=5, ranks_per_node=2), device_type="cpu").estimate(config).muon
-    assert said.startswith("Muon: 6 matrices, by the rows of each of 5 nodes, 0.000 GFLOP on the rank that has most")
-    assert re.search(r"; the last node has no row of .*layers\.0\.attention\.proj\.weight, .*fc2\.weight; ", said)
+    assert said.startswith("Muon: 6 matrices, in the rows of each of 5 nodes, 0.000 GFLOP per step on the busiest rank")
+    assert re.search(r"; the last node holds no rows of .*layers\.0\.attention\.proj\.weight, .*fc2\.weight; ", said)
     assert re.search(r"a rank sends 0\.00\d MB inside its node; in one of 4 steps a node sends 0\.00\d MB more", said)
 
 

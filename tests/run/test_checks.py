@@ -50,7 +50,7 @@ REFUSED = """
 4 | --hsdp | --hsdp makes one copy of the model per node, and there is only one node
 2 | --zero-stage 0 --use-distributed-optimizer | --use-distributed-optimizer
 2 | --global-batch-size 6 | --global-batch-size 6 is not divisible by --micro-batch-size 2
-1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be mixed with --train-iters 10
+1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be combined with --train-iters 10
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
 1 | --fp16 --bf16 | --fp16 and --bf16 exclude each other
 1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only
