@@ -1,12 +1,12 @@
 """Choice of the model's implementations on a device: attention kernel, matrix product and torch.compile.
 
-"plain" in this table is torch's unfused attention. S is the sequence length.
+In this table "plain" is torch's unfused attention, used where no other kernel applies. S is the sequence length.
 
 | attention                         | on CUDA                                            | on a CPU          |
 |-----------------------------------|----------------------------------------------------|-------------------|
-| causal                            | torch's order: cuDNN first on sm_90, sm_100        | flash, else plain |
-| with a mask (generation)          | memory-efficient, else plain                       | flash, else plain |
-| inside documents or a window, if  | variable-length flash attention, which needs no    |                   |
+| causal                            | torch's order: cuDNN first on sm_90, sm_100        | flash or plain    |
+| with a mask (generation)          | memory-efficient or plain                          | flash or plain    |
+| inside documents or a window, if  | variable-length flash attention, which needs no    | not supported     |
 | `mask_reason` returns None        | S x S mask or scores                               |                   |
 | inside documents or a window,     | as with a mask                                     | as with a mask    |
 | otherwise                         |                                                    |                   |
@@ -304,7 +304,7 @@ def model_backends(
         config: config of the model.
         device: device on which the model computes.
         dtype: dtype in which it computes.
-        documents: True if tokens attend only to tokens of their own document.
+        documents: True if tokens attend only to their own document.
     """
     attention = "torch scaled_dot_product_attention", "the first of torch's kernels that supports the inputs"
     if documents or config.window is not None:

@@ -59,7 +59,7 @@ class GPTModel(nn.Module):
     - With sequence parallelism: 1 reduce-scatter after the embedding and 1 all-gather before the output layer. Backward
       has an all-gather and a reduce-scatter in their places.
 
-    Collectives on cp, in addition to those of attention: 1 all-gather of each output. All cp ranks receive the same
+    Collectives on cp, in addition to attention's: 1 all-gather of each output. All cp ranks receive the same
     tokens, each computes S/C of them, and all return the outputs of the whole sequence. During generation, each cp rank
     computes the whole sequence (see `evaluating` in inference/generate.py).
 
@@ -132,7 +132,7 @@ class GPTModel(nn.Module):
             labels: [B, S] int64, the token that follows each token; None for logits.
             position_ids: [B, S] int64 positions; None counts from 0 in every row.
             document_starts: [documents + 1] offsets of the documents in the B x S flattened tokens, int32 for a
-                document kernel. Tokens then attend only to tokens of their own document.
+                document kernel. Tokens then attend only within their own document.
             cache: key-value cache with the earlier tokens of each row, to which this forward adds its tokens; for
                 generation. Not supported with sequence parallelism, `position_ids` or `document_starts`.
             logits_at: [B] index in each row of the only token whose logits are returned; None for all tokens.
@@ -240,7 +240,7 @@ class GPTModel(nn.Module):
     def _inputs_by_kind(
         self, inputs: AttentionInputs, position_ids: torch.Tensor, cache: KVCache | None, seq: int
     ) -> dict[tuple[bool, bool], AttentionInputs]:
-        """Make the attention inputs of each kind of layer (see `kinds`) from those of a layer without a window."""
+        """Make the attention inputs of each kind of layer (see `kinds`) from `inputs`, which have no window."""
         found = {}
         for windowed, rotated in dict.fromkeys(self.kinds):
             own = self._windowed(inputs, position_ids, cache, seq) if windowed else inputs
@@ -422,7 +422,7 @@ class PositionEmbedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Output layer with its own weight, whose rows are split over tp like those of the word embedding.
+    """Output layer with its own weight, whose rows are split over tp like the word embedding's.
 
     `forward` calls the function `head`, which computes logits or losses from x and the weight. FSDP2 gathers the weight
     only for this module's forward, so the computation must take place inside it.

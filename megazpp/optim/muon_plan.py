@@ -53,7 +53,7 @@ def layer_matrices(model: nn.Module, tp_size: int) -> list[LayerMatrix]:
 
 
 class MatrixBlock(NamedTuple):
-    """The rows of one matrix that are orthogonalized together: those of one node, or of all nodes in a full step.
+    """The rows of one matrix that are orthogonalized together: the rows on one node, or on all nodes in a full step.
 
     Attributes:
         parameter: index of the parameter that holds the matrix.

@@ -206,7 +206,7 @@ REFUSED = """
 --no-bf16 --fp16 | --fp8-format hybrid needs --bf16,
 --hidden-size 72 | --hidden-size 72: a matrix has 72 rows or columns, not a multiple of 16
 --ffn-hidden-size 100 | --ffn-hidden-size 100 over 1 tensor-parallel rank(s): a matrix has 100
---tensor-model-parallel-size 2 --ffn-hidden-size 80 | --ffn-hidden-size 80 over 2 tensor-parallel rank(s): a matrix has 40
+--tensor-model-parallel-size 2 --ffn-hidden-size 80 | --ffn-hidden-size 80 over 2 tensor-parallel rank(s): a
 --kv-channels 2 | 4 heads of 2 channels over 1 tensor-parallel rank(s): a matrix has 8
 --kv-channels 4 --group-query-attention | queries, keys and values of 4 heads in 1 group(s)
 --fp8-recipe delayed | --fp8-recipe delayed is not supported, only tensorwise

@@ -78,10 +78,10 @@ WARMUP_AND_FRACTION = {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}
 DECAYS = {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1}
 REFUSED = [
     (ITERS, {"lr_decay_samples": 7}, "--lr-decay-samples 7 cannot be combined with --train-iters 10"),
-    (ITERS, {"lr_wsd_decay_samples": 7}, "--lr-wsd-decay-samples 7 cannot be mixed"),
+    (ITERS, {"lr_wsd_decay_samples": 7}, "--lr-wsd-decay-samples 7 cannot be combined"),
     (SAMPLES, {"lr_decay_iters": 7}, "--lr-decay-iters 7 cannot be combined with --train-samples 99"),
     (SAMPLES, {"lr_warmup_iters": 7}, "--lr-warmup-iters 7 cannot be combined with --train-samples 99"),
-    (ITERS, WARMUP_AND_FRACTION, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give"),
+    (ITERS, WARMUP_AND_FRACTION, "--lr-warmup-fraction 0.1 and --lr-warmup-iters 2 exclude"),
     (SAMPLES, {"lr_warmup_samples": 2, "lr_warmup_fraction": 0.1}, "--lr-warmup-samples 2 exclude each other"),
     (ITERS, {"lr_warmup_iters": 10}, "must be shorter than the decay, --train-iters 10"),
     (ITERS, {"lr_warmup_iters": 5, "lr_decay_iters": 5}, "must be shorter than the decay, --lr-decay-iters 5"),
