@@ -71,9 +71,9 @@ def test_a_free_axis_takes_nothing():
 
 
 def test_figures_that_are_needed_and_not_known_are_named():
-    with pytest.raises(ValueError, match=r"links\.network is not given, and axis cross"):
+    with pytest.raises(ValueError, match=r"links\.network is missing, and axis cross"):
         AxisCost(layout(Links(domain=Link(1.0))), "cross", Shares())
-    with pytest.raises(ValueError, match=r"--cluster-file: device is not given"):
+    with pytest.raises(ValueError, match=r"--cluster-file: device is missing"):
         ClusterCosts(layout(device=None), Shares())
 
 
