@@ -153,7 +153,7 @@ def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(case, monke
 def test_three_micro_batches_say_of_many_what_all_of_them_do(monkeypatch):
     run = run_config("--zeropp --bf16 K4", SQUARE)
     few = dry_run(run, SQUARE, rank=1)
-    assert "one optimizer step (3 micro-batches run, the middle one counts 2 times):" in few.describe()
+    assert "one optimizer step (3 micro-batches are run; the middle one counts 2 times):" in few.describe()
     monkeypatch.setattr(module, "SIMULATED_MICRO_BATCHES", 4)
     assert few == dry_run(run, SQUARE, rank=1)
 
@@ -173,5 +173,5 @@ def test_a_plan_that_is_a_byte_off_is_noticed():
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_that_is_not_there_is_refused(rank):
-    with pytest.raises(ValueError, match=f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to 3"):
+    with pytest.raises(ValueError, match=f"--dry-run-rank {rank} is not a rank of the cluster, which has ranks 0 to 3"):
         dry_run(run_config("", SQUARE), SQUARE, rank=rank)
