@@ -13,8 +13,8 @@ network.
 
 n is the number of ranks. A tree all-reduce passes messages along a chain inside each of m domains (a node or an NVLink
 domain), and over log2(m) levels between the domains, once up and once down. An all-reduce uses the faster of ring and
-tree. Each message of a ring has the latency of its own link, as in NCCL's tuning.cc: a ring of 384 ranks in 24 nodes
-has 23 network links.
+tree. Each message of a ring has the latency of the link that it uses, as in NCCL's tuning.cc: a ring of 384 ranks in 24
+nodes has 23 network links.
 
 A cluster file names a calibration (`device: {shares: h100}`). A calibration says which shares of the data sheet's
 figures programs reach. tests/planner/test_published.py lists the published figures and the planner's predictions.
@@ -33,7 +33,7 @@ from megazpp.topology.layout import AXES, NODE, Layout
 TILE = 128
 
 # Latency of a message from one rank to the next, in microseconds, if the cluster file gives none. Source: NCCL 2.18,
-# src/graph/tuning.cc, hwLat, protocol Simple; the keys stand for NVLink, PCI and network.
+# src/graph/tuning.cc, hwLat, protocol Simple; the keys mean NVLink, PCI and network.
 RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
 TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
 CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (the same file, baseLat)
@@ -164,7 +164,7 @@ class Costs:
         return 0.0
 
     def memory(self, touched_bytes: int) -> float:
-        """Return the seconds of reading and writing so many bytes in all."""
+        """Return the seconds of a pass that reads and writes `touched_bytes` in all."""
         return 0.0
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
@@ -181,7 +181,7 @@ class ClusterCosts(Costs):
     Args:
         layout: sizes and links of the parallel axes.
         shares: shares of the data sheet's figures that programs reach.
-        free: axes whose collectives take no time, to find out what they cost.
+        free: axes whose collectives take no time, to measure how much they cost.
 
     Raises:
         ValueError: the cluster file lacks the device, or a link that an axis uses.

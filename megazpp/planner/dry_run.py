@@ -184,7 +184,7 @@ def plan_dry_run(config: RunConfig, cluster: Cluster, rank: int) -> tuple[RunCon
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Make this process `rank` of a job of `world_size` ranks, of which no other exists, inside the context."""
+    """Make this process, inside the context, `rank` of a job whose other `world_size` - 1 ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

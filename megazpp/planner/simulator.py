@@ -288,7 +288,7 @@ class SimulatedUnit(Unit):
         size: number of elements of a rank's shard, with padding.
         elements: number of elements of the parameters, without padding.
         shapes: shapes of this rank's shards, without padding.
-        version: number that stands for the contents of the weights; it changes with every optimizer step.
+        version: number of optimizer steps so far, used to detect that the weights have changed.
         gathered: True if the whole parameters are in memory.
         ready: time at which a gather in flight ends; None without one.
         gather_buffer: bytes of messages that a gather holds while it runs.

@@ -161,11 +161,11 @@ def trace_model(
         if trained:
             loss.backward()
         recorder.enter((BACKWARD, -1))
-    # ---- the trace of all layers, from that of the layers that were run
+    # ---- extend the trace from the layers that were run to all layers
     units, frozen = (_units(model, config.layers, trained=trained) for trained in (True, False))
     first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # name of the same parameter in layer 0
     partial = {first_layer(name) for name in partial_parameters(model)}
-    twice = shape.layers > 1 and config.recompute_method == "block"  # the second stands for layers not recomputed
+    twice = shape.layers > 1 and config.recompute_method == "block"  # layer 1 represents layers not recomputed
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     if prepare is not None and not twice:
         like = [min(index + 1, most) for index in range(config.layers)]
@@ -202,7 +202,7 @@ def _units(model: GPTModel, num_layers: int, *, trained: bool) -> tuple[Paramete
         return [(names[p], tuple(p.shape)) for p in parameters if p.requires_grad == trained]
 
     for modules in model.sharding_units():
-        # ---- each unit of the model; layer 0 stands for all layers
+        # ---- each unit of the model; layer 0 represents all layers
         parameters = [p for module in modules for p in module.parameters()]
         unit, first = chosen(parameters), names[parameters[0]]
         for p in parameters:
