@@ -256,8 +256,8 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int)
     text = [
         f"{shaped.format_map(shape)}, {size:.1f}M parameters (M = {2 * size:.1f} MB in bf16), {tokens} tokens per rank "
         "and micro-batch, bf16 in all communication that is not quantized. Cells: median seconds per optimizer step, "
-        f"and in brackets tokens per second relative to {BASELINE} (with a ring reduce-scatter), median over rounds that "
-        "run every variant once.",
+        f"and in brackets tokens per second relative to {BASELINE} (with a ring reduce-scatter), median over rounds "
+        "that run every variant once.",
         "",
         *_speed_table(samples, names),
     ]
