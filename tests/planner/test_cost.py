@@ -1,4 +1,4 @@
-"""Costs by hand: rings, trees, all-to-alls, shared adapters, and the roofline of a product."""
+"""Cost model: rings, trees, all-to-alls, shared network adapters and matrix products against hand-computed seconds."""
 
 import math
 
@@ -30,7 +30,7 @@ def layout(links: Links = LINKS, device: Device | None = DEVICE, tp: int = 1) ->
     return plan_layout(cluster, tp=tp, replicas=1)
 
 
-SECONDS = {  # a GB by the axis, and beside it the latency of each message
+SECONDS = {  # seconds of 1 GB on an axis, which include the latency of each message
     "inside a node a ring sends at the rank's rate": (layout(), "local", Shares(), 7 * 2e-6 + 0.01),
     "all ranks of a node share its adapters": (layout(), "cross", Shares(), 3 * 5e-6 + 8 * 0.1),
     "of a ring over all ranks one sends to another node": (layout(), "shard", Shares(), 28 * 2e-6 + 15e-6 + 0.1),
@@ -58,7 +58,8 @@ def test_a_product_takes_its_full_tiles_or_its_bytes_and_a_pass_over_memory_its_
     full = 2 * 1024 * 1024 * 4096 / 50e12
     product = Operation("matrix", 0, m=1024, n=1024, k=4096, batch=1.0)
     assert costs.operation(product) == pytest.approx(full)
-    assert costs.operation(product._replace(m=1024 - 127, n=1024 - 127)) == pytest.approx(full)  # tiles not full
+    # edge tiles cost as much as full ones
+    assert costs.operation(product._replace(m=1024 - 127, n=1024 - 127)) == pytest.approx(full)
     assert costs.operation(product._replace(batch=2.0)) == pytest.approx(2 * full)
     assert costs.operation(product._replace(bytes=10**9)) == costs.memory(10**9) == pytest.approx(4e-3)
     assert costs.operation(Operation("memory", 10**9)) == pytest.approx(4e-3)
@@ -78,7 +79,7 @@ def test_figures_that_are_needed_and_not_known_are_named():
 
 
 def test_a_device_has_the_calibration_that_it_names_whatever_its_own_name_is():
-    assert tuple(CALIBRATIONS) == SHARES  # what a cluster file may name
+    assert tuple(CALIBRATIONS) == SHARES  # names that a cluster file may use
     assert calibration_for(DEVICE._replace(name="H100", shares="v100")).shares == DGX2_SHARES
     assert calibration_for(DEVICE._replace(shares="h100")).shares == H100_SHARES
     assert calibration_for(DEVICE._replace(name="v100")) == calibration_for(None)

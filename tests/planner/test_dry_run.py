@@ -1,4 +1,4 @@
-"""The program on a cluster that is not there sends what its plan says, and holds as much memory as planned."""
+"""Dry run: the program on fake ranks sends exactly the planned bytes and needs about the planned memory."""
 
 from collections import Counter
 from pathlib import Path
@@ -41,9 +41,9 @@ WORDS = {
     "EXACT": "--diloco-weight-bits 16 --diloco-gradient-bits 16",
     "SHORT": "--num-layers 1 --vocab-size 8192 --seq-length 8 --micro-batch-size 1",
     "HUGE": "--num-layers 1 --hidden-size 73728 --num-attention-heads 192 --ffn-hidden-size 294912",
-    "K4": "",  # micro-batches
+    "K4": "",  # four micro-batches per step
 }
-# nodes x ranks of each (c: in cyclic order), the rank that runs, flags
+# Cases: nodes x ranks per node ("c": ranks in cyclic order), the rank that runs, and flags.
 RUNS = table("""
     2x4   |   0 | --zero-stage 0 K4
     2x4   |   0 | --fp16 --zero-stage 1 TP
@@ -92,7 +92,7 @@ def run_config(text: str, cluster: Cluster) -> RunConfig:
 
 
 def instances(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """Those of a class that a dry run makes and keeps to itself."""
+    """Return a list that collects the instances of a class which a dry run creates."""
     made: list[Any] = []
     make = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: made.append(make(*args, **kwargs)) or made[-1])
@@ -100,7 +100,7 @@ def instances(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 
 
 def lasting(step: TrainStep, outer: list[OuterUnit]) -> dict[Memory, list[torch.Tensor | None]]:
-    """What outlives a step."""
+    """Return the tensors that persist between steps, by kind of memory."""
     moments = [value for state in step.optimizer.state.values() for value in state.values()]
     return {
         Memory.PARAMETERS: list(step.model.parameters()),
@@ -140,10 +140,10 @@ def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(case, monke
     for kind, tensors in lasting(steps[0], islands[0].units if islands else []).items():
         storages = {getattr(t, "_local_tensor", t).untyped_storage()._cdata for t in tensors if t is not None}
         assert dry.memory[kind] == sum(fullest.get(storage, 0) for storage in storages), kind
-    if "SHORT EXACT" not in flags:  # of which the fullest moment is a synchronization
+    if "SHORT EXACT" not in flags:  # with these flags the memory peak is in a synchronization
         assert dry.memory[Memory.OUTER_MESSAGES] == sum(fullest[message] for message in messages)
     assert (dry.memory[Memory.OUTER_MESSAGES] > 0) == ("--diloco-delay" in flags or "SHORT EXACT" in flags)
-    # recomputation leaves cycles, which live until the garbage collector comes
+    # recomputation leaves reference cycles, which keep tensors until the garbage collector runs
     assert dry.memory.total() == pytest.approx(dry.live_bytes, rel=0.05 if run.model.recompute_granularity else 0.007)
     if flags == "HUGE":
         assert dry.live_bytes > 12 * 73728**2 * 4 // 16

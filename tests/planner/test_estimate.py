@@ -1,4 +1,4 @@
-"""One run, estimated: bytes of a node from those of one rank, times where they are known, and the schemes beside it."""
+"""Estimate of a run: bytes per node, times with and without a described device, and the run's other schemes."""
 
 import dataclasses
 import math
@@ -95,11 +95,11 @@ def test_bytes_between_islands_are_those_of_4_bits_twice_and_means_over_steps():
     run = config(f"{EVERY} --diloco-islands 2")
     rarely = run.with_section(dataclasses.replace(run.section(DilocoConfig), diloco_steps=8))
     own, rarer = estimate(run, FOUR_NODES), estimate(rarely, FOUR_NODES)
-    parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # of four ranks of an island
-    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops; two islands, of two nodes each
-    assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # 1-D parameters travel exact
+    parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # four ranks of an island
+    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops between two islands of two nodes each
+    assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # one-dimensional parameters are sent exactly
     assert rarer.node_island_bytes == own.node_island_bytes
-    each_step = own.node_cross_bytes - own.node_island_bytes / 4  # the ring of an island's two nodes
+    each_step = own.node_cross_bytes - own.node_island_bytes / 4  # bytes of the ring inside an island of two nodes
     assert each_step == pytest.approx(rarer.node_cross_bytes - own.node_island_bytes / 8)
     assert each_step > 0
     assert own.wires["cross"] * 2 >= own.node_island_bytes / 4
@@ -114,7 +114,8 @@ def test_a_synchronization_holds_steps_up_unless_it_hides_under_its_delay():
     step = plain.seconds - plain.held_up / 4
     assert 0 < plain.exposed["shard"] < step  # faster shards do not make synchronizations faster
     assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
-    assert parts.held_up == pytest.approx(plain.held_up - 4 * step, rel=0.01)  # each of two fragments has two steps
+    # each of the two fragments overlaps with two steps
+    assert parts.held_up == pytest.approx(plain.held_up - 4 * step, rel=0.01)
     assert plain.sufficient_gigabits * 0.05 * 4 == pytest.approx(late.sufficient_gigabits * 2, rel=0.01)
     assert late.sufficient_gigabits == pytest.approx(2 * parts.sufficient_gigabits, rel=0.01)
     untimed = estimate(config(EVERY))
@@ -141,5 +142,5 @@ def test_documents_are_planned_as_the_device_will_keep_them_apart(name, dropout,
     flags = f"--attention-dropout {dropout} --micro-batch-size 1"
     plain, own = (estimate(config(f"{flags} {more}"), cluster) for more in ("", "--reset-attention-mask"))
     extra = own.memory.total() - plain.memory.total()
-    mask = 128 * 128 * 2 * 2  # of two layers, in bf16
+    mask = 128 * 128 * 2 * 2  # masks of two layers, in bf16
     assert extra >= mask if masked else extra == 0

@@ -1,4 +1,4 @@
-"""What pages quote of the planner is what it says."""
+"""Figures that documentation pages quote of the planner are the figures that the planner computes."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""`--plan`: the tables, the reasons and the verdicts, on clusters where they are plain."""
+"""Report of --plan: tables, reasons and verdicts, on clusters for which they are obvious."""
 
 import functools
 import re
@@ -82,7 +82,7 @@ def test_longer_contexts_fit_on_more_ranks_that_split_them():
     head, *rows = (lines(text, start)[0].split("  ") for start in ("--context-parallel-size  ", "1  ", "2  "))
     assert head[-1] == "longest context"
     (one, *_, short), (two, *_, long) = ([float(cell) for cell in row[1:] if cell] for row in rows)
-    assert one == 0 < two  # MB exchanged
+    assert one == 0 < two  # MB exchanged by a rank
     assert 0 < short < long
     assert "exchanged" not in report("--zeropp")
 

@@ -1,4 +1,7 @@
-"""On paper: order and time of queues and links, passes of codecs, and the ledger. Bytes: test_step.py."""
+"""Simulation of a rank: order and time of queues and links, bytes of codec passes, and the memory ledger.
+
+The bytes of collectives are tested in test_step.py.
+"""
 
 import functools
 from collections import Counter
@@ -25,7 +28,7 @@ def test_a_codec_tells_what_its_passes_read_and_write():
     codec.pack(shards, messages, errors=errors)
     whole, sent, summed, fed_back = 3 * 202 * 2, 3 * layout.message_bytes, 202 * 4, errors.messages.nbytes
     assert told[:4] == [whole + sent, whole + sent, sent + summed, sent + 2 * summed]
-    assert told[4:] == [whole + sent + 2 * fed_back]  # read and written
+    assert told[4:] == [whole + sent + 2 * fed_back]  # bytes read and written
     assert fed_back > 0
 
 
@@ -44,7 +47,7 @@ def test_the_ledger_remembers_its_peak_by_kind():
 
 
 class TwoSeconds(Costs):
-    """Of every collective; a quarter of it is taken from the compute."""
+    """Costs with 2 seconds for every collective, of which a quarter delays the compute."""
 
     beside = 0.25
 
@@ -100,6 +103,6 @@ def test_collectives_of_a_group_run_one_after_the_other_and_those_beside_the_com
     assert (reductions.now, gathers.now) == (2.0, 4.0)
     assert simulation.busy["shard"] == 4.0
     assert simulation.compute.now == 1.0
-    simulation.running.wait_until(gathers.now)  # it was taken from a compute that had nothing to do
-    simulation.send("shard", "all_reduce", 1)  # the compute waits for it
+    simulation.running.wait_until(gathers.now)  # the delay was added to an idle compute clock
+    simulation.send("shard", "all_reduce", 1)  # the compute itself runs this collective
     assert simulation.compute.now == 6.0

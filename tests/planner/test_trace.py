@@ -1,4 +1,4 @@
-"""What the traced model does is what the whole model would do, and as much as its formula says."""
+"""Trace of the model: its operations and memory equal the whole model's, and agree with formulas."""
 
 import dataclasses
 import functools
@@ -51,7 +51,8 @@ def test_products_come_to_the_model_s_flops():
 def test_recomputation_adds_the_layers_forward_and_keeps_less():
     plain, full = trace(like(GPT2_STYLE)), trace(like(GPT2_STYLE, recompute_granularity="full"))
     again = flops(plain._replace(segments={layer: plain.segments[FORWARD, layer] for layer in range(1, 6)}))
-    last = 2 * SAMPLES * SEQ * 20 * 44  # the layer's last product, whose result nothing else needs, is not run again
+    # the last product of a layer is not recomputed, because nothing in backward needs its result
+    last = 2 * SAMPLES * SEQ * 20 * 44
     assert flops(full) == flops(plain) + again - 5 * last
     assert kept(full) < kept(plain) / 4
 
@@ -64,7 +65,9 @@ def test_recomputing_norms_and_activation_adds_no_product_and_keeps_less():
 
 
 def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_and_all_of_it_with_float8():
-    """Bytes of a GPT layer in units of tokens x hidden at T = 8: 34 / 8 and a little (Korthikanti et al. 2022)."""
+    """Bytes per token and channel of a GPT layer. Without sequence-parallel savings T = 8 ranks keep a little more than
+    34 / 8 (Korthikanti et al. 2022).
+    """
     config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None)
     for changes, most in (({}, 4.5), ({"recompute_granularity": "selective"}, 3.0), ({"fp8_format": "hybrid"}, 8.0)):
         changed = dataclasses.replace(config, **changes)
@@ -73,8 +76,8 @@ def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_a
 
 
 def test_rmsnorm_keeps_its_input_and_a_scale_per_row_as_the_kernel_of_cuda_does():
-    """Of LayerNorm the kernel keeps one more fp32 per row, the mean, and its bias's gradient comes at the end."""
-    for again, means in ((None, 2 * SAMPLES * SEQ * 4), ("full", 0)):  # two norms
+    """The kernel of LayerNorm keeps one more fp32 number per row, the mean."""
+    for again, means in ((None, 2 * SAMPLES * SEQ * 4), ("full", 0)):  # two norms in each layer
         config = dataclasses.replace(LLAMA_STYLE, recompute_granularity=again)
         layer_norm = trace(dataclasses.replace(config, normalization="LayerNorm"))
         assert kept(layer_norm, 1) - kept(trace(config), 1) == means
@@ -98,12 +101,14 @@ def test_units_hold_every_parameter_once_under_its_name():
 
 
 def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several_rows_a_copy():
-    """The output layer keeps the kernel's output, which lies row by row, as the layer lies; nothing of S x S is."""
+    """The output projection keeps the kernel's output, which has the layer's own memory layout. No S x S tensor is
+    kept.
+    """
     for config, samples in itertools.product(STYLES, (1, SAMPLES)):
         plain, documents = (trace(like(config), micro_batch_size=samples, documents=how) for how in (None, "kernel"))
         copy = 2 * samples * SEQ * config.heads * config.head_size if samples > 1 else 0
         if config.query_groups != config.heads and "enable_gqa" not in VARLEN_ARGUMENTS:  # torch 2.11
-            copy += 4 * samples * SEQ * config.heads * config.head_size  # keys and values of every head
+            copy += 4 * samples * SEQ * config.heads * config.head_size  # keys and values are repeated for every head
         more = kept(documents) - kept(plain)
         assert more <= copy if copy else more == 0
         assert flops(documents) == flops(plain)
@@ -115,7 +120,7 @@ def test_windows_by_the_kernel_cost_the_keys_inside_them_and_no_memory():
     plain, windows = (trace(like(each), documents="kernel") for each in (LLAMA_STYLE, config))
     assert kept(windows) == kept(plain)
     inside = window - window * (window - 1) / (2 * SEQ)
-    keys = 2 / 5 * SEQ / 2 + 3 / 5 * inside  # on average over the layers
+    keys = 2 / 5 * SEQ / 2 + 3 / 5 * inside  # keys per token, averaged over the layers
     above = SAMPLES * config.heads * SEQ * (SEQ / 2 - keys) * 2 * config.head_size
     assert flops(plain) - flops(windows) == pytest.approx(like(config).layers * (2 + 5) * above, rel=1e-9)
 
@@ -125,8 +130,9 @@ def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too():
         plain, documents = trace(like(config)), trace(like(config), documents=how)
         extra, heads, groups = 2 * SAMPLES * SEQ**2, config.heads, config.query_groups
         if how == "mask" and heads > groups:
-            # keys and values of each head, in place of those of each group
+            # keys and values are kept for each head instead of each group
             extra += 2 * (heads - groups) * 2 * SAMPLES * SEQ * config.head_size
         assert kept(documents) - kept(plain) == extra
-        above = SAMPLES * heads * SEQ**2 * config.head_size  # flops of a product's half above the diagonal
-        assert flops(documents) - flops(plain) == 5 * (2 + 5) * above  # layers; forward and backward
+        above = SAMPLES * heads * SEQ**2 * config.head_size  # FLOPs of the half of a product that is above the diagonal
+        # five layers; 2 products in forward and 5 in backward
+        assert flops(documents) - flops(plain) == 5 * (2 + 5) * above

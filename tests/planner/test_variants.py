@@ -1,4 +1,4 @@
-"""The search: the fastest that fits comes first."""
+"""Search for the fastest variant of a run: the fastest candidate that fits comes first."""
 
 import pytest
 from helpers.small_run import parse
@@ -11,7 +11,7 @@ SLOW = Links(domain=Link(100.0), network=Link(0.1))
 
 
 def found(flags: str = "", *, gigabytes: float = 1.0, links: Links | None = SLOW, nodes: int = 2) -> dict[str, Choice]:
-    """The candidates for a tiny model with ZeRO-3 on nodes of two ranks, in their order."""
+    """Return the candidates for a tiny model with ZeRO-3 on nodes of two ranks, by name, in their order."""
     config = parse(f"@configs/gpt_tiny.args --bf16 {flags}").config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
     cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device)
@@ -55,7 +55,7 @@ def test_on_islands_of_several_nodes_zeropp_is_tried_inside_and_hsdp_is_not():
 def test_a_batch_that_does_not_divide_is_the_nearest_that_does_and_what_cannot_run_says_why():
     choices = found("--global-batch-size 18 --num-attention-heads 1")
     assert any("tp 1, local domain 2, micro-batch 4 of batch 16," in name for name in choices)
-    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in choices)  # 32 samples at once
+    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in choices)  # a step would need 32 samples
     problems = [choice.problem for name, choice in choices.items() if "tp 2" in name]
     assert problems
     assert all("--num-attention-heads 1" in problem for problem in problems)
