@@ -1,4 +1,4 @@
-"""Attention kernels: no mask for cuDNN, documents without anything of S x S; layers compiled where they can be."""
+"""Back ends: no mask for cuDNN, no S x S tensors for documents, and compiled layers where a compiler exists."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @torch.no_grad()
 def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
-    """Losses of documents, which take a mask; logits of a prompt, without one; and of another token, with one."""
+    """Run a model with documents (with a mask), with a prompt (without one) and with one more token (with one)."""
     cache, tokens = KVCache(len(gpt.layers), 3, SEQ), packed().tokens
     found = [losses_of(gpt, packed()), gpt(tokens[:, :5], cache=cache)]
     cache.add([5, 3, 4])
@@ -43,7 +43,7 @@ def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(style, monkeypatch):
-    """A CPU whose tensors say that they are CUDA's. Without a mask torch chooses, among all kernels."""
+    """A CPU stands in for CUDA: its tensors report to be on CUDA. Without a mask torch chooses among all kernels."""
     gpt, calls, original = build_gpt(STYLES[style]), [], F.scaled_dot_product_attention
     expected, everything = documents_and_generation(gpt), set(_cur_sdpa_kernel_backends())
 
@@ -66,7 +66,7 @@ def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(style, mon
 def one_by_one(
     q, k, v, starts, key_starts, longest, longest_key, *, window_size, enable_gqa=False, scale=None
 ) -> torch.Tensor:
-    """Stands in for torch's varlen_attn, which is for CUDA, and checks what it is given."""
+    """Replace torch's varlen_attn, which needs CUDA, by attention inside each document, and check its arguments."""
     left, right = window_size
     assert right == 0  # causal
     assert not enable_gqa or "enable_gqa" in backends.VARLEN_ARGUMENTS
@@ -88,10 +88,10 @@ def one_by_one(
     ("gpt2", {"recompute_granularity": "full"}, 2, ("window_size", "enable_gqa")),
     ("llama", {}, 1, ("window_size", "enable_gqa")),
     ("llama", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}, 2, ("window_size",)),
-    ("gpt2", {"recompute_granularity": "selective"}, 1, ("window_size",)),  # of which attention is no part
+    ("gpt2", {"recompute_granularity": "selective"}, 1, ("window_size",)),  # attention is not recomputed
 ])  # fmt: skip
 def test_documents_by_offsets_are_those_of_the_mask(style, changes, times, arguments, monkeypatch):
-    """fp64 up to the losses, which are fp32: 1e-6. Without enable_gqa, as of torch 2.11, heads are repeated."""
+    """The computation is in fp64 up to the fp32 losses: 1e-6. Without enable_gqa (torch 2.11) heads are repeated."""
     kernel = mock.Mock(side_effect=one_by_one)
     monkeypatch.setattr(backends, "varlen_attn", kernel)
     monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(arguments))
@@ -114,7 +114,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("in_documents", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_by_the_kernel_are_those_of_the_mask(name, in_documents, monkeypatch):
-    """fp64 up to the losses, which are fp32: 1e-6. A whole mask of zeros and minus infinity is the reference."""
+    """The computation is in fp64 up to the fp32 losses: 1e-6. The reference uses a mask of zeros and minus infinity."""
     monkeypatch.setattr(backends, "varlen_attn", one_by_one)
     monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
     config, batch = dataclasses.replace(STYLES["llama"], **WINDOWS[name]), packed()
@@ -138,7 +138,7 @@ def test_a_sample_inside_the_window_has_the_bits_of_a_model_without_one():
 @pytest.mark.gpu
 @pytest.mark.parametrize("style", WIDE)
 def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style):
-    """bf16: a few roundings of 2^-8 in different places."""
+    """The tolerance allows a few bf16 roundings of 2^-8 in different places."""
     config = dataclasses.replace(WIDE[style], max_position_embeddings=128)
     (losses, grads), (ours, our_grads) = (
         step(build_gpt(config, document_kernel=each).to("cuda", torch.bfloat16), packed(128).to("cuda"))
@@ -149,7 +149,10 @@ def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style):
 
 
 def bytes_of_documents(kernel: DocumentKernel | None, seq: int) -> int:
-    """The most that live in forward and backward of three rows on paper; torch checks the kernel's arguments."""
+    """Return the memory peak of a forward and a backward of three rows without real tensors.
+
+    torch checks the kernel's arguments.
+    """
     with torch.device("meta"):
         gpt = build_gpt(WIDE["llama"], document_kernel=kernel).bfloat16()
         tokens, starts = torch.zeros(3, seq, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)

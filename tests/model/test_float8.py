@@ -1,4 +1,7 @@
-"""--fp8-format, emulated: what is rounded and how, how far a model comes from its 16-bit self, and who is refused."""
+"""Float8 products (--fp8-format): rounding, distance of a model to its 16-bit results, and refused settings.
+
+Most tests emulate float8 on a CPU.
+"""
 
 import dataclasses
 import math
@@ -27,13 +30,13 @@ GRADIENTS: dict[Float8Format, torch.dtype] = {"e4m3": E4M3, "hybrid": E5M2}
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as `dtype` has it when its largest element is the format's largest."""
+    """Round x to `dtype` with a scale that maps its largest element to the largest number of the format."""
     scale = torch.finfo(dtype).max / x.abs().max()
     return (x * scale).to(dtype).float() / scale
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of the norms: of the difference to `other`'s."""
+    """Return the norm of the difference, relative to the norm of `other`."""
     return float((one - other).norm() / other.norm())
 
 
@@ -46,17 +49,17 @@ def float8_device() -> str:
 
 
 def products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The output, and the gradients of x and weight."""
+    """Return the exact output, and the exact gradients of x and weight."""
     return x @ weight.t() + bias, grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 @pytest.mark.parametrize("fmt", GRADIENTS)
 def test_all_three_products_are_those_of_rounded_inputs(fmt):
-    """To 1e-5: sums in fp32; on GPUs to 2^-10: tensor cores keep about 14 bits of sums of float8 (DeepSeek-V3, 3.3.2).
+    """Sums in fp32 agree to 1e-5, and on GPUs to 2^-10, because tensor cores keep about 14 bits (DeepSeek-V3, 3.3.2).
 
-    From those of unrounded inputs they are a few per cent away: 4 bits of a number, or 3 (e5m2).
+    Products of unrounded inputs are a few per cent away, because float8 numbers have 4 significant bits, or 3 in e5m2.
     """
-    for shape in ((3, 5, 32), (4, 4, 32), (1, 7)):  # 15 rows, 16, and 7 columns, which GPUs do not multiply
+    for shape in ((3, 5, 32), (4, 4, 32), (1, 7)):  # 15 rows; 16 rows; 7 columns, which GPUs do not support
         device = "cpu" if shape[-1] % 16 else float8_device()
         sizes = [shape, (48, shape[-1]), (48,), (*shape[:-1], 48)]
         x, weight, bias, grad = (draw(n, *size, dtype=torch.float32).to(device) for n, size in enumerate(sizes))
@@ -82,7 +85,7 @@ def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in
             product(x, trained, None).mul_(2.0).sum().backward()
         torch.testing.assert_close(x.grad, (2.0 * rounded(weight, E4M3).sum(dim=0)).expand_as(x), rtol=1e-5, atol=1e-5)
         assert (trained.grad is None) == (not trained.requires_grad)
-        counts.append(multiply.call_count // 2)  # torchao's product of float8 is another inside
+        counts.append(multiply.call_count // 2)  # torchao's float8 product calls a second one inside
     assert counts == [3, 2]
 
 
@@ -102,10 +105,10 @@ def test_nan_and_inf_arrive_as_nan_and_zeros_as_zeros(bad, emulate):
 
 
 def test_what_the_scaled_products_are_given_is_what_cuda_s_kernel_takes():
-    """Sizes, orders and types as torch 2.13 checks them for tensors on CUDA (torch/_meta_registrations.py).
+    """Sizes, strides and dtypes follow torch 2.13's rules for CUDA tensors (torch/_meta_registrations.py).
 
-    15 rows are padded to 16 for the product that sums over them. torch has a scaled product for the CPU too, with fewer
-    rules, and what it gives is compared with the emulation.
+    15 rows are padded to 16 for the product that sums over them. torch also has a scaled product for CPUs, with fewer
+    rules. Its result is compared with the emulation.
     """
     x, weight, grad = draw(0, 3, 5, 32), draw(1, 48, 32), draw(2, 3, 5, 48)
     results, sizes, multiply = [], [], torch._scaled_mm
@@ -135,7 +138,7 @@ def test_what_the_scaled_products_are_given_is_what_cuda_s_kernel_takes():
 def losses_and_gradients(
     model: GPTConfig, fmt: Float8Format | None, sequence_parallel: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]:
-    """Losses, gradients, and the collectives of backward."""
+    """Return losses, gradients, and the calls of collectives in backward."""
     product = None if fmt is None else float8_product(fmt, emulate=True)
     gpt = build_gpt(model, sequence_parallel=sequence_parallel, product=product)
     losses = gpt(*sample())
@@ -147,15 +150,16 @@ def losses_and_gradients(
     ("style", "fmt", "sequence_parallel", "calls"),
     [
         ("gpt2", "e4m3", False, {"all_reduce": 5}),
-        ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),  # two of each layer, the output layer's
+        # two for each layer, one for the output layer
+        ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),
     ],
 )
 def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_input_twice(
     style, fmt, sequence_parallel, calls
 ):
-    """Weights begin small, so losses differ little; a gradient has gone through all products that follow.
+    """Losses differ little, because initial weights are small. Gradients accumulate the errors of all later products.
 
-    Each rank scales its own slices, so what is rounded differs from one rank's in its last bits.
+    Each rank scales its own slices, so rounded operands differ from one rank's in the last bits.
     """
     (losses, grads, _), (plain, exact, _) = (losses_and_gradients(STYLES[style], f) for f in (fmt, None))
     assert 0.0 < distance(losses, plain) < 2e-3
@@ -165,7 +169,7 @@ def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_
     for rank, (ours, slices, backward) in enumerate(results):
         assert backward == calls
         assert distance(ours, losses) < 2e-3
-        for name in grads.keys() - {"embedding.word.weight", "output.weight"}:  # padded otherwise
+        for name in grads.keys() - {"embedding.word.weight", "output.weight"}:  # other tp sizes pad these differently
             part, grad = slices[name], grads[name]
             split = [dim for dim in range(grad.dim()) if part.shape[dim] != grad.shape[dim]]
             assert distance(part, grad.chunk(2, split[0])[rank] if split else grad) < 0.2, name
@@ -195,7 +199,8 @@ def noticed(flags: str) -> tuple[str, ...]:
 
 
 def test_a_model_of_multiples_of_16_is_fine_and_a_note_says_what_eager_casts_cost():
-    assert noticed("--compile") == noticed("--kv-channels 8 --group-query-attention") == ()  # compiled on CUDA
+    # compiled on CUDA by default
+    assert noticed("--compile") == noticed("--kv-channels 8 --group-query-attention") == ()
     assert noticed("--tensor-model-parallel-size 2 --no-compile") == (
         "--fp8-format hybrid without --compile: each cast to float8 is several passes over memory",
     )
@@ -228,7 +233,7 @@ def test_devices_without_float8_are_refused_by_name():
     rows = [
         (CPU, None, f"{refused}a CPU"),
         (gpu, (8, 0), f"{refused}NVIDIA A100 (cuda:1)"),
-        (gpu, None, f"{refused}NVIDIA A100 (cuda:1)"),  # AMD's
+        (gpu, None, f"{refused}NVIDIA A100 (cuda:1)"),  # an AMD GPU
     ]
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"):
         assert not not_refused(rows, find)

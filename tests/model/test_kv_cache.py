@@ -1,4 +1,4 @@
-"""The cache against forwards without one: same logits, whatever the rows' lengths and however tokens come in."""
+"""Key-value cache: logits equal a forward's without a cache, for any lengths of rows and any order of forwards."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
 from megazpp.model.kv_cache import KVCache
 
-ROUNDING = 1e-5  # fp32: a masked kernel instead of the causal one
+ROUNDING = 1e-5  # tolerance in fp32, because a masked kernel replaces the causal one
 STYLES = {
     "gpt2": GPT2_STYLE,
     "llama": LLAMA_STYLE,
@@ -60,7 +60,7 @@ def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_paddin
 @pytest.mark.parametrize("multiple", [1, 16])
 @torch.no_grad()
 def test_rows_that_stay_have_their_logits_with_masks_of_rounded_lengths(multiple):
-    """The host's lengths and the device's places agree after every kind of change."""
+    """The lengths on the host and the places on the device agree after every change."""
     model, tokens = build_gpt(LLAMA_STYLE), sample()[0]
     cache = KVCache(2, 3, 16, mask_multiple=multiple)
     model(tokens[:, :4], cache=cache)

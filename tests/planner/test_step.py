@@ -69,9 +69,7 @@ def in_order(told: Mock) -> tuple[list[str], dict[str, list[Any]]]:
 
 
 def count(case: Case) -> tuple[TrafficTable, Any, TrafficTable]:
-    """Return the traffic and the order of a run's second step, and the traffic of a synchronization of islands after
-    it.
-    """
+    """Return traffic and order of a run's second step, and the traffic of a synchronization of islands after it."""
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
@@ -150,8 +148,9 @@ wide = functools.partial(Case, nodes=2, model=WIDE, vocab_size=512, seq_length=6
 
 
 def test_local_steps_take_what_their_formulas_say():
-    """For P parameters, L ranks of an island and W ranks in all, the bytes are: common copy 4 P/L, outer feedback about
-    P/L, outer weights and momentum 8 P/W.
+    """Check bytes for P parameters, L ranks of an island and W ranks in all.
+
+    Common copy 4 P/L, outer feedback about P/L, outer weights and momentum 8 P/W.
     """
     model = dataclasses.replace(WIDE, hidden_size=512)
     step = plan(wide(model=model, diloco=LOCAL(diloco_outer_momentum=0.9), precision=BF16))

@@ -65,9 +65,7 @@ def test_recomputing_norms_and_activation_adds_no_product_and_keeps_less():
 
 
 def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_and_all_of_it_with_float8():
-    """Bytes per token and channel of a GPT layer. Without sequence-parallel savings T = 8 ranks keep a little more than
-    34 / 8 (Korthikanti et al. 2022).
-    """
+    """With T = 8 ranks a GPT layer keeps a little over 34 / 8 bytes per token and channel (Korthikanti et al. 2022)."""
     config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None)
     for changes, most in (({}, 4.5), ({"recompute_granularity": "selective"}, 3.0), ({"fp8_format": "hybrid"}, 8.0)):
         changed = dataclasses.replace(config, **changes)
@@ -101,8 +99,9 @@ def test_units_hold_every_parameter_once_under_its_name():
 
 
 def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several_rows_a_copy():
-    """The output projection keeps the kernel's output, which has the layer's own memory layout. No S x S tensor is
-    kept.
+    """With several rows, the output projection keeps a copy of the kernel's output in another memory layout.
+
+    No S x S tensor is kept.
     """
     for config, samples in itertools.product(STYLES, (1, SAMPLES)):
         plain, documents = (trace(like(config), micro_batch_size=samples, documents=how) for how in (None, "kernel"))
