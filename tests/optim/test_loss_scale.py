@@ -1,4 +1,4 @@
-"""The loss scale follows Megatron's rule step by step."""
+"""Loss scale: every step follows Megatron-LM's rule."""
 
 from helpers.refusals import not_refused
 
@@ -8,7 +8,7 @@ CONFIG = LossScaleConfig(initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale
 
 
 def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
-    """The scale before and after each step; "." is a good one, "x" an overflow."""
+    """Return the scale before the first and after every step; "." is a step without overflow, "x" one with overflow."""
     scaler = scaler or DynamicLossScale(CONFIG)
     history = [scaler.scale]
     for outcome in outcomes:
@@ -19,10 +19,11 @@ def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
 
 def test_the_dynamic_scale_is_megatrons():
     assert scales("......") == [16, 16, 16, 32, 32, 32, 64]  # doubles after each window
-    assert scales("xxxxxx") == [16, 16, 8, 4, 2, 2, 2]  # one overflow is forgiven; never below the minimum
-    assert scales("x.x") == [16, 16, 16, 8]  # a good step does not restore the hysteresis
-    assert scales("x...x") == [16, 16, 16, 16, 32, 32]  # a grown scale does
-    assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]  # an overflow starts the window again
+    # one overflow is tolerated, and the scale stays at or above the minimum
+    assert scales("xxxxxx") == [16, 16, 8, 4, 2, 2, 2]
+    assert scales("x.x") == [16, 16, 16, 8]  # a step without overflow does not restore the hysteresis
+    assert scales("x...x") == [16, 16, 16, 16, 32, 32]  # a doubled scale restores the hysteresis
+    assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]  # an overflow restarts the window
 
 
 def test_a_saved_scale_continues_as_if_it_had_not_stopped():

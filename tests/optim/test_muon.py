@@ -1,4 +1,4 @@
-"""Muon on shards steps like torch.optim.Muon on whole matrices, or on the blocks that nodes have of them."""
+"""Muon on shards against torch.optim.Muon on whole matrices, or on the blocks of rows that nodes hold."""
 
 import dataclasses
 import itertools
@@ -34,12 +34,15 @@ def is_matrix(name: str) -> bool:
 
 
 def is_split(name: str) -> bool:
-    """Whether tensor-parallel ranks share out the rows."""
+    """Return True if tensor-parallel ranks split the rows."""
     return name.rpartition(".")[0].endswith(("qkv", "fc1", "gate"))
 
 
 def blocks(name: str, num_rows: int, case: Case, nodes: int) -> list[torch.Tensor]:
-    """The rows of each block of a whole parameter on four ranks: queries, keys and values apart, nodes apart."""
+    """Return the rows of each block of a whole parameter on four ranks.
+
+    Queries, keys and values are separate blocks, and so are the rows of different nodes.
+    """
     rows = torch.arange(num_rows)
     if not is_matrix(name):
         return [rows]
@@ -52,14 +55,14 @@ def blocks(name: str, num_rows: int, case: Case, nodes: int) -> list[torch.Tenso
 
 
 def gradient(name: str, shape: torch.Size, step: int) -> torch.Tensor:
-    """A gradient of the whole parameter, the same wherever it is asked for."""
+    """Return the gradient of a whole parameter, equal on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(step * 1000 + sum(map(ord, name))))
 
 
 def by_torch(
     weights: Weights, case: Case, nodes: int, steps: int = STEPS, gradient: Callable[..., torch.Tensor] = gradient
 ) -> Weights:
-    """Every block is a parameter of torch.optim.Muon, here in fp32; the others are AdamW's."""
+    """Update every block by torch.optim.Muon in fp32, and all other parameters by AdamW; return the weights."""
     parts = {
         name: [(rows, torch.nn.Parameter(weight[rows])) for rows in blocks(name, len(weight), case, nodes)]
         for name, weight in weights.items()
@@ -100,7 +103,7 @@ def build(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 @torch.no_grad()
 def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, bad: float | None = None) -> None:
-    """A step with gradients that are three times too large; with `bad`, one that is to be skipped."""
+    """Take a step with gradients and divisor three times too large; with `bad`, a step that must be skipped."""
     for name, p in model.named_parameters():
         whole = gradient(name, p.shape, step) * (3.0 if bad is None else bad)
         p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
@@ -109,7 +112,7 @@ def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 
 def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
-    """The whole weights before and after."""
+    """Return the whole weights before and after training."""
     model, optimizer = build(case)
     first = full_state(model, optimizer)
     for step in range(1, steps + 1):
@@ -118,7 +121,7 @@ def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
     return first, {name: last[name] for name in first}
 
 
-FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)  # 45 rows, 12 to a rank
+FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)  # 45 rows, 12 on each rank
 SETTINGS = OptimizerConfig(
     optimizer="muon", muon_momentum=0.8, muon_use_nesterov=False, muon_num_ns_steps=3, muon_adam_lr_multiple=0.5
 )
@@ -153,7 +156,7 @@ def test_scales_are_megatrons():
 
 
 def in_8_bits(whole: torch.Tensor, dim: int, tp: int, shards: int) -> torch.Tensor:
-    """A parameter whose shards were packed and unpacked, each by itself."""
+    """Return a parameter after packing and unpacking each of its shards in 8 bits."""
     found = []
     for of_tp in whole.chunk(tp, dim):
         segments = plan_segments([("", tuple(of_tp.shape))], shards)
@@ -184,7 +187,7 @@ def test_at_multiples_of_the_interval_nodes_step_by_the_whole_matrix_of_rows_in_
 
 
 def crossed(case: Case, optimizer: OptimizerConfig) -> list[int]:
-    """Bytes that each of four steps sends to other nodes."""
+    """Return the bytes that each of four steps sends to other nodes."""
     step, dims = build_step(dataclasses.replace(case, optimizer=optimizer))
     found = [dims.counter.sent_bytes("cross")]
     for iteration in range(1, 5):
@@ -201,12 +204,12 @@ def test_muon_sends_nothing_to_other_nodes_but_at_the_interval_where_it_is_a_byt
     assert never == adam
     matrices = model.layers * model.hidden * (4 * model.hidden + 2 * model.ffn_size)
     for index, (more, without) in enumerate(zip(at_times, never, strict=True), 1):
-        sent = (more - without) / (matrices / 4)  # of the elements that a rank has
+        sent = (more - without) / (matrices / 4)  # relative to the elements that a rank holds
         assert sent == 0 if index % 2 else 1.0 < sent < 1.02
 
 
 def skip(case: Case) -> None:
-    """Steps with NaN or Inf change no bit of weights and moments, and the next goes on as if there had been none."""
+    """Check that steps with NaN or Inf leave weights and state bit-identical, and do not affect the next step."""
     ends = []
     for bad in (None, math.nan, math.inf):
         model, optimizer = build(case)
@@ -244,7 +247,7 @@ def test_a_training_has_the_losses_of_one_rank(case):
 
 
 def multiplications(case: Case) -> int:
-    """Of this rank in one step of the optimizer, as torch counts them."""
+    """Count this rank's scalar multiplications in one optimizer step, by torch's FLOP counter."""
     model, optimizer = build(case)
     with FlopCounterMode(display=False) as counter:
         take_step(model, optimizer, 1)

@@ -1,4 +1,7 @@
-"""Parameter groups and rates; what torch's and apex's optimizers (with a stand-in for its kernels) do to shards."""
+"""Optimizers on shards: parameter groups, rates, and the updates of torch's and apex's optimizers.
+
+A fake replaces apex's kernels.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -20,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class FakeFusedAdam(torch.optim.AdamW):
-    """apex's interface (step count in the group, moments in the state), and like its kernels no DTensors."""
+    """Fake of apex's FusedAdam: the step is in the group, moments are in the state, and DTensors are not supported."""
 
     def __init__(self, params, lr, betas, eps, adam_w_mode):
         assert adam_w_mode
@@ -37,7 +40,7 @@ class FakeFusedAdam(torch.optim.AdamW):
 
 
 def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    """The optimizer "adam", "sgd" or "apex"."""
+    """Build the optimizer "adam", "sgd" or "apex"."""
     name, backend = ("adam", "apex") if kind == "apex" else (kind, "torch")
     constants = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "sgd_momentum": 0.7}
     config = OptimizerConfig(optimizer=name, optimizer_backend=backend, **constants)
@@ -48,7 +51,7 @@ def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> None:
-    """Rates, and gradients that are the parameters."""
+    """Set the rates, and set each gradient to its parameter."""
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     set_rates_(optimizer, learning_rate=0.1 / step, weight_decay=0.1 * step)
@@ -62,7 +65,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Opt
 
 
 def compare_with_one_process(kind: str, tp: int) -> bool:
-    """Train the sharded model and the whole one; returns True if a shard of this rank is empty."""
+    """Train the sharded model and the whole one; return True if a shard of this rank is empty."""
     whole, (model, _) = one_process_model(), sharded_model(tp, 1)
     train(whole, build(whole, "sgd" if kind == "sgd" else "adam"))
     optimizer = train(model, build(model, kind))
@@ -72,7 +75,7 @@ def compare_with_one_process(kind: str, tp: int) -> bool:
         assert [group["step"] for group in optimizer.param_groups] == [3, 3]
     for name, parameter in whole.named_parameters():
         ours = model.get_parameter(name).detach().full_tensor()
-        # vector and scalar tails of the fused kernel may round differently
+        # the fused kernel may round its vector part and its scalar part differently
         torch.testing.assert_close(ours, parameter.detach(), rtol=1e-6, atol=1e-7)
     return any(parameter.to_local().numel() == 0 for parameter in model.parameters())
 
@@ -83,7 +86,7 @@ def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(kind, tp):
 
 
 def compare_with_torch(tp: int, replicas: int) -> None:
-    """Both load what the other has saved, too; ours runs on local tensors and divides gradients inside the step."""
+    """Compare with torch's optimizer on DTensors, after each has loaded the other's state."""
     model, theirs = (sharded_model(tp, replicas)[0] for _ in range(2))
     optimizer, divisor = build(model, "adam"), torch.tensor(3.7)
     groups = parameter_groups(theirs.named_parameters(), 0.1)
@@ -134,7 +137,7 @@ def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
     assert not not_refused([("cuda", missing), ("cuda", "or use --optimizer-backend torch")], check_apex)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "apex" / "optimizers").mkdir(parents=True)
-    # the package of that name on PyPI, which must not be imported
+    # the unrelated package named apex on PyPI, which must not be imported
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
     assert not not_refused([("cuda", missing)], check_apex)
     (tmp_path / "apex" / "optimizers" / "fused_adam.py").touch()
