@@ -31,7 +31,7 @@ def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int
     return torch.cat((turned.real, turned.imag, x[..., channels:]), dim=-1)
 
 
-def test_rotary_positions_turn_pairs_of_channels_as_complex_numbers():
+def test_rotary_embeddings_rotate_pairs_like_complex_numbers():
     """Tolerances are one fp32 rounding of the angles.
 
     Relative 6e-8 of at most 2009 radians is 1.2e-4; below 10 radians it is 1e-6.
@@ -52,7 +52,7 @@ def test_rotary_positions_turn_pairs_of_channels_as_complex_numbers():
         assert torch.equal(turned[..., channels:], x[..., channels:])
 
 
-def test_a_query_looks_at_earlier_tokens_of_its_own_document_only():
+def test_query_attends_only_to_earlier_tokens_of_its_document():
     for starts in (
         [0, 14],  # one document over two rows; rows are separate nevertheless
         [0, 7, 14],
@@ -118,7 +118,7 @@ def compare_with_formula() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_attention_however_it_is_split_is_its_formula_head_by_head(size):
+def test_attention_on_any_layout_equals_its_formula_per_head(size):
     ranks(size).run(compare_with_formula)
 
 
@@ -134,7 +134,7 @@ def keeps_fused_product(inputs: AttentionInputs, **changes: Any) -> bool:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_rotary_attention_does_not_keep_the_fused_product(masked):
+def test_rotary_attention_does_not_keep_the_fused_projection(masked):
     """Rotated queries and keys are new tensors, and the copied values are only a small part of the projection."""
     mask = document_mask(torch.tensor([0, 2, 6, 7, 12]), batch=2, seq=6) if masked else None
     core = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
@@ -146,7 +146,7 @@ def test_rotary_attention_does_not_keep_the_fused_product(masked):
         assert not keeps_fused_product(inputs, **changes, **recompute), (shape, percent, recompute)
 
 
-def test_attention_without_copies_of_its_parts_keeps_the_fused_product():
+def test_attention_without_rotary_keeps_the_fused_projection():
     """Without rotary embeddings, queries, keys and values are views of the projection.
 
     Norms of heads need the projection as their input.

@@ -42,7 +42,7 @@ def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(style, monkeypatch):
+def test_cuda_masks_use_two_kernels_without_grouped_heads(style, monkeypatch):
     """A CPU stands in for CUDA: its tensors report to be on CUDA. Without a mask torch chooses among all kernels."""
     gpt, calls, original = build_gpt(STYLES[style]), [], F.scaled_dot_product_attention
     expected, everything = documents_and_generation(gpt), set(_cur_sdpa_kernel_backends())
@@ -90,7 +90,7 @@ def one_by_one(
     ("llama", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}, 2, ("window_size",)),
     ("gpt2", {"recompute_granularity": "selective"}, 1, ("window_size",)),  # attention is not recomputed
 ])  # fmt: skip
-def test_documents_by_offsets_are_those_of_the_mask(style, changes, times, arguments, monkeypatch):
+def test_document_kernel_equals_the_mask(style, changes, times, arguments, monkeypatch):
     """The computation is in fp64 up to the fp32 losses: 1e-6. Without enable_gqa (torch 2.11) heads are repeated."""
     kernel = mock.Mock(side_effect=one_by_one)
     monkeypatch.setattr(backends, "varlen_attn", kernel)
@@ -113,7 +113,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("in_documents", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_windows_by_the_kernel_are_those_of_the_mask(name, in_documents, monkeypatch):
+def test_window_kernel_equals_the_mask(name, in_documents, monkeypatch):
     """The computation is in fp64 up to the fp32 losses: 1e-6. The reference uses a mask of zeros and minus infinity."""
     monkeypatch.setattr(backends, "varlen_attn", one_by_one)
     monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
@@ -128,7 +128,7 @@ def test_windows_by_the_kernel_are_those_of_the_mask(name, in_documents, monkeyp
     assert not torch.allclose(losses, whole, rtol=1e-4)
 
 
-def test_a_sample_inside_the_window_has_the_bits_of_a_model_without_one():
+def test_window_longer_than_the_sample_changes_no_bit():
     batch, wide = packed()._replace(document_starts=None), dataclasses.replace(STYLES["llama"], window_size="31,0")
     (losses, grads), (ours, our_grads) = (step(build_gpt(config), batch) for config in (STYLES["llama"], wide))
     assert torch.equal(ours, losses)
@@ -137,7 +137,7 @@ def test_a_sample_inside_the_window_has_the_bits_of_a_model_without_one():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("style", WIDE)
-def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style):
+def test_document_kernel_equals_the_mask_on_a_gpu(style):
     """The tolerance allows a few bf16 roundings of 2^-8 in different places."""
     config = dataclasses.replace(WIDE[style], max_position_embeddings=128)
     (losses, grads), (ours, our_grads) = (
@@ -161,13 +161,13 @@ def bytes_of_documents(kernel: DocumentKernel | None, seq: int) -> int:
     return recorder.segments[FORWARD, 0].peak
 
 
-def test_with_torchs_kernel_nothing_of_s_by_s_is_made():
+def test_varlen_attention_needs_no_s_by_s_memory():
     assert bytes_of_documents(variable_length, 4096) < 2.01 * bytes_of_documents(variable_length, 2048)
     assert bytes_of_documents(None, 4096) > 3.5 * bytes_of_documents(None, 2048)
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_takes_documents_in_one_graph():
+def test_compiled_layer_takes_documents_in_one_graph():
     with torch.device("meta"):
         gpt = build_gpt(WIDE["llama"], document_kernel=variable_length).bfloat16()
         layer = torch.compile(gpt.layers[0]._run, backend="aot_eager", fullgraph=True)
@@ -178,7 +178,7 @@ def test_a_compiled_layer_takes_documents_in_one_graph():
             layer(x, gpt._attention_inputs(positions, starts, None, SEQ)).sum().backward()
 
 
-def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(monkeypatch):
+def test_unsupported_document_kernels_give_a_reason_and_a_mask(monkeypatch):
     def reason(changes: dict[str, Any], capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
         return mask_reason(dataclasses.replace(WIDE["llama"], **changes), capability=capability, dtype=dtype)
 
@@ -196,7 +196,7 @@ def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(monkeypatch):
     assert "has no window_size" in reason({}, H100, torch.bfloat16)
 
 
-def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkeypatch):
+def test_cpu_uses_a_mask_and_gpu_the_kernel_and_both_are_listed(monkeypatch):
     monkeypatch.setattr(backends, "capability", {CPU: None, GPU: H100}.get)
     for device, dtype, kernel, name in (
         (CPU, torch.bfloat16, None, "scaled_dot_product_attention"),
@@ -211,7 +211,7 @@ def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkey
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_compiled_on_cuda_by_default(monkeypatch):
+def test_layers_are_compiled_by_default_on_cuda(monkeypatch):
     def choice(compile_: bool | None, device: str) -> bool:
         return compiles_layers(dataclasses.replace(GPT2_STYLE, compile=compile_), device)[0]
 
@@ -224,7 +224,7 @@ def test_layers_are_compiled_on_cuda_by_default(monkeypatch):
     assert not not_refused([(True, device, "--compile: there is no Triton") for device in ("cuda", "cpu")], choice)
 
 
-def test_a_missing_compiler_is_named(monkeypatch):
+def test_missing_compiler_is_named(monkeypatch):
     for device, variable, compiler, triton, capability, words in (
         ("cpu", "CXX", "no-such-compiler", True, None, "there is no C++ compiler (no-such-compiler)"),
         ("cpu", "CXX", "ls", True, None, "None"),

@@ -37,7 +37,7 @@ def compiled(model: GPTConfig, **changes: Any) -> GPTConfig:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU: no g++ here")
-def test_compiled_kernels_give_the_losses_and_gradients_of_eager_ones():
+def test_compiled_kernels_match_eager_losses_and_gradients():
     """Fused kernels sum in another order: 1e-5, relative and to the largest element of a gradient."""
     model = dataclasses.replace(GPT2_STYLE, num_layers=1)
     (losses, grads), (expected, wanted) = (step(build_gpt(each)) for each in (compiled(model), model))
@@ -95,9 +95,7 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",
     (1, False, "llama", {}, "hybrid", 0),
     (2, True, "llama", {}, "hybrid", 0),
 ])  # fmt: skip
-def test_a_layer_is_one_graph_but_for_recomputed_attention_of_several_ranks_and_sends_as_eager_ones_do(
-    size, sequence_parallel, style, changes, float8, breaks
-):
+def test_layer_is_one_graph_and_communicates_like_eager(size, sequence_parallel, style, changes, float8, breaks):
     """Dropout masks are equal too. The tolerance is 1e-5 because compiled code sums in another order."""
     if float8:
         pytest.importorskip("torchao")
@@ -131,7 +129,7 @@ def post_training_model(style: GPTConfig, *, frozen: bool = False) -> GPTModel:
     return build_gpt(style, scalar_head=not frozen, varying_sizes=True).requires_grad_(not frozen)
 
 
-def test_models_of_post_training_have_a_graph_of_each_kind_for_every_size():
+def test_post_training_models_have_one_graph_per_kind_for_any_size():
     """There are 5 kinds of graphs, and each again for single rows, which is more than torch's limit of 8.
 
     The kinds are the policy in training, without gradients and in evaluation, a frozen reference, and a reward model of
@@ -171,7 +169,7 @@ def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_decoding_has_a_graph_for_any_number_of_rows_and_places_and_one_for_a_single_row(size):
+def test_decoding_has_one_graph_for_many_rows_and_one_for_single(size):
     """Tokens are the same as without compilation, and --no-compile makes no graph."""
     for (tokens, counts), (expected, none) in zip(
         *(ranks(size).run(decode, each) for each in (True, False)), strict=True
@@ -189,7 +187,7 @@ def one_step(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, d
     (1, False, "selective"),
     (2, True, "full"),  # the recomputation includes the all-gathers of sequence parallelism
 ])  # fmt: skip
-def test_recomputation_of_compiled_layers_with_dropout_changes_no_bit(size, sequence_parallel, kind):
+def test_recomputation_of_compiled_dropout_layers_changes_no_bit(size, sequence_parallel, kind):
     plain, recomputed = (compiled(GPT2_STYLE, **DROPOUT, recompute_granularity=each) for each in (None, kind))
     found = [ranks(size).run(one_step, model, sequence_parallel) for model in (plain, recomputed)]
     torch.testing.assert_close(*found, rtol=0, atol=0)
@@ -200,7 +198,7 @@ def with_graphs(function: Callable[..., Any], *args: Any, **flags: Any) -> tuple
     return function(*args, **flags), graphs()
 
 
-def test_a_compiled_run_that_resumes_ends_with_the_same_bits(tmp_path):
+def test_resumed_compiled_run_is_bit_identical(tmp_path):
     case = Case(model=compiled(GPT2_STYLE, **DROPOUT), tp=2, sequence_parallel=True, micro_batches=2)
     folder = str(tmp_path / "save")
     runs = (2, {}), (1, {"save": folder}), (2, {"load": folder})
@@ -214,7 +212,7 @@ def test_a_compiled_run_that_resumes_ends_with_the_same_bits(tmp_path):
     (1, 2, False, {"recompute_granularity": "full"}),
     (2, 1, True, {}),
 ])  # fmt: skip
-def test_a_compiled_sharded_run_equals_one_plain_process(tp, cp, sequence_parallel, changes):
+def test_compiled_sharded_run_equals_one_plain_process(tp, cp, sequence_parallel, changes):
     """Two steps of two micro-batches by build_model and FSDP2; 1e-5 as for every other layout."""
     case = Case(steps=2, micro_batches=2, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
     expected = train_plain(case)

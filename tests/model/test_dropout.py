@@ -20,7 +20,7 @@ HIDDEN_ONLY = dataclasses.replace(BOTH, attention_dropout=0.0)
 
 
 @pytest.mark.parametrize(("rate", "shared"), [(0.1, False), (0.5, True)])
-def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate, shared):
+def test_dropout_zeroes_a_share_and_scales_the_rest(rate, shared):
     """The share of zeros is within 5 standard errors for 40,000 samples. The gradient has the forward's mask."""
     torch.manual_seed(3)
     dropout = Dropout(rate, SharedGenerator(CPU, seed=1, data_rank=0) if shared else None)
@@ -35,7 +35,7 @@ def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate, shared):
     assert dropout.eval()(x) is x or torch.equal(dropout(x), x)
 
 
-def test_rate_zero_draws_nothing_and_bf16_stays_bf16():
+def test_dropout_at_rate_zero_samples_nothing_and_keeps_bf16():
     generator = SharedGenerator(CPU, seed=1, data_rank=0)
     x, state, default = torch.ones(100), generator.generator.get_state(), torch.get_rng_state()
     assert all(torch.equal(Dropout(0.0, shared)(x), x) for shared in (generator, None))
@@ -45,7 +45,7 @@ def test_rate_zero_draws_nothing_and_bf16_stays_bf16():
     assert (y.dtype, set(y.tolist())) == (torch.bfloat16, {0.0, 2.0})
 
 
-def test_no_generator_of_a_job_starts_like_another():
+def test_generators_of_a_job_start_differently():
     """Compare shared generators and each rank's default one: 4 data ranks x 4 tp ranks, 3 adjacent seeds."""
     starts = []
     for seed in (1234, 1235, 1236):
@@ -67,7 +67,7 @@ def hidden_masks(sequence_parallel: bool) -> list[torch.Tensor]:
     return masks
 
 
-def test_tp_ranks_drop_the_same_of_the_residual_stream_and_of_its_slices_each_other_elements():
+def test_tp_masks_agree_on_the_residual_stream_and_differ_on_slices():
     """At rate 0.25, independent masks agree on 0.625 of their elements.
 
     With 240 elements per slice, 0.16 is 5 standard errors of 0.031.
@@ -132,7 +132,7 @@ def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.
 @pytest.mark.parametrize(
     ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), (4, False, BOTH)]
 )
-def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
+def test_dropout_depends_on_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
     """Losses, and gradients of replicated parameters, are equal on all tp ranks.
 
     Otherwise these parameters would diverge.
@@ -152,7 +152,7 @@ def loss_of_the_same_samples(case: Case) -> tuple[int, list[list[float]]]:
 
 
 @pytest.mark.parametrize(("stage", "tp", "model"), [(3, 2, HIDDEN_ONLY), (0, 1, BOTH)])
-def test_data_ranks_draw_different_masks(stage, tp, model):
+def test_data_ranks_sample_different_masks(stage, tp, model):
     results = ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage))
     for (one, loss), (other, loss_there) in itertools.combinations(results, 2):
         assert (loss == loss_there) == (one == other)  # tp ranks of one data rank agree

@@ -54,7 +54,7 @@ def products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad: to
 
 
 @pytest.mark.parametrize("fmt", GRADIENTS)
-def test_all_three_products_are_those_of_rounded_inputs(fmt):
+def test_float8_products_equal_products_of_rounded_inputs(fmt):
     """Sums in fp32 agree to 1e-5, and on GPUs to 2^-10, because tensor cores keep about 14 bits (DeepSeek-V3, 3.3.2).
 
     Products of unrounded inputs are a few per cent away, because float8 numbers have 4 significant bits, or 3 in e5m2.
@@ -75,7 +75,7 @@ def test_all_three_products_are_those_of_rounded_inputs(fmt):
         torch.testing.assert_close(leaves[2].grad, grad.flatten(0, -2).sum(dim=0))
 
 
-def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in_place():
+def test_frozen_weight_skips_its_product_and_result_is_writable():
     x, weight = draw(0, 2, 8, 32, dtype=torch.float32).requires_grad_(), draw(1, 16, 32, dtype=torch.float32)
     product = float8_product("hybrid", emulate=True)
     counts = []
@@ -90,7 +90,7 @@ def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in
 
 
 @pytest.mark.parametrize(("bad", "emulate"), [(math.nan, True), (math.inf, False)])
-def test_nan_and_inf_arrive_as_nan_and_zeros_as_zeros(bad, emulate):
+def test_nan_and_inf_become_nan_and_zeros_stay_zeros(bad, emulate):
     product = float8_product("hybrid", emulate=emulate)
     x, weight = (draw(seed, 16, 32, dtype=torch.float32).requires_grad_() for seed in (0, 1))
     product(x, weight, None).backward(torch.zeros(16, 16))
@@ -104,7 +104,7 @@ def test_nan_and_inf_arrive_as_nan_and_zeros_as_zeros(bad, emulate):
     assert product(torch.full_like(x, bad), weight, None).isnan().all()
 
 
-def test_what_the_scaled_products_are_given_is_what_cuda_s_kernel_takes():
+def test_scaled_products_get_operands_that_cuda_supports():
     """Sizes, strides and dtypes follow torch 2.13's rules for CUDA tensors (torch/_meta_registrations.py).
 
     15 rows are padded to 16 for the product that sums over them. torch also has a scaled product for CPUs, with fewer
@@ -154,9 +154,7 @@ def losses_and_gradients(
         ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),
     ],
 )
-def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_input_twice(
-    style, fmt, sequence_parallel, calls
-):
+def test_float8_model_is_near_16_bits_and_gathers_inputs_once(style, fmt, sequence_parallel, calls):
     """Losses differ little, because initial weights are small. Gradients accumulate the errors of all later products.
 
     Each rank scales its own slices, so rounded operands differ from one rank's in the last bits.
@@ -176,7 +174,7 @@ def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_
 
 
 @pytest.mark.slow
-def test_a_sharded_run_learns_as_without_it_and_recomputation_changes_no_bit():
+def test_float8_sharded_run_learns_and_recomputes_bit_identically():
     zero = ZeroConfig(zeropp=True)
     case = Case(model=LLAMA_STYLE, float8="hybrid", nodes=2, tp=2, sequence_parallel=True, zero=zero)
     models = [LLAMA_STYLE, *(dataclasses.replace(LLAMA_STYLE, recompute_granularity=g) for g in ("full", "selective"))]
@@ -198,7 +196,7 @@ def noticed(flags: str) -> tuple[str, ...]:
     return check(f"{ASKED} {flags}", ranks_per_node=2, device="cuda").notices
 
 
-def test_a_model_of_multiples_of_16_is_fine_and_a_note_says_what_eager_casts_cost():
+def test_sizes_in_multiples_of_16_pass_with_a_note_on_eager_casts():
     # compiled on CUDA by default
     assert noticed("--compile") == noticed("--kv-channels 8 --group-query-attention") == ()
     assert noticed("--tensor-model-parallel-size 2 --no-compile") == (
@@ -218,11 +216,11 @@ REFUSED = """
 """
 
 
-def test_flags_and_sizes_that_do_not_fit_are_refused_by_name():
+def test_float8_refuses_unsupported_flags_and_sizes():
     assert not not_refused(table(REFUSED), noticed)
 
 
-def test_devices_without_float8_are_refused_by_name():
+def test_devices_without_float8_are_refused():
     gpu, fp8 = torch.device("cuda", 1), dataclasses.replace(GPT2_STYLE, fp8_format="e4m3")
 
     def find(device: torch.device, found: tuple[int, int] | None, model: GPTConfig = fp8) -> object:
@@ -241,7 +239,7 @@ def test_devices_without_float8_are_refused_by_name():
     assert all(find(gpu, found) for found in ((8, 9), (10, 0)))
 
 
-def test_without_torchao_a_line_says_what_to_install():
+def test_missing_torchao_error_says_how_to_install_it():
     with (
         mock.patch.dict(sys.modules, {"torchao.float8.config": None}),
         pytest.raises(ValueError, match=r"^--fp8-format hybrid needs torchao: pip install 'torchao>=0.18'"),

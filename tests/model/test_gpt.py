@@ -30,7 +30,7 @@ def change_a_token() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_token_changes_no_earlier_logit_and_no_other_row(size):
+def test_token_changes_no_earlier_logits_and_no_other_row(size):
     ranks(size).run(change_a_token)
 
 
@@ -43,7 +43,7 @@ def logits_of_packed(model: GPTConfig, masked: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize(("style", "size"), [("gpt2", 1), ("llama", 2)])
 @torch.no_grad()
-def test_packed_documents_are_each_as_if_alone(style, size):
+def test_packed_documents_equal_separate_documents(style, size):
     """The tolerance of 1e-6 allows fp32 sums of other lengths; logits are about 0.1."""
     alone, batch = build_gpt(STYLES[style]), packed()
     logits, unmasked = (
@@ -57,7 +57,7 @@ def test_packed_documents_are_each_as_if_alone(style, size):
             assert float((unmasked[first:last] - expected).abs().max()) > 1e-4
 
 
-def test_positions_count_from_zero_unless_they_are_given():
+def test_positions_count_from_zero_by_default():
     tokens, _ = sample()
     for model in STYLES.values():
         gpt = build_gpt(model)
@@ -66,7 +66,7 @@ def test_positions_count_from_zero_unless_they_are_given():
         assert not torch.allclose(gpt(tokens), gpt(tokens, position_ids=counting.flip(1)))
 
 
-def test_without_positions_the_order_of_earlier_tokens_does_not_matter():
+def test_order_of_earlier_tokens_is_irrelevant_without_positions():
     """One layer of attention without positions depends only on the set of earlier tokens."""
     model = dataclasses.replace(GPT2_STYLE, num_layers=1, position_embedding_type="none", max_position_embeddings=None)
     gpt = build_gpt(model)
@@ -88,7 +88,7 @@ def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.
 
 
 @pytest.mark.parametrize(("style", "size", "layers"), [("gpt2", 1, 1), ("llama", 2, 3), ("gpt2", 4, 1)])
-def test_logits_are_split_losses_are_whole_and_a_step_communicates_what_the_docstrings_say(style, size, layers):
+def test_forward_has_documented_shapes_and_communication(style, size, layers):
     """Logits are [B, S, V/T] and losses [B, S] fp32, equal to losses of gathered logits up to fp32 rounding of 4.6
     nats.
 
@@ -112,7 +112,7 @@ def test_logits_are_split_losses_are_whole_and_a_step_communicates_what_the_docs
             assert found == (calls if size > 1 else [{}, {}])
 
 
-def test_the_scalar_head_multiplies_in_fp32():
+def test_scalar_head_computes_in_fp32():
     """Inputs are bf16. fp32 sums in another order differ by 1e-6; products in bf16 would differ by 1e-3."""
     gpt, seen = build_gpt(GPT2_STYLE, scalar_head=True).bfloat16(), list[torch.Tensor]()
     gpt.final_norm.register_forward_hook(lambda module, args, output: seen.append(output))

@@ -23,7 +23,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
+def test_logits_and_gradients_equal_transformers(name, tmp_path):
     """The tolerance allows fp32 sums in another order.
 
     Weights and gradients of transformers' models are converted by this project's reader of weights.
@@ -50,7 +50,7 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize(("base", "factor"), [(10000.0, 32.0), (500000.0, 8.0)])
-def test_scaled_angles_are_those_of_llama_3_1(base, factor):
+def test_scaled_rotary_angles_equal_llama_3_1(base, factor):
     """Errors are fp32 roundings: 6e-3 at positions of 100000 radians, and 3e-7 of the frequency at position 1."""
     rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

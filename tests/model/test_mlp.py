@@ -41,6 +41,6 @@ def compare_with_the_formula() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_mlp_is_its_formula_however_it_is_split(size):
+def test_mlp_equals_its_formula_in_any_layout(size):
     """Output and all gradients agree. There is one collective at each end, also for SwiGLU's two matrices."""
     ranks(size).run(compare_with_the_formula)

@@ -32,5 +32,5 @@ def compare_with_the_formula() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_norm_is_its_formula_scales_by_one_at_first_and_sums_its_gradients_over_slices(size):
+def test_norm_equals_its_formula_and_sums_gradients_over_slices(size):
     ranks(size).run(compare_with_the_formula)

@@ -60,7 +60,7 @@ def test_recomputation_with_dropout_changes_no_bit(size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp", "sequence_parallel"), [("selective", 1, False), ("full", 2, True)])
-def test_a_sharded_run_is_the_same_with_recomputation(kind, tp, sequence_parallel):
+def test_sharded_run_is_bit_identical_with_recomputation(kind, tp, sequence_parallel):
     """FSDP2 gathers a layer's weights again for the recomputation; results are bit-identical."""
     case = Case(model=STYLES["gpt2"], tp=tp, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
     expected = ranks(4).run(train_on_ranks, case)
@@ -79,7 +79,7 @@ def calls_of_a_step(model: GPTConfig, training: bool) -> list[Any]:
     return [forward, backward, [ran.count(index) for index in range(len(gpt.layers))]]
 
 
-def test_the_chosen_layers_run_twice_with_their_forward_collectives():
+def test_chosen_layers_run_twice_with_their_forward_collectives():
     """The last all-reduce of a layer is not repeated, because backward needs nothing that follows it."""
     for kind, runs, repeated in (("full", [2, 2, 2], 6), ("block", [2, 1, 1], 2), ("selective", [1, 1, 1], 0)):
         model = dataclasses.replace(STYLES["gpt2"], **KINDS[kind])
@@ -102,7 +102,7 @@ def saved_bytes(model: GPTConfig) -> int:
     return sum(size for pointer, size in kept.items() if pointer not in weights)
 
 
-def test_recomputation_keeps_less():
+def test_recomputation_keeps_fewer_bytes():
     """Memory is ordered: full < block < none, and norms and activation < norms only < none."""
     plain = saved_bytes(STYLES["gpt2"])
     kept = {kind: saved_bytes(dataclasses.replace(STYLES["gpt2"], **KINDS[kind])) for kind in KINDS}

@@ -74,7 +74,7 @@ def measure_padded(case: Case) -> tuple[StepRecord, float, float]:
 
 
 @pytest.mark.parametrize("style", [GPT2_STYLE, LLAMA_STYLE], ids=["tied", "untied"])
-def test_rows_that_pad_a_vocabulary_enter_no_statistic(style):
+def test_vocabulary_padding_enters_no_statistic(style):
     """101 tokens have 128 rows at tp 1 and 256 at tp 2.
 
     Of four ranks, one then holds rows with and without padding, and others hold only padding.
@@ -108,7 +108,7 @@ def measure_what_is_wrong() -> None:
         global_grad_norm(model.named_parameters(), dims.tp, MeshAxis("data"))
 
 
-def test_one_bad_element_reaches_every_rank_and_a_split_that_the_sum_would_miss_is_an_error():
+def test_nan_reaches_every_rank_and_unsummed_axis_is_an_error():
     ranks(4).run(measure_what_is_wrong)
 
 
@@ -121,7 +121,7 @@ def measure_a_plain_tensor() -> None:
         assert global_grad_norm([("p", parameter)], *axes).value.item() == 3.0
 
 
-def test_a_plain_tensor_counts_once_along_either_axis():
+def test_plain_tensor_counts_once_on_either_axis():
     ranks(2).run(measure_a_plain_tensor)
 
 
@@ -132,7 +132,7 @@ def norm_of(*grads: torch.Tensor) -> float:
     return global_grad_norm(named, *ONE).value.item()
 
 
-def test_sums_are_exact_in_one_process_too():
+def test_sums_are_exact_in_one_process():
     half = torch.full((100_000,), 0.5, dtype=torch.bfloat16)
     assert norm_of(half) == pytest.approx(0.5 * math.sqrt(100_000), rel=1e-6)  # bf16 is summed in fp32
     large = torch.full((1,), 3e19)
@@ -144,7 +144,7 @@ def test_sums_are_exact_in_one_process_too():
     )
 
 
-def test_no_gradient_at_all_is_norm_zero():
+def test_norm_without_gradients_is_zero():
     model = nn.Linear(3, 2)
     assert global_grad_norm(model.named_parameters(), *ONE).value.item() == 0.0
     assert clip.count_zero_grads(model.named_parameters(), *ONE, rows={}).item() == 0.0
@@ -152,7 +152,7 @@ def test_no_gradient_at_all_is_norm_zero():
     assert model.weight.grad is None
 
 
-def test_the_factor_is_megatrons():
+def test_clipping_factor_equals_megatrons():
     for norm, max_norm, divisor, factor in (
         (5.0, 1.0, 1.0, 1.0 / (5.0 + 1e-6)),
         (0.5, 1.0, 1.0, 1.0),

@@ -17,7 +17,7 @@ def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
     return history
 
 
-def test_the_dynamic_scale_is_megatrons():
+def test_dynamic_scale_follows_megatrons_rule():
     assert scales("......") == [16, 16, 16, 32, 32, 32, 64]  # doubles after each window
     # one overflow is tolerated, and the scale stays at or above the minimum
     assert scales("xxxxxx") == [16, 16, 8, 4, 2, 2, 2]
@@ -26,7 +26,7 @@ def test_the_dynamic_scale_is_megatrons():
     assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]  # an overflow restarts the window
 
 
-def test_a_saved_scale_continues_as_if_it_had_not_stopped():
+def test_restored_scale_continues_unchanged():
     outcomes = "..xx....x..x...xx."
     for cut in range(len(outcomes)):
         before, after = DynamicLossScale(CONFIG), DynamicLossScale(CONFIG)
@@ -35,7 +35,7 @@ def test_a_saved_scale_continues_as_if_it_had_not_stopped():
         assert scales(outcomes[cut:], after) == scales(outcomes)[cut:]
 
 
-def test_fp16_alone_scales_dynamically_from_two_to_the_32_and_a_constant_scale_does_not_move():
+def test_fp16_scale_starts_at_2_to_the_32_and_constant_scale_stays():
     for constant, fp16, expected in (
         (128.0, True, [128.0, 128.0]),
         (None, True, [2.0**32, 2.0**31]),
@@ -47,7 +47,7 @@ def test_fp16_alone_scales_dynamically_from_two_to_the_32_and_a_constant_scale_d
         assert scaler.scale == expected[-1]
 
 
-def test_values_that_cannot_work_are_refused():
+def test_invalid_loss_scales_are_refused():
     rows = [
         ({"loss_scale": 0.0}, "--loss-scale 0.0 is not positive"),
         ({"hysteresis": 0}, "--hysteresis 0 is not positive"),

@@ -141,13 +141,13 @@ DEFAULT = ("tp, copies", "tp, every setting", "2 nodes, llama, tp", "shards that
 
 
 @pytest.mark.parametrize("case", chosen(CASES, *DEFAULT))
-def test_steps_are_torch_s_on_whole_matrices_or_where_a_copy_spans_nodes_on_each_node_s_rows(case):
+def test_muon_equals_torch_on_whole_matrices_or_rows_of_nodes(case):
     first, last = ranks(4).run(train, case)[0]
     expected = by_torch(first, case, max(1, case.nodes // case.replicas))
     torch.testing.assert_close(last, expected, rtol=0, atol=1e-6)
 
 
-def test_scales_are_megatrons():
+def test_update_scales_equal_megatrons():
     modes = {"spectral": math.sqrt(8), "unit_rms_norm": math.sqrt(2), "shape_scaling": math.sqrt(2)}
     for mode, expected in modes.items():
         config = OptimizerConfig(optimizer="muon", muon_scale_mode=mode, muon_extra_scale_factor=3.0)
@@ -170,7 +170,7 @@ def in_8_bits(whole: torch.Tensor, dim: int, tp: int, shards: int) -> torch.Tens
     return torch.cat(found, dim)
 
 
-def test_at_multiples_of_the_interval_nodes_step_by_the_whole_matrix_of_rows_in_8_bits():
+def test_full_steps_use_whole_matrices_gathered_in_8_bits():
     for tp in (1, 2):
         case = Case(model=LLAMA_STYLE, nodes=2, tp=tp, optimizer=dataclasses.replace(MUON, muon_full_interval=1))
 
@@ -196,7 +196,7 @@ def crossed(case: Case, optimizer: OptimizerConfig) -> list[int]:
     return [after - before for before, after in itertools.pairwise(found)]
 
 
-def test_muon_sends_nothing_to_other_nodes_but_at_the_interval_where_it_is_a_byte_per_element():
+def test_muon_crosses_nodes_only_at_intervals_by_a_byte_per_element():
     model = dataclasses.replace(GPT2_STYLE, hidden_size=64, ffn_hidden_size=256)
     case = Case(model=model, nodes=2, zero=ZeroConfig(zeropp=True), seq_length=4)
     every_second = dataclasses.replace(MUON, muon_full_interval=2)
@@ -225,7 +225,7 @@ def skip(case: Case) -> None:
     assert moments == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
-def test_a_skipped_step_leaves_weights_and_momentum_as_they_are():
+def test_skipped_step_leaves_weights_and_momentum_unchanged():
     ranks(4).run(skip, Case(nodes=2, tp=2, optimizer=MUON))
 
 
@@ -238,7 +238,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("case", chosen(TRAININGS, "stage 2, tp, sequence"))
-def test_a_training_has_the_losses_of_one_rank(case):
+def test_muon_training_matches_one_rank(case):
     case = dataclasses.replace(case, optimizer=MUON, steps=STEPS)
     (expected,) = ranks(1).run(train_on_ranks, Case(model=case.model, optimizer=MUON, steps=STEPS))
     for result in ranks(4).run(train_on_ranks, case):
@@ -260,7 +260,7 @@ def test_each_of_four_ranks_does_about_a_quarter_of_the_work():
     assert max(shared) < 0.35 * sum(shared)
 
 
-def test_newton_schulz_brings_singular_values_near_one_and_takes_a_matrix_of_zeros():
+def test_newton_schulz_gives_singular_values_near_one_or_zeros():
     x = torch.randn(3, 7, 31, generator=torch.Generator().manual_seed(0))
     x[1] = 0.0
     for each in (x, x.mT):
@@ -269,7 +269,7 @@ def test_newton_schulz_brings_singular_values_near_one_and_takes_a_matrix_of_zer
         assert (values[1] == 0).all()
 
 
-def test_owners_share_the_work_of_a_node_and_every_row_has_one():
+def test_owners_share_a_nodes_work_and_cover_every_row():
     shapes = {
         "qkv": ((120, 64), 0, (16, 8, 8)),
         "proj": ((64, 32), 1, (64,)),
@@ -289,7 +289,7 @@ def test_owners_share_the_work_of_a_node_and_every_row_has_one():
             assert rows == [matrix.shape[0] for matrix in matrices]
 
 
-def test_what_cannot_work_is_refused():
+def test_invalid_muon_flags_are_refused():
     rows = [
         ({"muon_momentum": 1.0}, "--muon-momentum 1.0 is not in [0, 1)"),
         ({"muon_num_ns_steps": 0}, "--muon-num-ns-steps 0 is not positive"),

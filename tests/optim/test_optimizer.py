@@ -81,7 +81,7 @@ def compare_with_one_process(kind: str, tp: int) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "tp"), [("adam", 2), ("sgd", 4), ("sgd", 1), ("apex", 1), ("apex", 2)])
-def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(kind, tp):
+def test_optimizer_updates_shards_like_one_process(kind, tp):
     assert any(ranks(4).run(compare_with_one_process, kind, tp)) == (tp < 4)
 
 
@@ -107,18 +107,18 @@ def compare_with_torch(tp: int, replicas: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (1, 2)])
-def test_torch_s_update_of_divided_gradients_has_the_same_bits_and_the_same_state(tp, replicas):
+def test_fused_adamw_matches_torch_on_divided_gradients(tp, replicas):
     ranks(4).run(compare_with_torch, tp, replicas)
 
 
-def test_only_the_fused_adam_skips_without_the_host():
+def test_only_fused_adam_skips_without_the_host():
     adam, sgd = (build(nn.Linear(3, 2), kind) for kind in ("adam", "sgd"))
     assert [optimizers.skips_on_device(each) for each in (adam, sgd)] == [True, False]
     with pytest.raises(AssertionError, match="cannot skip a step on the device"):
         update_(sgd, torch.tensor(1.0), torch.tensor(0.0))
 
 
-def test_apex_s_saved_state_continues_where_it_was():
+def test_restored_apex_state_continues_unchanged():
     ends = []
     for resumes in (True, False):
         model = one_process_model()
@@ -146,7 +146,7 @@ def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
     check_apex("cuda")
 
 
-def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_decay():
+def test_groups_without_weight_decay_equal_megatrons():
     model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3), "embedding": nn.Embedding(4, 3)})
     odd = nn.Parameter(torch.zeros(2, 2))
     decayed, exempt = parameter_groups([*model.named_parameters(), ("odd.bias", odd)], weight_decay=0.3)
@@ -158,7 +158,7 @@ def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_d
     assert (only["params"], only["wd_mult"]) == ([model["linear"].weight], 1.0)
 
 
-def test_rates_are_scaled_by_the_groups_multiples():
+def test_rates_are_scaled_by_group_multiples():
     optimizer = build(nn.Linear(3, 2), "adam")
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
     optimizer.param_groups[1]["lr_mult"] = 3.0
@@ -166,7 +166,7 @@ def test_rates_are_scaled_by_the_groups_multiples():
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.25, 0.5), (0.75, 0.0)]
 
 
-def test_values_that_cannot_work_are_refused():
+def test_invalid_optimizer_flags_are_refused():
     rows = [
         ({"adam_beta1": -0.1}, "--adam-beta1 -0.1 is not in [0, 1)"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 is negative"),
@@ -177,7 +177,7 @@ def test_values_that_cannot_work_are_refused():
 
 
 @pytest.mark.gpu
-def test_the_fused_optimizer_on_a_gpu_agrees_with_the_cpu():
+def test_fused_optimizer_on_a_gpu_matches_the_cpu():
     on_cpu, on_gpu = one_process_model(), one_process_model().cuda()
     for model in (on_cpu, on_gpu):
         train(model, build(model, "adam"))

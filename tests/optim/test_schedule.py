@@ -49,20 +49,20 @@ RATES = [  # flags, and learning rates by consumed samples
 ]
 
 
-def test_the_learning_rate_is_megatrons():
+def test_learning_rate_equals_megatrons():
     for flags, expected in RATES:
         curve = schedule(**flags)
         assert {n: curve.learning_rate(n) for n in expected} == pytest.approx(expected, rel=1e-12, abs=1e-15), flags
 
 
-def test_lengths_in_samples_give_the_same_curve_as_in_iterations():
+def test_lengths_in_samples_give_the_curve_of_iterations():
     flags = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
     by_iters = schedule(lr_warmup_iters=10, lr_decay_iters=80, lr_wsd_decay_iters=30, **flags)
     by_samples = schedule(None, 1000, lr_warmup_samples=100, lr_decay_samples=800, lr_wsd_decay_samples=300, **flags)
     assert by_iters == by_samples
 
 
-def test_the_weight_decay_ramp_is_megatrons():
+def test_weight_decay_ramp_equals_megatrons():
     assert schedule().weight_decay(300) == 0.01
     for style, curve in (
         ("linear", {0: 0.1, 250: 0.15, 1000: 0.3, 2000: 0.3}),
@@ -99,5 +99,5 @@ REFUSED = [
 ]
 
 
-def test_flags_that_megatron_refuses_are_refused_by_name_and_value():
+def test_flags_that_megatron_refuses_are_refused():
     assert not not_refused(REFUSED, lambda train, flags: schedule(*train, **{"min_lr": 0.0, **flags}))

@@ -43,17 +43,17 @@ SECONDS = {  # seconds of 1 GB on an axis, which include the latency of each mes
 
 
 @pytest.mark.parametrize(("on", "axis", "shares", "expected"), SECONDS.values(), ids=SECONDS)
-def test_a_ring_takes_its_bytes_over_its_links(on, axis, shares, expected):
+def test_ring_seconds_equal_latency_plus_bytes_over_links(on, axis, shares, expected):
     assert AxisCost(on, axis, shares).seconds("all_gather", 10**9) == pytest.approx(CALL + expected)
 
 
-def test_a_small_all_reduce_goes_along_the_tree_and_an_axis_of_one_rank_costs_nothing():
+def test_small_all_reduce_uses_tree_and_one_rank_costs_nothing():
     tree = 2 * (7 * 2e-6 + math.log2(4) * 5e-6)
     assert AxisCost(layout(), "shard", Shares()).seconds("all_reduce", 0) == pytest.approx(CALL + tree)
     assert AxisCost(layout(), "tp", Shares()).seconds("all_reduce", 10**9) == 0.0
 
 
-def test_a_product_takes_its_full_tiles_or_its_bytes_and_a_pass_over_memory_its_share():
+def test_product_costs_full_tiles_or_bytes_and_memory_pass_its_share():
     costs = ClusterCosts(layout(), Shares(matrix=0.5, memory=0.25))
     full = 2 * 1024 * 1024 * 4096 / 50e12
     product = Operation("matrix", 0, m=1024, n=1024, k=4096, batch=1.0)
@@ -65,20 +65,20 @@ def test_a_product_takes_its_full_tiles_or_its_bytes_and_a_pass_over_memory_its_
     assert costs.operation(Operation("memory", 10**9)) == pytest.approx(4e-3)
 
 
-def test_a_free_axis_takes_nothing():
+def test_free_axis_costs_nothing():
     costs = ClusterCosts(layout(), Shares(), free=("cross",))
     assert costs.collective("local", "all_gather", 10**8) > 0
     assert costs.collective("cross", "all_gather", 10**8) == 0.0
 
 
-def test_figures_that_are_needed_and_not_known_are_named():
+def test_missing_cluster_figures_are_named_in_the_error():
     with pytest.raises(ValueError, match=r"links\.network is missing, and axis cross"):
         AxisCost(layout(Links(domain=Link(1.0))), "cross", Shares())
     with pytest.raises(ValueError, match=r"--cluster-file: device is missing"):
         ClusterCosts(layout(device=None), Shares())
 
 
-def test_a_device_has_the_calibration_that_it_names_whatever_its_own_name_is():
+def test_calibration_follows_shares_not_the_device_name():
     assert tuple(CALIBRATIONS) == SHARES  # names that a cluster file may use
     assert calibration_for(DEVICE._replace(name="H100", shares="v100")).shares == DGX2_SHARES
     assert calibration_for(DEVICE._replace(shares="h100")).shares == H100_SHARES

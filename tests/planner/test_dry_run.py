@@ -117,7 +117,7 @@ QUICK = ("--bf16 --zeropp CP K4", "--bf16 MUON --zeropp TP", "--bf16 TP LOCAL", 
 
 
 @pytest.mark.parametrize("case", chosen({row[-1]: row for row in RUNS}, *QUICK))
-def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(case, monkeypatch):
+def test_dry_run_sends_planned_bytes_and_needs_planned_memory(case, monkeypatch):
     shape, rank, flags = case
     nodes, ranks_per_node = map(int, shape.removesuffix("c").split("x"))
     order = cyclic_order(nodes, ranks_per_node) if shape.endswith("c") else None
@@ -150,7 +150,7 @@ def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(case, monke
 
 
 @pytest.mark.slow
-def test_three_micro_batches_say_of_many_what_all_of_them_do(monkeypatch):
+def test_three_micro_batches_extrapolate_to_many(monkeypatch):
     run = run_config("--zeropp --bf16 K4", SQUARE)
     few = dry_run(run, SQUARE, rank=1)
     assert "one optimizer step (3 micro-batches are run; the middle one counts 2 times):" in few.describe()
@@ -158,7 +158,7 @@ def test_three_micro_batches_say_of_many_what_all_of_them_do(monkeypatch):
     assert few == dry_run(run, SQUARE, rank=1)
 
 
-def test_a_plan_that_is_a_byte_off_is_noticed():
+def test_plan_one_byte_off_is_reported():
     _, plan = module.plan_dry_run(run_config("", SQUARE), SQUARE, 0)
     key, other = ("local", "shard", "all_gather"), ("cross", "shard", "all_gather")
     counted = {key: Traffic(3, 100), other: Traffic(3, 100)}
@@ -172,6 +172,6 @@ def test_a_plan_that_is_a_byte_off_is_noticed():
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_that_is_not_there_is_refused(rank):
+def test_rank_outside_the_cluster_is_refused(rank):
     with pytest.raises(ValueError, match=f"--dry-run-rank {rank} is not a rank of the cluster, which has ranks 0 to 3"):
         dry_run(run_config("", SQUARE), SQUARE, rank=rank)

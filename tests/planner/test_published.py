@@ -130,7 +130,7 @@ def errors(
 
 
 @pytest.mark.slow
-def test_the_rows_for_calibration_are_met_and_the_median_errors_on_the_others_are_the_recorded_ones():
+def test_calibrated_rows_match_and_median_errors_are_as_recorded():
     fitted, others = ([errors(*row) for row in rows] for rows in (FITTED, OTHERS))
     assert max(abs(error) for found in fitted for error in found) < 0.05
     ratio = statistics.median(abs(found[2]) for found in others)
@@ -159,7 +159,7 @@ FSDP2 = (
 
 
 @pytest.mark.slow
-def test_fsdp2_on_a100_and_h100_is_as_fast_as_published():
+def test_fsdp2_estimates_match_published_a100_and_h100_speeds():
     for device, nodes, sizes, length, samples, again, published in FSDP2:
         domain, network = (300.0, 200.0) if device is A100 else (450.0, 400.0)
         links = Links(domain=Link(domain), network=Link(network))

@@ -26,7 +26,7 @@ def lines(text: str, start: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(start)]
 
 
-def test_on_a_slow_network_zeropp_pays_and_everything_is_in_the_tables():
+def test_zeropp_pays_on_a_slow_network_and_tables_are_complete():
     text = report("--zeropp")
     assert "ZeRO++ pays:" in text
     schemes = {"ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp"}
@@ -38,7 +38,7 @@ def test_on_a_slow_network_zeropp_pays_and_everything_is_in_the_tables():
     assert re.search(r"  and \d+ more that are slower, too large or cannot run$", text)
 
 
-def test_muon_s_matrices_work_and_bytes_are_said():
+def test_muon_line_names_matrices_work_and_bytes():
     flags = "--optimizer muon --muon-full-interval 4 --hidden-size 8 --num-attention-heads 2 --global-batch-size 10"
     config = parse(f"@configs/gpt_tiny.args --num-layers 1 {flags}").config
     said = Estimator(Cluster(num_nodes=5, ranks_per_node=2), device_type="cpu").estimate(config).muon
@@ -50,12 +50,12 @@ def test_muon_s_matrices_work_and_bytes_are_said():
 
 
 @pytest.mark.slow
-def test_on_a_fast_network_zeropp_does_not_pay_and_that_is_said():
+def test_zeropp_does_not_pay_on_a_fast_network():
     assert "ZeRO++ does not pay here" in report("--zeropp", links=FAST)
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_says_what_it_needs_and_what_would_help_and_nothing_pays():
+def test_run_too_large_names_its_needs_and_flags_that_help():
     text = report("--zeropp", device=TINY)
     assert "no candidate fits into memory" in text
     assert "GB, a rank has 0.0" in text
@@ -68,7 +68,7 @@ def test_what_does_not_fit_says_what_it_needs_and_what_would_help_and_nothing_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shares", "warns"), [(None, True), ("h100", True), ("h800", False)])
-def test_times_rest_on_shares_and_those_that_were_not_checked_for_so_few_tokens_come_with_a_warning(shares, warns):
+def test_calibration_warns_about_unchecked_devices_and_few_tokens(shares, warns):
     text = report("--micro-batch-size 1", device=SMALL._replace(shares=shares))
     assert f"calibration of times: {shares or 'shares of the data sheet'}" in text
     assert (
@@ -77,7 +77,7 @@ def test_times_rest_on_shares_and_those_that_were_not_checked_for_so_few_tokens_
 
 
 @pytest.mark.slow
-def test_longer_contexts_fit_on_more_ranks_that_split_them():
+def test_longer_contexts_fit_on_more_context_parallel_ranks():
     text = report("--context-parallel-size 2 --micro-batch-size 1 --zeropp")
     head, *rows = (lines(text, start)[0].split("  ") for start in ("--context-parallel-size  ", "1  ", "2  "))
     assert head[-1] == "longest context"
@@ -88,7 +88,7 @@ def test_longer_contexts_fit_on_more_ranks_that_split_them():
 
 
 @pytest.mark.slow
-def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
+def test_days_and_cost_cover_all_samples_and_mfu_is_explained():
     text = report("--train-iters 100000", device=SMALL._replace(shares="h800", price_per_hour=2.5))
     (step,) = re.findall(r"a step takes ([\d.]+) s, of which", text)
     ((days, money),) = re.findall(r"800,000 samples take ([\d.]+) days on 4 GPU\(s\), ([\d,]+) at 2.5 a GPU-hour", text)
@@ -98,7 +98,7 @@ def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
     assert "no recomputation; MFU is their share of 10 TFLOP/s" in text
 
 
-def test_local_steps_stand_beside_the_schemes_as_another_algorithm_and_no_verdict_is_about_them():
+def test_local_steps_have_a_row_but_no_verdict_or_candidates():
     text = report()
     assert "(does not fit)" not in lines(text, "--diloco-steps 30  ")[0]
     assert "\n--diloco-steps 30 is another algorithm, not the same training faster:" in text
@@ -108,7 +108,7 @@ def test_local_steps_stand_beside_the_schemes_as_another_algorithm_and_no_verdic
     assert not any("--diloco" in line for line in lines(text, "  "))
 
 
-def test_a_run_with_local_steps_has_its_means_and_its_candidates_keep_them():
+def test_report_of_local_steps_has_means_and_candidates_keep_them():
     text = report("--diloco-steps 10 --diloco-delay 2")
     sent = r"a node sends to other islands: ([\d.]+) MB every 10 steps, ([\d.]+) MB per step"
     ((each, mean),) = re.findall(sent, text)
@@ -124,14 +124,14 @@ def test_a_run_with_local_steps_has_its_means_and_its_candidates_keep_them():
     assert all(", --diloco-steps 10, tp " in line for line in candidates)
 
 
-def test_without_links_and_device_there_are_bytes_and_memory_and_no_times():
+def test_report_without_links_and_device_has_no_times():
     text = report("--zeropp", links=None, device=None)
     assert "no times: the cluster file does not describe both links and device" in text
     assert "a rank sends per optimizer step" in text
 
 
 @pytest.mark.slow
-def test_float8_is_planned_on_any_device_and_its_products_are_priced_in_16_bits():
+def test_float8_is_estimated_at_the_16_bit_peak():
     plain, float8 = (report(f"--hidden-size 64 {more}") for more in ("", "--fp8-format hybrid --compile"))
     line = "--fp8-format hybrid: matrix products are estimated at the device's 16-bit peak, and casts are left out"
     assert line in float8

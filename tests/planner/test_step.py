@@ -125,7 +125,7 @@ QUICK = ("stage 1", "HSDP", "zeropp", "zeropp, tp, sequence", "Muon, whole over 
 
 
 @pytest.mark.parametrize("case", chosen(GRID, *QUICK))
-def test_planned_calls_and_bytes_are_the_counted_ones_exactly_and_sent_in_their_order(case):
+def test_simulated_calls_and_bytes_equal_a_real_steps_in_order(case):
     for rank, (counted, order, synchronized) in enumerate(ranks(4).run(count, case)):
         step = plan(case, rank)
         assert measure(step, case.micro_batches).traffic == counted
@@ -147,7 +147,7 @@ LONG = dataclasses.replace(WIDE, num_layers=1, max_position_embeddings=16384)
 wide = functools.partial(Case, nodes=2, model=WIDE, vocab_size=512, seq_length=64, global_batch=8)
 
 
-def test_local_steps_take_what_their_formulas_say():
+def test_local_steps_memory_equals_its_formulas():
     """Check bytes for P parameters, L ranks of an island and W ranks in all.
 
     Common copy 4 P/L, outer feedback about P/L, outer weights and momentum 8 P/W.
@@ -166,7 +166,7 @@ def test_local_steps_take_what_their_formulas_say():
     assert messages == pytest.approx((0.5 + 2 / GRADIENT_BLOCK) * parameters / 2, rel=0.05)
 
 
-def test_the_buffers_of_a_reduction_s_hops_hold_what_is_sent_and_what_is_received():
+def test_reduction_buffers_hold_sent_and_received_messages():
     step = plan(two_nodes(zero=ALL, model=LLAMA_STYLE, precision=BF16))
     traffic = measure(step, 1).traffic
     sent = {axis: counted.sent_bytes for (_, axis, what), counted in traffic.items() if what == "all_to_all"}
@@ -195,7 +195,7 @@ REAL = {  # without overlap, because PeakBytes does not see what queues allocate
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REAL.values(), ids=REAL)
-def test_real_tensors_take_what_is_planned(case):
+def test_simulated_memory_is_close_to_real_tensors(case):
     peak = ranks(4).run(live_bytes, case)[0]
     step = plan(case)
     step.run(case.micro_batches)

@@ -41,14 +41,14 @@ def kept(found: Trace, layer: int = 2) -> int:
     return found.segments[FORWARD, layer].kept
 
 
-def test_products_come_to_the_model_s_flops():
+def test_traced_products_equal_the_models_flops():
     for config, tp in itertools.product(STYLES, (1, 2)):
         padded = config.padded_vocab_size(VOCAB, tp)
         per_token = model_flops_per_token(like(config), padded_vocab_size=padded, seq_length=SEQ)
         assert tp * flops(trace(like(config), tp=tp)) == pytest.approx(SAMPLES * SEQ * per_token, rel=0.08)
 
 
-def test_recomputation_adds_the_layers_forward_and_keeps_less():
+def test_full_recomputation_adds_a_forward_and_keeps_less():
     plain, full = trace(like(GPT2_STYLE)), trace(like(GPT2_STYLE, recompute_granularity="full"))
     again = flops(plain._replace(segments={layer: plain.segments[FORWARD, layer] for layer in range(1, 6)}))
     # the last product of a layer is not recomputed, because nothing in backward needs its result
@@ -57,14 +57,14 @@ def test_recomputation_adds_the_layers_forward_and_keeps_less():
     assert kept(full) < kept(plain) / 4
 
 
-def test_recomputing_norms_and_activation_adds_no_product_and_keeps_less():
+def test_selective_recomputation_adds_no_products_and_keeps_less():
     for config in STYLES:
         plain, selective = trace(like(config)), trace(like(config, recompute_granularity="selective"))
         assert flops(selective) == flops(plain)
         assert kept(selective) < 0.8 * kept(plain)
 
 
-def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_and_all_of_it_with_float8():
+def test_column_layer_keeps_a_slice_but_the_whole_input_with_float8():
     """With T = 8 ranks a GPT layer keeps a little over 34 / 8 bytes per token and channel (Korthikanti et al. 2022)."""
     config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None)
     for changes, most in (({}, 4.5), ({"recompute_granularity": "selective"}, 3.0), ({"fp8_format": "hybrid"}, 8.0)):
@@ -73,7 +73,7 @@ def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_a
         assert most - 1.0 < kept(found, 1) / (64 * 512) < most
 
 
-def test_rmsnorm_keeps_its_input_and_a_scale_per_row_as_the_kernel_of_cuda_does():
+def test_rmsnorm_keeps_its_input_and_one_scale_per_row():
     """The kernel of LayerNorm keeps one more fp32 number per row, the mean."""
     for again, means in ((None, 2 * SAMPLES * SEQ * 4), ("full", 0)):  # two norms in each layer
         config = dataclasses.replace(LLAMA_STYLE, recompute_granularity=again)
@@ -81,14 +81,14 @@ def test_rmsnorm_keeps_its_input_and_a_scale_per_row_as_the_kernel_of_cuda_does(
         assert kept(layer_norm, 1) - kept(trace(config), 1) == means
 
 
-def test_of_a_block_only_the_first_layers_are_run_again():
+def test_block_recomputation_covers_only_the_first_layers():
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
     found = trace(like(GPT2_STYLE, **block))
     first, second, *others = (kept(found, layer) for layer in range(1, 6))
     assert first == second < others[0] == others[1] == others[2]
 
 
-def test_units_hold_every_parameter_once_under_its_name():
+def test_units_hold_every_parameter_once_by_name():
     for config in (*STYLES, dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, add_qkv_bias=True)):
         found = trace(like(config))
         with torch.device("meta"):
@@ -98,7 +98,7 @@ def test_units_hold_every_parameter_once_under_its_name():
         assert found.tied == config.tied
 
 
-def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several_rows_a_copy():
+def test_document_kernel_costs_the_same_plus_a_copy_of_rows():
     """With several rows, the output projection keeps a copy of the kernel's output in another memory layout.
 
     No S x S tensor is kept.
@@ -113,7 +113,7 @@ def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several
         assert flops(documents) == flops(plain)
 
 
-def test_windows_by_the_kernel_cost_the_keys_inside_them_and_no_memory():
+def test_window_kernel_computes_only_keys_inside_the_window():
     window = SEQ // 4
     config = dataclasses.replace(LLAMA_STYLE, window_size=f"{window - 1},0", window_attn_skip_freq="2")
     plain, windows = (trace(like(each), documents="kernel") for each in (LLAMA_STYLE, config))
@@ -124,7 +124,7 @@ def test_windows_by_the_kernel_cost_the_keys_inside_them_and_no_memory():
     assert flops(plain) - flops(windows) == pytest.approx(like(config).layers * (2 + 5) * above, rel=1e-9)
 
 
-def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too():
+def test_every_layer_keeps_the_mask_and_on_cuda_repeated_heads():
     for config, how in itertools.product(STYLES, ("CPU's mask", "mask")):
         plain, documents = trace(like(config)), trace(like(config), documents=how)
         extra, heads, groups = 2 * SAMPLES * SEQ**2, config.heads, config.query_groups
