@@ -33,12 +33,22 @@ def layout(links: Links = LINKS, device: Device | None = DEVICE, tp: int = 1) ->
 SECONDS = {  # seconds of 1 GB on an axis, which include the latency of each message
     "inside a node a ring sends at the rank's rate": (layout(), "local", Shares(), 7 * 2e-6 + 0.01),
     "all ranks of a node share its adapters": (layout(), "cross", Shares(), 3 * 5e-6 + 8 * 0.1),
-    "of a ring over all ranks one sends to another node": (layout(), "shard", Shares(), 28 * 2e-6 + 15e-6 + 0.1),
-    "of two rings two do": (layout(tp=2), "shard", Shares(), 12 * 2e-6 + 15e-6 + 2 * 0.1),
-    "a share of the link makes it slower": (layout(), "cross", HALF, 15e-6 + 8 * 0.2),
-    "a byte takes its rank's path to the adapters, then its share of them": (layout(), "cross", PATH, 15e-6 + 1.65),
-    "inside a node there is no such path": (layout(), "local", PATH, 14e-6 + 0.01),
-    "a measured rate is what programs reach": (layout(MEASURED), "cross", PATH, 15e-6 + 8 * 0.1),
+    "in a ring over all ranks one rank of a node sends to another node": (
+        layout(),
+        "shard",
+        Shares(),
+        28 * 2e-6 + 15e-6 + 0.1,
+    ),
+    "with two rings two ranks of a node send to another node": (
+        layout(tp=2),
+        "shard",
+        Shares(),
+        12 * 2e-6 + 15e-6 + 2 * 0.1,
+    ),
+    "a share of the link's bandwidth takes longer": (layout(), "cross", HALF, 15e-6 + 8 * 0.2),
+    "bytes cross the rank's path to the adapters and then the network": (layout(), "cross", PATH, 15e-6 + 1.65),
+    "inside a node bytes do not cross the path to the adapters": (layout(), "local", PATH, 14e-6 + 0.01),
+    "a measured rate needs no share": (layout(MEASURED), "cross", PATH, 15e-6 + 8 * 0.1),
 }
 
 
