@@ -62,8 +62,8 @@ def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
         yield feature.describe()
     yield from (f"note: {notice}" for notice in plan.notices)
     yield (
-        f"{plan.batches.global_batch_size} samples per optimizer step; a data rank's are split into {micro_batches} "
-        f"micro-batch(es) of {plan.batches.micro_batch_size}"
+        f"{plan.batches.global_batch_size} samples per optimizer step; each data rank computes {micro_batches} "
+        f"micro-batch(es) of {plan.batches.micro_batch_size} samples"
     )
 
 
