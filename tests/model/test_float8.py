@@ -187,7 +187,7 @@ def test_float8_sharded_run_learns_and_recomputes_bit_identically():
     assert ours[-1] < ours[0] - 0.3
 
 
-# ---- who is refused, and what is said -----------------------------------------------------------------------------
+# ---- refused settings and notes -----------------------------------------------------------------------------------
 
 ASKED = "--bf16 --fp8-format hybrid --num-attention-heads 4 --ffn-hidden-size 96"
 

@@ -47,7 +47,7 @@ def test_ledger_keeps_its_peak_by_kind():
 
 
 class TwoSeconds(Costs):
-    """Costs with 2 seconds for every collective, of which a quarter delays the compute."""
+    """Costs of 2 seconds for every collective; a quarter of them delays the compute."""
 
     beside = 0.25
 
