@@ -1,4 +1,4 @@
-"""torch.compile of layers: one graph per kind of layer, eager losses and gradients, below FSDP2 and recomputation.
+"""torch.compile of layers: one graph per kind of layer, eager losses and gradients, also with FSDP2 and recomputation.
 
 Except for one test, layers are compiled with torch's back end "aot_eager", which runs all of torch.compile but the C++
 compiler. The compiler would take most of the time.

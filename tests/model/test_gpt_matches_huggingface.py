@@ -18,7 +18,7 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gpt2": make_gpt2,
     "llama": make_llama,
     "llama tied, plain heads": lambda: make_llama(tie_word_embeddings=True, num_key_value_heads=4),
-    "qwen3": make_qwen3,  # norms of heads
+    "qwen3": make_qwen3,  # has norms of heads
 }
 
 

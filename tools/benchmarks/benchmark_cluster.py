@@ -173,7 +173,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         driver = Driver(cluster, results.shape, flags_of_variants(args))
         stack.callback(driver.job.stop)
         results.parameters = driver.receive()["parameters"]
-        for name in args.variants:  # creates connections and optimizer state
+        for name in args.variants:  # not counted: it creates connections and state
             say(f"{name}: first step, {driver.step(name, 1)['seconds']:.2f} s")
         # ---- rounds
         for rate, index in rounds:
