@@ -183,8 +183,8 @@ class Choice(NamedTuple):
 def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
     """Estimate candidates with every scheme, tensor-parallel size and micro-batch size; the best comes first.
 
-    Candidates with more recomputation are added only while the previous one does not fit. The local axis is not searched:
-    it always has all ranks in a node, or NVLink domain, that differ in their data.
+    Candidates with more recomputation are added only while the previous one does not fit. The local axis is not
+    searched: it always has all ranks in a node, or NVLink domain, that differ in their data.
     """
     domain, choices = estimator.cluster.ranks_per_domain, []
     for tp in nested_sizes(domain, domain):
