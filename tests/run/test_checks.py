@@ -20,11 +20,11 @@ REFUSED = """
 1 | --use-rope-scaling | --use-rope-scaling needs --position-embedding-type rope
 1 | --window-size 62 | --window-size 62 is not LEFT,0
 1 | --window-attn-skip-freq 2 | --window-attn-skip-freq 2 needs --window-size
-1 | --window-size 7,0 --window-attn-skip-freq 0 | --window-attn-skip-freq 0 is neither N nor [0,1,...]
-1 | --window-size 7,0 --window-attn-skip-freq [1,2] | --window-attn-skip-freq [1,2] is neither N nor
-1 | --window-size 7,0 --window-attn-skip-freq [1,1,1,1,1,1,1] | [1,1,1,1,1,1,1] is not a list of --num-layers
+1 | --window-size 7,0 --window-attn-skip-freq 0 | --window-attn-skip-freq 0 is neither a number N nor a list
+1 | --window-size 7,0 --window-attn-skip-freq [1,2] | --window-attn-skip-freq [1,2] is neither a number N nor
+1 | --window-size 7,0 --window-attn-skip-freq [1,1,1,1,1,1,1] | [1,1,1,1,1,1,1] does not have one entry for each of
 1 | --no-rope-freq 4 | --no-rope-freq 4 needs --position-embedding-type rope
-1 | --position-embedding-type rope --no-rope-freq -1 | --no-rope-freq -1 is neither N nor
+1 | --position-embedding-type rope --no-rope-freq -1 | --no-rope-freq -1 is neither a number N nor
 1 | --rope-type yarn | --rope-type yarn needs --position-embedding-type rope
 1 | --rotary-scaling-factor 2 | --rotary-scaling-factor 2.0 needs --rope-type yarn or dynamic
 1 | --position-embedding-type rope --rope-type yarn --rotary-scaling-factor 0.5 | --rotary-scaling-factor 0.5 is not
@@ -50,7 +50,7 @@ REFUSED = """
 4 | --hsdp | --hsdp makes one copy of the model per node, and there is only one node
 2 | --zero-stage 0 --use-distributed-optimizer | --use-distributed-optimizer
 2 | --global-batch-size 6 | --global-batch-size 6 is not divisible by --micro-batch-size 2
-1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be mixed with --train-iters 10
+1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be combined with --train-iters 10
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
 1 | --fp16 --bf16 | --fp16 and --bf16 exclude each other
 1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only
