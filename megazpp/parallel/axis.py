@@ -48,7 +48,7 @@ class TrafficCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context that excludes traffic from the count, for instance that of evaluations or link measurements.
+        """Return a context that excludes traffic from the count, for evaluations and link measurements for instance.
 
         Tasks submitted to a communication queue inside the context are not counted either, even if they run later.
         """
@@ -101,7 +101,7 @@ class MeshAxis:
             (inter-node) or "world".
         timeline: recorder of a span for each collective; None creates a new one.
         queue: communication queue in which the axis's collectives overlap with compute. None creates one on first use,
-            with a thread (CPU) or a stream (CUDA) of its own.
+            a separate thread (CPU) or stream (CUDA).
         shares_queue: True if all axes over this process group must use the same queue. This is required when several
             models share process groups, because a group may have at most one queue.
     """
