@@ -68,7 +68,7 @@ SPLIT = "--nodes 2 --ranks-per-node 8 --tensor-model-parallel-size 2 --context-p
 MAPS = [  # flags, a pattern of what is shown
     (
         f"{PAIRS} --tensor-model-parallel-size 2",
-        r"^4 node.* x 4 rank.* \(fastest wire among 2\): tensor parallel 2, shards 8",
+        r"^4 node.* x 4 rank.* \(fastest links among 2\): tensor parallel 2, shards 8",
     ),
     (PAIRS, r"domain \(56.25 GB/s per rank\)"),
     (LARGE, r"ranks in the order 0 2 4 6 8 10 12 14 ...: tensor parallel 8, shards 2 \(2 across nodes x 1 inside\)"),
