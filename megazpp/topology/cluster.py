@@ -37,7 +37,7 @@ class Cluster:
         ranks_per_node: number of ranks on each node.
         domain_size: number of ranks that are connected by the fastest kind of link; None if that is a node.
         order: rank at each position; None if ranks are numbered by position.
-        links: bandwidth and latency of the links, as far as they are known.
+        links: bandwidth and latency of the links that are known.
         device: device of each rank, if a cluster file describes it.
         notices: messages for the user.
     Raises:

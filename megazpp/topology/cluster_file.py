@@ -55,7 +55,7 @@ NO_DEVICE = "# --plan needs links (--measure-links measures them) and a device: 
 class ClusterConfig:
     """Cluster.
 
-    A description of nodes and links that replaces or completes what the ranks discover.
+    A description of nodes and links that replaces or completes the discovery by the ranks.
     """
 
     cluster_file: str | None = flag(

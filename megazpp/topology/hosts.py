@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from megazpp.topology.cluster import Cluster
 
-SWITCH = "switch"  # stands for an NVSwitch among the NVLink peers of a GPU
+SWITCH = "switch"  # denotes an NVSwitch in the list of a GPU's NVLink peers
 OVERRIDE = (
     "To override the detection, describe the machine with --cluster-file, or use --emulate-nodes N to group the ranks "
     "in their order into N nodes"

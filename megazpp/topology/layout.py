@@ -239,7 +239,7 @@ def plan_layout(
         tp: tensor-parallel degree. It divides the ranks of a local domain, or is a multiple of them.
         replicas: number of copies of the sharded model in an island (HSDP). Without sharding it is the number of data
             ranks.
-        islands: number of equal parts of the cluster, made of whole local domains, each of which trains one model.
+        islands: number of equal parts of the cluster that train one model each; they consist of whole local domains.
         cp: context-parallel degree. It divides the data ranks of a local domain.
         cp_across: True also allows `cp` to be a multiple of the data ranks of a local domain.
     Raises:

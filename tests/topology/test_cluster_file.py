@@ -143,14 +143,14 @@ WHOLE_FILES = [  # text, words of the message
 LINES = """
     fast_domain:                                              | fast_domain None is not
     fast_domain: 3                                            | fast_domain 3: 2 node(s) of 2
-    rank_oder: block                                          | unknown key rank_oder (value 'block'); known keys are nodes
+    rank_oder: block                                          | unknown key rank_oder (value 'block'); known keys are
     rank_order: random                                        | rank_order 'random' is not block, cyclic or
     rank_order: [[0, 1]]                                      | lists for 1 node(s), but nodes is 2
     rank_order: [[0, 1, 2], [3]]                              | of node 0 is not a list of 2 ranks
     rank_order: [[0, x], [2, 3]]                              | [0, 'x'] of node 0 is not a list of 2 ranks
     links: fast                                               | links 'fast' is not a mapping of keys to values
     links: {net: {}}                                          | links: unknown key net
-    links: {node: {}}                                         | links.node {} needs exactly one of gigabytes_per_second and
+    links: {node: {}}                                         | links.node {} needs exactly one of gigabytes_per_second
     links: {node: {gigabits_per_second: 8, gigabytes_per_second: 1}} | needs exactly one of
     links: {network: {gigabits_per_second: .nan}}             | links.network.gigabits_per_second nan is not
     links: {network: {gigabits_per_second: 1, microseconds: fast}} | links.network.microseconds 'fast' is not

@@ -139,7 +139,7 @@ def test_samples_are_split_inside_a_node_unless_that_is_asked_for():
     across = plan_layout(SPLIT.cluster, tp=2, replicas=1, cp=4, cp_across=True)
     assert across.links("cp") == {"domain": 4, "network": 4}
     sent = 2 * 4 * 2 * 3 / 4 / 2  # queries, keys, values, outputs; there and back; two bytes; to 3 of 4 ranks; tp 2
-    assert f"each rank sends {sent:g} x --hidden-size bytes per token of its own" in across.notices[0]
+    assert f"each rank sends {sent:g} x --hidden-size bytes per layer and local token" in across.notices[0]
 
 
 # nodes, ranks of each, tp, replicas, cp
