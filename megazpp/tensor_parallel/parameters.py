@@ -141,7 +141,7 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Pa
             name = f"{prefix}.{attribute}" if prefix else attribute
             specs: dict[str, ParameterSpec] = getattr(module, "specs", {})
             if attribute not in specs:
-                raise TypeError(f"{type(module).__name__} has no ParameterSpec for the parameter {name}")
+                raise TypeError(f"{type(module).__name__} has no ParameterSpec for {name}")
             yield name, module, attribute, specs[attribute]
 
 

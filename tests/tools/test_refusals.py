@@ -50,9 +50,9 @@ train_tokenizer --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 train_tokenizer --input a.jsonl --vocab-size 0 | --vocab-size 0 is not positive
 train_tokenizer --input a.jsonl --output-prefix there | there.model exists (--overwrite replaces it)
 convert_checkpoint --output x | --input
-report none | none is no folder
+report none | none is not a folder
 report junk_run | metrics.jsonl: no line is a JSON object
-report run --output run/metrics.jsonl | metrics.jsonl exists and is no report
+report run --output run/metrics.jsonl | metrics.jsonl exists and is not a report
 report run --output none/r.html | none/r.html cannot be written: No such file or directory
 evaluate | --load is missing
 evaluate --load . | --load . has no checkpoint
