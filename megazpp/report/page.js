@@ -217,7 +217,7 @@
       if (drawable(point[2])) svg("circle", { cx: point[0], cy: py(point[2]), r: 4, class: `dot ${style(run)}` }, marks);
     }
     tip.hidden = false;
-    const right = at > width / 2, narrow = width < 480; // in a narrow chart the tip would cover the curves, so it goes below
+    const right = at > width / 2, narrow = width < 480; // if narrow, the tip goes below the chart, so as not to cover the curves
     tip.style.left = narrow ? "0" : right ? "auto" : `${at + 28}px`;
     tip.style.right = narrow ? "0" : right ? `${width - at + 28}px` : "auto";
     tip.style.top = narrow ? "calc(100% + 3px)" : "36px";

@@ -1,4 +1,4 @@
-"""The report as a single HTML file: tables as HTML, curves as numbers that the page's script draws.
+"""The report as a single HTML file: tables as HTML, curves as numbers that the page's script plots.
 
 The page loads nothing from the network: `page.css` and `page.js` are part of the file. Text from the runs is escaped.
 """

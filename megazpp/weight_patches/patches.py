@@ -138,6 +138,6 @@ def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan)
         )
     if choose_architecture(config).fused:
         raise ValueError(
-            "--save-weight-patches does not support phi3: this model splits gate_up_proj into two matrices, and patches "
-            "cannot join them"
+            "--save-weight-patches does not support phi3: its gate_up_proj is two matrices here, and patches cannot "
+            "join them"
         )
