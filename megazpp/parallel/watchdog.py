@@ -50,7 +50,7 @@ class RankState(NamedTuple):
 
     @property
     def collectives(self) -> list[Doing]:
-        """The collectives that the rank is in."""
+        """The open spans of this rank that are collectives."""
         return [doing for doing in self.doing if doing.track not in (COMPUTE, WAIT, STEP)]
 
 

@@ -73,7 +73,7 @@ MAPS = [  # flags, a pattern of what is shown
     (PAIRS, r"domain \(56.25 GB/s per rank\)"),
     (LARGE, r"ranks in the order 0 2 4 6 8 10 12 14 ...: tensor parallel 8, shards 2 \(2 across nodes x 1 inside\)"),
     (ISLANDS, r"^4 node.* shards 4 \(2 across nodes x 2 inside\), replicas 1, islands 2$"),
-    (SPLIT, r"^cp +4 +4 +domain +0 2 4 6 +heads of attention"),
+    (SPLIT, r"^cp +4 +4 +domain +0 2 4 6 +parts of samples"),
 ]
 
 

@@ -24,8 +24,8 @@ def test_an_axis_on_two_wires_says_how_many_ranks_send_over_each():
 
 def test_a_domain_of_several_nodes_stands_above_its_nodes_and_notices_are_shown():
     text = topology_text(plan_layout(Cluster(num_nodes=4, ranks_per_node=2, domain_size=4), tp=8, replicas=1))
-    assert text.count("joined by the fastest links\n") == 2
-    assert "domain 1: nodes 2 to 3 joined by the fastest links\n  node 2  [4 " in text
+    assert text.count(", joined by the fastest links\n") == 2
+    assert "domain 1: nodes 2 to 3, joined by the fastest links\n  node 2  [4 " in text
     assert "\nnote: warning: --tensor-model-parallel-size 8 spans 2 domains" in text
 
 
