@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
-sys.path.insert(1, str(ROOT))  # a checkout that is not installed
+sys.path.insert(1, str(ROOT))  # for a checkout without installation
 
 import gpu_check_parts as parts
 import torch

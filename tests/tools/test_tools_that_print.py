@@ -21,7 +21,7 @@ def test_the_report_on_a_machine_has_its_sections_as_text_and_as_json(run_main, 
     assert list(report) == SECTIONS
     assert "cores usable" in report["devices"]["CPU"]
     assert report["back ends"]["optimizer"].startswith("torch.optim.AdamW")
-    assert not any("not found out" in section for section in report.values()), report
+    assert not any("not available" in section for section in report.values()), report
     out = run_main(env_report.main)[1]
     assert [line for line in out.splitlines() if line and line[0] != " "] == SECTIONS
 
@@ -50,7 +50,7 @@ def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatc
 def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(env_report, "devices", Mock(side_effect=RuntimeError("the driver is gone")))
     report = collect()
-    assert report["devices"] == {"not found out": "RuntimeError: the driver is gone"}
+    assert report["devices"] == {"not available": "RuntimeError: the driver is gone"}
     assert report["versions"]["torch version"]
 
 
