@@ -5,7 +5,7 @@ python tools/demo_post_training.py --folder demo/ --seed 2
 python tools/demo_post_training.py --folder demo/ --objective ppo       a reward model, then PPO with it; or dpo
 python tools/demo_post_training.py --folder demo/ -- --nproc 4 --tensor-model-parallel-size 2 --emulate-nodes 2 --zeropp
 
-A small model learns to add numbers below 50 from labels, half of which are wrong. Completions sampled from it are
+A small model learns to add numbers below 50, but half of its labels are wrong. Completions sampled from it are
 therefore rarely correct for sums that it has not seen. GRPO then rewards the completions that a verifier finds correct.
 DPO and the reward model learn from pairs of a correct and a wrong answer.
 
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
 def write_data(folder: Path, seed: int) -> None:
     """Write the data files of the demonstration to `folder`.
 
-    labels.jsonl has prompts with completions, half of which are wrong. sums.jsonl and held_out.jsonl have prompts for
+    labels.jsonl has prompts with completions, half of them wrong. sums.jsonl and held_out.jsonl have the prompts for
     training and for validation. pairs.jsonl and held_out_pairs.jsonl have a correct and a wrong answer to each prompt.
 
     Args:

@@ -102,8 +102,8 @@ class RankProcesses(Workers):
     def poll(self) -> int | None:
         """Check the job once without blocking, and return its exit code, or None while it runs.
 
-        If a rank has failed, the other ranks are killed and the reason is printed. The exit code is then the exit code
-        of the rank that failed first, or 128 + n if signal n killed it.
+        If a rank has failed, the other ranks are killed and the reason is printed. The job's exit code is then the code
+        with which the first failed rank ended, or 128 + n if signal n killed that rank.
         """
         if self._exit_code is None:
             failures = self.failures()
@@ -169,7 +169,7 @@ class EmulatedCluster:
         parse_rate(rate)
         self.nodes, self.ranks_per_node, self._rate = nodes, ranks_per_node, rate
         self._jobs: list[RankProcesses] = []
-        self._holders: list[subprocess.Popen[str]] = []  # processes that hold the namespaces: of the nodes, then bridge
+        self._holders: list[subprocess.Popen[str]] = []  # one process per namespace: the nodes', then the bridge's
 
     def __enter__(self) -> EmulatedCluster:
         if os.geteuid() != 0:
@@ -209,7 +209,7 @@ class EmulatedCluster:
         links = {link["ifname"]: link["stats64"] for link in json.loads(self._run(self.nodes, "ip -json -s link show"))}
         found = [
             links[f"node{node}"] for node in range(self.nodes)
-        ]  # the bridge's ends: they receive what a node sends
+        ]  # the bridge's ends: a node's sent bytes are received here
         return [UplinkBytes(sent=end["rx"]["bytes"], received=end["tx"]["bytes"]) for end in found]
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> RankProcesses:

@@ -53,7 +53,7 @@ def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     rows = {
         "files": f"{bin_bytes:,} bytes in .bin, {idx_bytes:,} in .idx",
         "tokens": f"{len(dataset.tokens):,} of {dataset.dtype}",
-        "documents": f"{len(lengths):,}, {empty:,} of them empty, in {len(dataset):,} sequences",
+        "documents": f"{len(lengths):,}, including {empty:,} empty ones, in {len(dataset):,} sequences",
         "document length": f"{lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.1f}",
         "": f"10 % below {low:,.0f}, half below {median:,.0f}, 90 % below {high:,.0f}, 99 % below {top:,.0f}",
     }

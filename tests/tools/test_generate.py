@@ -153,7 +153,8 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_and_reported():
     assert starts(["a", "b" * 14 + "c" * 56], truncate_prompt=True) == (["a", "c" * 56], [cut])
     assert starts(["ab"], tokens=90, truncate_prompt=True)[0] == ["b"]
     assert starts(["a" * 64])[1] == [
-        "note: prompt 1 and its continuation exceed the model's 64 tokens, so each token attends only to the latest ones"
+        "note: prompt 1 and its continuation exceed the model's 64 tokens, so each token attends only to the latest "
+        "ones"
     ]
     rows = [
         (["a" * 65], {}, "prompt 1 (--truncate-prompt removes its beginning) has 65 tokens, and the model takes 64"),

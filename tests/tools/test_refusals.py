@@ -78,7 +78,7 @@ show_topology --nodes 2 --ranks-per-node 4 --tensor-model-parallel-size 3 | --te
 gpu_check --out run | --out run holds the results of another run
 gpu_check --out 'a b' | a b has blanks in its path
 gpu_check --out new --budget-minutes 0 | --budget-minutes 0.0 is not positive
-gpu_check --out new --device cuda | --device cuda: torch finds no GPU here
+gpu_check --out new --device cuda | --device cuda: torch finds no GPU
 emulate_cluster -- no_such_program.py | give a Python program that exists
 benchmark_cluster --rates fast | --rate fast is neither
 benchmark_cluster --samples 0 | --samples 0 is not positive

@@ -1,4 +1,6 @@
-"""ZeRO++ in a loop on accelerate with gradient accumulation. On each of two boxes, HOST being the first one's address:
+"""Train a model with Accelerate and ZeRO++, with gradient accumulation.
+
+Run this on each of two nodes with 8 GPUs. HOST is the address of the first node.
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/accelerate_loop.py
 """

@@ -1,4 +1,6 @@
-"""ZeRO++ in torchtitan: its Llama 3, made parallel by its own function. On each of two boxes, HOST the first one's:
+"""Train torchtitan's Llama 3, parallelized by torchtitan, with ZeRO++.
+
+Run this on each of two nodes with 8 GPUs. HOST is the address of the first node.
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/torchtitan_llama.py
 """

@@ -1,4 +1,6 @@
-"""ZeRO++ in TRL's SFTTrainer, with LoRA by PEFT. On each of two boxes, HOST being the first one's address:
+"""Train LoRA adapters with TRL's SFTTrainer, PEFT and ZeRO++.
+
+Run this on each of two nodes with 8 GPUs. HOST is the address of the first node.
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/trl_sft.py
 """
