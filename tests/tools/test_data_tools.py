@@ -44,7 +44,7 @@ def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run_main):
     for said in (
         "2,032 bytes in .bin, 122 in .idx",
         "1,016 of uint16",
-        "4, 1 of them empty, in 4 sequences",
+        "4, including 1 empty ones, in 4 sequences",
         "0 to 1,000 tokens, mean 254.0",
         "half below 8,",
         "at most 256; a vocabulary of 257",
