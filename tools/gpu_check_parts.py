@@ -1,6 +1,6 @@
 """The parts of tools/gpu_check.py: each runs programs and reads results from their logs.
 
-The file has more than 300 lines because all parts share `Check`, `train` and the tables of flags at the top.
+One file of more than 300 lines, because all parts share `Check`, `train` and the tables of flags at the top.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`MeshAxis`: one process group as an axis of the device mesh. Only this file calls torch.distributed's collectives.
+"""`MeshAxis`: one process group as an axis of the device mesh.
+
+This is the one file that calls torch.distributed's collectives; it has more than 300 lines to keep all of them here.
 
 Code that communicates receives a `MeshAxis` as an argument. On an axis of one rank every collective is the identity and
 needs no process group, so layers run (and are tested) in a single process.

@@ -1,6 +1,4 @@
-"""Train a model with Accelerate and ZeRO++, with gradient accumulation.
-
-Run this on each of two nodes with 8 GPUs. HOST is the address of the first node.
+"""Train with Accelerate, gradient accumulation and ZeRO++. Run on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/accelerate_loop.py
 """

@@ -1,6 +1,4 @@
-"""Add ZeRO++ to a custom training loop with FSDP2.
-
-Run this on each of two nodes with 8 GPUs. HOST is the address of the first node.
+"""Add ZeRO++ to a custom loop on FSDP2. Run on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/own_loop.py
 """

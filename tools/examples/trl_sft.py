@@ -1,6 +1,4 @@
-"""Train LoRA adapters with TRL's SFTTrainer, PEFT and ZeRO++.
-
-Run this on each of two nodes with 8 GPUs. HOST is the address of the first node.
+"""Train LoRA with TRL's SFTTrainer, PEFT and ZeRO++. Run on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/trl_sft.py
 """
