@@ -1,15 +1,17 @@
-"""Time training steps of ZeRO-3, its parts of ZeRO++ and all of it, on nodes whose links are really slow.
+"""Time training steps with ZeRO-3, ZeRO++, parts of ZeRO++ and other schemes on emulated nodes with slow links.
 
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
     python tools/benchmarks/benchmark_cluster.py --out runs/k8 --rates 100mbit --micro-batches 8 --samples 3
     python tools/benchmarks/benchmark_cluster.py --out runs/islands --variants zero3 diloco-10 --rates 100mbit unlimited
 
-One set of rank processes holds the models of all variants and runs their steps in turn, so that whatever else the
-machine does falls on all of them; medians count, and ratios are medians of ratios within a round, which has all rates.
-Rates change under the running processes. What is measured of local steps is a whole cycle, from one synchronization
-between islands to the next, and reported per step. Bytes are read from the interfaces and compared with our own
-counters. Samples are written after every round to --out/samples.json, from which the same command goes on when it was
-interrupted, and from which the tables are made. Needs root and iproute2, except with --local.
+Method: one set of rank processes holds the models of all variants and runs their steps in turn, so that other load on
+the machine affects all variants alike. Times are medians over rounds. Speedups are medians of the ratios within a
+round. The rates change while the processes run. With local steps (DiLoCo), a sample covers a whole cycle from one
+synchronization of the islands to the next, and is reported per step. Bytes are read from the network interfaces and
+compared with our own counters.
+
+After every round the samples are written to samples.json in the folder --out, from which the tables are made. After an
+interruption the same command resumes. Needs root and iproute2, except with --local.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL)
 NO_OVERLAP, ISLANDS = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
-VARIANTS = {  # pretrain_gpt.py's flags; islands are nodes, and their outer momentum is the largest state there is
+# Flags of pretrain_gpt.py. In the DiLoCo variants each node is an island; outer momentum gives the largest outer state.
+VARIANTS = {
     "zero3": "",
     "zero3-overlap": "--overlap-param-gather --overlap-grad-reduce",
     "hsdp": "--hsdp",
@@ -61,14 +64,16 @@ VARIANTS = {  # pretrain_gpt.py's flags; islands are nodes, and their outer mome
 
 
 class Sample(NamedTuple):
-    """One optimizer step; with local steps the mean of a cycle of them, but for the loss.
+    """The measurements of one optimizer step. With local steps they are averages over a cycle, except the loss.
 
     Attributes:
-        rate, round, variant: which.
-        seconds: of the step, between two barriers.
-        loss: of the step.
-        uplink_bytes: what each node's interface sent; empty without emulated links.
-        cross_bytes: what each node's ranks sent to other nodes by our own counters.
+        rate: rate of the uplinks, as given by --rates.
+        round: index of the round.
+        variant: name of the variant.
+        seconds: duration of the step between two barriers.
+        loss: loss of the step, of a cycle's last step.
+        uplink_bytes: bytes that each node's interface has sent; empty without emulated links.
+        cross_bytes: bytes that the ranks of each node have sent to other nodes, by our own counters.
     """
 
     rate: str
@@ -81,7 +86,14 @@ class Sample(NamedTuple):
 
 
 class Results:
-    """The samples of a benchmark, in a file; a ValueError where it holds those of another model or cluster."""
+    """The samples of a benchmark, which are stored in a file.
+
+    Args:
+        path: path of samples.json. Existing samples are read.
+        shape: sizes of the model and the cluster.
+    Raises:
+        ValueError: the file holds samples of a different model or cluster.
+    """
 
     def __init__(self, path: Path, shape: dict[str, int]) -> None:
         self.path, self.shape = path, shape
@@ -94,11 +106,12 @@ class Results:
             self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
 
     def missing(self, rate: str, round_index: int, variants: list[str]) -> list[str]:
-        """The variants that this round has no sample of yet."""
+        """Return the variants for which a round has no sample yet."""
         have = {s.variant for s in self.samples if (rate, round_index) == (s.rate, s.round)}
         return [name for name in variants if name not in have]
 
     def write(self) -> None:
+        """Write all samples to the file, atomically."""
         samples = [sample._asdict() for sample in self.samples]
         content = {"shape": self.shape, "parameters": self.parameters, "samples": samples}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +119,13 @@ class Results:
 
 
 class Driver:
-    """A job of rank processes on the cluster, or on this machine, and the pipe through which rank 0 takes orders."""
+    """The rank processes of the benchmark, and the pipe through which rank 0 receives commands.
+
+    Args:
+        cluster: emulated cluster; None starts the ranks on this machine without network namespaces.
+        shape: number of nodes and ranks per node.
+        flags: flags of pretrain_gpt.py for each variant.
+    """
 
     def __init__(self, cluster: EmulatedCluster | None, shape: Mapping[str, int], flags: Mapping[str, str]) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
@@ -120,12 +139,16 @@ class Driver:
         theirs.close()
 
     def step(self, variant: str, micro_batches: int) -> dict[str, Any]:
-        """Have all ranks run one optimizer step or cycle."""
+        """Let all ranks run one optimizer step, or with local steps one cycle, and return the measurements."""
         self._pipe.send((variant, micro_batches))
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Receive what rank 0 sends next: of the model it has built, then of every step."""
+        """Return the next answer of rank 0: first the size of the model, then the measurements of each step.
+
+        Raises:
+            UserError: the ranks have ended.
+        """
         try:
             while not self._pipe.poll(POLL_SECONDS):
                 if self.job.poll() is not None:
@@ -133,16 +156,19 @@ class Driver:
             answer: dict[str, Any] = self._pipe.recv()
         except EOFError:
             self.job.wait()
-            raise UserError("the ranks have ended") from None
+            raise UserError("the ranks have ended, see their output above") from None
         return answer
 
 
 def measure(args: argparse.Namespace, results: Results) -> None:
-    """Run all rounds that `results` does not hold."""
+    """Run all rounds for which `results` lacks samples, and add the samples."""
+    # The rounds that are missing.
     rounds = [(rate, index) for index in range(args.samples) for rate in ([LOCAL] if args.local else args.rates)]
     rounds = [each for each in rounds if results.missing(*each, args.variants)]
     if not rounds:
         return
+
+    # Start the ranks.
     cluster = None if args.local else EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     with contextlib.ExitStack() as stack:
         if cluster is not None:
@@ -150,8 +176,12 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         driver = Driver(cluster, results.shape, flags_of_variants(args))
         stack.callback(driver.job.stop)
         results.parameters = driver.receive()["parameters"]
-        for name in args.variants:  # uncounted: connections, the optimizers' state, the allocator
+
+        # Warm up. The first step of each variant opens connections, creates optimizer state and fills the allocator.
+        for name in args.variants:
             say(f"{name}: first step, {driver.step(name, 1)['seconds']:.2f} s")
+
+        # Measure.
         for rate, index in rounds:
             if cluster is not None:
                 cluster.set_rate(rate)
@@ -166,10 +196,10 @@ def measure(args: argparse.Namespace, results: Results) -> None:
 
 
 def flags_of_variants(args: argparse.Namespace) -> dict[str, str]:
-    """pretrain_gpt.py's flags of every variant, with the model's.
+    """Return the flags of pretrain_gpt.py for each variant, including the flags of the model.
 
     Raises:
-        ValueError: a flag's value cannot be, or the cluster cannot run a variant.
+        ValueError: a flag has an invalid value, or the cluster cannot run a variant.
     """
     common = f"--tensor-model-parallel-size {args.tp} --num-attention-heads {max(args.hidden_size // 64, args.tp)}"
     common += f" --max-position-embeddings {args.seq_length} --hidden-dropout 0 --attention-dropout 0 --mock-data"
@@ -184,23 +214,44 @@ def flags_of_variants(args: argparse.Namespace) -> dict[str, str]:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """The flags; a ValueError names the one that is wrong."""
+    """Parse and check the flags.
+
+    Raises:
+        ValueError: a flag has an invalid value.
+    """
     parser = flags_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for samples.json and table.md")
-    parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
-    parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
-    parser.add_argument("--rates", nargs="+", default=RATES, help=f"of the uplinks: 500mbit, 1gbit, ..., {UNLIMITED}")
-    parser.add_argument("--local", action="store_true", help="no namespaces and no rates: the nodes are only counted")
-    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per optimizer step")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree")
-    parser.add_argument("--samples", type=int, default=5, help="rounds per rate")
+    parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
+    parser.add_argument("--ranks-per-node", type=int, default=4, help="number of ranks on each node (default: 4)")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=RATES,
+        help=f"rates of the uplinks, such as 500mbit, 1gbit or {UNLIMITED} (default: 100mbit to 10gbit)",
+    )
+    parser.add_argument(
+        "--local", action="store_true", help="run without namespaces and rates; inter-node bytes are only counted"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="number of micro-batches per optimizer step (default: 1)"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree (default: 1)")
+    parser.add_argument("--samples", type=int, default=5, help="number of rounds per rate (default: 5)")
     default = [name for name, flags in VARIANTS.items() if ISLANDS not in flags]
-    parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS), help="what to compare")
-    parser.add_argument("--hidden-size", type=int, default=512, help="width of the model")
-    parser.add_argument("--num-layers", type=int, default=8, help="layers of the model")
-    parser.add_argument("--vocab-size", type=int, default=512, help="tokens that the model knows")
-    parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sample")
-    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a rank's micro-batch")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=default,
+        choices=list(VARIANTS),
+        help="variants to compare (default: all without local steps)",
+    )
+    parser.add_argument("--hidden-size", type=int, default=512, help="hidden size of the model (default: 512)")
+    parser.add_argument("--num-layers", type=int, default=8, help="number of layers of the model (default: 8)")
+    parser.add_argument("--vocab-size", type=int, default=512, help="size of the model's vocabulary (default: 512)")
+    parser.add_argument("--seq-length", type=int, default=64, help="number of tokens per sample (default: 64)")
+    parser.add_argument(
+        "--micro-batch-size", type=int, default=1, help="number of samples in a rank's micro-batch (default: 1)"
+    )
     args = parser.parse_args(argv)
     for rate in args.rates:
         parse_rate(rate)
@@ -215,15 +266,21 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int) -> str:
-    """All results as Markdown; `shape` is of SHAPE's names, `parameters` of the whole model."""
+    """Return all results as Markdown.
+
+    Args:
+        samples: all samples.
+        shape: sizes of the model and the cluster, by the names in SHAPE.
+        parameters: number of parameters of the whole model.
+    """
     names = [name for name in VARIANTS if any(s.variant == name for s in samples)]
     shaped = "{nodes} nodes x {ranks_per_node} ranks, TP {tp}, {micro_batches} micro-batch(es) per step"
     tokens, size = shape["seq_length"] * shape["micro_batch_size"], parameters / MEGA
     text = [
         f"{shaped.format_map(shape)}, {size:.1f}M parameters (M = {2 * size:.1f} MB in bf16), {tokens} tokens per rank "
-        "and micro-batch, bf16 on every wire that is not quantized. Seconds per optimizer step, median; in brackets "
-        f"tokens per second against {BASELINE} (whose reduce-scatter is a ring), median over rounds in which every "
-        "variant ran once.",
+        "and micro-batch, bf16 for all communication that is not quantized. Median seconds per optimizer step. In "
+        f"brackets: tokens per second relative to {BASELINE} (whose reduce-scatter is a ring), median over rounds. "
+        "Each round ran every variant once.",
         "",
         *_speed_table(samples, names),
     ]
@@ -233,7 +290,10 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int)
 
 
 def speedup(samples: Iterable[Sample], variant: str) -> float | None:
-    """The median over rounds of BASELINE's seconds over the variant's; None where no round at one rate has both."""
+    """Return the speedup of a variant over BASELINE: the median of the ratios within each round.
+
+    Returns None if no round has samples of both.
+    """
     seconds = {(s.variant, s.rate, s.round): s.seconds for s in samples}
     pairs = [(seconds.get((BASELINE, at, i)), own) for (name, at, i), own in seconds.items() if name == variant]
     ratios = [baseline / own for baseline, own in pairs if baseline is not None]
@@ -241,6 +301,7 @@ def speedup(samples: Iterable[Sample], variant: str) -> float | None:
 
 
 def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
+    """Return the lines of the table with seconds and speedups, a row per rate and a column per variant."""
     rows = []
     for rate in sorted({s.rate for s in samples}, key=_bits_per_second):
         here = [s for s in samples if s.rate == rate]
@@ -256,10 +317,12 @@ def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
 
 
 def _bits_per_second(rate: str) -> float:
+    """Return a rate in bits per second, infinity for unlimited links, as a sort key."""
     return (None if rate == LOCAL else parse_rate(rate)) or math.inf
 
 
 def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -> list[str]:
+    """Return the lines of the table with the bytes sent per uplink and step, measured and counted."""
     rows = []
     for name in names:
         if own := [s for s in samples if s.variant == name and s.uplink_bytes]:
@@ -273,19 +336,20 @@ def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 @program
 def main(argv: list[str]) -> int:
-    """Measure what is missing, then write and print the tables; returns the exit code."""
+    """Measure the missing samples, then write and print the tables. Return the exit code."""
     exit_on_signals()
     try:
         args = parse_flags(argv)
         results = Results(args.out / "samples.json", {name: getattr(args, name) for name in SHAPE})
         measure(args, results)
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from here")
+        say("interrupted; the same command resumes from here")
         return EXIT_INTERRUPTED
     text = tables(results.samples, results.shape, results.parameters)
     (args.out / "table.md").write_text(text)

@@ -1,10 +1,12 @@
-"""One rank of benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
+"""One rank of benchmark_cluster.py: holds the models of all variants and runs steps of the requested variant.
 
-Rank 0 takes orders from the benchmark through a pipe and passes them on; every order is one optimizer step, timed
-between two barriers, or with local steps a whole cycle of them: H steps, of which the first follows a merge and the
-last ends with the next, so that nothing is under way when another variant's turn comes. Everything is the product's own
-but a ring in place of gloo's reduce-scatter, with which ZeRO-3 would put 3.5 instead of 2.6 model sizes on an uplink of
-two nodes x 4 ranks. That is gloo's doing, not ZeRO-3's, and would flatter what is compared with it.
+Rank 0 receives commands from the benchmark through a pipe and shares them with the other ranks. A command is one
+optimizer step, timed between two barriers. With local steps it is a whole cycle of H steps, which begins after a merge
+of the islands and ends with the next merge, so that no communication is pending when another variant follows.
+
+All code is the library's own, except that a ring replaces gloo's reduce-scatter. With gloo's, ZeRO-3 would send 3.5
+instead of 2.6 times the model's size over an uplink of 2 nodes x 4 ranks. Since this is a property of gloo, not of
+ZeRO-3, it would make the other variants look better than they are.
 """
 
 from __future__ import annotations
@@ -38,21 +40,23 @@ from megazpp.topology.layout import Layout
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 
-TIMEOUT_MINUTES = 60  # a step of 8 micro-batches takes minutes on the slowest links
+TIMEOUT_MINUTES = 60  # on the slowest links a step with 8 micro-batches takes minutes
 CPU = torch.device("cpu")
 
 
 class RingAxis(MeshAxis):
-    """An axis whose reduce-scatter is a ring of sends and receives: (n-1)/n of the buffer per rank, as counted."""
+    """A mesh axis whose reduce-scatter is a ring: a rank sends (n-1)/n of the buffer, the number that is counted."""
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        """Sum x over the axis and return this rank's slice, see `MeshAxis.reduce_scatter`."""
         if self.size == 1:
             return super().reduce_scatter(x, out=out)
         slots = x.contiguous().view(self.size, x.shape[0] // self.size, *x.shape[1:])
         successor, predecessor = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
         with self._span("reduce_scatter", of):
             partial = slots[self.rank - 1]
-            for hop in range(2, self.size + 1):  # the slot that is sum so far goes round and ends at its owner
+            # Each partial sum passes around the ring, every rank adds its part, and the sum ends at its owner.
+            for hop in range(2, self.size + 1):
                 incoming = torch.empty_like(partial)
                 received = dist.irecv(incoming, predecessor, group=self.group)
                 for request in (received, dist.isend(partial, successor, group=self.group)):
@@ -64,17 +68,19 @@ class RingAxis(MeshAxis):
 
 
 def multiply_in_fp32_() -> None:
-    """Have layers and attention of bf16 tensors compute in fp32.
+    """Replace torch's linear and attention functions by versions that compute in fp32 and round to the input's dtype.
 
-    A CPU without instructions for bf16 takes a hundred times as long for bf16 matrix products, and the wires, not the
-    arithmetic, are what is measured.
+    A CPU without bf16 instructions needs a hundred times as long for matrix products in bf16. The benchmark measures
+    communication, not arithmetic.
     """
     linear, attention = functional.linear, functional.scaled_dot_product_attention
 
     def fp32_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return F.linear computed in fp32."""
         return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
     def fp32_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Return F.scaled_dot_product_attention computed in fp32."""
         return attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
     functional.linear = fp32_linear  # type: ignore[assignment]
@@ -82,7 +88,13 @@ def multiply_in_fp32_() -> None:
 
 
 class VariantRun:
-    """A variant's model on this rank, its training step and its islands."""
+    """The model of one variant on this rank, with its training step and its islands.
+
+    Args:
+        config: flags of the variant.
+        cluster: emulated cluster.
+        dims_of: mesh axes by layout, which variants with the same layout share. New ones are added.
+    """
 
     def __init__(self, config: RunConfig, cluster: Cluster, dims_of: dict[Layout, ParallelDims]) -> None:
         plan = check_run_config(config, cluster, device_type="cpu")
@@ -107,7 +119,7 @@ class VariantRun:
         self._batch = make_micro_batch(torch.randint(vocab_size, size, generator=generator), eod=None)
 
     def step(self, micro_batches: int) -> float:
-        """One optimizer step, and what islands do after it; returns the loss."""
+        """Run one optimizer step and the work of the islands after it, and return the loss."""
         loss = self._step([self._batch] * micro_batches, learning_rate=self._lr, weight_decay=0.0).loss
         if self._islands is not None:
             self._iteration += 1
@@ -118,11 +130,18 @@ class VariantRun:
 
 
 def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker) -> None:
-    """Build everything, then take the steps (variant, micro-batches) that rank 0 reads from the pipe.
+    """Build the models of all variants, then run the commands (variant, micro-batches) that rank 0 reads from the pipe.
 
-    An answer has seconds per step between two barriers; cross_bytes per node and step as our counters have it; the last
-    loss; and how many steps these were.
+    Rank 0 answers each command with the seconds per step, the loss of the last step, the inter-node bytes per node and
+    step by our counters, and the number of steps.
+
+    Args:
+        cluster: emulated cluster.
+        flags: flags of pretrain_gpt.py for each variant.
+        control: file descriptor of the pipe, used by rank 0.
+        worker: this rank.
     """
+    # Build the models.
     multiply_in_fp32_()
     dims_of: dict[Layout, ParallelDims] = {}
     configs = {name: parse_run_config(words.split(), Path(), features=FEATURES).config for name, words in flags.items()}
@@ -130,11 +149,14 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
     first = next(iter(runs.values()))
 
     def counted() -> torch.Tensor:
+        """Return the inter-node bytes that this rank has sent so far, over all variants."""
         return torch.tensor([sum(dims.counter.sent_bytes("cross") for dims in dims_of.values())])
 
     pipe, world = Connection(control) if worker.rank == 0 else None, first.dims.world
     if pipe:
         pipe.send({"parameters": first.num_parameters})
+
+    # Run commands until the benchmark ends this process.
     while True:
         (variant, micro_batches), before = world.share_object(pipe.recv() if pipe else None), counted()
         run = runs[variant]
@@ -151,7 +173,11 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
 
 
 def main() -> None:
-    """Arguments: nodes, ranks per node and flags of variants as JSON, and the pipe that rank 0 has inherited."""
+    """Run one rank of the benchmark.
+
+    The command line has two arguments: JSON with the nodes, the ranks per node and the flags of each variant, and the
+    file descriptor of the pipe that rank 0 has inherited.
+    """
     job = json.loads(sys.argv[1])
     cluster = Cluster(num_nodes=job["nodes"], ranks_per_node=job["ranks_per_node"])
     config = LaunchConfig(distributed_backend="gloo", distributed_timeout_minutes=TIMEOUT_MINUTES)

@@ -1,10 +1,10 @@
-"""Time block quantization against a plain copy of the same bytes, in the same process and the same rounds.
+"""Time block quantization kernels, and compare their memory bandwidth with a plain copy.
 
 python tools/benchmarks/benchmark_kernels.py --elements 16777216 --block-size 128 --threads 1
 
-Bytes are what a function must read and write (each once); "of memcpy" is its bytes per second over those of copying a
-buffer of fp32. Medians of rounds in which everything is timed once. On the CPU with one thread the clock is that
-thread's CPU time, so that neighbours on a shared machine count for less.
+The bytes of a kernel are the bytes that it must read and write, each counted once. "of memcpy" is its rate in bytes per
+second, relative to a copy of an fp32 buffer in the same rounds. Each round times every kernel once, and the median over
+rounds is printed. On the CPU with one thread, the clock is the thread's CPU time, which other processes affect less.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from megazpp.base.program import flags_of, program
 from megazpp.kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum
 from megazpp.kernels.formats import BlockFormat, plan_row
 
-BUSY_CYCLES = 1_000_000  # half a millisecond: more than the host takes to launch a piece
+BUSY_CYCLES = 1_000_000  # about half a millisecond, longer than the host needs to launch a kernel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Piece(NamedTuple):
-    """One function call to time: its name, the elements of data it produces or consumes, and the bytes it moves."""
+    """A function call to time.
+
+    Attributes:
+        name: name in the table.
+        elements: number of elements that the call produces or consumes.
+        num_bytes: number of bytes that it must read and write.
+        run: the call.
+    """
 
     name: str
     elements: int
@@ -40,13 +47,18 @@ class Piece(NamedTuple):
 
 @program
 def main(argv: list[str]) -> None:
+    """Time all kernels and print the table."""
     parser = flags_of(__doc__)
-    parser.add_argument("--elements", type=int, default=1 << 24, help="elements of the data")
-    parser.add_argument("--block-size", type=int, default=128, help="elements of a block")
-    parser.add_argument("--peers", type=int, default=8, help="segments that are summed")
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of which the median counts")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--elements", type=int, default=1 << 24, help="number of elements (default: 16777216)")
+    parser.add_argument("--block-size", type=int, default=128, help="number of elements per block (default: 128)")
+    parser.add_argument("--peers", type=int, default=8, help="number of segments that `sum` adds (default: 8)")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds (default: 15)")
+    parser.add_argument("--threads", type=int, default=1, help="number of CPU threads of torch (default: 1)")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda if there is a GPU)",
+    )
     args = parser.parse_args(argv)
 
     torch.set_num_threads(args.threads)
@@ -56,7 +68,14 @@ def main(argv: list[str]) -> None:
 
 
 def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece]:
-    """The copy first, then every function on every format and dtype."""
+    """Return the calls to time: the copy first, then each kernel for each format and dtype.
+
+    Args:
+        n: number of elements.
+        block_size: number of elements per block.
+        peers: number of segments that the sum adds.
+        device: device of the data.
+    """
     source, target = (torch.randn(n, device=device) for _ in range(2))
     pieces = [Piece("memcpy fp32", n, 8 * n, lambda: target.copy_(source))]
     base = torch.randn(n, device=device).to(torch.bfloat16)
@@ -89,7 +108,16 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
 
 
 def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> list[float]:
-    """Median seconds of every piece; the first round (page faults, compilation) does not count."""
+    """Return the median seconds of each call.
+
+    An additional first round, with page faults and compilation, is dropped.
+
+    Args:
+        device: "cuda" or "cpu".
+        pieces: calls to time.
+        rounds: number of rounds.
+        threads: CPU threads of torch. With one thread its CPU time is measured, otherwise wall time.
+    """
     clock = time.thread_time if threads == 1 else time.perf_counter
     seconds = [
         [gpu_seconds(piece.run) if device == "cuda" else host_seconds(piece.run, clock) for piece in pieces]
@@ -99,7 +127,10 @@ def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> 
 
 
 def gpu_seconds(run: Callable[[], object]) -> float:
-    """Between two events on the GPU, which is kept busy until the host has launched the piece and both of them."""
+    """Return the seconds of a call on the GPU, between two events.
+
+    The GPU is kept busy until the host has launched the call and both events, so that launch times are not included.
+    """
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(BUSY_CYCLES)
     before.record()
@@ -110,12 +141,14 @@ def gpu_seconds(run: Callable[[], object]) -> float:
 
 
 def host_seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return the seconds of a call by the given clock."""
     started = clock()
     run()
     return clock() - started
 
 
 def show(pieces: list[Piece], seconds: list[float]) -> None:
+    """Print the table of all calls. The first one is the copy with which the others are compared."""
     copied = pieces[0].num_bytes / seconds[0]
     print(f"{'':32s} {'ms':>9s} {'Gelement/s':>11s} {'GB/s':>8s} {'of memcpy':>10s}")
     for piece, time_taken in zip(pieces, seconds, strict=True):

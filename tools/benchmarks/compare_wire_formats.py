@@ -1,10 +1,13 @@
-"""Train the same model over the same samples with other wire formats, optimizers and seeds; print losses with errors.
+"""Train one model on the same samples with several communication formats, optimizers and seeds, and compare the losses.
 
 python tools/benchmarks/compare_wire_formats.py --seeds 1 2 3 --out runs/wire_formats -- --train-iters 300 --bf16
 
-What stands after `--` goes to pretrain_gpt.py (default: the tiny config on two emulated nodes). With
---eval-interval the table has the steps to the validation loss with which the first variant ends. Each run has its own
-folder under --out; runs whose summary.json is there already are not repeated, so an interrupted study goes on.
+Flags after `--` are passed to pretrain_gpt.py (default: the tiny config on two emulated nodes). The output is a table
+of losses with standard errors. With --eval-interval it also has the number of steps after which a variant reaches the
+final validation loss of the first variant.
+
+Each run has a separate folder in --out. Runs that already have a summary.json are not repeated, so the same command
+resumes an interrupted study.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # for a checkout with
 from megazpp.base.program import flags_of, program
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
-LAST_STEPS = 50
+LAST_STEPS = 50  # number of steps over which the final training loss is averaged
 
 LOCAL_STEPS = "--diloco-steps 10 --diloco-outer-momentum 0.9 --diloco-outer-lr"
 VARIANTS = {
@@ -54,14 +57,19 @@ VARIANTS = {
 
 @program
 def main(argv: list[str]) -> None:
+    """Run the missing trainings and print the table."""
     parser = flags_of(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of weights and data order")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="which to run")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds for weights and data order (default: 1 2 3)"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="variants to run (default: all)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
     parser.add_argument("flags", nargs="*", help="flags for pretrain_gpt.py, after --")
     args = parser.parse_args(argv)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.variants}
-    for seed in args.seeds:  # seeds outside, so that an interrupted study has whole rows
+    for seed in args.seeds:  # the outer loop, so that an interrupted study has all variants for its first seeds
         for name in args.variants:
             folder = args.out / f"{name.replace(' ', '').replace('/', '-').replace(',', '-')}-seed{seed}"
             if not (folder / "summary.json").exists():
@@ -71,6 +79,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(folder: Path, flags: list[str]) -> None:
+    """Run one training whose run folder is `folder`, and exit if it fails."""
     command = [sys.executable, str(PROGRAM), "--emulate-nodes", "2", *flags, "--run-dir", str(folder)]
     done = subprocess.run([*command, "--log-interval", "1", "--sample-tokens", "0"], capture_output=True, text=True)
     if done.returncode:
@@ -79,7 +88,10 @@ def train(folder: Path, flags: list[str]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Losses and MB between nodes per step; of local steps no training losses: they are of one island's own weights."""
+    """Return the losses of a run and its inter-node MB per step.
+
+    With local steps there are no training losses, because they belong to the different weights of one island.
+    """
     summary = json.loads((folder / "summary.json").read_text())
     losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evaluations = folder / "validation.jsonl"
@@ -93,7 +105,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """A markdown table; differences are paired by seed, with the standard error of their mean."""
+    """Return the results as a Markdown table.
+
+    Differences are between runs with the same seed, and are given with the standard error of their mean.
+
+    Args:
+        results: runs of each variant, one per seed. The first variant is the baseline.
+    """
     baseline = next(iter(results.values()))
     head = (
         f"| wire | train, last {LAST_STEPS} | mean distance of a step's loss | validation | difference of validation "
@@ -113,12 +131,15 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
             f"| {statistics.mean(run['cross'] for run in runs):.3f} | {steps_to(runs, baseline)} |"
         )
     spread = statistics.stdev(run["valid"] for run in baseline) if len(baseline) > 1 else float("nan")
-    lines += ["", f"Seed to seed, {next(iter(results))}'s validation loss has standard deviation {spread:.4f}."]
+    lines += ["", f"The standard deviation of the validation loss of {next(iter(results))} over seeds is {spread:.4f}."]
     return "\n".join(lines)
 
 
 def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
-    """The mean of steps until a validation is as good as the last one of the baseline's run of that seed."""
+    """Return the mean number of steps until the validation loss reaches the baseline's final one with the same seed.
+
+    Returns "-" if a run does not reach it.
+    """
     reached = [
         min((step for step, loss in run["evaluations"].items() if loss <= base["valid"]), default=None)
         for run, base in zip(runs, baseline, strict=True)
@@ -127,7 +148,7 @@ def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
 
 
 def mean_and_error(differences: list[float]) -> str:
-    """The mean with its sign, and its standard error."""
+    """Return the mean, with its sign, and its standard error as text."""
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
     return f"{statistics.mean(differences):+.4f} ± {error:.4f}"
 

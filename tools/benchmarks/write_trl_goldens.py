@@ -1,15 +1,15 @@
-"""Write what TRL's trainers make of small random logits, losses and gradients, and the defaults of TRL's configs.
+"""Write reference values for tests: losses and gradients of TRL's trainers, and the defaults of TRL's configs.
 
-    pip install trl==1.16.0   # of another environment than this project's; torch for CPU is enough
+    pip install trl==1.16.0   # in a separate environment; torch for CPU is enough
     PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
-    pip install trl==1.12.0   # the last that has PPO
+    pip install trl==1.12.0   # the last version that has PPO
     PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
 
-One file of more than 300 lines, since all cases share their parts. Each trainer's own code runs, in fp64 where it does
-not cast, on a stub of the trainer whose model gives the logits. The files are JSON in tests/post_training/, whose
-test_losses.py and test_trl_defaults.py read them.
+The loss code of each trainer runs on an uninitialized trainer object (a stub) with a model that returns small random
+logits. It computes in fp64 except where TRL casts. The results are JSON files in tests/post_training/, which
+test_losses.py and test_trl_defaults.py read. One file of more than 300 lines, because all cases share these parts.
 
-Legend: B rows, P tokens of a prompt, C of a completion, V of the vocabulary.
+Letters: B rows, P tokens of a prompt, C tokens of a completion, V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ Values = dict[str, Any]
 B, P, C, V = 4, 2, 4, 6
 PAD, EOS = 0, 1
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
-LENGTHS = (3, 4, 1, 4)  # of the completions: ended, cut, ended at once, ended with the last token
+# Lengths of the completions: ended by EOS, truncated, ended at once, ended with the last possible token.
+LENGTHS = (3, 4, 1, 4)
 WITH_PPO = trl.__version__ == "1.12.0"
 FOLDER = Path(__file__).resolve().parents[2] / "tests/post_training"
 
 
 @program
 def main(argv: list[str]) -> None:
-    """Write the file of the installed version into the folder that is given, else beside the tests."""
+    """Write the file for the installed version of TRL, to the folder given as argument or to the tests' folder."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     cases = ppo_cases() if WITH_PPO else [*sft(), *reward(), *dpo_cases(), *grpo_cases(), *sync()]
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
 
 
 def config_defaults() -> dict[str, Values]:
-    """The defaults of each config class by the names of its fields."""
+    """Return the defaults of TRL's config classes, by class name and field name."""
     classes: list[Any] = [importlib.import_module("trl.experimental.ppo").PPOConfig] if WITH_PPO else []
     classes = classes or [trl.SFTConfig, trl.RewardConfig, trl.DPOConfig, trl.GRPOConfig, trl.RLOOConfig]
     return {
@@ -65,12 +66,16 @@ def config_defaults() -> dict[str, Values]:
 
 
 def as_numbers(value: Any) -> Any:
-    """Lists of numbers, to 10 decimals."""
+    """Round nested lists of numbers to 10 decimals."""
     return [*map(as_numbers, value)] if isinstance(value, list) else round(value, 10)
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, P + C] tokens, the first of each row its own, all but the second ended by EOS; and the completions' mask."""
+    """Return random tokens [B, P + C] and the mask of the completions.
+
+    The first token of each row is unique, so that a row can be recognized. All completions except the second end with
+    EOS.
+    """
     tokens = torch.randint(2, V, (B, P + C))
     tokens[:, 0] = torch.arange(2, 2 + B)
     mask = torch.zeros_like(tokens)
@@ -83,24 +88,29 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Return normally distributed numbers with 3 decimals."""
     return (scale * torch.randn(*shape)).round(decimals=3)
 
 
 def random_logits(scale: float = 1.0) -> torch.Tensor:
+    """Return random logits [B, P + C, V]."""
     return random(B, P + C, V, scale=scale)
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that requires a gradient."""
     return tensor.clone().requires_grad_()
 
 
 def accelerator(losses: list[torch.Tensor]) -> SimpleNamespace:
-    """One process, which notes the losses of its backward passes."""
+    """Return a substitute for Accelerator with one process, which appends the loss of each backward to `losses`."""
 
     def same(value: Any, **_: object) -> Any:
+        """Return the argument."""
         return value
 
     def backward(loss: torch.Tensor) -> None:
+        """Record the loss and run its backward."""
         losses.append(loss.detach())
         loss.backward()
 
@@ -112,7 +122,12 @@ def accelerator(losses: list[torch.Tensor]) -> SimpleNamespace:
 
 
 class GivenLogits(torch.nn.Module):
-    """A language model whose last hidden states are the logits, below a head that changes nothing."""
+    """A language model with given logits: they are its last hidden states, and the output layer is the identity.
+
+    Args:
+        logits: [B, P + C, V] logits.
+        temperature: divisor of the logits in TRL's fused output layer.
+    """
 
     is_gradient_checkpointing = False
     config = SimpleNamespace(get_text_config=SimpleNamespace)
@@ -128,10 +143,12 @@ class GivenLogits(torch.nn.Module):
         utils.add_fused_lm_head(self, temperature=temperature, outputs=fields)
 
     def forward(self, **_: object) -> None:
+        """Raise an error; TRL's fused output layer replaces this method."""
         raise NotImplementedError
 
 
 def sync() -> list[Values]:
+    """Return the case of a reference model that is updated as a moving average of the policy."""
     callback = importlib.import_module("trl.trainer.callbacks").SyncRefModelCallback
     policy, reference = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     before = [parameter.detach().clone() for parameter in reference.parameters()]
@@ -141,6 +158,7 @@ def sync() -> list[Values]:
 
 
 def sft() -> list[Values]:
+    """Return the case of supervised fine-tuning."""
     (tokens, mask), logits = rows(), leaf(random_logits())
     model = GivenLogits(logits)
     trainer = stub("SFTTrainer", model, label_smoother=None, compute_loss_func=None)
@@ -153,6 +171,7 @@ def sft() -> list[Values]:
 
 
 def reward() -> list[Values]:
+    """Return the cases of the reward model's loss, without and with centered rewards."""
     cases = []
     for center in (None, 0.3):
         scores = leaf(random(2 * B))
@@ -168,6 +187,7 @@ def reward() -> list[Values]:
 
 
 def dpo_cases() -> list[Values]:
+    """Return a case for each type of DPO loss, and for combinations of them."""
     types = ["sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"]
     return [
         *(dpo([each]) for each in types),
@@ -177,6 +197,7 @@ def dpo_cases() -> list[Values]:
 
 
 def dpo(loss_types: list[str], loss_weights: list[float] | None = None) -> Values:
+    """Return loss, gradient and metrics of DPOTrainer with these loss types and their weights."""
     (tokens, mask), ref = rows(), random_logits()
     logits = leaf(ref + random_logits(0.2))
     model = GivenLogits(logits)
@@ -195,6 +216,7 @@ def dpo(loss_types: list[str], loss_weights: list[float] | None = None) -> Value
 
 
 def grpo_cases() -> list[Values]:
+    """Return the cases of GRPO with its loss types and options, and of RLOO's advantages."""
     scaled = ({"off_policy": False}, {"scale": "batch", "beta": 0.1}, {"scale": "none", "beta": 0.1})
     variants: list[Values] = [
         {"loss_type": "cispo", "epsilon_high": 1.1},
@@ -209,7 +231,13 @@ def grpo_cases() -> list[Values]:
 
 
 def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
-    """Rewards to advantages, and the loss of the batch that comes of it, by GRPOTrainer."""
+    """Return the advantages and the loss that GRPOTrainer computes from given rewards and logits.
+
+    Args:
+        off_policy: True if the completions were sampled from other logits than the policy's.
+        changed: settings that differ from the defaults below.
+    """
+    # Settings.
     settings: Values = {
         "loss_type": "",
         "beta": 0.0,
@@ -221,10 +249,14 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
     settings |= {"bias_correction": True, "temperature": 0.7, "max_completion_length": C + 3, "scale": "group"}
     settings |= {"estimator": "grpo", **changed}
     loss_type, beta = settings["loss_type"], settings["beta"]
+
+    # Inputs.
     (tokens, mask), old = rows(), random_logits()
     rewards = torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [torch.nan, torch.nan]])
     ref, logits = old + random_logits(0.3), leaf(old + random_logits(0.3))
     model, before = GivenLogits(logits, temperature=0.7), GivenLogits(old, temperature=0.7)
+
+    # Trainer, advantages and loss.
     trainer = stub("GRPOTrainer", model, beta=beta, loss_type=loss_type, scale_rewards=settings["scale"])
     trainer.ref_model = GivenLogits(ref, temperature=0.7)
     trainer.epsilon_low, trainer.epsilon_high, trainer.max_completion_length = 0.2, settings["epsilon_high"], C + 3
@@ -236,6 +268,8 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
         inputs["old_per_token_logps"] = old_logps
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
+
+    # Results.
     given: Values = {"tokens": tokens, "mask": mask, "rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
     given |= {"old_logits": old if off_policy else None, "ref_logits": ref, "logits": logits.detach()}
     metrics = trainer._metrics["train"]
@@ -246,7 +280,7 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
 
 
 def rloo(scale: str) -> Values:
-    """Rewards to advantages by RLOOTrainer, whose loss is another one."""
+    """Return the advantages that RLOOTrainer computes from given rewards. Its loss is not used."""
     (tokens, _), rewards = rows(), torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [0.5, 0.0]])
     trainer = stub("RLOOTrainer", GivenLogits(random_logits()), beta=0.0, normalize_advantages=scale == "batch")
     known: Values = {"rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
@@ -256,9 +290,13 @@ def rloo(scale: str) -> Values:
 
 
 def generated(trainer: Any, tokens: torch.Tensor, rewards: torch.Tensor, *more: Any) -> Values:
-    """Have the trainer judge completions by their [B, functions] rewards, two completions to a prompt.
+    """Return the batch that the trainer computes from given completions and rewards, two completions per prompt.
 
-    `more` is what its `_generate` gives beside them: one value before the texts, the others after them.
+    Args:
+        trainer: stub of a GRPOTrainer or RLOOTrainer.
+        tokens: [B, P + C] prompts and completions.
+        rewards: [B, functions] rewards.
+        more: further results of the trainer's `_generate`: the first one precedes the texts, the others follow them.
     """
     completions = [tokens[row, P : P + length].tolist() for row, length in enumerate(LENGTHS)]
     drawn = (tokens[:, :P].tolist(), completions, *more[:1], ["text"] * B, *more[1:])
@@ -269,7 +307,13 @@ def generated(trainer: Any, tokens: torch.Tensor, rewards: torch.Tensor, *more: 
 
 
 def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
-    """A trainer that was not initialised, with what its losses look at."""
+    """Return an uninitialized trainer that has only the attributes which its loss reads.
+
+    Args:
+        name: class name of the trainer.
+        model: model of the trainer.
+        attributes: attributes that differ from the defaults below.
+    """
     trainer_class: Any = type("Stub", (getattr(trl, name),), {"current_gradient_accumulation_steps": 1})
     made = trainer_class.__new__(trainer_class)
     args: Values = dict.fromkeys(("gradient_accumulation_steps", "steps_per_generation"), 1)
@@ -291,16 +335,26 @@ def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
 
 
 def nan_to_none(rewards: torch.Tensor) -> list[list[float | None]]:
+    """Return the rewards as lists, with None instead of NaN, which JSON does not have."""
     return [[None if math.isnan(reward) else reward for reward in row] for row in rewards.tolist()]
 
 
 def ppo_cases() -> list[Values]:
+    """Return the cases of PPO."""
     found = [ppo(gamma=1.0, lam=0.95), ppo(gamma=0.9, lam=0.8), ppo(gamma=1.0, lam=0.95, kl_coef=0.0)]
     return [*found, ppo(gamma=0.9, lam=0.95, whiten_rewards=True)]
 
 
 def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool = False) -> Values:
-    """One update of PPOTrainer.train on a rollout that was given."""
+    """Return the results of one update of PPOTrainer.train on a given rollout.
+
+    Args:
+        gamma: discount factor.
+        lam: lambda of the generalized advantage estimation.
+        kl_coef: coefficient of the KL penalty.
+        whiten_rewards: True whitens the rewards.
+    """
+    # Rollout.
     trainer: Any = importlib.import_module("trl.experimental.ppo.ppo_trainer")
     (tokens, mask), old, ref = rows(), random_logits(), random_logits()
     new = leaf(old + random_logits(0.5))
@@ -309,22 +363,28 @@ def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool
     whitened: list[tuple[torch.Tensor, torch.Tensor]] = []
     whiten = trainer.masked_whiten
 
+    # Functions that replace TRL's, to return given values and to record the advantages.
     def masked_whiten(values: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Call TRL's function, and record its input and its result."""
         whitened.append((values.clone(), whiten(values, mask, **options)))
         return whitened[-1][1]
 
     def forward(model: Any, query_responses: torch.Tensor, *_: object) -> Any:
+        """Return the given logits, and for the policy also the given values."""
         picked = (query_responses[:, 0] - 2).tolist()
         if model == "ref":
             return SimpleNamespace(logits=ref[picked].clone())
         return SimpleNamespace(logits=new[picked]), new_values[picked].unsqueeze(-1)
 
     def get_reward(model: Any, *_: object) -> tuple[Any, Any, None]:
+        """Return the given values for the value model, the given scores for the reward model."""
         return (old_values.unsqueeze(-1), None, None) if model == "value" else (None, scores.clone(), None)
 
     trainer.masked_whiten, trainer.forward, trainer.get_reward = masked_whiten, forward, get_reward
     trainer.batch_generation = lambda *_: (tokens, old[:, P - 1 : -1].clone())
     trainer.unwrap_model_for_generation = lambda model, *_, **__: nullcontext(model)
+
+    # Settings.
     settings: Values = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef, "whiten_rewards": whiten_rewards}
     settings |= {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
     ones = "num_ppo_epochs num_mini_batches gradient_accumulation_steps num_total_batches temperature"
@@ -333,6 +393,8 @@ def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool
     given: Values = {**settings, **dict.fromkeys(ones.split(), 1), **dict.fromkeys(sizes.split(), B)}
     given |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "missing_eos_penalty"))
     given |= {"response_length": C, "num_sample_generations": 0, "ds3_gather_for_generation": False}
+
+    # The trainer and its update.
     control = SimpleNamespace(should_save=False)
     callbacks = {f"on_{moment}": lambda *_: control for moment in ("train_begin", "step_end", "train_end")}
     losses: list[torch.Tensor] = []
@@ -352,6 +414,8 @@ def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool
     )
     trainer.PPOTrainer.train(its)
     trainer.masked_whiten = whiten
+
+    # Results.
     advantages, after = whitened[-1]
     found: Values = {"tokens": tokens, "mask": mask, "old_logits": old, "ref_logits": ref, "logits": new.detach()}
     found |= {"old_values": old_values, "values": new_values.detach(), "scores": scores}
