@@ -260,6 +260,7 @@ class MeshAxis:
         return values[0]
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """All-reduce `x` in place with the operation `op` and return it."""
         if self.size > 1:
             with self.timeline.span(self.name, "all_reduce"):
                 dist.all_reduce(x, op=op, group=self.group)
@@ -267,6 +268,7 @@ class MeshAxis:
         return x
 
     def _span(self, collective: str, of: str) -> AbstractContextManager[object]:
+        """Return the context of a timeline span for a collective on the tensor labeled `of`."""
         return self.timeline.span(self.name, f"{collective} {of}" if of else collective)
 
     def ring_bytes(self, full: torch.Tensor) -> int:
@@ -318,6 +320,7 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
 
 
 def _all_reduce_in_graph(x: torch.Tensor, axis: str) -> None:
+    """All-reduce `x` in place: the implementation of the operator megazpp::all_reduce_, which returns nothing."""
     axis_of_key(axis).all_reduce_(x)
 
 

@@ -101,6 +101,7 @@ class ThreadQueue(CommQueue):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"megazpp-{name}")
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
+        """Queue `task` for the thread, in a copy of the caller's context variables; see `CommQueue.submit`."""
         inference = torch.is_inference_mode_enabled()
 
         def run() -> T:
@@ -137,9 +138,11 @@ class StreamQueue(CommQueue):
         self._submitted = torch.cuda.Event()
 
     def record_event(self) -> Moment:
+        """Record an event after the work now queued on the caller's current stream, and return it."""
         return current_stream().record_event()
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
+        """Launch `task` on the queue's stream, without blocking the host; see `CommQueue.submit`."""
         if since is None:
             self._submitted.record(current_stream())
             since = self._submitted
@@ -155,6 +158,8 @@ class StreamQueue(CommQueue):
 
 
 class _ThreadWork(Work[T]):
+    """The handle on a task in a thread. Waiting blocks the calling thread."""
+
     def __init__(self, future: Future[T], queue: str, timeline: Timeline) -> None:
         self._future, self._queue, self._timeline = future, queue, timeline
 
@@ -169,6 +174,8 @@ class _ThreadWork(Work[T]):
 
 
 class _StreamWork(Work[T]):
+    """The handle on a task on a stream. Waiting blocks only the caller's current stream."""
+
     def __init__(self, result: T, event: torch.cuda.Event) -> None:
         super().__init__(result)
         self._event = event
@@ -189,6 +196,7 @@ def current_stream() -> torch.cuda.Stream:
 
 @functools.cache
 def _current_stream(identity: tuple[int, int, int]) -> torch.cuda.Stream:
+    """Return the current stream, cached by its identity."""
     return torch.cuda.current_stream()
 
 

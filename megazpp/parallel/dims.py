@@ -238,6 +238,7 @@ class ParallelDims:
         return self.twin(NODE, NODE)
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
+        """Return this rank's axis `axis` of the layout under the name `name`, over the given process group."""
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
         if group is not None and self._timeout is not None and not self._is_guest:

@@ -111,10 +111,12 @@ def _cluster(answer: Any) -> Cluster | str:
 
 
 def _host_info(answer: Any) -> HostInfo:
+    """Convert the JSON of a rank's host description."""
     return _make(HostInfo, answer | {"gpu": answer["gpu"] and _make(Gpu, answer["gpu"])})
 
 
 def _make(kind: type[T], fields: dict[str, Any]) -> T:
+    """Construct a record after checking the types of its fields; lists become tuples."""
     for problem in wrong_types(kind, fields):
         raise ValueError(problem)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
@@ -172,6 +174,7 @@ def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def ask(function: str, *args: Any) -> Any:
+        """Return the answer to an NVML query about this GPU, None if the query is not supported."""
         try:
             return getattr(nvml, function)(handle, *args)
         except (nvml.NVMLError, AttributeError):  # this GPU, driver or package version does not support the query

@@ -345,6 +345,7 @@ def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list
     passed: list[signal.Signals] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
+        """Forward the signal to all workers."""
         if signum == signal.SIGINT and signal.SIGINT in passed:
             raise KeyboardInterrupt
         passed.append(signal.Signals(signum))

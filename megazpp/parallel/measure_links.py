@@ -21,8 +21,8 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import LINK_KINDS, MEASURED, Link, LinkKind, Links
 
 REPEATS = 5  # timed all-gathers per size
-SMALL_BYTES = 256  # per rank: few enough that the time is all latency
-LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # over all ranks; 256 MiB take about 5 ms at 50 GB/s
+SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that its time is only latency
+LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # total of the large one; 256 MiB take about 5 ms at 50 GB/s
 
 
 def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:

@@ -104,6 +104,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 @contextmanager
 def _all_of(listeners: Sequence[Listener], track: str, name: str) -> Iterator[None]:
+    """Enter the contexts of all listeners, in order."""
     with ExitStack() as stack:
         for listener in listeners:
             stack.enter_context(listener.span(track, name))
@@ -168,6 +169,7 @@ class _OpenSpan:
 
 
 def _record_event() -> torch.cuda.Event:
+    """Record an event with timing on the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

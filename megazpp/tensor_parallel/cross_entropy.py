@@ -253,6 +253,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     graph = torch.compile(function)
 
     def marked(*args: Any) -> Any:
+        """Mark dimension 0 of all tensors as dynamic, and call the compiled function."""
         for tensor in filter(torch.is_tensor, args):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return graph(*args)

@@ -126,6 +126,7 @@ class Cluster:
 
     @cached_property
     def _positions(self) -> dict[int, int]:
+        """The position of each rank, if `order` is given."""
         return {rank: position for position, rank in enumerate(self.order or ())}
 
 

@@ -198,6 +198,7 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that rejects repeated keys. The standard loader would silently use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Convert a YAML mapping to a dict, and raise a ConstructorError if a key is repeated."""
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:

@@ -195,6 +195,7 @@ def _by_position(infos: Sequence[HostInfo], node: list[int], domain_of: dict[int
     """
 
     def place(rank: int) -> tuple[str, int, int]:
+        """Return the sort key of a rank."""
         gpu = infos[rank].gpu
         return (gpu.pci if gpu is not None else "", infos[rank].local_rank, rank)
 

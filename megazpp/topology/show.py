@@ -46,6 +46,7 @@ def axis_wires(layout: Layout, axis: str) -> str:
     """
 
     def text(kind: LinkKind) -> str:
+        """Return a kind of link with its figures, if they are known."""
         link = layout.cluster.links.known.get(kind) if layout.cluster.links is not None else None
         return kind if link is None else f"{kind} ({link} per {SENDER[kind]})"
 
