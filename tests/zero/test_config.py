@@ -58,8 +58,14 @@ def test_impossible_combinations_name_the_flags():
         ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not valid; expected two of 4, 8 and 16"),
         ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is not supported; expected 8 or 16"),
         ({"zeropp": True, "zero_weight_bits": (16, 8)}, "--zero-weight-bits 16 8 is not supported"),
-        ({"zeropp": True, "zero_weight_bits": (16, 4)}, "--zero-weight-bits 16 4 is no longer supported: use --zero-weight-delta"),
-        ({"zeropp": True, "zero_weight_bits": (8, 4)}, "--zero-weight-bits 8 4 is no longer supported: use --zero-weight-delta"),
+        (
+            {"zeropp": True, "zero_weight_bits": (16, 4)},
+            "--zero-weight-bits 16 4 is no longer supported: use --zero-weight-delta",
+        ),
+        (
+            {"zeropp": True, "zero_weight_bits": (8, 4)},
+            "--zero-weight-bits 8 4 is no longer supported: use --zero-weight-delta",
+        ),
         ({**lossless, "zero_hpz_partition_size": "1"}, "needs --zero-hpz-partition-size auto, not 1"),
         ({"zero_quantized_weights": True, "zero_weight_delta": "lossless"}, "auto, not 1"),
         ({**lossless, "dtype": torch.float32}, "--zero-weight-delta lossless needs --bf16 or --fp16"),

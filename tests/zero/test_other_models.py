@@ -297,9 +297,7 @@ def refuse_all() -> None:
         "is sharded over ranks": on_two_meshes,
         "sharded no parameter": ignored,
         "has no parameters": lambda model: nn.ReLU(),
-        "ZeRO++ has nothing to reduce": lambda model: (
-            fully_shard(model.requires_grad_(False).double()) and None
-        ),
+        "ZeRO++ has nothing to reduce": lambda model: fully_shard(model.requires_grad_(False).double()) and None,
         "gathers itself": in_two_tensors,
         "config.zero_weight_bits was": with_sixteen_bits,
         "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
