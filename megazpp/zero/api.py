@@ -240,7 +240,7 @@ def _wrap(model: nn.Module, device_type: str, fsdp: Mapping[str, Any]) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model in order, each of which becomes a sharding unit.
+    """Return the repeated blocks of a model in order. Each one becomes a sharding unit.
 
     These are the modules that Hugging Face's `_no_split_modules` names. Without that attribute they are the items of
     the first list or Sequential whose modules all have the same type.

@@ -298,7 +298,7 @@ def refuse_all() -> None:
         "sharded no parameter": ignored,
         "has no parameters": lambda model: nn.ReLU(),
         "ZeRO++ has nothing to reduce": lambda model: fully_shard(model.requires_grad_(False).double()) and None,
-        "gathers itself": in_two_tensors,
+        "its own all-gather": in_two_tensors,
         "config.zero_weight_bits was": with_sixteen_bits,
         "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
     }
