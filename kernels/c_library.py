@@ -112,7 +112,7 @@ def _run(command: list[str], output: Path) -> Path:
 def _cache_folder() -> Path:
     """Return the folder of compiled libraries, and create it if necessary.
 
-    It equals `megazpp.base.files.cache_folder`; kernels/ imports nothing from megazpp, so it repeats the code.
+    It equals `megazpp.base.files.cache_folder`; kernels/ imports nothing else of megazpp, so it repeats the code.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"

@@ -132,6 +132,7 @@ def _pack_kernel(
 
     With AVERAGE the stored error is `rest` times the new error plus `beta` times the earlier one.
     """
+    # ---- this program's row and tile
     a, b = _row()
     x += a * x_a + b * x_b
     base += a * base_a + b * base_b
@@ -140,6 +141,7 @@ def _pack_kernel(
     start, left, payload, scales = _place(table)
     payload = _wide(payload)
     is_wide = (left >= _TILE) & (start % 16 == 0)
+    # ---- copy or quantize it
     if scales < 0:
         if is_wide:
             _pack_exact(x, messages, _wide(start), left, payload, EXACT, True)

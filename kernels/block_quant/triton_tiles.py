@@ -141,6 +141,7 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
 
     A scale is fp32 that is exact in bf16.
     """
+    # ---- the bits of the scale, and its sign
     if BITS == 8:
         peak = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
         scale = ((peak.to(tl.float32, bitcast=True) * _INVERSE_127).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
@@ -164,6 +165,7 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
         scale = tl.where(near * 2 >= BLOCK, _bits(size * _INVERSE_7), scale)
         scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # round to the nearest bf16, half to even
         sign = tl.where(highest > lowest, -2147483648, 0)
+    # ---- 0 for scales that are not normal numbers, and the inverse
     finite = peak < _INFINITY_BITS
     normal = finite & (scale >= _SMALLEST_NORMAL_BITS)
     scale = tl.where(normal, scale | sign, 0).to(tl.float32, bitcast=True)

@@ -167,6 +167,7 @@ def trainer_callback(**arguments: Any) -> Any:
         """The callback: installs ZeRO++ in the model that the Trainer has wrapped."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            """Install ZeRO++ in the wrapped model; the Trainer calls this before the first step."""
             model: nn.Module = given["model"]
             if not isinstance(model, FSDPModule):
                 raise TypeError("the Trainer has not wrapped the model with FSDP2: set fsdp=True and fsdp_version 2")
@@ -212,6 +213,7 @@ class KeptState(nn.Module):
             self._say_anew()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Load the state if the checkpoint has it; `load_state_dict` calls this."""
         if f"{prefix}_extra_state" in state_dict:
             super()._load_from_state_dict(state_dict, prefix, *args)
         else:  # the checkpoint comes from a run without ZeRO++

@@ -133,6 +133,7 @@ class CountedGather(FreshBuffers, AllGather):
         return None
 
     def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather the shards; runs in the shard axis's communication queue."""
         self.axis.all_gather(shard, out=out, of=self._of)
 
 
@@ -314,6 +315,7 @@ class CountedReduce(SummingReduce):
         self.axis, self._queue = context.shard, context.shard_queue
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
+        """Start the reduce-scatter in the shard axis's communication queue; see `SummingReduce.start`."""
         work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self.unit.name))
         self._schedule.sent(work)
         return work

@@ -329,7 +329,11 @@ def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]
 
 
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
-    """Return True if the secondary partition is kept; raise ValueError for a size that the layout does not allow."""
+    """Return True if the flags ask for the secondary partition (hpZ).
+
+    Raises:
+        ValueError: --zero-hpz-partition-size is neither auto, 1 nor the number of data ranks of a node.
+    """
     size = config.hpz_partition_size
     if size == "auto":
         return True

@@ -66,8 +66,8 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
         self._context, self._schedule = context, context.gather_schedule
         self._plan_messages()
-        # Fingerprint of the shards for which `secondary` is valid; None if whole weights must be sent. After a step
-        # that is sent as a difference, it is the fingerprint after that step, and `_has_stepped` is True.
+        # Fingerprint of the shards that `secondary` was made from; None if the next use must send whole weights. If
+        # `_has_stepped` is True, it is the fingerprint after an optimizer step that the next use sends as a difference.
         self._made_from: Fingerprint | None = None
         self._has_stepped = False
         self._after_step: Fingerprint | None = None  # fingerprint after the last step; None once `drop` was called
@@ -196,14 +196,15 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._unpack(lambda: codec.empty(peers, nodes, device=device), output.view(-1))
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross hop before the next use, if the weights have changed and the unit is sharded.
+        """Start the cross hop, the all-gather between nodes, before the next use.
 
-        With weight differences this happens for every unit, used or not and with or without overlap. The resident
-        weights then depend only on the optimizer's steps, not on which units were used between them.
+        It starts only if the weights have changed and the unit is sharded. With weight differences this happens for
+        every unit, used or not and with or without overlap. The resident weights, to which differences are added, then
+        depend only on the optimizer's steps, not on which units were used between them.
 
         Args:
-            since: a point on the compute stream after the last optimizer step. The hop waits for it, or for all work of
-                the compute stream if the weights were written to after that step.
+            since: a CUDA event after the last optimizer step. The hop waits for it, or for all work on the current
+                stream if the weights were written to after that step.
         Returns:
             True if a cross hop was started.
         """
@@ -220,12 +221,17 @@ class TwoHopGather(FreshBuffers, AllGather):
         return crossed
 
     def prefetch(self) -> None:
-        """Start the local hop of the next use, if the secondary partition holds the current weights."""
+        """Start the local hop, the all-gather inside the node, of the next use, if the received messages are up to
+        date.
+        """
         if self._received is None and self.secondary.messages is not None and self._is_current:
             self._received = self._start_local_hop(self.secondary.messages)
 
     def resident(self) -> Resident | None:
-        """Return the resident weights after waiting for their last cross hop; None if there are none."""
+        """Return the resident weights, to which differences from other nodes are added; None if there are none.
+
+        It waits for their last update.
+        """
         secondary = self.secondary
         if not isinstance(secondary, Resident) or secondary.weights is None:
             return None
@@ -246,7 +252,9 @@ class TwoHopGather(FreshBuffers, AllGather):
         return differences
 
     def restore(self, row: torch.Tensor, crossing: InterNodeMessage) -> None:
-        """Restore the resident weights from a checkpoint; call it on all ranks while the unit is sharded.
+        """Restore the resident weights, to which differences are added, from a checkpoint.
+
+        Call it on all ranks while the unit is sharded.
 
         Args:
             row: [S] this rank's own row of the resident weights.
@@ -261,7 +269,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._has_stepped = crossing == InterNodeMessage.DIFFERENCE
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the kinds of messages to send now, the same on all ranks.
+        """Return the kinds of messages to send between nodes now, the same on all ranks.
 
         Args:
             early: whether the messages are sent before the unit's next use.
@@ -275,10 +283,13 @@ class TwoHopGather(FreshBuffers, AllGather):
         return self.unit.is_sharded and self.next_crossing() == InterNodeMessage.NOTHING
 
     def _fresh_messages(self, shard: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the messages of the current weights, and whether this had to start a cross hop.
+        """Return the received messages with the current weights, after starting a cross hop between nodes if they are
+        outdated.
 
         Args:
             shard: [S] this rank's flat shard.
+        Returns:
+            [N, M] messages, complete when the cross hop is done; and whether a cross hop was started.
         """
         crossed = False
         for crossing in self._crossings():
@@ -308,7 +319,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             crossing: the kind of message.
             messages: [N, M] uint8, the secondary partition to update.
             shard: returns the flat shard; it is called in the cross queue.
-            since: a point on the compute stream that is enough to wait for; None waits for all of its work.
+            since: a CUDA event that the hop waits for; None waits for all work on the current stream.
         """
         self._received, self._used, self._has_stepped = None, False, False
         self._made_from = self.unit.fingerprint()
@@ -320,7 +331,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._crossed = self._cross_queue.submit(lambda: self._take_in(crossing, messages, shard), since=since)
 
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        """Run the cross hop; called in the cross queue."""
+        """Run the cross hop, the all-gather between nodes; called in the cross axis's communication queue."""
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
@@ -338,7 +349,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._uncounted = 0
 
     def _start_local_hop(self, messages: torch.Tensor) -> Work[torch.Tensor]:
-        """Submit the local hop without unpacking; returns its work."""
+        """Submit the all-gather inside the node, without unpacking; returns its work."""
         assert self._crossed is not None
         return self._local_queue.submit(functools.partial(self._hop_inside, messages), after=(self._crossed,))
 

@@ -64,7 +64,7 @@ class Hop:
 
 
 class TwoHopReduce(SummingReduce):
-    """The reduce-scatter of one unit in two hops, which replaces FSDP2's.
+    """The reduce-scatter of one unit in two hops, inside the node and across nodes, which replaces FSDP2's.
 
     FSDP2's flat rank is cross rank x L + local rank. The layout of a message depends on the parameters whose gradients
     FSDP2 passes, and must be equal on all ranks. So if a unit was used, a trained parameter without a gradient
@@ -137,7 +137,7 @@ class TwoHopReduce(SummingReduce):
             self._unused.restore_none()
 
     def finished(self) -> None:
-        """Set unused gradients to None when the last late sum has been added."""
+        """Set the gradients that no rank had to None, when the last sum of this backward has been added to `.grad`."""
         if self._unused is not None and not self._late_sums and not self._waiting:
             self._unused.restore_none()
 
@@ -189,13 +189,15 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def waits(self) -> bool:
-        """True if partial sums wait for the cross hop, including those whose gradients the program has cleared."""
+        """True if partial sums, a node's sums of gradients, wait for the hop across nodes.
+
+        They count even if the program has cleared the gradients to which they belong.
+        """
         return bool(self._waiting)
 
     def waits_for(self, parameters: set[int]) -> str | None:
-        """Return the name of a parameter whose partial sums wait and whose gradient was not cleared.
-
-        Returns None if there is none.
+        """Return the name of a parameter whose gradient has not crossed nodes yet and was not cleared; None if there is
+        none.
 
         Args:
             parameters: `id`s of the parameters to consider.
@@ -231,7 +233,9 @@ class TwoHopReduce(SummingReduce):
     # ---- discarded gradients --------------------------------------------------------------------------------------
 
     def _drop_discarded(self) -> None:
-        """Drop the partial sums and the errors of gradients that the program has cleared since the last backward."""
+        """Drop the partial sums and the quantization errors of gradients that the program has cleared since the last
+        backward.
+        """
         # ---- partial sums; without marks clearing is not detected, and with HSDP `.grad` is None until the last sum
         if self._waiting and self._marks is not None:
             kept = tuple(index for index in self._waiting if self.unit.gradient(index) is not None)
@@ -360,12 +364,12 @@ class TwoHopReduce(SummingReduce):
         return self._hold(held, hop, keep=keep)
 
     def _hold(self, held: PartialSums, hop: Hop, *, keep: bool) -> torch.Tensor:
-        """Store the partial sums for the next micro-batch if `keep`, and return the sums [N, S]."""
+        """Store a node's partial sums for the next micro-batch if `keep`, and return the sums [N, S]."""
         hop.node_flags, self._partial_sums = held.flags, held if keep else None
         return held.sums
 
     def _start_cross_hop(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Submit the cross hop of the partial sums that `inside` returns; its work returns `result`."""
+        """Submit the hop across nodes for the partial sums that `inside` returns; its work returns `result`."""
         self._waiting, self._errors_settled = (), False
         if self._unused is not None:
             self._unused.read_later(hop.target, hop.flags)

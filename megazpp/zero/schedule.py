@@ -73,8 +73,8 @@ class GatherSchedule:
 
     On CUDA the host launches the hops itself, so each use starts at most `CROSS_HOPS_PER_USE` other units' cross hops
     after its own. The GPU then need not wait at the start of a step until the host has launched all of them. A cross
-    hop waits only for the work that was on the compute stream at the first use after the weights changed, not for later
-    work. On the CPU all cross hops start at once. The schedule does not depend on timing, so it is the same on every
+    hop waits only for the compute that was launched before the first use after the weights changed, not for later
+    compute. On the CPU all cross hops start at once. The schedule does not depend on timing, so it is the same on every
     rank.
 
     Args:
@@ -89,7 +89,7 @@ class GatherSchedule:
         self._order: list[Startable] = []  # in the order of first use
         self._all: list[Startable] = []
         self._stale: deque[Startable] = deque()  # units whose weights may have changed since their last cross hop
-        self._since: Moment = None  # a point on the compute stream at the first use after the weights changed
+        self._since: Moment = None  # CUDA event of the first use after the weights changed, see `CommQueue.submit`
 
     def add(self, gather: Startable) -> None:
         """Register a unit's gather before its first use."""
@@ -108,7 +108,7 @@ class GatherSchedule:
         self.start_stale(None if self._queue.blocks_host else CROSS_HOPS_PER_USE)
         if gather not in self._order:
             self._order.append(gather)
-        if self._prefetch and not in_backward():  # FSDP2 prefetches in backward itself
+        if self._prefetch and not in_backward():  # in a backward FSDP2 itself prefetches the next unit
             following = self._order[self._order.index(gather) + 1 :]
             if following:
                 following[0].prefetch()
@@ -168,6 +168,7 @@ class ReduceSchedule:
             self._finish(aborted=True)
 
     def _finish(self, *, aborted: bool) -> None:
+        """Wait for all registered reductions and finish them."""
         finishing, self._finishing = self._finishing, []
         for work, finish in finishing:
             if work is not None:

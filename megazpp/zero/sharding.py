@@ -115,8 +115,8 @@ class Sharding:
     def end_step(self, factor: torch.Tensor | float, *, iteration: int) -> None:
         """Scale the error feedback like the gradients of this step; call it after the optimizer's step or its skipping.
 
-        The next step adds the error feedback to its gradients, so both must have the same scale. The host does not wait
-        for the device.
+        Error feedback keeps the quantization errors of gradients and adds them to the next step's gradients. So both
+        must have the same scale. The host does not wait for the device.
 
         Args:
             factor: clip factor times the ratio of the next step's loss scale to this step's; 0 if the step was skipped.
@@ -129,7 +129,10 @@ class Sharding:
         self.rescale_feedback(factor)
 
     def rescale_feedback(self, factor: torch.Tensor | float) -> None:
-        """Multiply the error feedback of all units by `factor`; `end_step` calls it for a training step."""
+        """Multiply the error feedback of all units, the stored quantization errors of gradients, by `factor`.
+
+        `end_step` calls it for a training step.
+        """
         rescale_([errors for reduce in self._reduces if (errors := reduce.kept_errors) is not None], factor)
         for reduce in self._reduces:
             reduce.settle_errors()
@@ -229,10 +232,10 @@ class Sharding:
             gather.after_step(keyframe=keyframe, held=held)
 
     def secondary_state(self) -> dict[str, torch.Tensor]:
-        """Return the secondary partition as part of a checkpoint, from which a run resumes bit for bit.
+        """Return the secondary partition, the weights that all nodes keep, as part of a checkpoint.
 
-        It is empty unless weights cross nodes as lossless differences. Call it while the parameters are sharded, as
-        they are after `reshard`. There are two kinds of entries:
+        From it a run resumes bit for bit. It is empty unless weights cross nodes as lossless differences. Call it while
+        the parameters are sharded, as they are after `reshard`. There are two kinds of entries:
 
             {parameter}                         a copy of the weights that all nodes keep, a DTensor sharded like the
                                                 parameter; missing if the next use sends whole weights
@@ -262,7 +265,8 @@ class Sharding:
         return targets
 
     def load_secondary_state(self, state: Mapping[str, torch.Tensor]) -> bool:
-        """Restore the secondary partition from a `secondary_state`; call it on all ranks, after loading the weights.
+        """Restore the weights that all nodes keep from a `secondary_state`; call it on all ranks, after loading the
+        weights.
 
         Args:
             state: entries by name, with the same names on all ranks.
@@ -304,7 +308,9 @@ class Sharding:
 
     @property
     def secondary_state_bytes(self) -> int:
-        """The approximate size of this rank's `secondary_state` in bytes."""
+        """The approximate size in bytes of `secondary_state`, this rank's share of the secondary partition in a
+        checkpoint.
+        """
         return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
 
     def rank_state(self) -> dict[str, torch.Tensor]:
@@ -348,6 +354,7 @@ class Sharding:
 
     @property
     def _device(self) -> torch.device:
+        """The device of the model's parameters."""
         return next(self.model.parameters()).device
 
 
@@ -486,7 +493,10 @@ def _on_steps(sharding: Sharding, before: _StepHook, after: _StepHook) -> None:
     reference = weakref.ref(sharding)
 
     def hook(method: _StepHook) -> Callable[..., None]:
+        """Return an optimizer hook that calls `method` while the handle exists."""
+
         def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            """Call the method with the optimizer that steps."""
             if (alive := reference()) is not None:
                 method(alive, optimizer)
 

@@ -97,6 +97,7 @@ class Unit:
 
     def check_fsdp2(self) -> None:
         """Raise ValueError if the unit uses an FSDP2 option that ZeRO++ does not support."""
+        # ---- options of the unit
         group = self._group
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise ValueError(
@@ -113,6 +114,7 @@ class Unit:
                 f"{self.name} uses {type(group._all_gather_comm).__name__} for its all-gathers, which ZeRO++ would "
                 "replace: remove the call that sets it"
             )
+        # ---- types and dtypes of its parameters
         for parameter, p in zip(self.parameters, group.fsdp_params, strict=True):
             kind = type(p.sharded_param._local_tensor)
             if kind is not torch.Tensor:
@@ -186,6 +188,7 @@ class Unit:
         shards = self.padded_shards()
 
         def read() -> torch.Tensor:
+            """Copy the shards into a flat shard [S], with zeros as padding."""
             if dtype == torch.uint8:
                 return self._read_bytes(shards)
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
@@ -380,6 +383,7 @@ class Unit:
 
     @property
     def _is_hsdp(self) -> bool:
+        """True if FSDP2 replicates the unit's shards (HSDP)."""
         hsdp: bool = self._group._is_hsdp
         return hsdp
 

@@ -369,7 +369,7 @@ class LosslessCodec:
         self._arriving = found, arrived
 
     def settle(self) -> None:
-        """Read the size counters of the last difference; waits until they have reached the host."""
+        """Read the size counters of the last message; waits until they have reached the host."""
         if self._arriving is None:
             return
         (found, event), self._arriving = self._arriving, None
@@ -380,9 +380,10 @@ class LosslessCodec:
         self._left_out += sum(left_out)
 
     def take_left_out(self) -> int:
-        """Return and reset the number of changed elements that were left out, over all ranks of the axis.
+        """Return the number of changed weights for which messages had no room, over all ranks of the axis, and reset
+        it.
 
-        The last message is not counted before `settle` has read its counters.
+        The counters of the last message are included once `settle` has read them.
         """
         found, self._left_out = self._left_out, 0
         return found

@@ -47,10 +47,10 @@ LATE = 4
 
 
 class Ballot:
-    """The votes of one forward on all units.
+    """The votes of one forward on which units must send their weights between nodes.
 
     Args:
-        own: this rank's votes.
+        own: this rank's votes, one per unit.
         work: returns the bitwise or of all ranks' votes.
     """
 
@@ -63,7 +63,7 @@ class Ballot:
 
 
 class WatchedGather(TwoHopGather):
-    """A `TwoHopGather` that sends the messages that the ranks have voted for.
+    """A two-hop all-gather that sends weights between nodes when the ranks have voted for it.
 
     If only some parameters of a unit are trained, an optimizer step sends only those between nodes.
 
@@ -156,7 +156,7 @@ class WatchedGather(TwoHopGather):
         self._keep_sums()
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the kinds of messages that the vote has decided on."""
+        """Return the kinds of messages to send between nodes, as the ranks have voted; see `TwoHopGather._crossings`."""
         if self.secondary.messages is None:  # equal on all ranks, so no vote is needed
             self.ballot = None
             return (InterNodeMessage.KEYFRAME,)
@@ -168,6 +168,7 @@ class WatchedGather(TwoHopGather):
         return self.unit.is_sharded and self.watch.is_done(self)
 
     def _start_cross_hop(self, *args: Any) -> None:
+        """Submit the cross hop, and record which parameters are trained now; see `TwoHopGather._start_cross_hop`."""
         self._trained = self.unit.is_trained
         super()._start_cross_hop(*args)
 
@@ -181,6 +182,7 @@ class WatchedGather(TwoHopGather):
             super()._take_in(crossing, messages, shard)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
+        """Return the bytes that this rank sends to each other node for a message of the kind `crossing`."""
         if crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences:
             return sum(stop - start for start, stop in self._trained_bytes())
         return super()._crossing_bytes(crossing)
@@ -219,7 +221,7 @@ class WatchedGather(TwoHopGather):
 
 
 class WriteWatch:
-    """The votes on all units of one model.
+    """The votes on all units of one model: before each forward, ranks agree which weights are sent between nodes.
 
     Args:
         gathers: the units' gathers, in the same order on all ranks.
@@ -278,7 +280,7 @@ class WriteWatch:
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Any) -> None:
-        """Vote when the forward of an outermost FSDP2 module begins."""
+        """Vote on which weights to send between nodes, when the forward of an outermost FSDP2 module begins."""
         if self._root is not None or in_backward():  # activation checkpointing runs forwards inside a backward
             return
         self._root, below = module, self._units_below(module)
@@ -313,7 +315,7 @@ class WriteWatch:
         return self._below[module]
 
     def _decide(self, gathers: Sequence[WatchedGather]) -> None:
-        """Vote on these units and start the exchange of votes."""
+        """Vote on whether these units must send their weights between nodes, and start the exchange of votes."""
         # ---- this rank's votes, and comparisons of checksums
         votes, found = [0] * len(self._gathers), []
         with torch.no_grad():
