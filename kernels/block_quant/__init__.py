@@ -5,8 +5,8 @@ are quantized in blocks, which are copied unquantized, and where their bytes are
 handles all segments of all rows, with one kernel launch on CUDA.
 
 Data and messages may be strided views with a contiguous last dim and up to two leading dims. Permuted strides express
-the reordering of the hops, [N, L, S] to [L, N, M], without copies. Data may start at any element; starts and strides
-that are multiples of 16 bytes are faster on CUDA. Bytes of a message that no segment uses are not written.
+the reordering in two-hop collectives, [N, L, S] to [L, N, M], without copies. Data may start at any element; starts and
+strides that are multiples of 16 bytes are faster on CUDA. Bytes of a message that no segment uses are not written.
 
 Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
 (plain torch, which also serves CPUs without a C compiler). C is 3 to 11 times as fast as the reference (one thread of

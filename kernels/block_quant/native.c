@@ -75,7 +75,7 @@ static inline float from_fp16(uint16_t half) {
 
 static inline uint16_t to_fp16(float x) {
     uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFF;
-    /* In the binade of 1/2 a float's last bit equals the last bit of fp16 subnormals, so the sum is rounded to them. */
+    /* A float near 1/2 has the same last bit as fp16 subnormals, so adding 1/2 rounds to a subnormal, half to even. */
     uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
     uint32_t normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
     uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
@@ -165,7 +165,7 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, in
         lowest = value > lowest ? value : lowest;
     }
     lowest &= 0x7FFFFFFF;
-    const int negative = lowest >= (uint32_t)highest; /* whether m is negative; in a tie of +m and -m it is */
+    const int negative = lowest >= (uint32_t)highest; /* of the largest element; it counts as negative in a tie */
     const uint32_t opposite = negative ? (uint32_t)highest : lowest;
     peak = negative ? lowest : (uint32_t)highest;
     if (peak >= INFINITE) return float_of(NAN_BITS);

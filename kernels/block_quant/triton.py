@@ -1,8 +1,8 @@
 """Block quantization of CUDA tensors in Triton: one kernel per function, which reads and writes each byte once.
 
 Each program handles one tile of one row. Grid axis 0 runs over the tiles of all segments, whose places a table on the
-device holds (range_table.py). Axes 1 and 2 run over the rows, whose strides express the reordering of the hops. Whole
-tiles that start at a multiple of 16 elements use 16-byte accesses without masks; other tiles use masks.
+device holds (range_table.py). Axes 1 and 2 run over the rows, in the order that their strides express. Whole tiles
+that start at a multiple of 16 elements use 16-byte accesses without masks; other tiles use masks.
 
 The launch configuration is fixed: with tiles of 4096 elements and 4 warps, each thread accesses 16 bytes at a time and
 nine programs fit on an SM. `enable_fp_fusion` is off because fused multiply-adds round differently, and its default

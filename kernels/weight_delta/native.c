@@ -97,7 +97,8 @@ static int32_t exponents(uint32_t *e, const uint16_t *old, struct format f) {
     return highest;
 }
 
-/* Write one block's body and its kind, and return the body's bytes. Elements from `valid` on are padding. */
+/* Encode the changes of one block: write its body and its kind, and return the body's bytes. Elements from `valid` on
+are padding. */
 static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct format f, uint8_t *kind, uint8_t *body,
                    int64_t *changed) {
     /* ---- z, and the number of changed elements */
@@ -169,7 +170,7 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
     return size;
 }
 
-/* Encode how `old` has become `new`; see `encode` in reference.py. */
+/* Encode the difference between old and new weights; see `encode` in reference.py. */
 void megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, const struct format *f, uint8_t *kinds,
                     uint8_t *halves, uint8_t *body, int64_t capacity, int64_t *numbers) {
     uint8_t found[ROOM];
@@ -231,7 +232,7 @@ static void decode_values(const uint8_t *at, const uint32_t *k, int count, uint3
 /* Return the new weight of an old weight and z. */
 static inline uint16_t moved(uint16_t old, uint32_t z) { return order(order(old) + (uint16_t)((z >> 1) ^ -(z & 1))); }
 
-/* Turn weights from old into new; see `decode` in reference.py. */
+/* Turn old weights into new ones, in place; see `decode` in reference.py. */
 void megazpp_decode(const uint8_t *kinds, const uint8_t *halves, const uint8_t *body, int64_t capacity, int64_t size,
                     const struct format *f, uint16_t *weights) {
     int64_t offset = 0;

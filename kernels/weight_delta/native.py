@@ -24,14 +24,14 @@ class _Format(Structure):
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """Encode how `old` has become `new`; see `reference.encode`."""
+    """Encode the difference between old and new weights; see `reference.encode`."""
     data, table = ([c_void_p(x.data_ptr()) for x in group] for group in ((new, old), (kinds, halves, body)))
     fmt, size, capacity = _Format(*EXPONENTS[new.dtype]), c_int64(len(new)), c_int64(len(body))
     _functions().megazpp_encode(*data, size, byref(fmt), *table, capacity, c_void_p(numbers.data_ptr()))
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """Turn weights from old into new in place; see `reference.decode`."""
+    """Turn old weights into new ones, in place; see `reference.decode`."""
     places = [c_void_p(x.data_ptr()) for x in (kinds, halves, body)]
     fmt, size, capacity = _Format(*EXPONENTS[weights.dtype]), c_int64(len(weights)), c_int64(len(body))
     _functions().megazpp_decode(*places, capacity, size, byref(fmt), c_void_p(weights.data_ptr()))

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # elements
+BLOCK = 256  # elements per block
 MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds: the highest sparse one, the lowest dense one, raw
-MOST_QUOTIENTS = 1024  # limit of a body's quotients, in bits
+MOST_QUOTIENTS = 1024  # most bits that the unary quotients of a block may take
 # Shift and mask of a dtype's exponent, and an offset that makes an exponent usable as a dense kind
 EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}
 
@@ -41,12 +41,12 @@ def order(bits: Tensor) -> Tensor:
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """Encode how `old` has become `new`.
+    """Encode the difference between old and new weights, block by block.
 
     Args:
         new: [S] new weights.
         old: [S] old weights.
-        kinds: [B] uint8, written: the kind of each block's body.
+        kinds: [B] uint8, written: the kind of each block's body, which holds its encoded changes.
         halves: [B] uint8, written: the bytes of each block's body / 2.
         body: [C] uint8, written: the bodies.
         numbers: [2] int64, written: bytes that all bodies need, and changed elements of blocks whose body ends beyond
@@ -73,7 +73,14 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """Turn weights [S] from old into new, in place; the other arguments are as `encode` has written them."""
+    """Turn old weights into new ones, in place.
+
+    Args:
+        kinds: [B] uint8, written by `encode`.
+        halves: [B] uint8, written by `encode`.
+        body: [C] uint8, written by `encode`.
+        weights: [S] the old weights, updated.
+    """
     exponents, offset = _exponents(weights), 0
     for index, (kind, half) in enumerate(zip(kinds.tolist(), halves.tolist(), strict=True)):
         # ---- the bytes of this block's body
@@ -120,7 +127,7 @@ def _blocks(x: Tensor, padding: int = 0) -> Tensor:
 
 
 def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
-    """Return kind and bytes of the shorter of the sparse and the dense body of z [256].
+    """Encode the changes z [256] of a block as the shorter of a sparse and a dense body; returns its kind and bytes.
 
     The kind is RAW if neither is possible.
     """

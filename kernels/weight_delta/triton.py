@@ -28,7 +28,7 @@ _CHUNK = tl.constexpr(1024)  # blocks per iteration of a prefix sum
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """Encode how `old` has become `new`; see `reference.encode`."""
+    """Encode the difference between old and new weights; see `reference.encode`."""
     num_blocks = len(kinds)
     # Rows: kind, c, bytes of the body, changed elements, start of the body
     plan = torch.empty(5, num_blocks, dtype=torch.int32, device=new.device)
@@ -40,7 +40,7 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """Turn rows of weights from old into new in place; see `reference.decode`.
+    """Turn rows of old weights into new ones, in place; see `reference.decode`.
 
     Shapes: kinds and halves [N, B], body [N, C], weights [N, S].
     """
@@ -103,7 +103,10 @@ def _bytes(bits):
 def _measure_kernel(
     new, old, plan, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
 ):  # fmt: skip
-    """Write kind, c, bytes and changed elements of one block into `plan`."""
+    """Choose how one block is encoded.
+
+    Writes kind, c, bytes of its body and number of changed elements into `plan`.
+    """
     # ---- c and the Rice parameters
     z, exponent, _ = _load(new, old, size, SHIFT, MASK, ABOVE)
     changed = z != 0
@@ -135,9 +138,9 @@ def _measure_kernel(
 
 @triton.jit
 def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
-    """Write each body's start into `plan`, -1 if it is left out, and the kinds, halves and counters of the message.
+    """Compute where each block's body starts in the message, -1 if it is left out, and write it into `plan`.
 
-    One program runs it for all blocks.
+    It also writes the message's kinds, halves and counters. One program runs it for all blocks.
     """
     first, wanted, left_out = 0, 0, 0
     while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
@@ -160,7 +163,7 @@ def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
 
 @triton.jit
 def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
-    """Compute the start of each body of a message; one program per message."""
+    """Compute where each block's body starts in a received message; one program per message."""
     node, first, end = tl.program_id(0).to(tl.int64), 0, 0
     while first < num_blocks:
         block = first + tl.arange(0, _CHUNK)
@@ -186,7 +189,7 @@ def _put(words, bit, value, width, mask):
 def _place_kernel(
     new, old, plan, words, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
 ):  # fmt: skip
-    """Write one block's body, unless it is left out."""
+    """Write one block's body, its encoded changes, into the message, unless the block is left out."""
     plan += tl.program_id(0)
     start = tl.load(plan + 4 * num_blocks).to(tl.int64)
     kind, c, length = tl.load(plan), tl.load(plan + num_blocks), tl.load(plan + 2 * num_blocks)
@@ -219,7 +222,7 @@ def _decode_kernel(
     kinds, halves, body, starts, weights, size, num_blocks, kinds_n, halves_n, body_n, weights_n,
     SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
-    """Turn one block of one row from old into new; one lane handles each bit of the quotients."""
+    """Turn one block of one row from old into new weights. Lanes work in parallel on the bits of the quotients."""
     index, node = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind = tl.load(kinds + node * kinds_n + index).to(tl.int32)
     length = 2 * tl.load(halves + node * halves_n + index).to(tl.int32)

@@ -221,8 +221,9 @@ class TwoHopGather(FreshBuffers, AllGather):
         return crossed
 
     def prefetch(self) -> None:
-        """Start the local hop, the all-gather inside the node, of the next use, if the received messages are up to
-        date.
+        """Start the local hop of the next use, the all-gather inside the node.
+
+        It starts only if the messages received from other nodes are up to date.
         """
         if self._received is None and self.secondary.messages is not None and self._is_current:
             self._received = self._start_local_hop(self.secondary.messages)
@@ -283,8 +284,9 @@ class TwoHopGather(FreshBuffers, AllGather):
         return self.unit.is_sharded and self.next_crossing() == InterNodeMessage.NOTHING
 
     def _fresh_messages(self, shard: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the received messages with the current weights, after starting a cross hop between nodes if they are
-        outdated.
+        """Return the messages of all nodes with the current weights.
+
+        If they are outdated, it starts a cross hop between nodes first.
 
         Args:
             shard: [S] this rank's flat shard.

@@ -196,8 +196,9 @@ class TwoHopReduce(SummingReduce):
         return bool(self._waiting)
 
     def waits_for(self, parameters: set[int]) -> str | None:
-        """Return the name of a parameter whose gradient has not crossed nodes yet and was not cleared; None if there is
-        none.
+        """Return the name of a parameter whose gradient has not crossed nodes yet and was not cleared.
+
+        Returns None if there is none.
 
         Args:
             parameters: `id`s of the parameters to consider.
@@ -233,9 +234,7 @@ class TwoHopReduce(SummingReduce):
     # ---- discarded gradients --------------------------------------------------------------------------------------
 
     def _drop_discarded(self) -> None:
-        """Drop the partial sums and the quantization errors of gradients that the program has cleared since the last
-        backward.
-        """
+        """Drop partial sums and quantization errors of gradients that the program has cleared."""
         # ---- partial sums; without marks clearing is not detected, and with HSDP `.grad` is None until the last sum
         if self._waiting and self._marks is not None:
             kept = tuple(index for index in self._waiting if self.unit.gradient(index) is not None)

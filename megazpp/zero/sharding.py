@@ -235,7 +235,7 @@ class Sharding:
         """Return the secondary partition, the weights that all nodes keep, as part of a checkpoint.
 
         From it a run resumes bit for bit. It is empty unless weights cross nodes as lossless differences. Call it while
-        the parameters are sharded, as they are after `reshard`. There are two kinds of entries:
+        the parameters are sharded, for example after `reshard`. There are two kinds of entries:
 
             {parameter}                         a copy of the weights that all nodes keep, a DTensor sharded like the
                                                 parameter; missing if the next use sends whole weights
@@ -265,8 +265,9 @@ class Sharding:
         return targets
 
     def load_secondary_state(self, state: Mapping[str, torch.Tensor]) -> bool:
-        """Restore the weights that all nodes keep from a `secondary_state`; call it on all ranks, after loading the
-        weights.
+        """Restore the weights that all nodes keep from a `secondary_state`.
+
+        Call it on all ranks, after loading the weights.
 
         Args:
             state: entries by name, with the same names on all ranks.
@@ -308,9 +309,7 @@ class Sharding:
 
     @property
     def secondary_state_bytes(self) -> int:
-        """The approximate size in bytes of `secondary_state`, this rank's share of the secondary partition in a
-        checkpoint.
-        """
+        """The approximate bytes of `secondary_state`, this rank's share of the secondary partition in a checkpoint."""
         return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
 
     def rank_state(self) -> dict[str, torch.Tensor]:

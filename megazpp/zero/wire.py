@@ -380,8 +380,7 @@ class LosslessCodec:
         self._left_out += sum(left_out)
 
     def take_left_out(self) -> int:
-        """Return the number of changed weights for which messages had no room, over all ranks of the axis, and reset
-        it.
+        """Return and reset the number of changed weights for which messages had no room, over all ranks of the axis.
 
         The counters of the last message are included once `settle` has read them.
         """

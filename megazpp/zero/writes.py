@@ -156,7 +156,7 @@ class WatchedGather(TwoHopGather):
         self._keep_sums()
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the kinds of messages to send between nodes, as the ranks have voted; see `TwoHopGather._crossings`."""
+        """Return the kinds of messages to send between nodes, as voted; see `TwoHopGather._crossings`."""
         if self.secondary.messages is None:  # equal on all ranks, so no vote is needed
             self.ballot = None
             return (InterNodeMessage.KEYFRAME,)
