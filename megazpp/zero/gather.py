@@ -5,9 +5,9 @@
 N: nodes (cross axis); L: ranks of a node with the same tensor-parallel index (local axis); S: elements of a flat shard;
 M: bytes of its message.
 
-The secondary partition (hpZ, secondary.py) consists of the messages that the cross hop has received. Until the weights
-change, each later use in forward or backward repeats only the local hop and gathers the same bits. DeepSpeed instead
-quantizes again for the backward. Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
+The secondary partition (hpZ, secondary.py) consists of the messages that the cross-node hop has received. Until the
+weights change, each later use in forward or backward repeats only the intra-node hop and gathers the same bits.
+DeepSpeed instead quantizes again for the backward. Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
 
 All ranks derive the next message between nodes from state that is equal on all of them:
 
@@ -46,13 +46,13 @@ class TwoHopGather(FreshBuffers, AllGather):
     """The all-gather of one unit in two hops, which replaces FSDP2's.
 
     FSDP2's flat rank is cross rank x L + local rank. Each use compares the unit's fingerprint (`Unit.fingerprint`) with
-    the one at the last cross hop, to detect changed weights. Fingerprints change on all ranks alike.
+    the one at the last cross-node hop, to detect changed weights. Fingerprints change on all ranks alike.
 
     Args:
         unit: the sharding unit.
         context: axes, schedules and formats that all units share.
     Attributes:
-        secondary: sends the cross hop and holds its result.
+        secondary: sends the cross-node hop and holds its result.
         crossing_key: name of the unit's `InterNodeMessage` in checkpoints.
         num_uses: number of uses so far, the same on every rank.
     """
@@ -71,11 +71,11 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._made_from: Fingerprint | None = None
         self._has_stepped = False
         self._after_step: Fingerprint | None = None  # fingerprint after the last step; None once `drop` was called
-        self._crossed: Work[None] | None = None  # the last cross hop
-        self._received: Work[torch.Tensor] | None = None  # a local hop that was started before its use
-        self._used = False  # whether the unit was used since its last cross hop started
+        self._crossed: Work[None] | None = None  # the last cross-node hop
+        self._received: Work[torch.Tensor] | None = None  # an intra-node hop that was started before its use
+        self._used = False  # whether the unit was used since its last cross-node hop started
         self._compared = False  # whether `Unit.shard_reader` was checked against FSDP2's input
-        self._uncounted = 0  # bytes of a cross hop that ran while the traffic counter was paused
+        self._uncounted = 0  # bytes of a cross-node hop that ran while the traffic counter was paused
         self.num_uses = 0
         self._schedule.add(self)
 
@@ -149,13 +149,13 @@ class TwoHopGather(FreshBuffers, AllGather):
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
 
-        # ---- the cross hop, if the weights have changed
+        # ---- the cross-node hop, if the weights have changed
         messages, crossed = self._fresh_messages(input_tensor)
         self._count_crossing()
         self._used = True
         self.num_uses += 1
 
-        # ---- the local hop, unless it was prefetched, and unpacking
+        # ---- the intra-node hop, unless it was prefetched, and unpacking
         received, self._received = self._received, None
         if received is None:
             assert self._crossed is not None
@@ -196,7 +196,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._unpack(lambda: codec.empty(peers, nodes, device=device), output.view(-1))
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross hop, the all-gather between nodes, before the next use.
+        """Start the cross-node hop, the all-gather between nodes, before the next use.
 
         It starts only if the weights have changed and the unit is sharded. With weight differences this happens for
         every unit, used or not and with or without overlap. The resident weights, to which differences are added, then
@@ -206,7 +206,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             since: a CUDA event after the last optimizer step. The hop waits for it, or for all work on the current
                 stream if the weights were written to after that step.
         Returns:
-            True if a cross hop was started.
+            True if a cross-node hop was started.
         """
         wanted = self.secondary.sends_differences or (self._schedule.overlap and self._used)
         messages = self.secondary.messages if wanted else None
@@ -221,7 +221,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         return crossed
 
     def prefetch(self) -> None:
-        """Start the local hop of the next use, the all-gather inside the node.
+        """Start the intra-node hop of the next use, the all-gather inside the node.
 
         It starts only if the messages received from other nodes are up to date.
         """
@@ -243,7 +243,7 @@ class TwoHopGather(FreshBuffers, AllGather):
     def lossless(self) -> LosslessCodec:
         """Return the codec for lossless differences.
 
-        It waits for the last cross hop first, so that the codec's size counters are current.
+        It waits for the last cross-node hop first, so that the codec's size counters are current.
         """
         if self._crossed is not None:
             self._crossed.wait()
@@ -286,12 +286,12 @@ class TwoHopGather(FreshBuffers, AllGather):
     def _fresh_messages(self, shard: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Return the messages of all nodes with the current weights.
 
-        If they are outdated, it starts a cross hop between nodes first.
+        If they are outdated, it starts a cross-node hop first.
 
         Args:
             shard: [S] this rank's flat shard.
         Returns:
-            [N, M] messages, complete when the cross hop is done; and whether a cross hop was started.
+            [N, M] messages, complete when the cross-node hop is done; and whether a cross-node hop was started.
         """
         crossed = False
         for crossing in self._crossings():
@@ -315,7 +315,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         shard: Callable[[], torch.Tensor],
         since: Moment = None,
     ) -> None:
-        """Submit the cross hop and record the fingerprint of the shards that it sends.
+        """Submit the cross-node hop and record the fingerprint of the shards that it sends.
 
         Args:
             crossing: the kind of message.
@@ -333,7 +333,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._crossed = self._cross_queue.submit(lambda: self._take_in(crossing, messages, shard), since=since)
 
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        """Run the cross hop, the all-gather between nodes; called in the cross axis's communication queue."""
+        """Run the cross-node hop, the all-gather between nodes; called in the cross axis's communication queue."""
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
@@ -341,7 +341,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _count_crossing(self) -> None:
-        """Count the bytes of a cross hop that ran while the traffic counter was paused.
+        """Count the bytes of a cross-node hop that ran while the traffic counter was paused.
 
         Evaluations pause the counter. The weights that they send between nodes also serve the next training step, so
         its first use counts them.

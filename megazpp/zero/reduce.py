@@ -6,10 +6,10 @@
 N: nodes (cross axis); L: ranks of a node (local axis); S: elements of a flat shard. Both hops only sum. A NaN or Inf
 arrives as NaN or Inf.
 
-With error feedback the cross hop adds its last quantization errors to the next gradients. These errors are clipped,
-dropped or rescaled together with the gradients of their step.
+With error feedback the cross-node hop adds its last quantization errors to the next gradients. These errors are
+clipped, dropped or rescaled together with the gradients of their step.
 
-Source: ZeRO++ (arXiv 2306.10209) section 3.3, which runs the cross hop in every micro-batch. The moving average of
+Source: ZeRO++ (arXiv 2306.10209) section 3.3, which runs the cross-node hop in every micro-batch. The moving average of
 errors is from LoCo (arXiv 2407.04480).
 
 One file of more than 300 lines, because both hops share the partial sums, whose layout depends on the trained
@@ -34,7 +34,7 @@ from megazpp.zero.wire import Codec, Segment
 
 
 class PartialSums(NamedTuple):
-    """A node's sums of gradients that wait for the cross hop.
+    """A node's sums of gradients that wait for the cross-node hop.
 
     `sums` is [N, S], for the parameters `indices`. `flags` is [N, P] uint8, 1 for a parameter that got a gradient on
     any rank of the node; None if flags are not needed.
@@ -88,10 +88,10 @@ class TwoHopReduce(SummingReduce):
         self._partial_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
         self._codecs: dict[tuple[tuple[int, ...], torch.dtype], tuple[Codec, Codec]] = {}
         self._num_uses, self._uses_before = num_uses, 0
-        self._waiting: tuple[int, ...] = ()  # indices of the parameters whose partial sums wait for the cross hop
+        self._waiting: tuple[int, ...] = ()  # indices of the parameters whose partial sums wait for the cross-node hop
         self._partial_sums: PartialSums | None = None  # accessed by tasks of the local queue only
         self._factors: torch.Tensor | None = None  # keeps a tensor alive that the local queue reads
-        # Error feedback of the cross hop, accessed by tasks of the cross queue, and by `Sharding.end_step` in between
+        # Error feedback of the cross-node hop, accessed by the cross queue, and between backwards by `end_step`
         self._errors: Feedback | None = None
         self._errors_of: tuple[int, ...] = ()  # indices of the parameters that `_errors` has room for
         self._errors_settled = True  # whether an optimizer step has used the last result
@@ -147,7 +147,7 @@ class TwoHopReduce(SummingReduce):
         return tuple(sorted({*self.reduced, *self._waiting}))
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the local hop, and after the last micro-batch the cross hop; see `SummingReduce.start`."""
+        """Start the intra-node hop, and after the last micro-batch the cross-node hop; see `SummingReduce.start`."""
         self._dtype, keep = gradients.dtype, not self._crosses
         hop = Hop(self.reduced, self.result_indices, self._flags_of(self.reduced, gradients.device))
         inside = self._local_queue.submit(functools.partial(self._hop_inside, gradients, hop, keep=keep))
@@ -165,7 +165,7 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def feeds_back(self) -> bool:
-        """True if quantization errors of the cross hop are kept and added to the next gradients."""
+        """True if quantization errors of the cross-node hop are kept and added to the next gradients."""
         _, across = self._codecs_of(self.unit.trained)
         return self._feedback and any(part.scales is not None for part in across.layout.ranges)
 
@@ -215,7 +215,7 @@ class TwoHopReduce(SummingReduce):
         """Compile the kernels by reducing zeros; nothing is communicated and no state changes."""
         if not self.unit.trained:
             return
-        # ---- the local hop
+        # ---- the intra-node hop
         nodes, peers = self._cross.size, self._local.size
         inside, across = self._codecs_of(self.unit.trained)
         size = inside.layout.size
@@ -225,7 +225,7 @@ class TwoHopReduce(SummingReduce):
         sums = torch.zeros(nodes, size, dtype=self._partial_dtype, device=device)
         for accumulate in (False,) if self._every_micro_batch else (False, True):
             inside.unpack_sum(messages, sums, accumulate=accumulate)
-        # ---- the cross hop
+        # ---- the cross-node hop
         sent = across.empty(nodes, device=device)
         errors = across.new_errors(nodes, device=device) if self._feedback else None
         across.pack(sums, sent, errors=errors, beta=self._beta)
@@ -267,7 +267,7 @@ class TwoHopReduce(SummingReduce):
     # ---- layouts --------------------------------------------------------------------------------------------------
 
     def _codecs_of(self, indices: tuple[int, ...]) -> tuple[Codec, Codec]:
-        """Return the codecs of the local hop and of the cross hop for the gradients of the parameters `indices`."""
+        """Return the codecs of the intra-node and the cross-node hop for gradients of the parameters `indices`."""
         key = indices, self._dtype
         if key not in self._codecs:
             segments = self.unit.segments_of(indices)
@@ -334,7 +334,7 @@ class TwoHopReduce(SummingReduce):
         return self._every_micro_batch or (self._last_micro_batch and self.unit.in_last_backward)
 
     def _hop_inside(self, gradients: torch.Tensor, hop: Hop, *, keep: bool) -> torch.Tensor:
-        """Run the local hop: [N L S] in FSDP2's rank order -> partial sums [N, S] of all micro-batches so far."""
+        """Run the intra-node hop: [N L S] in FSDP2's rank order -> partial sums [N, S] of all micro-batches so far."""
         num_nodes, num_local = self._cross.size, self._local.size
         (codec, _), device = self._codecs_of(hop.reduced), gradients.device
         # ---- exchange messages inside the node
@@ -375,7 +375,7 @@ class TwoHopReduce(SummingReduce):
         return self._cross_queue.submit(functools.partial(self._hop_across, inside, hop, result), after=(inside,))
 
     def _hop_across(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> torch.Tensor:
-        """Run the cross hop: partial sums [N, S] -> `result`, this rank's [S] summed over the nodes."""
+        """Run the cross-node hop: partial sums [N, S] -> `result`, this rank's [S] summed over the nodes."""
         (_, codec), partial_sums = self._codecs_of(hop.target), inside.join()
         device = partial_sums.device
         sent = _empty(codec, hop, self._cross.size, device=device)
@@ -391,7 +391,7 @@ class TwoHopReduce(SummingReduce):
         return result
 
     def _cross_waiting(self) -> None:
-        """Start the cross hop of partial sums in a last backward in which the unit has no gradients."""
+        """Start the cross-node hop of partial sums in a last backward in which the unit has no gradients."""
         self.unit.refuse_gradient_hooks()
         device = self.unit.gradient(self._waiting[0])._local_tensor.device
         assert self._group is not None, "one rank alone reduces nothing"

@@ -1,19 +1,20 @@
 """The schedules that decide when each hop runs: slow hops once per optimizer step, fast hops once per use.
 
-    weights    first use after a change:      the unit's own hops, then other units' cross hops in the order of use,
-                                              during the forward (for weight differences also without overlap, and for
-                                              units that are not used)
-               every use:                     the unit's local hop, followed by a prefetch of the next unit's
-    gradients  every micro-batch:             the unit's local hop
-               last micro-batch:              the unit's cross hop after its local hop, during the rest of the backward
-               end of that backward:          the sums are added to `.grad`, which is complete when backward() returns
+    weights    first use after a change:   the unit's own hops, then other units' cross-node hops in the order of use,
+                                           during the forward (for weight differences also without overlap, and for
+                                           units that are not used)
+               every use:                  the unit's intra-node hop, followed by a prefetch of the next unit's
+    gradients  every micro-batch:          the unit's intra-node hop
+               last micro-batch:           the unit's cross-node hop after its intra-node hop, during the rest of the
+                                           backward
+               end of that backward:       the sums are added to `.grad`, which is complete when backward() returns
 
-The cross hop is the one between nodes, the local hop the one inside a node. Hops run in communication queues
-(parallel/comm_queue.py), one per axis, so the collectives of each process group have the same order on every rank.
+Hops run in communication queues (parallel/comm_queue.py), one per axis: cross-node hops on the axis `cross`, intra-node
+hops on `local`. So the collectives of each process group have the same order on every rank.
 
-At most the following is in flight: the gradients of `UNITS_IN_FLIGHT` units before their local hop, the partial sums
-[N, S] of every unit before its cross hop, and the received weights of one unit. Results do not depend on overlap, bit
-for bit.
+At most the following is in flight: the gradients of `UNITS_IN_FLIGHT` units before their intra-node hop, the partial
+sums [N, S] of every unit before its cross-node hop, and the received weights of one unit. Results do not depend on
+overlap, bit for bit.
 
 On CUDA, memory that one stream allocates and another one uses must not be reused too early:
 
@@ -45,8 +46,8 @@ from torch.autograd import Variable
 
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 
-UNITS_IN_FLIGHT = 2  # units whose gradients may wait for their local hop at the same time
-CROSS_HOPS_PER_USE = 2  # other units' cross hops that one use starts on CUDA
+UNITS_IN_FLIGHT = 2  # units whose gradients may wait for their intra-node hop at the same time
+CROSS_HOPS_PER_USE = 2  # other units' cross-node hops that one use starts on CUDA
 
 
 class Finish(Protocol):
@@ -71,24 +72,24 @@ class GatherSchedule:
 
     Only units that keep a secondary partition take part.
 
-    On CUDA the host launches the hops itself, so each use starts at most `CROSS_HOPS_PER_USE` other units' cross hops
-    after its own. The GPU then need not wait at the start of a step until the host has launched all of them. A cross
-    hop waits only for the compute that was launched before the first use after the weights changed, not for later
-    compute. On the CPU all cross hops start at once. The schedule does not depend on timing, so it is the same on every
-    rank.
+    On CUDA the host launches the hops itself, so each use starts at most `CROSS_HOPS_PER_USE` other units' cross-node
+    hops after its own. The GPU then need not wait at the start of a step until the host has launched all of them. A
+    cross-node hop waits only for the compute that was launched before the first use after the weights changed, not for
+    later compute. On the CPU all cross-node hops start at once. The schedule does not depend on timing, so it is the
+    same on every rank.
 
     Args:
-        overlap: whether cross hops start before they are needed.
-        queue: communication queue of the cross hops.
+        overlap: whether cross-node hops start before they are needed.
+        queue: communication queue of the cross-node hops.
     """
 
     def __init__(self, *, overlap: bool, queue: CommQueue) -> None:
         self.overlap, self._queue = overlap, queue
-        # Local hops are prefetched on the CPU only: on CUDA the host runs ahead of the device, which has that effect.
+        # Intra-node hops are prefetched on the CPU only: on CUDA the host runs ahead, which has the same effect.
         self._prefetch = overlap and queue.blocks_host
         self._order: list[Startable] = []  # in the order of first use
         self._all: list[Startable] = []
-        self._stale: deque[Startable] = deque()  # units whose weights may have changed since their last cross hop
+        self._stale: deque[Startable] = deque()  # units whose weights may have changed since their last cross-node hop
         self._since: Moment = None  # CUDA event of the first use after the weights changed, see `CommQueue.submit`
 
     def add(self, gather: Startable) -> None:
@@ -100,7 +101,8 @@ class GatherSchedule:
 
         Args:
             gather: the gather of the used unit, whose own hops are already submitted.
-            crossed: whether these included its cross hop, so that the weights of the other units may have changed too.
+            crossed: whether these included its cross-node hop, so that the weights of the other units may have changed
+                too.
         """
         if crossed:
             self._stale = deque(other for other in dict.fromkeys([*self._order, *self._all]) if other is not gather)
@@ -118,7 +120,7 @@ class GatherSchedule:
         self._stale.clear()
 
     def start_stale(self, limit: int | None = None) -> None:
-        """Start the cross hops of units that are still stale, at most `limit` of them."""
+        """Start the cross-node hops of units that are still stale, at most `limit` of them."""
         started = 0
         while self._stale and (limit is None or started < limit):
             started += self._stale.popleft().start_early(self._since)

@@ -1,6 +1,6 @@
 """The secondary partition (hpZ): the weights of other nodes that a rank keeps until they change. It has two forms.
 
-    Secondary    messages [N, M] uint8, as received in the cross hop
+    Secondary    messages [N, M] uint8, as received in the cross-node hop
     Resident     weights R [N, S] in the compute dtype, with the same bits on every node
 
 N: nodes (cross axis); L: ranks of a node (local axis); S: elements of a flat shard; M: bytes of its message.
@@ -15,8 +15,8 @@ So a change that was left out or rounded off is part of the next difference. 4-b
 weights of local steps (diloco/outer.py). A keyframe replaces all of R by w. It is sent at first, and after changes
 that are not an optimizer step.
 
-R is a view of the elements in a keyframe's messages, which the local hop sends. It takes 2 P / L bytes for P parameters
-of 16 bits. Source of 4-bit differences: SDP4Bit (arXiv 2410.15526), which keeps all weights on each rank.
+R is a view of the elements in a keyframe's messages, which the intra-node hop sends. It takes 2 P / L bytes for P
+parameters of 16 bits. Source of 4-bit differences: SDP4Bit (arXiv 2410.15526), which keeps all weights on each rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Secondary:
         cross: axis across nodes.
         of: name of the unit, for the timeline.
     Attributes:
-        messages: [N, M] uint8, sent by the local hop; None while nothing is kept.
+        messages: [N, M] uint8, sent by the intra-node hop; None while nothing is kept.
     """
 
     sends_differences = False
@@ -59,7 +59,7 @@ class Secondary:
         self.messages = None
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
-        """Run the cross hop: update `messages` to the current weights of all nodes.
+        """Run the cross-node hop: update `messages` to the current weights of all nodes.
 
         Args:
             messages: [N, M] uint8.
@@ -70,7 +70,7 @@ class Secondary:
         self._exchange(messages)
 
     def take_in_part(self, messages: torch.Tensor, shard: torch.Tensor, part: Sequence[tuple[int, int]]) -> None:
-        """Run the cross hop for some bytes of the messages only.
+        """Run the cross-node hop for some bytes of the messages only.
 
         Args:
             messages: [N, M] uint8.
@@ -84,7 +84,7 @@ class Secondary:
         torch._foreach_copy_([messages[:, start:stop] for start, stop in part], list(received))
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
-        """Return the bytes that a rank sends to each other node in the cross hop."""
+        """Return the bytes that a rank sends to each other node in the cross-node hop."""
         return self.codec.message_bytes
 
     @property
@@ -127,7 +127,7 @@ class Resident(Secondary):
         return messages
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
-        """Run the cross hop, with whole weights if `keyframe` and otherwise with a difference."""
+        """Run the cross-node hop, with whole weights if `keyframe` and otherwise with a difference."""
         assert self.weights is not None
         if keyframe:
             self.weights[self.cross.rank].copy_(shard)

@@ -237,10 +237,10 @@ class Sharding:
         From it a run resumes bit for bit. It is empty unless weights cross nodes as lossless differences. Call it while
         the parameters are sharded, for example after `reshard`. There are two kinds of entries:
 
-            {parameter}                         a copy of the weights that all nodes keep, a DTensor sharded like the
-                                                parameter; missing if the next use sends whole weights
-            {unit's first parameter}.crossing   the kind of message that the next use sends, a scalar
-            (`InterNodeMessage`)
+            {parameter}                        a copy of the weights that all nodes keep, a DTensor sharded like the
+                                               parameter; missing if the next use sends whole weights
+            {unit's first parameter}.crossing  the kind of message that the next use sends, as a scalar
+                                               (`InterNodeMessage`)
         """
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:

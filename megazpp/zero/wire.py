@@ -220,8 +220,7 @@ class Codec:
 class MixedCodec(Codec):
     """The codec of a unit whose parameters have several dtypes; FSDP2 gathers such a unit as bytes, so S counts bytes.
 
-        | message of the fp32 parameters | message of the bf16 parameters | ... | bytes of all other parameters,
-        unchanged |
+        | message of the fp32 parameters | message of the bf16 parameters | ... | unchanged bytes of all others |
 
     The fp32, bf16 and fp16 parameters are quantized as in separate units.
 

@@ -168,12 +168,12 @@ class WatchedGather(TwoHopGather):
         return self.unit.is_sharded and self.watch.is_done(self)
 
     def _start_cross_hop(self, *args: Any) -> None:
-        """Submit the cross hop, and record which parameters are trained now; see `TwoHopGather._start_cross_hop`."""
+        """Submit the cross-node hop, and record which parameters are trained now."""
         self._trained = self.unit.is_trained
         super()._start_cross_hop(*args)
 
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
-        """Run the cross hop for whole weights, a difference or the trained part; called in the cross queue."""
+        """Run the cross-node hop for whole weights, a difference or the trained part; called in the cross queue."""
         is_part = crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences
         self._keep_sums(of_frozen=not is_part)  # before the shard is read, so a write in between is detected later
         if is_part:
