@@ -19,19 +19,19 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 2048
 class BlockFormat:
     """Quantization in blocks of `block_size` consecutive elements of `bits` each, with one bf16 scale per block.
 
-    int8: x ~= q * scale, q in -127..127. The scale is the largest magnitude / 127, rounded up to bf16.
-
-    int4: x ~= q * scale, q in -8..7. Let m be the largest magnitude and o the largest magnitude of the opposite sign.
-    The
+    int8:
+        x ~= q * scale, q in -127..127. The scale is the largest magnitude / 127, rounded up to bf16.
+    int4:
+        x ~= q * scale, q in -8..7. Let m be the largest magnitude and o the largest magnitude of the opposite sign. The
         scale is the larger of m / (8 + 7/16) and o / (7 + 7/16), rounded to bf16: the smallest scale that clips
         nothing. If at least half of the block is within 1/16 of m, as in AdamW's first steps, the scale is m / 7, so
         that both signs keep their magnitude. The sign of the scale makes the integer of m negative; if +m and -m both
         occur, the integer of -m is negative. Byte j of a block holds q[j] + 8 in its low half and q[j + block_size / 2]
         + 8 in its high half.
-
-    int4 with `clip`: the scale is m / 9 instead of that larger value, so the largest elements are clipped. It is for
-        gradients with error feedback, which adds the clipped part to the next message. "Gradients" in
-        docs/benchmarks.md has measurements.
+    int4 with `clip`:
+        The scale is m / 9 instead of that larger value, so the largest elements are clipped. It is for gradients with
+        error feedback, which adds the clipped part to the next message. "Gradients" in docs/benchmarks.md has
+        measurements.
 
     Raises:
         ValueError: bits is not 4 or 8, block_size is not a power of two in 32..2048, or clip is set for 8 bits.

@@ -19,7 +19,7 @@ from megazpp.kernels.c_library import CLibraryError
 
 __all__ = ["MOST_DATASETS", "blend_order"]
 
-MOST_DATASETS = (1 << 15) - 1  # the largest int16
+MOST_DATASETS = (1 << 15) - 1  # datasets are numbered by int16
 SECONDS_BETWEEN_LINES = 3.0
 _AT_ONCE = 1 << 20  # samples between two readings of the clock; a 16th of that in Python
 

@@ -138,8 +138,9 @@ class CountedGather(FreshBuffers, AllGather):
 
 
 class LateSum:
-    """A sum over ranks that is added to `.grad` at the end of the backward instead of being FSDP2's reduce-scatter
-    output.
+    """A sum over ranks that is added to `.grad` at the end of the backward.
+
+    FSDP2's reduce-scatter returns zeros in its place.
 
     Args:
         indices: indices of the parameters whose gradients it holds.
