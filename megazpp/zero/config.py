@@ -44,7 +44,7 @@ class ZeroConfig:
     zero_hpz_partition_size: str | None = flag(
         None,
         "hpZ: number of data ranks in a node that share a secondary copy of the weights, from which every gather "
-        "reads until the weights change; auto: all of the node, 1: no copy (default: auto with --zeropp, 1 otherwise)",
+        "reads until the weights change; auto: all of a node, 1: no copy (default: auto with --zeropp, 1 otherwise)",
     )
     zero_quantized_gradients: bool | None = flag(
         None, "qgZ: reduce gradients as 8-bit and 4-bit blocks (default: on with --zeropp)"

@@ -36,8 +36,8 @@ class VerifyConfig:
 
     zero_verify_interval: int | None = flag(
         None,
-        "steps between two comparisons of the gathered weights' checksums across ranks, before the update; different "
-        "checksums end the job with the unit and the ranks; costs one more gather of all weights (default: never)",
+        "steps between two checks that all ranks gather the same weights; a difference ends the job before the update "
+        "and names the unit and the ranks; a check costs one more gather of all weights (default: never)",
     )
 
     def __post_init__(self) -> None:
