@@ -52,7 +52,7 @@ REFUSED = """
 2 | --global-batch-size 6 | --global-batch-size 6 is not divisible by --micro-batch-size 2
 1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be combined with --train-iters 10
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
-1 | --fp16 --bf16 | --fp16 and --bf16 exclude each other
+1 | --fp16 --bf16 | --fp16 and --bf16 are both set: choose one
 1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only
 1 | --grad-reduce-in-bf16 | --grad-reduce-in-bf16 needs --bf16
 1 | --seed 4294967296 | --seed 4294967296 is not a number from 0 to 4294967295
@@ -61,7 +61,7 @@ REFUSED = """
 1 | --optimizer sgd --sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
 1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is not a number from 1 to 64
 1 | --lr -1 --min-lr 1e-4 | --lr -1.0 is negative
-1 | --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not two of 4, 8 and 16
+1 | --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not valid; expected two of 4, 8 and 16
 1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)
 1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam
