@@ -93,7 +93,7 @@ def test_a_loss_far_above_the_last_ones_is_skipped_and_named_and_training_goes_o
     watched = Watched(6.0)
     assert watched.takes(*noisy(50), 5.0, *noisy(50)) == [True] * 50 + [False] + [True] * 50
     assert watched.said == [
-        "iteration 51: the loss is 5.0000, after 2.9985 +- 0.0894 over 50 steps; the step is skipped"
+        "iteration 51: the loss is 5.0000, the earlier mean 2.9985 +- 0.0894 over 50 steps; the step is skipped"
     ]
 
 
@@ -121,7 +121,7 @@ def test_rewind_takes_the_weights_back_and_says_where_to():
 
     watched = Watched(6.0, rewind=rewind)
     assert watched.takes(*noisy(50), 9.0) == [True] * 50 + [False]
-    assert watched.said[0].endswith("the step is skipped, and the weights go back to those of iteration 40")
+    assert watched.said[0].endswith("the step is skipped, and the weights return to iteration 40")
     assert list(watched.history.losses) == [*noisy(50), 9.0]  # the latest are remembered
 
 
@@ -166,7 +166,7 @@ def spike_after_a_checkpoint(folder: str) -> None:
     watched.history.load_state_dict({"losses": [0.1, 0.2] * 20})
     attempt.train(6, saves=False)
     assert attempt.whole() == saved
-    assert watched.said[-1].endswith("; the step is skipped, and the weights go back to those of iteration 2")
+    assert watched.said[-1].endswith("; the step is skipped, and the weights return to iteration 2")
 
 
 @pytest.mark.slow
@@ -201,10 +201,12 @@ def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():
     watched = Watched(4.0, islands=True, rewind=back)
     assert watched.takes(*(3.0, 3.1) * 15, 9.0) == [True] * 30 + [False]
     assert (watched.guard.found, back.call_count) == ((False, True), 0)
-    assert watched.said[-1].endswith("the weights of all islands go back when they synchronize")
+    assert watched.said[-1].endswith(
+        "the weights of all replica groups return to the last checkpoint when they synchronize"
+    )
     assert watched.guard.settle(failed=False, back=True)
     assert (watched.guard.found, back.call_count) == ((False, False), 1)
-    assert watched.said[-1] == "the loss of an island has jumped, and the weights go back to those of iteration 7"
+    assert watched.said[-1] == "the loss of a replica group has jumped, and the weights return to iteration 7"
     assert len(watched.history.losses) == 31
 
 
@@ -238,7 +240,7 @@ def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late:
     return "no error"
 
 
-UNKNOWN = "a rank that is not known, because whole copies are summed inside FSDP2"
+UNKNOWN = "an unknown rank, because FSDP2 sums the gradients of whole copies (ZeRO stage 0)"
 FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {  # case, rank, late, where it is from
     "late": ({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1, True, "rank 1"),
     "late, stage 2": ({"stage": 2}, 0, True, "rank 0"),
@@ -255,7 +257,7 @@ def test_a_nan_in_one_gradient_of_one_rank_names_the_parameter_and_the_rank_wher
     (message,) = set(ranks(4).run(train_with_a_fault, case, "gradient", rank, tmp_path, late=late))
     first, *lines = message.splitlines()
     assert first.startswith("iteration 3: loss ")
-    assert first.endswith(", gradient norm nan; the job ends before the update, the weights are those of iteration 2")
+    assert first.endswith(", gradient norm nan; the job ends before the update, with the weights of iteration 2")
     file = tmp_path / "not-finite-3.json"
     assert lines == [
         f"layers.1.mlp.fc2.weight: the norm of the gradient is nan, from {origin}",

@@ -82,7 +82,9 @@ def test_a_log_file_that_cannot_be_written_to_is_named_once_and_ends_nothing():
     console.log("first")
     console.log("second")
     assert out.getvalue().splitlines()[1:] == ["first", "second"]
-    assert out.getvalue().startswith("warning: /dev/full: [Errno 28] No space left on device; it gets no more lines")
+    assert out.getvalue().startswith(
+        "warning: /dev/full: [Errno 28] No space left on device; no more lines are written to it"
+    )
 
 
 def test_metrics_of_a_restart_follow_those_before_it_also_behind_a_line_cut_short_and_may_be_nan(tmp_path):
