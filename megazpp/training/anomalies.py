@@ -133,8 +133,8 @@ class Guard:
         verify_interval: steps between two comparisons of the gathered weights over ranks. None disables them.
         rewind: function that reloads weights and moments from the last checkpoint and returns its iteration. All ranks
             call it. None: a spike only skips the step.
-        islands: True with DiLoCo's replica groups. Each group then decides on its own whether to skip a step. The end
-            of the job and a rewind wait until all groups call `settle`.
+        islands: True with DiLoCo's replica groups. Each group then decides on its own whether to skip a step. Ending
+            the job and rewinding wait until all groups call `settle`.
     """
 
     config: AnomalyConfig

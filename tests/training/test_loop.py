@@ -70,7 +70,7 @@ def test_a_run_of_samples_resumed_with_another_batch_size_consumes_them(consumed
     run = Run([1.0] * steps, start=start, length={"train_samples": 10}, log_interval=100)
     assert (run.progress.iteration, run.progress.consumed_samples) == (40 + steps, consumed + 2 * steps)
     assert run.plan.total_iterations == 40 + steps
-    left = "; the other 1 are too few for a global batch of 2" if consumed == 9 else ""
+    left = "; the remaining 1 are too few for a global batch of 2" if consumed == 9 else ""
     complete = f"training is complete: {consumed} of --train-samples 10 are consumed{left}\n"
     assert (complete in run.out.getvalue()) == (steps == 0)
     assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])  # the last step is known to be it

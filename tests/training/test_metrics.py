@@ -149,7 +149,7 @@ def test_synchronizations_of_islands_are_in_the_line_the_record_and_the_summary(
     summary = filled.summary(cpu_seconds=1.0)
     assert (summary["inner_loss"], summary["synchronizations"], summary["island_bytes_per_step"]) == (2.5, 2, 2_000_000)
     lines = closing_lines(summary | {"stop_reason": None, "final_loss": 2.5, "validation_loss": None}, trained=True)
-    assert "islands synchronized 2 times, 2.000 MB per node and step between them; inner loss 2.5000" in lines
+    assert "replica groups synchronized 2 times, 2.000 MB per node and step between them; inner loss 2.5000" in lines
 
 
 def test_a_loss_that_is_not_finite_is_printed():

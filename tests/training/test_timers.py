@@ -168,7 +168,7 @@ def test_a_run_that_ends_early_or_continues_another_records_what_there_is_and_re
     profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
     for iteration in (3, 3, 4):
         first, _ = ranks(2).run(train, tmp_path, TimingConfig(), profiling, iteration)
-    assert first.said == ["--profile: iteration 2 was not reached here, nothing was recorded"]
+    assert first.said == ["--profile: training did not reach iteration 2, so nothing was recorded"]
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["profile-rank0-iterations3-3-2.json.gz", "profile-rank0-iterations3-3.json.gz"]
 

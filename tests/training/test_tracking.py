@@ -79,7 +79,7 @@ def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(t
     assert [use for use, *_ in sink.mock_calls] == ["write", "write", "summarize", "close"]
     assert [use for use, *_ in broken.mock_calls] == ["write", "close"]
     sink.close.assert_called_once_with(exit_code=0)
-    assert capsys.readouterr().out == "warning: wandb: gone; no more is recorded there, and training goes on\n"
+    assert capsys.readouterr().out == "warning: wandb: gone; it records no more values, and training continues\n"
 
 
 def test_an_exception_marks_the_run_as_failed(tmp_path):
@@ -125,7 +125,7 @@ def test_a_sink_is_opened_without_the_other_one_and_nothing_is_imported_unless_a
     sink.close(exit_code=0)
     assert isinstance(sink, TensorBoardSink)
     warning = "warning: --wandb-project p: import of wandb halted; None in sys.modules; nothing is recorded there"
-    assert capsys.readouterr().out == f"{warning}, and training goes on\n"
+    assert capsys.readouterr().out == f"{warning}, and training continues\n"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     plain = RunFolder(tmp_path / "plain")
     assert open_sinks(TrackingConfig(), plain, {}) == []
@@ -245,7 +245,7 @@ def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path, monkeyp
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     record_steps(open_wandb(tmp_path), 1, 2)
-    assert "wandb: recording offline, the server did not take the run" in capsys.readouterr().out
+    assert "wandb: recording offline, because the server did not accept the run" in capsys.readouterr().out
     wandb.teardown()
     (run,) = offline_runs(tmp_path)
     assert len(run.history) == 2
@@ -312,7 +312,7 @@ def test_a_wandb_run_that_goes_back_is_rewound_or_keeps_its_steps(monkeypatch, c
         sink.write({"lm loss": 1.0}, iteration=iteration, consumed_samples=8 * iteration)
     first = 31 if rewinds else 46
     assert server.events == [*expected, *((step, 1.0) for step in (31, 45, 46) if step >= first)]
-    said = "did not rewind the run: not enabled; it keeps the iterations 31 to 45 that were lost"
+    said = "did not rewind the run: not enabled; it keeps the lost iterations 31 to 45"
     assert (said in capsys.readouterr().out) == (not rewinds)
 
 
