@@ -156,7 +156,7 @@ def train(
             at_once = last or recorder.logs(iteration) or any(each.due(iteration, last=last) for each in after)
             if at_once:
                 launched.check()
-            # complete and record the step; without a reader, its results are recorded one step later
+            # complete the record; if nothing needs the step's results now, they are recorded one step later
             record = launched.record
             record.consumed_samples, record.global_batch_size = progress.consumed_samples, batch_size
             record.tokens = None if recorder.meter.whole_samples else sum(batch.tokens.numel() for batch in batches)

@@ -94,7 +94,7 @@ class TimingConfig:
 
 
 class StepRecorder:
-    """Records the steps that the flags select, and marks every step in the timeline, from which the watchdog sees progress.
+    """Records the steps that the flags select, and marks the span of every step, by which the watchdog sees progress.
 
     Args:
         config: the flags.

@@ -110,7 +110,7 @@ def test_a_run_with_local_steps_has_its_means_and_its_candidates_keep_them():
     ((each, mean),) = re.findall(sent, text)
     assert float(mean) == pytest.approx(float(each) / 10, abs=1e-3)
     assert f"; a node to others {mean} MB" in text
-    assert "\nislands synchronize every 10 steps, merged 2 steps later with alpha 0.5: " in text
+    assert "\nreplica groups synchronize every 10 steps, merged 2 steps later with alpha 0.5: " in text
     hidden = r"holds every 10 steps up by [\d.]+ s; its bytes hide under the steps of its delay from [\d.e+]+ Gbit/s"
     assert re.search(hidden, text)
     for kind in ("outer weights, common copy", "outer weights and momentum", "outer feedback", "outer messages"):

@@ -95,7 +95,9 @@ def check_memory() -> None:
     needed = 25 * sum(parameter.to_local().numel() for parameter in model.parameters())
     with mock.patch.object(loop, "device_bytes", side_effect=[needed, needed - 1]):
         check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
-        with pytest.raises(ValueError, match="--diloco-steps 2: each of the 2 islands has a whole model on its 2 "):
+        with pytest.raises(
+            ValueError, match="--diloco-steps 2: each of the 2 replica groups has a whole model on its 2 "
+        ):
             check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
 
 
