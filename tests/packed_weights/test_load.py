@@ -153,7 +153,7 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
         tokens = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
         fetched = f" {passes} passes fetched {passes * units.plan.pass_bytes} bytes"
         assert units.describe_speed(24, 1.0).startswith(f"{fetched}; 24.0 tokens/s; ")
-        assert units.describe_speed(24, 0.0) == f"{fetched}; 0.0 tokens/s; 0% of the time waited for weights"
+        assert units.describe_speed(24, 0.0) == f"{fetched}; 0.0 tokens/s; 0% of the time spent waiting for weights"
         batch = case.batch(0, 0, 2)
         with torch.no_grad():
             losses = model.eval()(batch.tokens, batch.labels)
@@ -303,7 +303,7 @@ def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_a
         damage(written, place, cut=cut)
         (said,) = ranks(1).run(use, load, disk(written.parent))
         assert "part0of1.weights is damaged: " in said, (place, cut)
-        assert "is removed, and the next run writes it anew" in said
+        assert "is removed, and the next run writes it again" in said
         assert not written.exists()
         (said,) = ranks(1).run(use, load, disk(written.parent))
         assert " wrote " in said
