@@ -154,7 +154,7 @@ def test_a_capture_that_fails_is_a_warning_and_tokens_are_drawn_eagerly(monkeypa
 
     monkeypatch.setattr(decoding, "capture_graph", fail)
     graphs = StepGraphs(capture=True)
-    with pytest.warns(UserWarning, match="drawn eagerly.*operation not permitted when stream is capturing$"):
+    with pytest.warns(UserWarning, match="decoding runs eagerly.*operation not permitted when stream is capturing$"):
         found = draw(model, sample, graphs=graphs)
     assert_same(found, expected, atol=ROUNDING)
     assert (graphs.capture, graphs.captured, graphs.replayed) == (False, 0, 0)

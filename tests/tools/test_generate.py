@@ -156,8 +156,12 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_and_reported():
         "note: of prompt 1 and its text, a token sees the last 64 at most: the model takes no more"
     ]
     rows = [
-        (["a" * 65], {}, "prompt 1 (--truncate-prompt cuts its beginning) has 65 tokens, and the model takes 64"),
-        (["a" * 60], {"chat": True}, "has 110 tokens, and the model takes 64"),
+        (
+            ["a" * 65],
+            {},
+            "prompt 1 (--truncate-prompt cuts its beginning) has 65 tokens, and the model takes at most 64",
+        ),
+        (["a" * 60], {"chat": True}, "has 110 tokens, and the model takes at most 64"),
         ([{"prompt": TALK}], {}, "prompt 1: a list of messages, which --chat renders"),
         (["x", {"text": "a"}], {}, "prompt 2: there is no 'prompt', only 'text'"),
         (
