@@ -120,7 +120,7 @@ def pick_rows(
 
 
 def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """Return [B, V] fp32 probabilities of the next token, not normalized; arguments as for `pick_rows`.
+    """Return [B, V] fp32 probabilities of the next token, not normalized.
 
     Penalty, top-k, temperature, top-p and min-p are applied in the order of transformers' logits processors.
 

@@ -66,10 +66,8 @@ class Continuation:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, (self._ends, self._stop) = tokenizer, split_stops(tokenizer, stop)
         self._names = [name for name in tokenizer.specials if any(name in stop for stop in self._stop)]
-        self._tokens, self._skip = (
-            list(prompt),
-            len(tokenizer.decode(prompt)),
-        )  # decoded together with the text, which may start with a space
+        # Prompt and new tokens are decoded together, so that a space between them is kept. `_skip` cuts the prompt off.
+        self._tokens, self._skip = list(prompt), len(tokenizer.decode(prompt))
         self._whole_skip = len(tokenizer.decode_with_specials(self._tokens)) if self._names else 0
         self.text, self.over = "", False
 

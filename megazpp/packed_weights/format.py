@@ -200,7 +200,7 @@ class MessagePlan(NamedTuple):
         yield torch.zeros(self.num_bytes - done, dtype=torch.uint8)
 
     def fill(self, message: torch.Tensor, load: LoadRows, part: int) -> torch.Tensor:
-        """Write a rank's pieces into `message` [M] uint8, and return it; other arguments as for `pieces`.
+        """Write a rank's message into `message`, and return it.
 
         Args:
             message: [M] uint8, the target.

@@ -28,7 +28,7 @@ from megazpp.base.program import GIGA
 from megazpp.parallel.comm_queue import CommQueue, Work
 
 MARK = b"MegaZ++w"
-_END = struct.Struct("<QI8s")  # bytes and CRC-32 of the contents, mark
+_END = struct.Struct("<QI8s")  # length and CRC-32 of the table of sections, and the mark
 _AT_ONCE = 1 << 30  # largest number of bytes of one pread; Linux reads at most 2 GiB per call
 
 

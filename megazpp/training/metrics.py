@@ -199,7 +199,7 @@ class Meter:
             "mem/peak": peak_memory_bytes,
             **{f"comm/{wire}_bytes": value for wire, value in sent.items()},
         }
-        # Megatron-LM's log line up to the nan iterations, then our fields
+        # Megatron-LM's log line up to "number of nan iterations", then our fields
         parts = [
             f"iteration {last.iteration:8d}/{self.total_iterations:8d}",
             f"consumed samples: {last.consumed_samples:12d}",
