@@ -56,7 +56,7 @@ def assert_same(found: Drawn, expected: Drawn, *, atol: float) -> None:
 
 
 @pytest.mark.parametrize(("style", "config"), [*zip(itertools.cycle(STYLES), CONFIGS, strict=False)])
-def test_replayed_steps_draw_what_eager_steps_draw(style, config, monkeypatch):
+def test_replayed_steps_sample_the_same_tokens_as_eager_steps(style, config, monkeypatch):
     model, sample = build_gpt(STYLES[style]), SampleConfig(sample_tokens=LIMIT, **CONFIGS[config])
     ends = end_of_some(model, sample)
     expected = draw(model, sample, ends=ends)
@@ -73,7 +73,7 @@ def test_replayed_steps_draw_what_eager_steps_draw(style, config, monkeypatch):
     assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)  # of the same object again
 
 
-def test_stop_strings_and_rows_that_leave_are_seen_by_replayed_steps(monkeypatch):
+def test_replayed_steps_handle_stop_strings_and_a_shrinking_batch(monkeypatch):
     """Row i ends with its token 1 + 5i, so that the batch shrinks twice; the host looks at each token."""
     model, sample = build_gpt(STYLES["llama"]), SampleConfig(sample_tokens=LIMIT, sample_top_k=0)
 
@@ -118,7 +118,7 @@ def count_waits(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     return counts
 
 
-def test_the_host_waits_once_per_eight_tokens_and_copies_nothing_to_the_device(monkeypatch):
+def test_host_waits_once_per_eight_tokens_and_copies_nothing(monkeypatch):
     model, found = build_gpt(STYLES["gpt2"]), []
     counts = count_waits(monkeypatch)
     for limit in (8, 40):
@@ -132,7 +132,7 @@ def test_the_host_waits_once_per_eight_tokens_and_copies_nothing_to_the_device(m
     assert short["cpu"] == 4
 
 
-def test_hooks_on_forwards_run_for_the_prompts_alone_and_stay():
+def test_forward_hooks_run_for_the_prompts_only_and_stay_registered():
     """FSDP2's and those of frozen units gather weights, which stay gathered."""
     model, calls = build_gpt(STYLES["gpt2"]), collections.Counter()
     units = [model, *model.layers]
@@ -144,7 +144,7 @@ def test_hooks_on_forwards_run_for_the_prompts_alone_and_stay():
     assert all(module._forward_pre_hooks is kept for module, kept in zip(units, hooks, strict=True))
 
 
-def test_a_capture_that_fails_is_a_warning_and_tokens_are_drawn_eagerly(monkeypatch):
+def test_failed_capture_warns_and_decoding_runs_eagerly(monkeypatch):
     model, sample = build_gpt(STYLES["gpt2"]), SampleConfig(sample_tokens=9)
     expected = draw(model, sample)
     record_steps(monkeypatch)
@@ -166,7 +166,7 @@ def test_a_capture_that_fails_is_a_warning_and_tokens_are_drawn_eagerly(monkeypa
     (True, 1, 2, False),
     (False, 1, 1, False),
 ])  # fmt: skip
-def test_steps_are_captured_on_cuda_where_they_have_no_collectives(cuda, tp, cp, expected):
+def test_steps_without_collectives_are_captured_on_cuda(cuda, tp, cp, expected):
     word = SimpleNamespace(weight=SimpleNamespace(is_cuda=cuda))
     axes = {"tp": SimpleNamespace(size=tp), "cp": SimpleNamespace(size=cp)}
     assert may_capture(SimpleNamespace(embedding=SimpleNamespace(word=word), **axes)) is expected
@@ -177,7 +177,7 @@ def draw_on_ranks(config: SampleConfig, ends: Sequence[int], look_every: int) ->
 
 
 @pytest.mark.parametrize("config", ["top k and p", "penalty"])
-def test_tensor_parallel_ranks_that_look_every_eight_tokens_draw_the_same(config):
+def test_tp_ranks_that_look_every_eight_tokens_sample_the_same(config):
     sample = SampleConfig(sample_tokens=LIMIT, **CONFIGS[config])
     ends = end_of_some(build_gpt(STYLES["llama"]), sample)
     (expected,) = ranks(1).run(draw_on_ranks, sample, ends, 1)
@@ -193,7 +193,7 @@ def test_tensor_parallel_ranks_that_look_every_eight_tokens_draw_the_same(config
     ("llama", "penalty", True),
     ("gpt2", "greedy", True),
 ])  # fmt: skip
-def test_on_a_gpu_captured_steps_draw_the_bits_of_eager_ones(style, config, compile_):
+def test_gpu_captured_steps_match_eager_steps_bit_for_bit(style, config, compile_):
     """Over a mask's length of 128, so that a second graph takes the memory of the first."""
     wide = dataclasses.replace(STYLES[style], max_position_embeddings=256, kv_channels=16, compile=compile_)
     model, sample = build_gpt(wide).to("cuda", torch.bfloat16), SampleConfig(sample_tokens=200, **CONFIGS[config])

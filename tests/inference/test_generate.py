@@ -70,7 +70,7 @@ DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
         slow("llama", 4, 4, 2, False),
     ],
 )
-def test_greedy_tokens_are_those_of_plain_forwards_row_by_row_and_drawn_ones_depend_on_the_seed_alone(
+def test_greedy_tokens_match_plain_forwards_and_samples_follow_the_seed(
     style, world_size, tp, stage, sequence_parallel
 ):
     model, asked = STYLES[style], [(PROMPTS[:3], GREEDY, 1, 0), (PROMPTS[3:], GREEDY, 1, 0), *DRAWS]
@@ -104,7 +104,7 @@ def generate_sharded(case: Case) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.parametrize(("style", "tp", "zero"), [("gpt2", 2, ZEROPP), slow("llama", 1, ZEROPP), ("llama", 2, None)])
-def test_weights_are_gathered_once_per_generation_whose_tokens_are_those_of_plain_forwards_and_freed_after_it(
+def test_generation_gathers_weights_once_and_frees_them_afterwards(
     style, tp, zero
 ):
     results = ranks(4).run(generate_sharded, Case(model=STYLES[style], tp=tp, nodes=2, zero=zero))
@@ -126,13 +126,13 @@ def train_around_a_sample(case: Case, samples: bool) -> list[tuple[float, float]
 
 
 @pytest.mark.parametrize("zero", [slow(None), ZEROPP])
-def test_a_sample_in_the_middle_changes_nothing_about_the_training(zero):
+def test_sample_during_training_changes_nothing(zero):
     dropout = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1)
     case = Case(model=dropout, tp=2, nodes=2, sequence_parallel=True, zero=zero)
     assert ranks(4).run(train_around_a_sample, case, True) == ranks(4).run(train_around_a_sample, case, False)
 
 
-def test_drawn_tokens_of_a_prompt_do_not_depend_on_the_others_of_its_batch_and_none_are_drawn_unasked():
+def test_sampled_tokens_do_not_depend_on_other_prompts_of_the_batch():
     nothing = dataclasses.replace(GREEDY, sample_tokens=0)
     alone = [(PROMPTS[number : number + 1], DRAWN, 1, number) for number in range(3)]
     asked = [(PROMPTS[:3], DRAWN, 1, 0), *alone, (PROMPTS[:2], nothing, 1, 0)]

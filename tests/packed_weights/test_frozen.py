@@ -112,7 +112,7 @@ def use_stack(bits: int | None, recompute: bool) -> None:
 @pytest.mark.parametrize(
     ("bits", "recompute"), [(None, False), (8, False), slow(4, False), (None, True)], ids=["16", "8", "4", "again"]
 )
-def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(bits, recompute):
+def test_use_gathers_each_message_once_per_node_and_frees_the_weights(bits, recompute):
     ranks(4).run(use_stack, bits, recompute)
 
 
@@ -130,7 +130,7 @@ def generate() -> None:
     assert_same(model, frozen, None)  # outside of inference mode
 
 
-def test_kept_weights_travel_once_for_any_number_of_tokens():
+def test_kept_weights_are_gathered_once_for_any_number_of_tokens():
     ranks(2).run(generate)
 
 
@@ -146,11 +146,11 @@ def use_upper_layers() -> None:
     assert gathers(dims)[0] - before == 2
 
 
-def test_below_the_first_gradient_nothing_is_gathered_in_backward():
+def test_backward_gathers_nothing_below_the_first_gradient():
     ranks(2).run(use_upper_layers)
 
 
-def test_one_rank_holds_the_weights_as_they_are_and_packs_them_where_bits_are_fewer():
+def test_one_rank_uses_weights_in_place_or_packs_them_in_fewer_bits():
     model, frozen = frozen_stack(MeshAxis("frozen"))
     padding = frozen.kept_bytes - sum(weight.nbytes for weight in stack_weights().values())
     assert 0 <= padding < 7 * 16  # each weight begins at 16 bytes
@@ -170,13 +170,13 @@ def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_two_forwards_before_their_backwards_and_one_that_has_none(together):
+def test_two_forwards_before_their_backwards_match_plain_weights(together):
     model, frozen = frozen_stack(MeshAxis("frozen"), bits=8)
     assert all(map(torch.equal, gradients_of_two(model, together), gradients_of_two(plain_stack(8), together)))
     assert not any(unit.is_unpacked for unit in frozen.units)
 
 
-def test_a_weight_in_two_places_stays_one():
+def test_weight_in_two_places_stays_shared():
     with torch.device("meta"):
         model = nn.ModuleDict({"words": nn.Embedding(11, 8), "output": nn.Linear(8, 11, bias=False)})
         model["output"].weight = model["words"].weight
@@ -185,7 +185,7 @@ def test_a_weight_in_two_places_stays_one():
     assert frozen.kept_bytes == 4 * 88
 
 
-def test_rows_of_another_shape_are_refused_by_name():
+def test_rows_of_another_shape_raise_an_error_with_the_name():
     with pytest.raises(ValueError, match=r"scale: rows of shape \(101, 5\) were loaded, not \(101,\)"):
         frozen_stack(MeshAxis("frozen"), load=lambda name, rows: torch.ones(WIDTH, 5))
 
@@ -228,7 +228,7 @@ def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], 
 
 
 @pytest.mark.parametrize(("zero", "tolerance"), [(ZeroConfig(), 0.0), slow(ZeroConfig(zeropp=True), 0.05)])
-def test_trained_weights_beside_frozen_ones_become_the_same_as_beside_weights_without_gradients(zero, tolerance):
+def test_adapters_train_equally_on_frozen_units_and_on_plain_weights(zero, tolerance):
     """Bit for bit; with --zeropp the base without frozen units is int8."""
     with_units, without = (ranks(4).run(train_adapted, zero, freezes) for freezes in (True, False))
     assert sum(sent for _, sent in with_units) < sum(sent for _, sent in without)
@@ -255,5 +255,5 @@ def race_beside_training() -> list[str]:
 
 
 @pytest.mark.parametrize("race", [race_alone, slow(race_beside_training)])
-def test_nothing_races_in_a_frozen_model(race):
+def test_frozen_model_has_no_races_between_streams(race):
     assert ranks(4).run(race) == [[]] * 4

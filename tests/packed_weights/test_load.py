@@ -125,7 +125,7 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
     ],
     ids=["tp", "bf16", "float8", "copies"],
 )
-def test_every_layout_reads_each_weight_once_per_node_and_has_every_bit_of_a_trained_model_without_gradients(
+def test_frozen_model_reads_weights_once_per_node_and_is_bit_identical(
     load, layout
 ):
     if "float8" in layout:
@@ -137,7 +137,7 @@ def test_every_layout_reads_each_weight_once_per_node_and_has_every_bit_of_a_tra
     assert sum(read for _, read in results) >= case.nodes * elements
 
 
-def test_so_has_a_model_with_biases_and_a_tied_embedding(tied):
+def test_frozen_model_with_biases_and_tied_embedding_is_bit_identical(tied):
     ranks(2).run(load_frozen, dataclasses.replace(TIED, tp=2, sequence_parallel=True), tied)
 
 
@@ -179,7 +179,7 @@ def bytes_of_live_messages() -> int:
     ("world", "layout", "bits"),
     [(2, {"tp": 2}, 8), (4, {"nodes": 2}, None), slow(2, {}, 16), slow(4, {"nodes": 2, "tp": 2}, 4)],
 )
-def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layout(load, tmp_path, world, layout, bits):
+def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_path, world, layout, bits):
     case = dataclasses.replace(ALONE, **layout)
     configs = [WeightsConfig(weights_on=place, weight_bits=bits) for place in ("device", "host")]
     configs += [disk(tmp_path, weight_bits=bits, prefetch_layers=ahead) for ahead in (0, 5)]
@@ -193,7 +193,7 @@ def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layou
     assert len([*tmp_path.glob("*.weights")]) == world // case.nodes
 
 
-def test_while_it_loads_a_model_is_never_in_memory_twice(monkeypatch):
+def test_model_is_never_in_memory_twice_while_it_loads(monkeypatch):
     """Live bytes: messages where they stay (on a device: without memory, but counted), one more, and its pieces."""
     empty, pinned = torch.empty, []
 
@@ -227,7 +227,7 @@ def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
         return tokens, model.eval()(batch.tokens, batch.labels)
 
 
-def test_the_losses_are_those_of_the_checkpoint_but_for_the_rounding_of_weights(tied, load):
+def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
     """Weights of std 0.5 in a model of three small layers: the loss moves with the relative error of the weights."""
     for case, folder, said, tolerances in (
         (TIED, tied, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
@@ -259,7 +259,7 @@ def leave_forwards(load: str, config: WeightsConfig) -> None:
         assert torch.equal(model(batch.tokens, batch.labels), expected)
 
 
-def test_a_forward_that_was_left_does_not_mix_up_layers(load, tmp_path):
+def test_interrupted_forward_does_not_mix_up_layers(load, tmp_path):
     for world, ahead in ((1, 0), (1, 1), (2, 2)):
         ranks(world).run(leave_forwards, load, disk(tmp_path, prefetch_layers=ahead))
 
@@ -298,7 +298,7 @@ def damage(path: Path, place: float, *, cut: bool = False) -> None:
     path.write_bytes(content[:at] if cut else content)
 
 
-def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_anew(load, written):
+def test_damaged_store_raises_an_error_and_is_written_again(load, written):
     for place, cut in ((0.3, False), (0.7, False), (0.999, False), (0.0, True), (0.999, True)):
         damage(written, place, cut=cut)
         (said,) = ranks(1).run(use, load, disk(written.parent))
@@ -309,7 +309,7 @@ def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_a
         assert " wrote " in said
 
 
-def test_other_weights_another_tokenizer_and_a_damaged_checkpoint_are_refused_and_the_store_stays(
+def test_wrong_weights_or_tokenizer_raise_errors_and_keep_the_store(
     load, written, tmp_path
 ):
     shutil.copytree(load, tmp_path / "copy")
@@ -338,7 +338,7 @@ def use_on_a_full_disk(load: str, config: WeightsConfig) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_left_is_written_over(load, tmp_path):
+def test_full_disk_leaves_no_store_and_unfinished_file_is_overwritten(load, tmp_path):
     (said,) = ranks(1).run(use_on_a_full_disk, load, disk(tmp_path))
     assert "needs 0.00 GB: File too large; nothing of it was kept" in said
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
@@ -350,7 +350,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_le
     assert left.with_suffix("").stat().st_size < 10_000_000
 
 
-def test_a_store_has_its_name_after_its_bytes_are_on_disk(tmp_path):
+def test_store_is_renamed_after_its_bytes_are_on_disk(tmp_path):
     path, existed = tmp_path / "a.weights", list[bool]()
     with mock.patch.object(store, "sync", side_effect=lambda file: existed.append(path.exists())):
         store.write_store(path, {"of": 1}, [("one", 4096, [torch.zeros(4096, dtype=torch.uint8)])])
@@ -358,7 +358,7 @@ def test_a_store_has_its_name_after_its_bytes_are_on_disk(tmp_path):
     assert path.exists()
 
 
-def test_flags_that_contradict_each_other_are_refused():
+def test_contradicting_flags_raise_an_error():
     rows = (
         ({"weight_store": "x"}, "--weight-store x needs --weights-on disk, not device"),
         ({"weights_on": "disk", "prefetch_layers": -1}, "--prefetch-layers -1 is negative"),

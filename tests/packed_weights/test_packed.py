@@ -28,7 +28,7 @@ def unpacked_rows(matrix: PackedMatrix) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("bits", "error"), [(16, 0.003), (8, 0.01), (4, 0.1)])
-def test_products_and_lookups_are_those_of_the_unpacked_matrix(monkeypatch, bits, error):
+def test_products_and_lookups_match_the_unpacked_matrix(monkeypatch, bits, error):
     for columns, parts, piece in itertools.product([1, 37, 64, 257], [1, 3], [1, 5, 1000]):
         monkeypatch.setattr("megazpp.packed_weights.streamed._CPU_PIECE", piece * columns)
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_products_and_lookups_are_those_of_the_unpacked_matrix(monkeypatch, bits
         assert torch.equal(F.embedding(ids, packed), F.embedding(ids, unpacked))
 
 
-def test_16_bits_of_the_compute_dtype_are_used_where_they_lie():
+def test_16_bit_weights_in_the_compute_dtype_are_used_in_place():
     for dtype in (torch.bfloat16, torch.float16):
         weight, x = torch.randn(31, 37).to(dtype), torch.randn(3, 37).to(dtype)
         matrix = matrix_of(weight.float(), plan_rows(37, 16, dtype), dtype=dtype)
@@ -57,7 +57,7 @@ def test_16_bits_of_the_compute_dtype_are_used_where_they_lie():
         assert torch.allclose(F.linear(x, PackedWeight(matrix)), F.linear(x, weight), atol=0.1)
 
 
-def test_int4_scales_are_never_worse_than_those_of_the_largest_element():
+def test_int4_scales_are_never_worse_than_scales_of_the_peak_element():
     torch.manual_seed(0)
     weight = torch.randn(64, 256) * 0.02
     blocks = weight.view(-1, 32)
@@ -74,7 +74,7 @@ def test_int4_scales_are_never_worse_than_those_of_the_largest_element():
     assert error.sum().sqrt() < 0.083 * weight.norm()  # 0.086 without the choice of a scale
 
 
-def test_int8_elements_are_off_by_half_a_step_of_their_own_block():
+def test_int8_error_is_at_most_half_a_step_of_its_block():
     weight = torch.randn(5, 320) * torch.logspace(-4, 4, 5).repeat_interleave(64)
 
     rows = plan_rows(320, 8)
@@ -84,7 +84,7 @@ def test_int8_elements_are_off_by_half_a_step_of_their_own_block():
     assert ((found - weight).view(5, 5, 64).abs() <= 0.505 * step).all()  # a scale is rounded up to bf16
 
 
-def test_what_is_not_finite_stays_so_and_zeros_stay_zeros():
+def test_non_finite_values_and_zeros_are_preserved():
     for bits in (8, 4):
         weight = torch.randn(4, 128)
         weight[1, 70], weight[2] = torch.inf, 0.0
@@ -95,7 +95,7 @@ def test_what_is_not_finite_stays_so_and_zeros_stay_zeros():
         assert torch.equal(found[2], weight[2])
 
 
-def test_a_weight_that_is_not_there_or_another_use_of_it_is_an_error():
+def test_missing_weight_or_unsupported_use_raises_an_error():
     layer, matrix = nn.Linear(64, 8, bias=False), matrix_of(torch.randn(8, 64), plan_rows(64, 8))
     del layer.weight
     layer.weight = PackedWeight(matrix)  # type: ignore[assignment]

@@ -137,7 +137,7 @@ BESIDE = {
         "parallel, with factors",
     ),
 )
-def test_it_equals_one_process_beside(beside):
+def test_losses_and_gradients_equal_one_process_with_other_settings(beside):
     assert_equal_to_plain(*beside)
 
 
@@ -174,7 +174,7 @@ def train_by_sgd(loss_scale: float) -> list[StepRecord]:
     return [dataclasses.replace(record, loss_scale=1.0) for record in records]
 
 
-def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit():
+def test_loss_scale_that_is_a_power_of_two_changes_no_bit():
     assert ranks(1).run(train_by_sgd, 4096.0) == ranks(1).run(train_by_sgd, 1.0)
 
 
@@ -215,7 +215,7 @@ def exchange(heads: int, groups: int) -> None:
         torch.testing.assert_close(ours, theirs.chunk(4)[dims.cp.rank], rtol=0, atol=1e-5)
 
 
-def test_an_exchange_brings_every_head_of_every_token_and_sends_the_least_of_keys():
+def test_head_exchange_covers_all_tokens_and_sends_the_fewest_keys():
     for heads, groups in ((4, 4), (8, 4), (8, 2), (12, 6), (12, 3), (4, 1)):
         ranks(4).run(exchange, heads, groups)
 
@@ -226,7 +226,7 @@ def dropped(case: Case) -> tuple[bool, ...]:
     return tuple(model.layers[0].dropout(torch.ones(64)).bool().tolist())
 
 
-def test_ranks_with_other_tokens_drop_other_things_and_tp_ranks_the_same():
+def test_dropout_differs_between_data_ranks_and_matches_on_tp_ranks():
     for tp in (1, 2):
         case = Case(model=dataclasses.replace(GPT2_STYLE, hidden_dropout=0.5), cp=2, tp=tp)
         assert len({*ranks(4).run(dropped, case)}) == 4 // tp
@@ -243,7 +243,7 @@ def three_steps_with_a_nan_in_the_second(case: Case) -> None:
         assert (state(step) != before) == taken
 
 
-def test_a_nan_on_one_rank_is_seen_by_all_and_changes_no_weight():
+def test_nan_on_one_rank_skips_the_update_on_all_ranks():
     for case in (Case(stage=0), Case(stage=1), Case(tp=2)):
         ranks(4).run(three_steps_with_a_nan_in_the_second, case)
 
@@ -263,7 +263,7 @@ def train_with_evaluations(case: Case) -> dict[str, Any]:
     return {"loss": losses, "evaluated": evaluated}
 
 
-def test_an_evaluation_in_the_middle_of_training_changes_nothing():
+def test_evaluation_during_training_changes_nothing():
     for case in (Case(stage=0, micro_batches=2), Case(tp=2, micro_batches=2)):
         expected = plain(case.model, documents=False)["loss"]
         for result in ranks(4).run(train_with_evaluations, case):
@@ -271,13 +271,13 @@ def test_an_evaluation_in_the_middle_of_training_changes_nothing():
             assert result["evaluated"][:-1] == pytest.approx(expected[1:], rel=5e-6)
 
 
-def test_an_evaluation_drops_nothing_out_and_leaves_shards():
+def test_evaluation_drops_nothing_out_and_leaves_only_shards():
     """With stage 2, where gathered weights stay until they are freed."""
     model = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.2, attention_dropout=0.2)
     ranks(2).run(train_with_evaluations, Case(model=model, stage=2))
 
 
-def test_each_stage_moves_the_bytes_that_its_table_says():
+def test_each_zero_stage_sends_the_documented_bytes():
     """2 nodes x 2 ranks, fp32: the two ranks at a node's edge send over the cross wire, a ring each."""
     for stage, micro_batches, gathers, reduces in (
         (3, 1, 2, 1),  # a gather for forward and one for backward

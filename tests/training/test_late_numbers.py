@@ -58,12 +58,12 @@ def seen_by_the_host(case: Case, waits: bool) -> list[str]:
 @pytest.mark.parametrize(
     "case", [{"nodes": 2, "zero": ZEROPP, "micro_batches": 2}, slow({"stage": 0}), {"tp": 2}], ids=["zeropp", "0", "tp"]
 )
-def test_between_backward_and_update_the_host_reads_only_the_numbers_of_the_step_before(case):
+def test_host_reads_only_the_previous_step_between_backward_and_update(case):
     for seen in ranks(2).run(seen_by_the_host, Case(**case), False):
         assert seen == ["backward", "update", *["backward", "numbers", "update"] * 2, "numbers"]
 
 
-def test_loss_spikes_are_looked_for_before_the_update():
+def test_loss_spikes_are_checked_before_the_update():
     for seen in ranks(2).run(seen_by_the_host, Case(), True):
         assert seen == ["backward", "numbers", "update", "numbers"] * 3
 
@@ -91,7 +91,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", chosen(CASES, "differences"))
-def test_late_numbers_and_numbers_at_once_make_the_same_steps(case):
+def test_late_and_immediate_numbers_give_identical_steps(case):
     ranks(4).run(late_and_at_once, case)
 
 
@@ -106,12 +106,12 @@ def keep_state_where_only_the_loss_is_infinite() -> None:
     assert state(step) == before
 
 
-def test_a_loss_that_is_infinite_leaves_weights_and_moments_alone_though_gradients_are_finite():
+def test_infinite_loss_skips_the_update_though_gradients_are_finite():
     ranks(1).run(keep_state_where_only_the_loss_is_infinite)
 
 
 @pytest.mark.gpu
-def test_on_cuda_norm_clipping_skip_and_update_wait_for_nothing_and_the_numbers_come_later():
+def test_cuda_step_does_not_wait_and_its_numbers_arrive_later():
     parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
     optimizer = build_optimizer([("p", parameter)], OptimizerConfig(), parameter.device)
     set_rates_(optimizer, learning_rate=1.0, weight_decay=0.0)

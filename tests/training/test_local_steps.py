@@ -51,7 +51,7 @@ LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig
 
 
 @pytest.mark.parametrize(("case", "meetings"), [(PLAIN, [3, 6, 8]), (LATE, [5, 8]), slow(LARGE, [3, 6, 8])])
-def test_islands_meet_where_a_merge_is_due_and_say_nothing_in_between(case, meetings, tmp_path):
+def test_replica_groups_communicate_only_where_a_merge_is_due(case, meetings, tmp_path):
     results = ranks(4).run(train, case, tmp_path)
     for rows, error in results:
         assert ([n for n, row in enumerate(rows, 1) if row["met"]], error) == (meetings, "")
@@ -66,7 +66,7 @@ def test_islands_meet_where_a_merge_is_due_and_say_nothing_in_between(case, meet
 
 
 @pytest.mark.parametrize(("case", "meeting"), [(PLAIN, 3), slow(LATE, 5)])
-def test_a_nan_on_one_island_ends_the_job_on_all_when_they_meet(case, meeting, tmp_path):
+def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(case, meeting, tmp_path):
     for rank, (rows, error) in enumerate(ranks(4).run(train, case, tmp_path, poisoned=3)):
         assert "iteration 2: loss" in error
         assert "from rank 3" in error
@@ -77,12 +77,12 @@ def test_a_nan_on_one_island_ends_the_job_on_all_when_they_meet(case, meeting, t
 
 
 @pytest.mark.parametrize(("case", "meeting"), [(PLAIN, 3), slow(LATE, 5)])
-def test_a_signal_that_reaches_one_rank_stops_all_when_they_meet(case, meeting, tmp_path):
+def test_signal_on_one_rank_stops_all_ranks_at_the_next_merge(case, meeting, tmp_path):
     for rows, _ in ranks(4).run(train, case, tmp_path, signalled=1):
         assert [row["stopped"] for row in rows[:meeting]] == [None] * (meeting - 1) + ["SIGTERM"]
 
 
-def test_what_every_rank_knows_stops_at_once():
+def test_exit_interval_stops_without_communication():
     stops = StopConditions(StopConfig(exit_interval=4))
     dims: Any = None  # nobody is asked
     assert [stops.reason(i, dims, agree=False) for i in (3, 4)] == [None, "--exit-interval 4"]
@@ -101,5 +101,5 @@ def check_memory() -> None:
             check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
 
 
-def test_a_model_whose_states_do_not_fit_an_island_is_refused():
+def test_model_too_large_for_a_replica_group_raises_an_error():
     ranks(4).run(check_memory)

@@ -19,7 +19,7 @@ from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.loop import StopConditions, StopConfig
 
 
-def test_each_step_gets_the_next_samples_and_a_line_is_logged_every_interval_and_at_the_end():
+def test_steps_get_consecutive_samples_and_logs_follow_the_interval():
     run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
     batches = [batch for call in run.fake.calls for batch in call["batch"]]
     samples = [(batch.first, len(batch.tokens)) for batch in batches]
@@ -30,7 +30,7 @@ def test_each_step_gets_the_next_samples_and_a_line_is_logged_every_interval_and
     assert run.tracker.validations == [(3, 7.0)]
 
 
-def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
+def test_skipped_step_consumes_samples_and_keeps_the_schedule():
     nan = float("nan")
     run = Run([1.0, nan, 1.0, 1.0])
     assert [call["learning_rate"] for call in run.fake.calls] == [0.0, 0.25, 0.25, 0.5]
@@ -38,7 +38,7 @@ def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
     assert "number of skipped iterations:   1 |" in run.out.getvalue()
 
 
-def test_the_loop_reads_late_but_before_a_log_line_a_checkpoint_an_evaluation_and_the_end():
+def test_loop_reads_late_but_before_logs_saves_evaluations_and_the_end():
     run = Run([1.0] * 8, log_interval=5, eval_interval=4)
     assert run.fake.events == [
         *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3", "save 3"),
@@ -48,7 +48,7 @@ def test_the_loop_reads_late_but_before_a_log_line_a_checkpoint_an_evaluation_an
     assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]  # none is lost
 
 
-def test_a_step_that_is_not_finite_is_never_saved():
+def test_step_that_is_not_finite_is_never_saved():
     for bad in (2, 3, 6, 8):
         events: list[str] = []
         with pytest.raises(NotFiniteError, match=f"iteration {bad}"):
@@ -57,7 +57,7 @@ def test_a_step_that_is_not_finite_is_never_saved():
         assert events[-1] == f"read {bad}"
 
 
-def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step_and_observers_stand_around_every_one():
+def test_exit_interval_logs_the_last_step_and_observers_see_all_steps():
     run = Run([1.0] * 9, log_interval=100, exit_interval=4)
     assert (run.progress.iteration, run.progress.stop_reason) == (4, "--exit-interval 4")
     assert [r["iteration"] for r in run.tracker.records] == [4]
@@ -65,7 +65,7 @@ def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step_and_
 
 
 @pytest.mark.parametrize(("consumed", "steps"), [(6, 2), (7, 1), (8, 1), (9, 0), (10, 0), (12, 0)])
-def test_a_run_of_samples_resumed_with_another_batch_size_consumes_them(consumed, steps):
+def test_resumed_run_of_samples_with_another_batch_size_consumes_all(consumed, steps):
     start = TrainingProgress(iteration=40, consumed_samples=consumed, scheduled_samples=consumed)
     run = Run([1.0] * steps, start=start, length={"train_samples": 10}, log_interval=100)
     assert (run.progress.iteration, run.progress.consumed_samples) == (40 + steps, consumed + 2 * steps)
@@ -76,13 +76,13 @@ def test_a_run_of_samples_resumed_with_another_batch_size_consumes_them(consumed
     assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])  # the last step is known to be it
 
 
-def test_a_run_of_steps_resumed_with_another_batch_size_takes_its_steps():
+def test_resumed_run_of_steps_with_another_batch_size_takes_all_steps():
     start = TrainingProgress(iteration=3, consumed_samples=100, scheduled_samples=6)
     run = Run([1.0] * 2, start=start, length={"train_iters": 5})
     assert (run.progress.iteration, run.progress.consumed_samples) == (5, 104)
 
 
-def test_it_collects_after_the_first_step_and_then_every_interval(monkeypatch):
+def test_garbage_is_collected_after_the_first_step_and_at_intervals(monkeypatch):
     collected: list[int] = []
     iteration = 6
     monkeypatch.setattr(loop, "GARBAGE_INTERVAL", 4)
@@ -100,7 +100,7 @@ def test_it_collects_after_the_first_step_and_then_every_interval(monkeypatch):
 ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(device_type="cpu"))
 
 
-def test_a_signal_stops_after_the_step_and_hurries():
+def test_signal_stops_after_the_step_and_sets_hurried():
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         before = signal.getsignal(signum)
         with StopConditions(StopConfig()) as stops:
@@ -122,11 +122,11 @@ def reasons(signalled_rank: int) -> list[str | None]:
         return [first, stops.reason(2, dims)]
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step():
+def test_signal_on_one_rank_stops_all_ranks_after_the_same_step():
     assert ranks(4).run(reasons, 3) == [[None, "SIGUSR1"]] * 4
 
 
-def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch):
+def test_exit_duration_stops_after_the_given_minutes(monkeypatch):
     clock = iter(range(0, 1000, 50))  # 50 seconds pass between two looks
     monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
     stops = StopConditions(StopConfig(exit_duration_in_mins=2))
@@ -134,7 +134,7 @@ def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_several_ranks_on_cuda_stop_a_step_later_and_never_wait_for_the_device():
+def test_cuda_ranks_stop_one_step_later_without_waiting_for_the_device():
     world = SimpleNamespace(size=2, max_=lambda numbers: numbers)
     dims: Any = SimpleNamespace(world=world, mesh=SimpleNamespace(device_type="cuda"))
     found = []

@@ -27,13 +27,13 @@ from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import PrecisionConfig
 
 
-def test_bytes_are_those_of_training_steps_per_node_and_not_of_evaluations():
+def test_bytes_per_node_count_training_steps_and_no_evaluations():
     run = Run([1.0] * 6)
     # 100 bytes a step over 2 nodes; the evaluation at 3 falls inside the second interval
     assert [r["cross_bytes"] for r in run.tracker.records] == [50, 50, 50]
 
 
-def test_an_island_counts_its_own_bytes_and_takes_the_others_to_send_as_much():
+def test_replica_group_scales_its_own_bytes_to_all_groups():
     run = Run([1.0] * 2)
     dims: Any = run.dims
     dims.island = SimpleNamespace(size=4)  # of half a node each, with one rank
@@ -42,7 +42,7 @@ def test_an_island_counts_its_own_bytes_and_takes_the_others_to_send_as_much():
     assert run.tracker.records[-1]["cross_bytes"] == 4 * 100 // 2
 
 
-def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
+def test_closing_lines_and_summary_report_the_results_of_the_run():
     run = Run([3.0, 2.0, 1.0])
     summaries: list[dict[str, Any]] = []
     run.tracker.summary = lambda values: summaries.append(values)
@@ -66,21 +66,21 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     assert "validation loss at iteration 3 on test set | lm loss value: 8.0" in text
 
 
-def test_a_continued_run_is_compared_with_what_zero_3_would_have_sent_for_the_same_steps():
+def test_resumed_run_is_compared_with_zero3_for_the_same_steps():
     run = Run([3.0, 2.0, 1.0], start=TrainingProgress(iteration=1, consumed_samples=2, micro_batches=50))
     run.tracker.summary = lambda values: None
     run.recorder.finish(run.progress, evaluate=False, unigram_entropy=6.0)
     assert run.zero3_asked == [2]  # steps 2 and 3, of one micro-batch each
 
 
-def test_a_step_whose_gradients_are_ten_medians_long_is_named():
+def test_gradient_norm_above_ten_medians_is_logged():
     for norm, named in ((11.0, True), (9.5, False)):
         text = Run([1.0] * 15, norms=[1.0] * 14 + [norm]).out.getvalue()
         note = "note: iteration 15: grad norm 11.000 is 11 x the median of the 14 steps before it, 1.000"
         assert (note in text, "note: " in text) == (named, named), norm
 
 
-def test_a_norm_after_a_median_of_zero_is_no_spike():
+def test_gradient_norm_after_a_median_of_zero_is_not_logged():
     for norms in ([0.0] * 14 + [5.0], [0.0] * 8 + [1.0] * 6 + [5.0], [0.0] * 15):
         assert "note: " not in Run([1.0] * 15, norms=norms).out.getvalue()
 
@@ -106,7 +106,7 @@ def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return records, filled.summary(cpu_seconds=0.0)
 
 
-def test_tokens_of_rows_of_any_length_are_summed_over_the_data_ranks():
+def test_tokens_of_rows_of_any_length_are_summed_over_data_ranks():
     for records, summary in ranks(4).run(record_uneven_rows):
         assert [record["tokens"] for record in records] == [3 * 110, 3 * 7]  # two data ranks, tp ranks count once
         assert [record["tokens_per_second"] for record in records] == [3 * 110 / 1.0, 3 * 7 / 0.5]
@@ -127,7 +127,7 @@ def send_some() -> list[TrafficRow]:
     return collect_traffic(dims, CPU)
 
 
-def test_rows_are_the_most_calls_of_a_rank_and_the_mean_bytes_of_a_node_on_every_rank():
+def test_traffic_rows_have_maximum_calls_and_mean_bytes_on_every_rank():
     local = TrafficRow("all_gather", "local", "local", 2, (4 * 8 + 100) // 2)
     cross = TrafficRow("all_to_all", "cross", "cross", 2, 2 * 2 * 50 // 2)
     assert ranks(4).run(send_some) == [[local, cross]] * 4
@@ -148,7 +148,7 @@ def zero3_steps(case: Case) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(("tp", "bf16"), [(1, False), (2, True)])
-def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp, bf16):
+def test_zero3_formula_matches_the_counted_bytes_of_a_zero3_run(tp, bf16):
     """Exactly; a ring's (W - 1) / W is rounded down once per collective."""
     case = Case(nodes=2, tp=tp, micro_batches=2, model=LLAMA_STYLE, precision=PrecisionConfig(bf16=bf16))
     for counted, formula in ranks(4).run(zero3_steps, case):
@@ -156,7 +156,7 @@ def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp, bf1
         assert counted > 100_000
 
 
-def test_zero3_s_figure_is_what_the_rings_over_the_layout_send():
+def test_zero3_bytes_match_the_rings_of_the_layout():
     """With 12 elements on each rank, in 2 bytes as weights and 4 as gradients, and 3 micro-batches."""
     found = []
     for cluster, tp, replicas in (
@@ -178,7 +178,7 @@ def test_zero3_s_figure_is_what_the_rings_over_the_layout_send():
     assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.000 MB of weights" in first.formula
 
 
-def test_the_table_is_aligned_and_ends_with_the_comparison():
+def test_traffic_table_is_aligned_and_ends_with_the_comparison():
     rows = [
         TrafficRow("all_gather", "local", "local", 24, 1_500_000),
         TrafficRow("all_gather", "cross", "cross", 6, 300_000),

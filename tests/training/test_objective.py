@@ -20,7 +20,7 @@ from megazpp.training.objective import LanguageModelLoss, Score, check_input, co
 from megazpp.training.setup import ShardedModel
 
 
-def test_the_shares_of_micro_batches_add_up_to_the_mean_over_the_tokens_that_count():
+def test_micro_batch_shares_add_up_to_the_mean_over_counted_tokens():
     one_rank: Any = SimpleNamespace(sum_over_data_=lambda x: x)
     model = mock.Mock(return_value=torch.tensor([[2.0, 3.0, 5.0]]))
     for masks, loss in (
@@ -68,7 +68,7 @@ def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> 
 
 
 @pytest.mark.parametrize(("world_size", "tp", "micro_batch_size"), [(1, 1, 3), (4, 2, 1)])
-def test_every_token_of_a_text_and_of_a_dataset_counts_once(paths, tmp_path, world_size, tp, micro_batch_size):
+def test_every_token_of_a_text_or_dataset_is_scored_once(paths, tmp_path, world_size, tp, micro_batch_size):
     case = Case(vocab_size=257, tp=tp, sequence_parallel=tp > 1)
     for path in paths:
         for score, loss in ranks(world_size).run(score_on_ranks, case, path, str(tmp_path), micro_batch_size):
@@ -82,7 +82,7 @@ def count_on_ranks(data: DataConfig, *samples: list[int]) -> tuple[int, int, int
     return count_labels([np.array(sample) for sample in samples], len(samples), BYTES, data, dims)
 
 
-def test_bytes_of_samples_are_those_of_the_labels_that_count():
+def test_sample_bytes_count_only_labels_with_a_loss():
     """A character that an edge cuts counts the bytes that are labels, and not U+FFFD's three."""
     document_end, padded = [*BYTES.encode("xy"), BYTES.eod, ord("z")], [*BYTES.encode("ab"), PADDING, PADDING]
     for masks, sample, expected in (
@@ -100,7 +100,7 @@ def test_bytes_of_samples_are_those_of_the_labels_that_count():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_masked_label_is_in_neither_tokens_nor_bytes_of_a_text(paths, tmp_path, world_size):
+def test_masked_labels_count_in_neither_tokens_nor_bytes(paths, tmp_path, world_size):
     """--eod-mask-loss leaves out the first byte of each document, of a text as of a dataset."""
     for path in paths:
         for score in ranks(world_size).run(score_with_masks, path, str(tmp_path)):
@@ -116,7 +116,7 @@ def score_with_masks(path: str, cache: str) -> Score:
     return score_whole(ShardedModel(model, sharding), dims, BYTES, path, data, **options)
 
 
-def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
+def test_score_lines_match_megatron_with_one_added_line():
     rule, line, more, last = Score(2.0, 300, 1000).lines("iteration 7")
     assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert more == " bits per byte: 0.865617 | 300 tokens, 1,000 bytes of text"
@@ -124,7 +124,7 @@ def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
     assert math.isnan(Score(2.0, 3, 0).bits_per_byte)
 
 
-def test_an_input_that_is_neither_text_nor_dataset_is_refused(paths, tmp_path):
+def test_input_that_is_neither_text_nor_dataset_raises_an_error(paths, tmp_path):
     for path in paths:
         check_input(path)
     with pytest.raises(ValueError, match="nowhere is neither a text nor the prefix"):

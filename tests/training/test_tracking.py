@@ -34,7 +34,7 @@ def tracker(folder: Path, *sinks: Any, **flags: Any) -> Tracker:
     return Tracker(TrackingConfig(**flags), RunFolder(folder), sinks, device=torch.device("cpu"))
 
 
-def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path):
+def test_step_scalars_use_megatrons_names_and_omit_missing_values(tmp_path):
     sink = mock.Mock()
     track = tracker(tmp_path, sink)
     track.step(step(3))
@@ -47,7 +47,7 @@ def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path):
     ]
 
 
-def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
+def test_records_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
     sink = mock.Mock()
     track = tracker(tmp_path, sink, tensorboard_log_interval=3)
     track.step(step(1))  # between its intervals
@@ -68,7 +68,7 @@ def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to
     }
 
 
-def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(tmp_path, capsys):
+def test_failing_sink_is_reported_once_and_other_sinks_continue(tmp_path, capsys):
     gone = {f"{use}.side_effect": RuntimeError("gone") for use in ("write", "summarize", "close")}
     broken, sink = mock.Mock(**gone), mock.Mock()
     broken.name = "wandb"
@@ -82,7 +82,7 @@ def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(t
     assert capsys.readouterr().out == "warning: wandb: gone; it records no more values, and training continues\n"
 
 
-def test_an_exception_marks_the_run_as_failed(tmp_path):
+def test_exception_marks_the_run_as_failed(tmp_path):
     sink = mock.Mock()
     with pytest.raises(RuntimeError), tracker(tmp_path, sink):
         raise RuntimeError
@@ -90,7 +90,7 @@ def test_an_exception_marks_the_run_as_failed(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(tmp_path, capsys):
+def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsys):
     with small_disk(tmp_path / "disk", "4m") as disk:
         with tracker(disk / "run", TensorBoardSink(disk / "events")) as track:
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
@@ -111,14 +111,14 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(t
     assert out.count("warning: TensorBoard: ") == 1
 
 
-def test_tags_say_how_the_run_is_spread():
+def test_tags_describe_the_layout_of_the_run():
     cluster = Cluster(num_nodes=2, ranks_per_node=4)
     plain, split = plan_layout(cluster, tp=1, replicas=1), plan_layout(cluster, tp=2, replicas=2)
     assert tracking.run_tags(plain, zero_stage=3, zeropp=True) == ["zeropp", "2 nodes x 4 ranks"]
     assert tracking.run_tags(split, zero_stage=1, zeropp=False) == ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]
 
 
-def test_a_sink_is_opened_without_the_other_one_and_nothing_is_imported_unless_asked_for(tmp_path, monkeypatch, capsys):
+def test_sinks_open_independently_and_import_only_on_request(tmp_path, monkeypatch, capsys):
     config = TrackingConfig(wandb_project="p", tensorboard_dir=str(tmp_path / "events"))
     monkeypatch.setitem(sys.modules, "wandb", None)  # makes an import fail
     (sink,) = open_sinks(config, RunFolder(tmp_path / "run"), {})
@@ -132,7 +132,7 @@ def test_a_sink_is_opened_without_the_other_one_and_nothing_is_imported_unless_a
     assert (list(plain.path.iterdir()), capsys.readouterr().out) == ([], "")
 
 
-def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flags(tmp_path, monkeypatch):
+def test_wandb_without_tensorboard_receives_its_settings_and_flags(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setattr(tracking, "WandbSink", lambda tags, **settings: {"tags": tags, **settings})
     run, elsewhere = RunFolder(tmp_path / "the_run"), str(tmp_path / "elsewhere")
@@ -145,7 +145,7 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
         assert open_sinks(config, run, {"lr": 0.1}, ["tp2"]) == [settings | {"config": {"lr": 0.1}, "tags": ["tp2"]}]
 
 
-def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
+def test_invalid_tracking_flags_raise_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     bad, folder = str(tmp_path / "file" / "below"), RunFolder(tmp_path / "run")
     rows = [
@@ -199,7 +199,7 @@ def record_steps(sink: Sink, *iterations: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
-def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_run(tmp_path, monkeypatch):
+def test_wandb_without_credentials_is_offline_and_continues_on_restart(tmp_path, monkeypatch):
     record_steps(open_wandb(tmp_path), 1, 2)
     wandb.teardown()  # as the end of the program does
     monkeypatch.setenv("WANDB_TAGS", "mine, tp2")
@@ -215,7 +215,7 @@ def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_r
 
 
 @pytest.mark.usefixtures("logged_out")
-def test_a_wandb_that_is_switched_off_records_nothing(tmp_path, monkeypatch):
+def test_disabled_wandb_records_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     record_steps(open_wandb(tmp_path), 1, 2)
@@ -224,7 +224,7 @@ def test_a_wandb_that_is_switched_off_records_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
-def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path):
+def test_wandb_with_a_dead_service_raises_and_does_not_hang(tmp_path):
     sink = open_wandb(tmp_path)
     (service,) = (each for each in psutil.Process().children(recursive=True) if each.name() == "wandb-core")
     service.kill()
@@ -240,7 +240,7 @@ def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
-def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
+def test_unreachable_wandb_server_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
@@ -302,7 +302,7 @@ class FakeWandb:
         (45, False, ["allow", "finish", "abcd1234?_step=30", "allow"]),
     ],
 )
-def test_a_wandb_run_that_goes_back_is_rewound_or_keeps_its_steps(monkeypatch, capsys, last, rewinds, expected):
+def test_resumed_wandb_run_is_rewound_or_keeps_its_steps(monkeypatch, capsys, last, rewinds, expected):
     server = FakeWandb(last, rewinds=rewinds)
     monkeypatch.setitem(sys.modules, "wandb", server)
     monkeypatch.setattr(tracking, "wandb_mode", lambda: "online")
@@ -318,7 +318,7 @@ def test_a_wandb_run_that_goes_back_is_rewound_or_keeps_its_steps(monkeypatch, c
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
-def test_an_offline_wandb_run_that_goes_back_records_the_steps_again(tmp_path):
+def test_resumed_offline_wandb_run_records_the_steps_again(tmp_path):
     for first in (1, 2):
         sink = open_wandb(tmp_path)
         sink.resume(TrainingProgress(first - 1, 8 * (first - 1)))
@@ -342,7 +342,7 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
 
 
 @pytest.mark.parametrize(("resumed", "value"), [(2, 7.0), (4, 7.0), (0, 7.0)])
-def test_tensorboard_forgets_lost_steps_and_keeps_those_before(tmp_path, resumed, value):
+def test_tensorboard_drops_lost_steps_and_keeps_earlier_ones(tmp_path, resumed, value):
     first = TensorBoardSink(tmp_path)
     for iteration in range(1, 5):
         first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
