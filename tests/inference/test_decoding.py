@@ -1,4 +1,4 @@
-"""Drawing that seldom waits for the device and replays its steps, against drawing that looks at each token."""
+"""Decoding that rarely waits for the device and replays its steps, against decoding that checks each token."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ from megazpp.model.gpt import GPTModel
 
 PROMPTS = [[5, 1, 100], [7], [2, 3, 5, 7, 11, 13], [30, 31], [50], [99, 98, 97, 96]]
 LIMIT = 40
-STYLES = {  # a larger std than usual, so that the logits differ by much more than rounding
+STYLES = {  # a larger standard deviation than usual, so that logits differ by much more than rounding
     "gpt2": dataclasses.replace(GPT2_STYLE, init_method_std=0.3, max_position_embeddings=64),
     "llama": dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=64),
 }
@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "penalty": {"sample_repetition_penalty": 1.5, "sample_top_k": 0},
     "greedy": {"sample_temperature": 0.0, "sample_repetition_penalty": 1.2},
 }
-ROUNDING = 1e-5  # fp32: products of other numbers of rows, and attention over more masked keys
+ROUNDING = 1e-5  # fp32 rounding, because batch size and number of masked keys differ
 
 
 def draw(model: GPTModel, config: SampleConfig, *, ends: Sequence[int] = (), **options: Any) -> Drawn:
@@ -43,7 +43,7 @@ def draw(model: GPTModel, config: SampleConfig, *, ends: Sequence[int] = (), **o
 
 
 def end_of_some(model: GPTModel, config: SampleConfig) -> list[int]:
-    """Two tokens, with one of which about half of the completions end."""
+    """Return a token that ends about half of the completions, and a token outside of the vocabulary."""
     found = draw(model, config)
     counts = collections.Counter(token for row in found.tokens.tolist() for token in set(row))
     return [min(counts, key=lambda token: abs(counts[token] - len(PROMPTS) // 2)), 500]
@@ -70,11 +70,11 @@ def test_replayed_steps_sample_the_same_tokens_as_eager_steps(style, config, mon
     assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)
     assert graphs.captured >= 2
     assert graphs.replayed > LIMIT // 2
-    assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)  # of the same object again
+    assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)  # reuse
 
 
 def test_replayed_steps_handle_stop_strings_and_a_shrinking_batch(monkeypatch):
-    """Row i ends with its token 1 + 5i, so that the batch shrinks twice; the host looks at each token."""
+    """Row i ends with its token 1 + 5i, so the batch shrinks twice, and the host checks each token."""
     model, sample = build_gpt(STYLES["llama"]), SampleConfig(sample_tokens=LIMIT, sample_top_k=0)
 
     def draw_and_ask(**options: Any) -> tuple[Drawn, list[tuple[int, int]]]:
@@ -100,7 +100,7 @@ def test_replayed_steps_handle_stop_strings_and_a_shrinking_batch(monkeypatch):
 
 
 def count_waits(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
-    """Count calls of methods of tensors that wait for a device, and tensors that are made on the host."""
+    """Count the tensor methods that wait for a device, and the tensors that are created on the host."""
     counts: collections.Counter[str] = collections.Counter()
 
     def counted(owner: Any, name: str) -> None:
@@ -124,16 +124,16 @@ def test_host_waits_once_per_eight_tokens_and_copies_nothing(monkeypatch):
     for limit in (8, 40):
         counts.clear()
         sample = SampleConfig(sample_tokens=limit, sample_top_k=20, sample_top_p=0.9, sample_repetition_penalty=1.1)
-        draw(model, sample, ends=[500], look_every=8)  # beyond the vocabulary: no row ends
+        draw(model, sample, ends=[500], look_every=8)  # 500 is outside of the vocabulary, so no row ends
         found.append(dict(counts))
     short, long = found
     assert long.pop("tolist") == 4  # after 8, 16, 24 and 32 tokens
-    assert long == short  # before the first token and after the last one
+    assert long == short  # all other waits are before the first token or after the last
     assert short["cpu"] == 4
 
 
 def test_forward_hooks_run_for_the_prompts_only_and_stay_registered():
-    """FSDP2's and those of frozen units gather weights, which stay gathered."""
+    """Hooks of FSDP2 and frozen units gather weights, which stay gathered after the prompts' forward."""
     model, calls = build_gpt(STYLES["gpt2"]), collections.Counter()
     units = [model, *model.layers]
     for index, module in enumerate(units):
@@ -194,7 +194,7 @@ def test_tp_ranks_that_look_every_eight_tokens_sample_the_same(config):
     ("gpt2", "greedy", True),
 ])  # fmt: skip
 def test_gpu_captured_steps_match_eager_steps_bit_for_bit(style, config, compile_):
-    """Over a mask's length of 128, so that a second graph takes the memory of the first."""
+    """The completions exceed a mask length of 128, so that a second graph reuses the memory of the first."""
     wide = dataclasses.replace(STYLES[style], max_position_embeddings=256, kv_channels=16, compile=compile_)
     model, sample = build_gpt(wide).to("cuda", torch.bfloat16), SampleConfig(sample_tokens=200, **CONFIGS[config])
     ends = end_of_some(model, sample)

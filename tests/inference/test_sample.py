@@ -1,4 +1,4 @@
-"""Drawing a token: which are possible, and how often each comes."""
+"""Sampling of a token: the tokens that are kept, and their frequencies."""
 
 import math
 
@@ -13,7 +13,7 @@ LOGITS = SHARES.log() + 3.0
 
 
 def sample(**fields: float) -> SampleConfig:
-    """Temperature 1, all tokens, and this."""
+    """Return settings with temperature 1 and all tokens, changed by `fields`."""
     return SampleConfig(**{"sample_temperature": 1.0, "sample_top_k": 0, **fields})
 
 
@@ -21,7 +21,7 @@ def test_token_frequencies_at_temperature_1_match_the_model():
     generator = torch.Generator().manual_seed(1)
     drawn = torch.tensor([pick(LOGITS, sample(), generator) for _ in range(4000)])
     shares = torch.bincount(drawn, minlength=5) / 4000
-    assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the likeliest
+    assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the most likely token's share
 
 
 def test_probabilities_match_transformers_logits_processors():
@@ -66,7 +66,7 @@ def test_temperature_0_takes_the_most_likely_token_after_the_penalty():
     config, generator = sample(sample_temperature=0.0, sample_repetition_penalty=2.0), torch.Generator().manual_seed(1)
     before, logits = generator.get_state(), torch.tensor([-1.0, 3.0, 2.0])
     assert [pick(logits, config, generator, tokens) for tokens in ([], [0, 2], [1, 1])] == [1, 1, 2]
-    negative = torch.tensor([-1.0, -3.0, -1.5])  # multiplied: -2
+    negative = torch.tensor([-1.0, -3.0, -1.5])  # the penalty multiplies: -2
     assert pick(negative, config, generator, [0]) == 2
     assert torch.equal(generator.get_state(), before)
 

@@ -1,4 +1,4 @@
-"""Texts as their tokens come: what is shown when, and where they end."""
+"""Texts while their tokens arrive: the text that is printed after each token, and where texts end."""
 
 import dataclasses
 import io
@@ -22,7 +22,7 @@ BYTES = ByteTokenizer()
 
 
 def grow(text: str, *stop: str) -> list[str]:
-    """What is certain after each token."""
+    """Return the final part of the text after each token."""
     row, shown = Continuation(BYTES, [], stop), []
     for token in BYTES.encode(text):
         over = row.add(token)
@@ -71,13 +71,13 @@ def test_partial_characters_and_stop_strings_are_held_back_until_the_end():
     for row in (ended, finished):
         assert [row.add(token) for token in BYTES.encode("ab-\n")] == [False] * 4
         assert row.text == "ab"
-    assert ended.add(BYTES.eod)  # which is not shown
+    assert ended.add(BYTES.eod)  # eod is not part of the text
     finished.finish()
     assert [(row.text, row.over) for row in (ended, finished)] == [("ab-\n", True)] * 2
 
 
 def test_space_between_prompt_and_text_belongs_to_the_text():
-    model = io.BytesIO()  # a model as SentencePiece makes it by default, which drops a text's first space
+    model = io.BytesIO()  # SentencePiece models drop the first space of a text by default
     sentences = iter(["call me ishmael some years ago"] * 20)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=sentences, model_writer=model, vocab_size=17, minloglevel=2

@@ -1,4 +1,4 @@
-"""Models of stored weights out of a checkpoint compute what was saved, wherever the weights lie, on any layout."""
+"""Models with packed weights compute the same as the checkpoint, wherever the weights are stored, on any layout."""
 
 import dataclasses
 import gc
@@ -39,7 +39,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.trace import FORWARD, TraceRecorder
 from megazpp.zero.config import PrecisionConfig
 
-# 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
+# The vocabulary's 101 rows are padded to a multiple of 8 with one tensor-parallel rank, and of 16 with two.
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
 TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
 ALONE = dataclasses.replace(SAVED, tp=1, seed=99)
@@ -50,7 +50,7 @@ GREEDY = SampleConfig(sample_tokens=4, sample_temperature=0.0)
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> str:
-    """The folder of the checkpoints of two iterations."""
+    """Return the folder of a run's checkpoints of two iterations."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(4).run(run, SAVED, 2, save=folder, save_interval=1)
     return folder
@@ -68,7 +68,7 @@ def found(load: str, step: int | None = None) -> tuple[LoadSource, CheckpointMet
 
 
 def build_trained(case: Case, load: str, step: int | None = None) -> tuple[GPTModel, Any, ParallelDims]:
-    """The model as a training has it: shards, with gradients."""
+    """Load the checkpoint as a training does: into shards with gradients."""
     model, sharding, dims = build_on_ranks(case)
     load_weights(model, sharding, dims, *found(load, step), vocab_size=101, say=lambda line: None)
     return model, sharding, dims
@@ -82,7 +82,7 @@ def disk(folder: Path, **options: Any) -> WeightsConfig:
 
 
 def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list[torch.Tensor]:
-    """The gradient is that of what comes out of the embedding, below which nothing is trained."""
+    """Return the losses and the gradient of the embedding's output; weights before that output need no gradients."""
     outputs, (batch,) = list[torch.Tensor](), case.batches(0, dims)
 
     def cut(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list
 
 
 def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, int]:
-    """The checksum of the weights, and the elements that this rank reads of them."""
+    """Check a frozen model against a trained one; return its checksum and the number of elements read by this rank."""
     trained, _, dims = build_trained(case, load, step)
     with mock.patch.object(SafeReader, "read_box", autospec=True, side_effect=SafeReader.read_box) as read_box:
         model, units, checksum = load_frozen_model(spec_of(case), frozen_place(dims), *found(load, step))
@@ -111,7 +111,7 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
     planned = [frozen_bytes(each, dims.local.size, case.precision.param_dtype) for each in shapes]
     assert units.kept_bytes == sum(each.kept for each in planned)
     share = sum(p.numel() for p in trained.parameters()) / (dims.local.size * case.tp)
-    assert elements < 1.2 * share  # norms are whole on each tp rank
+    assert elements < 1.2 * share  # more than a share, because norms are whole on each tensor-parallel rank
     return checksum, elements
 
 
@@ -125,9 +125,7 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
     ],
     ids=["tp", "bf16", "float8", "copies"],
 )
-def test_frozen_model_reads_weights_once_per_node_and_is_bit_identical(
-    load, layout
-):
+def test_frozen_model_reads_weights_once_per_node_and_is_bit_identical(load, layout):
     if "float8" in layout:
         pytest.importorskip("torchao")
     case = dataclasses.replace(ALONE, **layout)
@@ -141,13 +139,13 @@ def test_frozen_model_with_biases_and_tied_embedding_is_bit_identical(tied):
     ranks(2).run(load_frozen, dataclasses.replace(TIED, tp=2, sequence_parallel=True), tied)
 
 
-# ---- layers that stream ------------------------------------------------------------------------------------------
+# ---- streamed layers ----------------------------------------------------------------------------------------------
 
 
 def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]], torch.Tensor, list[str]]:
-    """Tokens and losses of a model that streams, and the lines that it says on this rank."""
+    """Return tokens and losses of a streamed model, and the lines that it printed on this rank."""
     dims, lines, passes = dims_on_ranks(case), list[str](), GREEDY.sample_tokens
-    gc.freeze()  # no search among what is there already
+    gc.freeze()  # `bytes_of_live_messages` then ignores earlier objects
     with mock.patch.object(FetchRing, "fetch", autospec=True, side_effect=FetchRing.fetch) as fetch:
         model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load))
         tokens = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
@@ -162,14 +160,14 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     gc.unfreeze()
     assert dims.counter.sent_bytes("cross") == 0
     assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
-    if on_disk:  # the tokens, the losses, and the first of two layers ahead for another pass
+    if on_disk:  # passes for tokens and losses, and one of two layers that was fetched ahead for another pass
         fetched = sum(units.plan.streamed[index].num_bytes for (_, index), _ in fetch.call_args_list)
         assert fetched == (passes + 1 + 0.5 * (config.prefetch_layers > 0)) * units.plan.pass_bytes
     return tokens, losses, lines
 
 
 def bytes_of_live_messages() -> int:
-    """Bytes of the storages of all tensors of bytes, but for those that `gc.freeze` has put aside."""
+    """Return the bytes of all live uint8 tensors' storages, except objects that `gc.freeze` has put aside."""
     gc.collect()
     storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -194,7 +192,7 @@ def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_p
 
 
 def test_model_is_never_in_memory_twice_while_it_loads(monkeypatch):
-    """Live bytes: messages where they stay (on a device: without memory, but counted), one more, and its pieces."""
+    """The peak is the messages in their final memory, one more message, and its pieces; meta tensors count too."""
     empty, pinned = torch.empty, []
 
     def without_pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -219,7 +217,7 @@ def test_model_is_never_in_memory_twice_while_it_loads(monkeypatch):
 
 
 def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
-    """Tokens and losses of the shards of a training."""
+    """Return tokens and losses of the model as a training loads it."""
     model, sharding, dims = build_trained(case, load)
     tokens = generate(model, sharding, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
     batch = case.batch(0, 0, 2)
@@ -228,7 +226,7 @@ def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
 
 
 def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
-    """Weights of std 0.5 in a model of three small layers: the loss moves with the relative error of the weights."""
+    """The weights have a standard deviation of 0.5, so the loss depends visibly on their relative error."""
     for case, folder, said, tolerances in (
         (TIED, tied, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
         (ALONE, load, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
@@ -248,7 +246,7 @@ def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
 
 @torch.no_grad()
 def leave_forwards(load: str, config: WeightsConfig) -> None:
-    """By an exception, in each layer and again; the losses after it have to be those before."""
+    """Interrupt a forward by an exception in each layer, twice, and check that the next losses are unchanged."""
     model, _ = load_streamed_model(config, spec_of(ALONE), frozen_place(dims_on_ranks(ALONE)), *found(load))
     batch = ALONE.batch(0, 0, 2)
     expected = model.eval()(batch.tokens, batch.labels)
@@ -268,7 +266,7 @@ def test_interrupted_forward_does_not_mix_up_layers(load, tmp_path):
 
 
 def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | None = None) -> str:
-    """What is said while one rank's model is loaded and computes once, or the error that ends it."""
+    """Load the model on one rank and run it once; return the printed lines, or the error that ended it."""
     dims, lines = dims_on_ranks(case), list[str]()
     try:
         place = frozen_place(dims, lines.append)
@@ -282,7 +280,7 @@ def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | Non
 
 @pytest.fixture(scope="module")
 def written(load, tmp_path_factory) -> Path:
-    """A store's only file."""
+    """Write a store, and return its only file."""
     folder = tmp_path_factory.mktemp("store")
     assert " wrote " in ranks(1).run(use, load, disk(folder))[0]
     (path,) = folder.glob("*.weights")
@@ -290,7 +288,10 @@ def written(load, tmp_path_factory) -> Path:
 
 
 def damage(path: Path, place: float, *, cut: bool = False) -> None:
-    """By another file: the model of the last run may still read this one ahead, and would remove it as damaged."""
+    """Replace the file by a damaged copy with a new inode.
+
+    The last run's model may still read the old file ahead. It would remove the path if it found damage there.
+    """
     content = bytearray(path.read_bytes())
     at = int(len(content) * place)
     content[at] ^= 1
@@ -309,9 +310,7 @@ def test_damaged_store_raises_an_error_and_is_written_again(load, written):
         assert " wrote " in said
 
 
-def test_wrong_weights_or_tokenizer_raise_errors_and_keep_the_store(
-    load, written, tmp_path
-):
+def test_wrong_weights_or_tokenizer_raise_errors_and_keep_the_store(load, written, tmp_path):
     shutil.copytree(load, tmp_path / "copy")
     (path,) = (tmp_path / "copy/iter_0000002").glob("__0_*.distcp")
     damage(path, 0.5)

@@ -1,6 +1,6 @@
-"""The steps that are taken: what is not finite ends the job or is skipped, a spike is skipped or rewound.
+"""The guard: a step that is not finite ends the job or is skipped, and a loss spike is skipped or rewound.
 
-A NaN on one rank ends the job on all, before the update, with the rank, the parameter and the samples named.
+A NaN on one rank ends the job on all ranks before the update. The error names the rank, the parameter and the samples.
 """
 
 import json
@@ -32,7 +32,7 @@ ZEROPP = ZeroConfig(zeropp=True)
 
 
 class Watched:
-    """A guard of a model on one rank that looks for spikes of `sigma`, and what it said."""
+    """A guard on one rank that detects loss spikes above `sigma` deviations; `said` is a list of its log lines."""
 
     def __init__(self, sigma: float | None = None, *, check: bool = True, **settings: Any) -> None:
         self.history, self.iteration = LossHistory(), 0
@@ -44,7 +44,7 @@ class Watched:
         self.guard = Guard(config, self.sharding, run, plan, self.history, **{"dynamic_scale": False, **settings})
 
     def takes(self, *losses: float, norm: float = 1.0) -> list[bool]:
-        """Whether it allows one step after the other."""
+        """Pass one step per loss to the guard, and return for each whether the guard allows it."""
         return [self._takes(loss, norm) for loss in losses]
 
     def _takes(self, loss: float, norm: float) -> bool:
@@ -55,7 +55,7 @@ class Watched:
 
 
 def test_non_finite_loss_or_gradient_ends_the_job_or_skips_the_step():
-    """With a dynamic loss scale gradients may overflow but the loss may not; without the check nothing is looked at."""
+    """With a dynamic loss scale, only a non-finite loss ends the job. Without the check, the step is skipped."""
     dynamic, unchecked = {"dynamic_scale": True}, {"check": False}
     for settings, loss, norm, expected in (
         ({}, 1.0, 1.0, [True]),
@@ -116,13 +116,13 @@ def test_loss_spikes_are_detected_from_the_21st_loss_on():
 
 def test_rewind_takes_the_weights_back_and_logs_the_iteration():
     def rewind() -> int:
-        watched.history.load_state_dict({"losses": [5.0]})  # those of the checkpoint
+        watched.history.load_state_dict({"losses": [5.0]})  # the checkpoint's history
         return 40
 
     watched = Watched(6.0, rewind=rewind)
     assert watched.takes(*noisy(50), 9.0) == [True] * 50 + [False]
     assert watched.said[0].endswith("the step is skipped, and the weights return to iteration 40")
-    assert list(watched.history.losses) == [*noisy(50), 9.0]  # the latest are remembered
+    assert list(watched.history.losses) == [*noisy(50), 9.0]  # the rewind kept the latest losses
 
 
 def test_rewind_without_a_checkpoint_only_skips_the_step():
@@ -154,7 +154,7 @@ def test_weights_are_verified_at_the_interval_before_other_checks(monkeypatch):
 
 
 def spike_after_a_checkpoint(folder: str) -> None:
-    """Six steps with a checkpoint after the second, and a loss spike in the last one."""
+    """Train six steps with a checkpoint after the second, and check that a loss spike in the last one rewinds."""
     attempt = Attempt(Case(nodes=2, zero=ZEROPP), save=folder)
     watched = Watched(6.0, rewind=lambda: attempt.checkpoints.rewind().iteration)
     attempt.load()
@@ -181,7 +181,7 @@ def test_nan_in_a_replica_group_ends_the_job_when_groups_settle():
     assert not watched.guard.settle(failed=False, back=False)
     assert watched.takes(NAN) == watched.takes(1.0, norm=INF) == [False]
     assert watched.guard.found == (True, False)
-    with pytest.raises(NotFiniteError, match="iteration 2: "):  # the first of them
+    with pytest.raises(NotFiniteError, match="iteration 2: "):  # the first of two failures
         watched.guard.settle(failed=True, back=False)
 
 
@@ -214,9 +214,10 @@ def test_spike_in_a_replica_group_rewinds_all_when_groups_settle():
 
 
 def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late: bool) -> str:
-    """The message of the third of four steps, which leaves weights and moments as the good steps before made them.
+    """Return the error of the third of four steps, and check that weights and moments are unchanged by it.
 
-    The host waits for the third step, in which the fault is, or hears of it in the next one.
+    If `late` is False, the host waits for the faulty third step. Otherwise it reads the step's numbers in the fourth
+    step.
     """
     step, dims = build_step(case)
     guarded(step, case, folder, waits=not late)
@@ -228,7 +229,7 @@ def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late:
     try:
         bad = launch(step, case, 2)
         assert late
-        assert not bad.skipped  # as far as the host knows
+        assert not bad.skipped  # the host does not know yet
         assert state(step) == before
         for hook in hooks:
             hook.remove()
@@ -241,7 +242,7 @@ def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late:
 
 
 UNKNOWN = "an unknown rank, because FSDP2 sums the gradients of whole copies (ZeRO stage 0)"
-FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {  # case, rank, late, where it is from
+FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {  # case, faulty rank, late, origin in the error
     "late": ({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1, True, "rank 1"),
     "late, stage 2": ({"stage": 2}, 0, True, "rank 0"),
     "at once": ({"stage": 1}, 0, False, "rank 0"),
@@ -272,7 +273,7 @@ def test_nan_gradient_report_names_the_parameter_and_the_rank_if_known(fault, tm
 
 @pytest.mark.parametrize("late", [True, slow(False)])
 def test_nan_loss_report_names_the_micro_batch_and_its_samples(late, tmp_path):
-    """4 data ranks, 2 micro-batches of 2: the second one of rank 2 in the third step is samples 32 + (4 + 2) * 2."""
+    """With 4 data ranks and 2 micro-batches of 2, rank 2's second one in step 3 starts at sample 32 + (4 + 2) * 2."""
     case = Case(micro_batches=2, nodes=2, zero=ZEROPP)
     (message,) = set(ranks(4).run(train_with_a_fault, case, "output", 2, tmp_path, late=late))
     lines = message.splitlines()

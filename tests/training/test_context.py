@@ -1,4 +1,4 @@
-"""The console writes to a real pseudo-terminal; a run folder loses nothing, also when a run died while writing."""
+"""The console on a pseudo-terminal, and the run folder, which loses nothing even if a run dies while writing."""
 
 import datetime
 import fcntl
@@ -19,7 +19,7 @@ from megazpp.training.context import Console, RunFolder, default_run_dir, make_w
 
 def run_three_steps(console: Console) -> None:
     console.log("before")
-    console.start_bar(6, 3)  # as a resumed run does
+    console.start_bar(6, 3)  # like a resumed run, with 3 steps done
     for index in range(3):
         console.advance(float(10 - index))
         console.log(f" iteration {index + 4}/6 | lm loss: {10 - index} |")
@@ -31,7 +31,7 @@ LINES = ["before", *(f" iteration {n}/6 | lm loss: {14 - n} |" for n in (4, 5, 6
 
 
 def on_a_terminal(*, enabled: bool = True) -> str:
-    """What a terminal of 80 columns receives of three steps."""
+    """Return the characters that a terminal of 80 columns receives during three steps."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(writer, "w") as out:
@@ -46,7 +46,7 @@ def on_a_terminal(*, enabled: bool = True) -> str:
 
 
 def on_screen(received: str) -> list[str]:
-    """The lines that a terminal shows in the end: a carriage return lets the line be written over."""
+    """Return the lines that a terminal finally shows; a carriage return lets the line be overwritten."""
     lines = []
     for line in received.split("\n"):
         shown = ""
@@ -65,7 +65,7 @@ def test_terminal_shows_log_lines_above_a_bar_with_the_time_left():
     assert [line for line in shown if "%|" not in line] == LINES
     (bar,) = (line for line in shown if "%|" in line)
     assert "6/6" in bar
-    assert shown.index(bar) == len(shown) - 2  # only the final state stays, above what is said after it
+    assert shown.index(bar) == len(shown) - 2  # only the final bar stays, above the lines after it
 
 
 def test_console_prints_no_bar_to_a_file_and_nothing_on_other_ranks():

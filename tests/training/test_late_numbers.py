@@ -1,4 +1,4 @@
-"""The host reads a step's numbers one step later: the same bits, no wait before an update, and nothing is lost."""
+"""Reading a step's numbers one step later gives the same bits, does not wait before an update, and loses nothing."""
 
 import itertools
 from typing import Any
@@ -24,10 +24,10 @@ OPERATIONS = {"_fused_adamw_": "update"} | dict.fromkeys(("_local_scalar_dense",
 
 
 def seen_by_the_host(case: Case, waits: bool) -> list[str]:
-    """What it did in three steps and a wait for the last one's numbers: a "wait" is for another result."""
+    """Return the host's operations in three steps and a final wait; "wait" is a wait for any other result."""
     step, _ = build_step(case)
     guarded(step, case, None, waits=waits)
-    launch(step, case, 0).wait()  # units check how torch lays their shards out once
+    launch(step, case, 0).wait()  # the first step also checks the layout of the shards, with its own waits
     seen: list[str] = []
 
     class Operations(TorchDispatchMode):
@@ -69,7 +69,7 @@ def test_loss_spikes_are_checked_before_the_update():
 
 
 def late_and_at_once(case: Case) -> None:
-    """Both ways come to the same bits, records, weights and moments."""
+    """Check that reading late and at once give identical records, weights and moments."""
     ends = []
     for waits in (False, True):
         step, _ = build_step(case)

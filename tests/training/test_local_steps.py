@@ -1,4 +1,4 @@
-"""What islands that take local steps tell each other, and that they tell each other nothing in between."""
+"""DiLoCo's replica groups communicate at synchronizations only, and stop or end the job together there."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ from megazpp.zero.config import ZeroConfig
 def train(
     case: Case, folder: Path, poisoned: int | None = None, signalled: int | None = None
 ) -> tuple[list[dict[str, Any]], str]:
-    """What a rank saw of each step, and the error that ended them; one gradient is NaN in step 2, or one rank stops."""
+    """Train, and return a record of each step on this rank and the error that ended the training ("" without one).
+
+    In step 2, rank `poisoned` has a NaN gradient, and rank `signalled` has caught a signal.
+    """
     step, dims = build_step(case)
     guarded(step, case, folder, islands=True)
     diloco, stops, rows = build_diloco(case, step, dims), StopConditions(StopConfig()), []
@@ -38,7 +41,7 @@ def train(
             except NotFiniteError as error:
                 return rows, str(error)
             row = {"met": met, "stopped": stops.reason(iteration, dims, agree=met, at_once=True)}
-        row["asked"] = island.call_count + world.call_count  # collectives between islands or over all ranks
+        row["asked"] = island.call_count + world.call_count  # collectives between replica groups or over all ranks
         row["busy"] = met or diloco.plan.sends_at(iteration) is not None or any(diloco.merge_at)
         record = launched.wait()
         rows.append(row | {"loss": record.loss, "inner": record.metrics.get("inner_loss"), "weights": state(step)})
@@ -72,7 +75,7 @@ def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(case, meeting, 
         assert "from rank 3" in error
         assert len(rows) == meeting - 1
         moved = [rows[n]["weights"] != rows[n - 1]["weights"] for n in range(1, meeting - 1)]
-        assert moved == [rank < 2] * (meeting - 2)  # the other island has gone on
+        assert moved == [rank < 2] * (meeting - 2)  # the other replica group continued to train
     assert (tmp_path / "not-finite-2.json").exists()
 
 
@@ -84,12 +87,15 @@ def test_signal_on_one_rank_stops_all_ranks_at_the_next_merge(case, meeting, tmp
 
 def test_exit_interval_stops_without_communication():
     stops = StopConditions(StopConfig(exit_interval=4))
-    dims: Any = None  # nobody is asked
+    dims: Any = None  # no rank communicates
     assert [stops.reason(i, dims, agree=False) for i in (3, 4)] == [None, "--exit-interval 4"]
 
 
 def check_memory() -> None:
-    """In bytes per element: 16 for weights, gradients and moments, 4 for R, 1 for feedback, 8 shared by 2 islands."""
+    """Check the memory limit at its exact value, in bytes per element.
+
+    They are 16 for weights, gradients and moments, 4 for R, 1 for error feedback, and 8 that two groups share.
+    """
     case = Case(nodes=2, tp=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9))
     model, sharding, dims = build_on_ranks(case)
     needed = 25 * sum(parameter.to_local().numel() for parameter in model.parameters())

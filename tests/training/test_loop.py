@@ -1,4 +1,4 @@
-"""The loop: what is asked of whom and when, and when it ends, the same on all ranks."""
+"""The training loop: the order of its calls, and the conditions that end it, equal on all ranks."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ def test_steps_get_consecutive_samples_and_logs_follow_the_interval():
     run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
     batches = [batch for call in run.fake.calls for batch in call["batch"]]
     samples = [(batch.first, len(batch.tokens)) for batch in batches]
-    assert samples == [(first, 1) for first in (0, 2, 4, 6, 8)]  # of one data rank
+    assert samples == [(first, 1) for first in (0, 2, 4, 6, 8)]  # the samples of one of two data ranks
     assert run.progress == TrainingProgress(iteration=5, consumed_samples=10, scheduled_samples=10, micro_batches=5)
     assert [(r["iteration"], r["lm_loss"]) for r in run.tracker.records] == [(2, 4.5), (4, 2.5), (5, 1.0)]
     assert run.out.getvalue().count(" consumed samples: ") == 3
@@ -45,7 +45,7 @@ def test_loop_reads_late_but_before_logs_saves_evaluations_and_the_end():
         *("launch 4", "read 4", "launch 5", "read 5", "launch 6", "read 6", "save 6"),
         *("launch 7", "launch 8", "read 7", "read 8", "save 8"),
     ]
-    assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]  # none is lost
+    assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]  # no step is lost
 
 
 def test_step_that_is_not_finite_is_never_saved():
@@ -73,7 +73,7 @@ def test_resumed_run_of_samples_with_another_batch_size_consumes_all(consumed, s
     left = "; the remaining 1 are too few for a global batch of 2" if consumed == 9 else ""
     complete = f"training is complete: {consumed} of --train-samples 10 are consumed{left}\n"
     assert (complete in run.out.getvalue()) == (steps == 0)
-    assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])  # the last step is known to be it
+    assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])  # the last step is followed by a save
 
 
 def test_resumed_run_of_steps_with_another_batch_size_takes_all_steps():
@@ -89,7 +89,7 @@ def test_garbage_is_collected_after_the_first_step_and_at_intervals(monkeypatch)
     monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(iteration))
     with loop.collect_garbage_between_steps() as collect_garbage:
         for iteration in range(6, 14):
-            assert gc.isenabled() == (iteration == 6)  # inside a step, once frozen, it is off
+            assert gc.isenabled() == (iteration == 6)  # after the first step, collection is disabled inside steps
             assert (gc.get_freeze_count() > 0) == (iteration > 6)
             collect_garbage(iteration)
     assert gc.isenabled()
@@ -106,10 +106,10 @@ def test_signal_stops_after_the_step_and_sets_hurried():
         with StopConditions(StopConfig()) as stops:
             assert stops.reason(1, ALONE) is None
             os.kill(os.getpid(), signum)
-            assert not stops.hurried  # the step goes on
+            assert not stops.hurried  # the current step continues
             assert stops.reason(2, ALONE) == signum.name
             assert stops.hurried
-            os.kill(os.getpid(), signum)  # once more does no harm
+            os.kill(os.getpid(), signum)  # a second signal has no further effect
         assert signal.getsignal(signum) is before
 
 
@@ -127,7 +127,7 @@ def test_signal_on_one_rank_stops_all_ranks_after_the_same_step():
 
 
 def test_exit_duration_stops_after_the_given_minutes(monkeypatch):
-    clock = iter(range(0, 1000, 50))  # 50 seconds pass between two looks
+    clock = iter(range(0, 1000, 50))  # 50 seconds pass between two readings of the clock
     monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
     stops = StopConditions(StopConfig(exit_duration_in_mins=2))
     assert [stops.reason(i, ALONE) for i in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
@@ -147,5 +147,5 @@ def test_cuda_ranks_stop_one_step_later_without_waiting_for_the_device():
                 found.append(stops.reason(iteration, dims))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()  # a step reads its loss
+            torch.cuda.synchronize()  # as a step does when it reads its loss
     assert found == [None, None, "SIGUSR1"]

@@ -1,4 +1,4 @@
-"""Means of an interval, what is written to metrics.jsonl and summary.json, lines of the log; model FLOPs and peaks."""
+"""Means over an interval, the content of metrics.jsonl and summary.json, log lines, model FLOPs and peak rates."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ def test_interval_has_loss_of_taken_steps_total_time_and_largest_norm():
     assert (fields["grad_norm"], fields["max_grad_norm"]) == (1.5, 7.25)
     assert fields["tokens_per_second"] == 3200.0
     assert "| max grad norm: 7.250 |" in record.line
-    assert record.short_line == (  # at most 100 columns for a terminal
+    assert record.short_line == (  # a terminal line has at most 100 columns
         "iteration      3/500  loss  3.0000  grad norm  1.500      3,200 tokens/s  0:02:04 left  1 skipped"
     )
 
@@ -41,7 +41,7 @@ def test_interval_has_loss_of_taken_steps_total_time_and_largest_norm():
 def test_interval_starts_after_the_last_one_and_estimates_the_time_left():
     filled = meter(step(1, loss=4.0), step(2, loss=2.0))
     filled.interval()
-    filled.add(step(3, loss=1.0, global_batch_size=4, consumed_samples=1000))  # of 4000, in half a second
+    filled.add(step(3, loss=1.0, global_batch_size=4, consumed_samples=1000))  # 1000 of 4000 samples, 0.5 s per step
     interval = filled.interval()
     assert interval.fields["lm_loss"] == 1.0
     assert "eta: 0:06:15 |" in interval.line
@@ -129,7 +129,7 @@ def test_log_line_begins_with_megatrons_line_byte_for_byte():
     )
     assert "grad norm" not in meter(step(1, grad_norm=None)).interval().line
     everything = step(1, num_zeros=12.0, params_norm=345.6789, loss_scale=65536.0)
-    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}  # silent wires are left out
+    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}  # wires without bytes are omitted
     line = meter(everything, peak_flops=1.6e12).interval(sent, peak_memory_bytes=3_210_000_000).line
     assert line.endswith(
         " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
@@ -186,14 +186,14 @@ def test_model_flops_count_matrix_products_and_half_of_the_attention():
         initialize_parameters_(model, seed=1, draw_device=CPU)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(ids[:, :-1], ids[:, 1:]).sum().backward()
-        products = 2 * 3  # scores and weighted sum, forward and twice that in backward
+        products = 2 * 3  # scores and weighted sum: once in forward, twice in backward
         attention = products * 2 * config.heads * config.head_size * 16 * config.layers
         expected = counter.get_total_flops() / 16 - attention / 2
         assert model_flops_per_token(config, padded_vocab_size=96, seq_length=16) == expected
 
 
 def test_attention_window_counts_only_keys_inside_it():
-    """Pairs of a token and a key are counted one by one; half of S x S stands for the causal half."""
+    """Count the pairs of a token and a key one by one; full causal attention counts as half of S x S pairs."""
     whole = dataclasses.replace(LLAMA_STYLE, num_layers=3)
     windows = dataclasses.replace(whole, window_size="4,0", window_attn_skip_freq="3")
     less = sum(16 / 2 - sum(min(token + 1, 5) for token in range(16)) / 16 for _ in range(2))
@@ -204,7 +204,7 @@ def test_attention_window_counts_only_keys_inside_it():
 
 
 def test_gpt3_175b_flops_match_megatrons_figure():
-    # 72 B s l h^2 (1 + s / 6h + V / 12lh), arXiv 2104.04473, less half of the attention term
+    # arXiv 2104.04473: 72 B s l h^2 (1 + s / 6h + V / 12lh). Only half of its attention term is counted.
     layers, h, s, vocab = 96, 12288, 2048, 51200
     model = GPTConfig(num_layers=layers, hidden_size=h, num_attention_heads=96)
     ours = model_flops_per_token(model, padded_vocab_size=vocab, seq_length=s)

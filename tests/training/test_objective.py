@@ -1,4 +1,4 @@
-"""Pretraining's loss by hand; scores of a text or a dataset against plain sums."""
+"""The language model's loss against direct sums, and scores of a text or dataset against a plain loop."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def test_micro_batch_shares_add_up_to_the_mean_over_counted_tokens():
     for masks, loss in (
         (([1.0, 1.0, 0.0], [0.0, 0.0, 1.0]), (2.0 + 3.0 + 5.0) / 3),
         (([0.0, 0.0, 0.0], [0.0, 1.0, 0.0]), 3.0),
-        (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # no token of the global batch counts
+        (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # the masks exclude all tokens of the global batch
     ):
         objective, batches = LanguageModelLoss(one_rank), [mock.Mock(loss_mask=torch.tensor([mask])) for mask in masks]
         objective.begin_step(batches)
@@ -37,12 +37,12 @@ BYTES = ByteTokenizer()
 DOCUMENTS = ["Call me Ishmael.", "Some years ago — never mind", "how long", "precisely, having little or no money"]
 IDS = [token for text in DOCUMENTS for token in (*BYTES.encode(text), BYTES.eod)]
 NUM_BYTES = sum(len(text.encode()) for text in DOCUMENTS)
-SUMS = 1e-5  # relative: fp32 sums in another order
+SUMS = 1e-5  # relative tolerance for fp32 sums in another order
 
 
 @pytest.fixture
 def paths(tmp_path) -> list[str]:
-    """The same documents as a text and as a .bin/.idx pair."""
+    """Write the same documents as a text and as a .bin/.idx pair, and return both paths."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
     write_indexed_dataset(iter(DOCUMENTS), BYTES, tmp_path / "pair")
@@ -50,7 +50,7 @@ def paths(tmp_path) -> list[str]:
 
 
 def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> tuple[Score, float]:
-    """The score, and the mean loss over windows one after the other through the same model."""
+    """Return the score, and the mean loss over windows that run one after the other through the same model."""
     model, sharding, dims = build_on_ranks(case)
     data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0)
     built = ShardedModel(model, sharding)
@@ -83,14 +83,14 @@ def count_on_ranks(data: DataConfig, *samples: list[int]) -> tuple[int, int, int
 
 
 def test_sample_bytes_count_only_labels_with_a_loss():
-    """A character that an edge cuts counts the bytes that are labels, and not U+FFFD's three."""
+    """If a sample cuts a character, only the bytes that are labels count, not the three bytes of U+FFFD."""
     document_end, padded = [*BYTES.encode("xy"), BYTES.eod, ord("z")], [*BYTES.encode("ab"), PADDING, PADDING]
     for masks, sample, expected in (
         (False, BYTES.encode("a—"), (3, 3, 0)),
-        (False, BYTES.encode("—a"), (3, 3, 0)),  # two bytes of the dash, and a
-        (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # b and one byte of the dash
-        (False, document_end, (3, 2, 0)),  # y and z
-        (True, document_end, (2, 1, 1)),  # z cannot be predicted
+        (False, BYTES.encode("—a"), (3, 3, 0)),  # labels: two bytes of the dash, and "a"
+        (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # labels: "b" and one byte of the dash
+        (False, document_end, (3, 2, 0)),  # the text bytes are "y" and "z"
+        (True, document_end, (2, 1, 1)),  # "z" follows the end of a document, which masks its loss
         (True, padded, (1, 1, 0)),
     ):
         assert ranks(1).run(count_on_ranks, DataConfig(eod_mask_loss=masks), sample) == [expected], sample
@@ -101,7 +101,7 @@ def test_sample_bytes_count_only_labels_with_a_loss():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_masked_labels_count_in_neither_tokens_nor_bytes(paths, tmp_path, world_size):
-    """--eod-mask-loss leaves out the first byte of each document, of a text as of a dataset."""
+    """--eod-mask-loss excludes the first byte of each document, for a text and for a dataset."""
     for path in paths:
         for score in ranks(world_size).run(score_with_masks, path, str(tmp_path)):
             assert score[1:] == (len(IDS) - len(DOCUMENTS), NUM_BYTES - len(DOCUMENTS))

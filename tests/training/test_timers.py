@@ -1,4 +1,4 @@
-"""A step's spans as Megatron's timers, slow ranks and the timeline of one step; torch's profiler around steps."""
+"""Spans of a step as Megatron-LM's timers, slow ranks and the timeline of one step; torch's profiler around steps."""
 
 import contextlib
 import gzip
@@ -36,7 +36,7 @@ from megazpp.zero.config import ZeroConfig
 
 
 def heard(timeline: Timeline) -> bool:
-    """Whether anybody listens; a span that nobody hears is the same one each time."""
+    """Return True if the timeline has a listener; without one, every span is the same object."""
     return timeline.span("", "") is not Timeline().span("", "")
 
 
@@ -56,7 +56,9 @@ def test_timeline_has_the_requested_step_and_spans_in_flight_before_it(tmp_path)
     (spans,) = read_chrome_trace(tmp_path / "timeline.json").values()
     by_name = {span.name: span for span in spans}
     assert set(by_name) == {"step 3", "forward 3", "gather"}
-    assert by_name["gather"].start_seconds == by_name["step 3"].start_seconds  # cut where the step begins
+    assert (
+        by_name["gather"].start_seconds == by_name["step 3"].start_seconds
+    )  # the timeline cuts it at the start of the step
     assert by_name["gather"].seconds >= 0.01
     assert [line.partition(":")[0] for line in said] == ["timeline of step 3"]
 
@@ -84,7 +86,7 @@ def timers_of(report: str | None) -> list[str]:
 
 
 class Recorded(NamedTuple):
-    """What a rank says, whether it listened in each step and at the end, the losses, and two reports of timers."""
+    """One rank's log lines, whether a listener was attached in each step and at the end, losses, and timer reports."""
 
     said: list[str]
     heard: list[bool]
@@ -93,7 +95,7 @@ class Recorded(NamedTuple):
 
 
 def train(folder: Path, timing: TimingConfig, profiling: ProfilerConfig, *iterations: int) -> Recorded:
-    """ZeRO++ on two nodes, with two micro-batches."""
+    """Train some iterations of ZeRO++ on two nodes with two micro-batches."""
     case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
     run, said = context(dims, folder)
@@ -110,7 +112,7 @@ def train(folder: Path, timing: TimingConfig, profiling: ProfilerConfig, *iterat
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> tuple[Path, list[Recorded]]:
-    """The run folder, and what four ranks have seen."""
+    """Return the run folder, and the records of four ranks with timers, timeline and profiler."""
     folder, timing = tmp_path_factory.mktemp("run"), TimingConfig(timing_log_level=2, timeline_step=2)
     profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3, profile_ranks=(0, 3))
     return folder, ranks(4).run(train, folder, timing, profiling, 1, 2, 3)
@@ -136,9 +138,9 @@ def test_timeline_shows_phases_and_hops_of_all_ranks_on_one_clock(recorded):
         for track in ("cross", "local"):
             assert {span.name for span in spans if span.track == track} >= hops
     whole = [span for spans in by_rank.values() for span in spans if span.track == "step"]
-    # a step ends with collectives of all ranks, so none can begin after another has ended
+    # A step ends with collectives of all ranks, so on a common clock no rank begins it after another has ended it.
     assert max(span.start_seconds for span in whole) < min(span.end_seconds for span in whole)
-    assert min(span.start_seconds for span in whole) > 0  # the barrier before the recording is the zero
+    assert min(span.start_seconds for span in whole) > 0  # time zero is the barrier before the recording
 
 
 def test_timers_are_equal_on_all_ranks_and_reset_after_a_report(recorded):
@@ -158,7 +160,7 @@ def test_profiled_rank_writes_a_trace_with_operators_and_named_hops(recorded):
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         names = [event["name"] for event in events if event["ph"] == "X"]
         for hop, count in {"cross all_gather": 2, "local all_gather": 8, "local all_to_all": 4}.items():
-            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops once a step, from the queues' own threads
+            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops run once per step, in the queues' threads
                 assert names.count(f"{hop} {unit}") == count
         assert names.count("compute forward") == 4
         assert any(name.startswith("aten::") for name in names)
@@ -252,7 +254,7 @@ def test_timer_lines_match_megatron_and_omit_unused_timers():
 
 
 def steps_with_a_slow_rank() -> list[str]:
-    """Four steps, in every second of which rank 2 computes 0.3 s, and the others wait for it."""
+    """Run four steps; in every second one rank 2 computes for 0.3 s, and the other ranks wait for it."""
     dims = dims_on_ranks(Case())
     run, said = context(dims)
     recorder = StepRecorder(TimingConfig(log_straggler=True), run, interval=2)
@@ -268,7 +270,7 @@ def test_slow_rank_is_logged_and_ranks_that_wait_for_it_are_not():
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2", "compute seconds of iteration 4"]
     for line in said:
         assert "(rank 2); slow: rank 2 " in line
-        assert float(line.split("median ")[1].split(",")[0]) < 0.2  # the waiting is not in it
+        assert float(line.split("median ")[1].split(",")[0]) < 0.2  # the median excludes the wait
 
 
 def test_equal_ranks_are_not_slow_and_a_long_list_is_truncated():

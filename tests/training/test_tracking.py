@@ -1,4 +1,4 @@
-"""The tracker: Megatron's names at the right times, each sink without the other; real offline wandb, TensorBoard."""
+"""The tracker: Megatron-LM's names, independent sinks, and real wandb (offline) and TensorBoard files."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def test_step_scalars_use_megatrons_names_and_omit_missing_values(tmp_path):
 def test_records_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
     sink = mock.Mock()
     track = tracker(tmp_path, sink, tensorboard_log_interval=3)
-    track.step(step(1))  # between its intervals
+    track.step(step(1))  # not a multiple of the interval, so not recorded
     record = meter(step(2)).interval()
     track.interval(record)
     track.validation(0.0, TrainingProgress(iteration=5, consumed_samples=40))
@@ -89,7 +89,7 @@ def test_exception_marks_the_run_as_failed(tmp_path):
     sink.close.assert_called_once_with(exit_code=1)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # raised in TensorBoard's thread
 def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsys):
     with small_disk(tmp_path / "disk", "4m") as disk:
         with tracker(disk / "run", TensorBoardSink(disk / "events")) as track:
@@ -99,7 +99,7 @@ def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsy
             for iteration in range(1, 5):
                 if iteration == 4:
                     (disk / "fill").unlink()
-                for _ in range(2000):  # more than TensorBoard buffers
+                for _ in range(2000):  # more records than TensorBoard buffers
                     track.step(step(iteration))
                 track.interval(meter(step(iteration)).interval())
             track.summary({"iteration": 4})
@@ -120,7 +120,7 @@ def test_tags_describe_the_layout_of_the_run():
 
 def test_sinks_open_independently_and_import_only_on_request(tmp_path, monkeypatch, capsys):
     config = TrackingConfig(wandb_project="p", tensorboard_dir=str(tmp_path / "events"))
-    monkeypatch.setitem(sys.modules, "wandb", None)  # makes an import fail
+    monkeypatch.setitem(sys.modules, "wandb", None)  # lets its import fail
     (sink,) = open_sinks(config, RunFolder(tmp_path / "run"), {})
     sink.close(exit_code=0)
     assert isinstance(sink, TensorBoardSink)
@@ -173,15 +173,15 @@ def test_packages_are_found_without_importing_them(tmp_path, monkeypatch):
 
 @pytest.fixture
 def logged_out(tmp_path, monkeypatch) -> Iterator[None]:
-    """No settings and no credentials of wandb's; its process ends with the test."""
+    """Remove wandb's settings and credentials for a test, and end its process with the test."""
     for name in [*os.environ]:
         if name == "NETRC" or name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with tempfile.TemporaryDirectory() as folder:  # a killed one leaves its socket, whose path has to be short
+    with tempfile.TemporaryDirectory() as folder:  # wandb's socket path must be short; a killed process leaves it
         monkeypatch.setenv("TMPDIR", folder)
         yield
-        with suppress(ConnectionError):  # where it was killed
+        with suppress(ConnectionError):  # raised if the test killed wandb's process
             wandb.teardown()
 
 
@@ -201,7 +201,7 @@ def record_steps(sink: Sink, *iterations: int) -> None:
 @pytest.mark.usefixtures("logged_out")
 def test_wandb_without_credentials_is_offline_and_continues_on_restart(tmp_path, monkeypatch):
     record_steps(open_wandb(tmp_path), 1, 2)
-    wandb.teardown()  # as the end of the program does
+    wandb.teardown()  # as at the end of a program
     monkeypatch.setenv("WANDB_TAGS", "mine, tp2")
     record_steps(open_wandb(tmp_path), 3, 4)
     wandb.teardown()
@@ -273,7 +273,7 @@ def test_wandb_is_online_only_with_credentials(tmp_path):
 
 
 class FakeWandb:
-    """A server that has steps up to `last`, and may rewind; `events` is what it is asked for."""
+    """A wandb package whose server has steps up to `last` and may support rewinding; `events` records the calls."""
 
     class errors:  # noqa: N801, as wandb has it
         class Error(Exception):
@@ -297,7 +297,7 @@ class FakeWandb:
 @pytest.mark.parametrize(
     ("last", "rewinds", "expected"),
     [
-        (30, True, ["allow"]),  # nothing was lost
+        (30, True, ["allow"]),  # no step was lost
         (45, True, ["allow", "finish", "abcd1234?_step=30"]),
         (45, False, ["allow", "finish", "abcd1234?_step=30", "allow"]),
     ],
@@ -328,7 +328,7 @@ def test_resumed_offline_wandb_run_records_the_steps_again(tmp_path):
 
 
 def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
-    for first in (1, 3):  # the second writer is a restart
+    for first in (1, 3):  # the second writer resumes after a restart
         record_steps(TensorBoardSink(tmp_path), first, first + 1)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples"}
@@ -347,7 +347,7 @@ def test_tensorboard_drops_lost_steps_and_keeps_earlier_ones(tmp_path, resumed, 
     for iteration in range(1, 5):
         first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
     first.close(exit_code=1)
-    time.sleep(1 - time.time() % 1)  # files of one second are read in the order of a number in words, 10 before 9
+    time.sleep(1 - time.time() % 1)  # within one second, TensorBoard reads files in alphabetical order
     second = TensorBoardSink(tmp_path)
     second.resume(TrainingProgress(resumed, 8 * resumed))
     for iteration in (resumed + 1, resumed + 2):
