@@ -37,7 +37,7 @@ def seen_by_the_host(case: Case, waits: bool) -> list[str]:
             return func(*args, **(kwargs or {}))
 
     def noted(owner: Any, name: str, what: str) -> Any:
-        """A patch that writes down `what` and nothing that happened inside."""
+        """Return a patch that records `what` for a call, instead of the operations inside it."""
         call = getattr(owner, name)
 
         def note(*args: Any) -> Any:
