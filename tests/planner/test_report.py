@@ -114,7 +114,7 @@ def test_report_of_local_steps_has_means_and_candidates_keep_them():
     ((each, mean),) = re.findall(sent, text)
     assert float(mean) == pytest.approx(float(each) / 10, abs=1e-3)
     assert f"; a node sends {mean} MB to other nodes" in text
-    assert "\nislands synchronize every 10 steps, merged 2 steps later with alpha 0.5: " in text
+    assert "\nreplica groups synchronize every 10 steps, merged 2 steps later with alpha 0.5: " in text
     hidden = r"every 10 steps delays training by [\d.]+ s; its bytes overlap with .* with at least [\d.e+]+ Gbit/s"
     assert re.search(hidden, text)
     for kind in ("outer weights, common copy", "outer weights and momentum", "outer feedback", "outer messages"):
