@@ -1,12 +1,15 @@
-"""Pretrain a GPT: the table of contents, and the parts that are pretraining's own.
+"""Pretrain a GPT model.
 
-    python pretrain_gpt.py                                      a small model on the shipped text, local workers
-    python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; what comes later wins
-    torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) has started
+    python pretrain_gpt.py                                      a small model on the included text, with local workers
+    python pretrain_gpt.py @configs/gpt_125m.args --lr 3e-4     flags from a file; later flags override earlier ones
+    torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) starts
 
-Parse and check everything, start the workers, then in each worker (`run_training` of megazpp/run/training.py):
-the cluster as it is, the axes, the parts of the run (`pretraining` below, the rest in megazpp/run/trainer.py),
-training, evaluation, a sample of text, and where everything went.
+`prepare` parses and checks all flags before workers start. Each worker then calls `run_training`
+(megazpp/run/training.py), which does the following:
+
+    1. discover the cluster, and create the mesh axes
+    2. build the parts of the run: `pretraining` below, and the rest in megazpp/run/trainer.py
+    3. train and evaluate, generate a sample of text, and print where the results are
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import NoReturn
 
 from megazpp.base.program import announce
 
-announce("pretrain_gpt.py", "megazpp")  # torch takes seconds to import, on a cold disk many
+announce("pretrain_gpt.py", "megazpp")  # before the imports below, because importing torch takes seconds
 
 import megazpp
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
@@ -41,16 +44,23 @@ from megazpp.training.objective import Evaluator, LanguageModelLoss
 from megazpp.training.setup import build_model, open_loader
 
 HERE = Path(__file__).resolve().parent
-HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # where configs/ is, installed or not
+HOME = HERE if (HERE / "configs").is_dir() else Path(megazpp.__file__).parent  # folder of configs/, also if installed
 
 
 def main() -> int:
-    """Parse, check, and become a worker or start the workers."""
+    """Check the flags, then run as a worker or launch the workers. Return the exit code."""
     return run_on_ranks(prepare)
 
 
 def prepare() -> Job | int:
-    """Find out everything that can be known before workers start; raises ValueError by flag and value."""
+    """Parse and check the flags as far as possible before workers start.
+
+    Returns:
+        The work for each rank, or the exit code if a flag such as --print-config or --plan replaces training.
+    Raises:
+        ValueError: flags are wrong. The message names each flag and its value.
+    """
+    # Flags, and commands that replace training.
     parsed = parse_run_config(sys.argv[1:], HOME, features=FEATURES)
     if parsed.show.print_config:
         print(parsed.report())
@@ -59,11 +69,15 @@ def prepare() -> Job | int:
         status = feature.command(parsed)
         if status is not None:
             return status
+
+    # The checkpoint to load, which may determine further flags.
     restarted = int(os.environ.get(RESTART_COUNT, "0")) > 0
     source = choose_source(parsed.config.checkpoint, restarted=restarted)
     earlier = peek(source)
     parsed = with_checkpoint(parsed, source, earlier)
     config = parsed.config
+
+    # Checks of all flags together, and of this machine.
     place = detect_rank_info(config.launch)
     start = start_of(source, earlier)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
@@ -73,14 +87,27 @@ def prepare() -> Job | int:
 
 
 def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingParts:
-    """Build text, model and the loss of the next token; raises ValueError if data or tokenizer cannot be used."""
+    """Build the parts of a run that are specific to pretraining: tokenizer, data, model and next-token loss.
+
+    Args:
+        parsed: the flags.
+        plan: layout, batches and communication formats.
+        run: this rank's axes, device and log.
+    Raises:
+        ValueError: the data or the tokenizer cannot be used.
+    """
+    # Tokenizer and data.
     config, batches, dims = parsed.config, plan.batches, run.dims
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
     iterations, batch_size = config.evaluation.eval_iters, batches.global_batch_size
     wanted = Splits(train=batches.dataset_samples, valid=iterations * batch_size, test=iterations * batch_size)
     data = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=run.log)
+
+    # The model.
     spec = config.model_spec(tokenizer.vocab_size, plan.wire)
     built = build_model(spec, dims, run.device)
+
+    # Loaders for training and evaluation.
     loader = functools.partial(
         open_loader, config=config.data, tokenizer=tokenizer, plan=batches, dims=dims, device=run.device
     )
@@ -103,7 +130,15 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
 
 
 def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: CheckpointMetadata | None) -> ParsedRun:
-    """Take the checkpoint's flags (`earlier` is its record); raises ValueError if it is of another model."""
+    """Return the flags completed with those that the checkpoint has recorded.
+
+    Args:
+        parsed: the flags.
+        source: checkpoint to load; None starts from random weights.
+        earlier: record of that checkpoint.
+    Raises:
+        ValueError: the checkpoint belongs to a different model.
+    """
     parsed = with_checkpoint_args(parsed, earlier)
     if source is not None and earlier is not None:
         check_same_model(earlier.flags, parsed.config.model, source.folder.path)
@@ -117,7 +152,7 @@ def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: Check
 
 
 def program() -> NoReturn:
-    """Run, and end as every program of ranks does."""
+    """Run `main` and exit without the interpreter's shutdown, which would race with gloo's threads."""
     leave(main())
 
 

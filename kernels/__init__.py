@@ -1,4 +1,5 @@
-"""Pure tensor functions that never learn that ranks exist, imported as `megazpp.kernels`.
+"""Functions on the tensors of one process, without communication, imported as `megazpp.kernels`.
 
-`megazpp/kernels` is a symbolic link to this folder. The import name `kernels` belongs to Hugging Face's package.
+`megazpp/kernels` is a symbolic link to this folder, because the import name `kernels` belongs to Hugging Face's
+package.
 """

@@ -1,9 +1,10 @@
-"""A C file, compiled by the system's compiler when it is first needed, and loaded.
+"""Compile a C file with the system's compiler at first use, and load it with ctypes.
 
-The shared library is kept in $XDG_CACHE_HOME/megazpp/libraries (~/.cache/megazpp/libraries) under a hash of the source,
-the flags and the compiler's predefined macros, which name its version and every instruction set that -march=native
-stands for: a home that another CPU shares gets a library of its own. Processes that compile at the same time each write
-in a folder of their own and rename the file, so that none ever loads half a library.
+The shared library is cached in $XDG_CACHE_HOME/megazpp/libraries (~/.cache/megazpp/libraries). Its name contains a hash
+over the source, the flags and the compiler's predefined macros. The macros reveal the compiler's version and every
+instruction set that -march=native enables, so machines with different CPUs that share a home directory use different
+libraries. Concurrent processes each compile in a temporary folder and rename the result, so none loads an incomplete
+file.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-# Bits are sacred: no -ffast-math, and no multiply and add contracted into one rounding
+# Results must equal the reference bit for bit, so -ffast-math and fused multiply-adds are off.
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 COMPILERS = ("cc", "gcc", "clang")
-SECONDS = 120  # a compilation takes about one; this one waits behind as many as the machine has ranks
+SECONDS = 120  # timeout; a compilation takes about a second, but every rank of a machine may compile at the same time
 
 
 class CLibraryError(Exception):
-    """There is no library; says why, for the table of back ends."""
+    """Raised or returned if a library is not available; the message says why, for the log's table of back ends."""
 
 
 class CLibrary(NamedTuple):
-    """A loaded library, and the compiler that made it ("gcc 12.2.0")."""
+    """A loaded library, and the compiler that built it, such as "gcc 12.2.0"."""
 
     functions: ctypes.CDLL
     compiler: str
@@ -39,7 +40,10 @@ class CLibrary(NamedTuple):
 
 @cache
 def find_c_library(source: Path) -> CLibrary | CLibraryError:
-    """Return the library of `source`, or why there is none; each is compiled and loaded once per process."""
+    """Return the library of `source`, or the error that explains why it is not available.
+
+    Each source is compiled and loaded once per process.
+    """
     try:
         return load_c_library(source)
     except CLibraryError as error:
@@ -47,7 +51,11 @@ def find_c_library(source: Path) -> CLibrary | CLibraryError:
 
 
 def load_c_library(source: Path) -> CLibrary:
-    """Load `source`, compiled for this machine; CLibraryError where it cannot be compiled, kept or loaded."""
+    """Compile `source` for this machine, unless the cache has it, and load it.
+
+    Raises:
+        CLibraryError: the source cannot be compiled, the library cannot be stored or loaded, or there is no compiler.
+    """
     compiler = find_compiler()
     try:
         cache = _cache_folder()
@@ -61,12 +69,16 @@ def load_c_library(source: Path) -> CLibrary:
             version = re.search(r'__VERSION__ "\D*([\d.]+)', known)
             name = "clang" if "__clang__" in known else "gcc"
             return CLibrary(ctypes.CDLL(str(library)), f"{name} {version[1] if version else 'of unknown version'}")
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+    except (OSError, RuntimeError) as error:  # Path.home raises RuntimeError without a home directory
         raise CLibraryError(f"{source.name}: {error}") from error
 
 
 def find_compiler() -> list[str]:
-    """The command of $CC, else of the first compiler on the PATH."""
+    """Return the command in $CC, or the first known compiler on the PATH if $CC is not set.
+
+    Raises:
+        CLibraryError: no compiler was found.
+    """
     asked = os.environ.get("CC")
     for command in [asked] if asked else COMPILERS:
         words = shlex.split(command)
@@ -76,9 +88,9 @@ def find_compiler() -> list[str]:
 
 
 def _run(command: list[str], output: Path) -> Path:
-    """Write `output` by a compiler that may neither ask, nor print, nor hang."""
+    """Run the compiler to write `output`, without input, with its messages in a log file, and with a timeout."""
     log = output.with_suffix(".log")
-    with log.open("wb") as messages:  # a file: a pipe could be held open by a child of a compiler that was killed
+    with log.open("wb") as messages:  # not a pipe: a child process of a killed compiler could keep a pipe open
         try:
             done = subprocess.run(
                 [*command, "-o", str(output)],
@@ -98,7 +110,10 @@ def _run(command: list[str], output: Path) -> Path:
 
 
 def _cache_folder() -> Path:
-    """The same as `megazpp.base.files.cache_folder`; kernels/ stands alone, so it has the line itself."""
+    """Return the folder of compiled libraries, and create it if necessary.
+
+    It equals `megazpp.base.files.cache_folder`; kernels/ imports nothing else of megazpp, so it repeats the code.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,8 +1,7 @@
-"""Formats in integers, before any tensor exists: sizes of a quantized segment, and where segments lie in a message.
+"""Quantization formats and message layouts in plain integers, before any tensor exists.
 
-A segment of n elements is cut into blocks of `block_size`; each block has one scale. The last block may be short in
-data, but it is whole on the wire: its missing elements are sent as zeros, so a segment of any length has a size that
-both ends compute from n alone.
+A segment is a run of elements, such as one parameter's shard. It is cut into blocks of `block_size` elements with one
+scale each. The last block is padded with zeros, so both ends can compute the bytes of a segment from its length.
 """
 
 from __future__ import annotations
@@ -11,26 +10,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-SCALE_BYTES = 2  # bfloat16
-ALIGNMENT = 16  # of payloads in a message, in bytes
+SCALE_BYTES = 2  # a scale is bf16
+ALIGNMENT = 16  # payloads in a message start at multiples of this many bytes
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 2048
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Blocks of `block_size` consecutive elements, `bits` each, with one bf16 scale per block.
+    """Quantization in blocks of `block_size` consecutive elements of `bits` each, with one bf16 scale per block.
 
-    int8: x ~= q * scale, q in -127..127, scale = largest magnitude / 127, rounded up to bf16.
-    int4: x ~= q * scale, q in -8..7. With m the largest magnitude and o the largest of the other sign, the scale is the
-        larger of m / (8 + 7/16) and o / (7 + 7/16), rounded to bf16: the smallest at which nothing is clipped. Where
-        half of a block or more is within 1/16 of m, as AdamW's first steps are, it is m / 7, which keeps the length of
-        both signs. Its sign makes m's integer negative; of +m and -m the latter counts as m. Byte j of a block holds
-        q[j] + 8 in its low half and q[j + block_size / 2] + 8 in its high half.
-    int4 with `clip`: m / 9 instead of the larger of the two; what is clipped has to come with the next message, by
-        error feedback. For gradients; "Gradients" in docs/benchmarks.md has what it gains and costs.
+    int8:
+        x ~= q * scale, q in -127..127. The scale is the largest magnitude / 127, rounded up to bf16.
+    int4:
+        x ~= q * scale, q in -8..7. Let m be the largest magnitude and o the largest magnitude of the opposite sign. The
+        scale is the larger of m / (8 + 7/16) and o / (7 + 7/16), rounded to bf16: the smallest scale that clips
+        nothing. If at least half of the block is within 1/16 of m, as in AdamW's first steps, the scale is m / 7, so
+        that both signs keep their magnitude. The sign of the scale makes the integer of m negative; if +m and -m both
+        occur, the integer of -m is negative. Byte j of a block holds q[j] + 8 in its low half and q[j + block_size / 2]
+        + 8 in its high half.
+    int4 with `clip`:
+        The scale is m / 9 instead of that larger value, so the largest elements are clipped. It is for gradients with
+        error feedback, which adds the clipped part to the next message. "Gradients" in docs/benchmarks.md has
+        measurements.
 
     Raises:
-        ValueError: bits is not 4 or 8, or block_size is not a power of two in 32..2048, or clip is for 8 bits.
+        ValueError: bits is not 4 or 8, block_size is not a power of two in 32..2048, or clip is set for 8 bits.
     """
 
     bits: Literal[4, 8]
@@ -41,7 +45,7 @@ class BlockFormat:
         if self.bits not in (4, 8):
             raise ValueError(f"BlockFormat: bits must be 4 or 8, not {self.bits}")
         if self.clip and self.bits != 4:
-            raise ValueError(f"BlockFormat: clip is for 4 bits, not {self.bits}")
+            raise ValueError(f"BlockFormat: clip needs bits=4, not {self.bits}")
         power_of_two = self.block_size & (self.block_size - 1) == 0
         if not (MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE and power_of_two):
             raise ValueError(
@@ -55,44 +59,54 @@ class BlockFormat:
         return self.block_size * self.bits // 8
 
     def num_blocks(self, n: int) -> int:
-        """Blocks of a segment of n elements; the last may be short."""
+        """Return the number of blocks of a segment of n elements; the last block may hold fewer elements."""
         return -(-n // self.block_size)
 
     def payload_bytes(self, n: int) -> int:
-        """Bytes of the integers of a segment of n elements, the padding of its last block included."""
+        """Return the bytes of the integers of a segment of n elements, including the padding of its last block."""
         return self.num_blocks(n) * self.block_bytes
 
     def scale_bytes(self, n: int) -> int:
-        """Bytes of the scales of a segment of n elements."""
+        """Return the bytes of the scales of a segment of n elements."""
         return self.num_blocks(n) * SCALE_BYTES
 
     def bits_per_element(self, n: int) -> float:
-        """Bits on the wire per element of a segment of n elements, scales and padding included."""
+        """Return the bits per element of a segment of n elements in a message, including scales and padding."""
         return 8 * (self.payload_bytes(n) + self.scale_bytes(n)) / n if n else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByteRange:
-    """The bytes of a message that hold a run of neighbouring elements of the shard: first byte and number of bytes."""
+    """The bytes of a message that hold the elements `start` to `stop` of a flat shard.
+
+    `payload` and `scales` are (first byte, number of bytes).
+    """
 
     start: int
     stop: int
-    payload: tuple[int, int]  # quantized, or the elements as they are
-    scales: tuple[int, int] | None  # None: not quantized
+    payload: tuple[int, int]  # the quantized integers, or the unquantized elements
+    scales: tuple[int, int] | None  # None if these elements are not quantized
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageLayout:
-    """The places of one shard's elements in its message."""
+    """The places of a flat shard's elements in its message."""
 
-    size: int  # elements of the shard
+    size: int  # elements of the flat shard
     message_bytes: int  # a multiple of 16
-    ranges: tuple[ByteRange, ...]  # quantized runs, then exact ones
-    fmt: BlockFormat | None  # of the quantized runs; None if nothing is quantized
+    ranges: tuple[ByteRange, ...]  # the quantized ranges first, then the unquantized ones
+    fmt: BlockFormat | None  # format of the quantized ranges; None if nothing is quantized
 
 
 def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tuple[list[ByteRange], int]:
-    """Place segments (first element, the one after the last) in a message: payloads, then scales; (ranges, end)."""
+    """Place quantized segments in a message: first all payloads, then all scales.
+
+    Args:
+        segments: (first element, element after the last) of each segment.
+        fmt: their quantization format.
+    Returns:
+        The byte range of each segment, and the byte after the last one.
+    """
     payloads, ranges, offset = [], [], 0
     for start, stop in segments:
         payloads.append((start, stop, (offset, fmt.payload_bytes(stop - start))))
@@ -105,24 +119,24 @@ def place_quantized(segments: Iterable[tuple[int, int]], fmt: BlockFormat) -> tu
 
 
 def plan_row(n: int, fmt: BlockFormat) -> MessageLayout:
-    """A message of one quantized segment of n elements."""
+    """Lay out a message of one quantized segment of n elements."""
     ranges, size = place_quantized([(0, n)], fmt)
     return MessageLayout(size=n, message_bytes=align(size), ranges=tuple(ranges), fmt=fmt)
 
 
 def feedback_format(fmt: BlockFormat) -> BlockFormat:
-    """The format in which the error of a message in `fmt` is kept."""
+    """Return the format that stores the quantization errors of messages in `fmt`: int8 with the same block size."""
     return BlockFormat(8, fmt.block_size)
 
 
 def feedback_layout(layout: MessageLayout) -> MessageLayout:
-    """The places of the errors of the quantized segments of `layout`, in the same order."""
-    assert layout.fmt is not None, "nothing is lost where nothing is quantized"
+    """Lay out the quantization errors of the quantized segments of `layout`, in the same order."""
+    assert layout.fmt is not None, "a layout that quantizes nothing has no quantization errors"
     fmt = feedback_format(layout.fmt)
     ranges, size = place_quantized([(p.start, p.stop) for p in layout.ranges if p.scales is not None], fmt)
     return MessageLayout(size=layout.size, message_bytes=align(size), ranges=tuple(ranges), fmt=fmt)
 
 
 def align(offset: int) -> int:
-    """The next multiple of 16 bytes."""
+    """Round an offset up to a multiple of 16 bytes."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

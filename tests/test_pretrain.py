@@ -274,7 +274,7 @@ def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(m
     code, out, err = main("--plan", *PLANNED.split(), "--zeropp", "--run-dir", "run", "--save", "save")
     assert (code, err) == (0, "")
     assert "2 node(s) x 1 rank(s)" in out
-    assert "best with these flags otherwise" in out
+    assert "fastest with all other flags as given" in out
     code, out, _ = main("--dry-run", *PLANNED.split(), "--dry-run-rank", "1")
     assert code == 0
     assert "rank 1 of 2, one optimizer step:" in out

@@ -1,4 +1,4 @@
-"""Convert a model: from Hugging Face or Megatron-LM to a checkpoint of ours, and back out to Hugging Face.
+"""Convert a Hugging Face or Megatron-LM model to a checkpoint of this project, or such a checkpoint to Hugging Face.
 
 python tools/convert_checkpoint.py --input gpt2/ --output checkpoints/                     config.json and safetensors
 python tools/convert_checkpoint.py --input megatron_checkpoints/ --output checkpoints/     mp_rank_XX
@@ -6,10 +6,11 @@ python tools/convert_checkpoint.py --input checkpoints/ --output gpt2_trained/  
 python tools/convert_checkpoint.py --input checkpoints/ --output merged/ --adapter lora/   with PEFT's LoRA merged
 python tools/convert_checkpoint.py --input lora_run/ --output base/ --keep-adapters        base, and adapter/ for PEFT
 
-GPT-2, Llama, Mistral, Qwen2, Qwen3 and reward models of them (...ForSequenceClassification). What comes in is loaded
-with any tensor-parallel size: pretrain_gpt.py --load checkpoints/ --finetune --use-checkpoint-args, tools/generate.py,
-tools/evaluate.py. Types of numbers stay as they are, tensors go through one at a time, and the output appears whole or
-not at all.
+Supports GPT-2, Llama, Mistral, Qwen2, Qwen3 and reward models based on them (...ForSequenceClassification). A converted
+checkpoint can be loaded with any tensor-parallel size by pretrain_gpt.py --load checkpoints/ --finetune
+--use-checkpoint-args, tools/generate.py and tools/evaluate.py.
+
+Dtypes are preserved. Tensors are converted one at a time, so little memory is needed. The output appears atomically.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.program import program_of, say
 from megazpp.convert.convert import ConvertConfig, convert
@@ -26,6 +27,7 @@ from megazpp.data.tokenizer import TokenizerConfig
 
 @program_of(ConvertConfig, TokenizerConfig, description=(__doc__ or "").partition("\n")[0])
 def main(config: ConvertConfig, tokenizer: TokenizerConfig) -> None:
+    """Convert the model and print a line that describes the result."""
     print(convert(config, tokenizer, say))
 
 

@@ -1,18 +1,17 @@
-"""Run a program of ours as a cluster of N nodes x L ranks on one machine, over links that are really slow.
+"""Run a program on one machine as an emulated cluster of N nodes x L ranks, with rate-limited links between the nodes.
 
     python tools/emulate_cluster.py --nodes 2 --ranks-per-node 4 --rate 500mbit -- pretrain_gpt.py --zeropp
 
-Each node is a network namespace whose one way out is a veth pair into a bridge, which has a namespace of its own. Both
-ends of the pair have a token bucket (`tc tbf`), so `--rate` holds for what a node sends and for what it receives. Ranks
-of one node reach each other through their namespace's own loopback, which no rate limits. Needs root and iproute2
-(`ip`, `tc`).
+Each node is a network namespace. A veth pair connects it to a bridge, which is in a separate namespace. Both ends of
+the pair have a token bucket filter (`tc tbf`), so --rate limits a node's sent and received traffic. Ranks of the same
+node communicate over the loopback of their namespace, which is not limited. Needs root and iproute2 (`ip`, `tc`).
 
     node 0 [lo, eth0] ==tbf== node0 \\
                                      bridge
     node 1 [lo, eth0] ==tbf== node1 /
 
-A namespace is held by a process that the kernel ends with this one, and so are the ranks: however this program ends,
-`kill -9` included, nothing stays behind.
+A process holds each namespace. The kernel kills these processes and all ranks when this program ends, so nothing is
+left behind, even after `kill -9`.
 """
 
 from __future__ import annotations
@@ -32,35 +31,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
 from megazpp.parallel.launch import POLL_SECONDS, Workers, describe_failure, first_failure
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
-SMALLEST_BURST, BURST_SECONDS, QUEUE_LATENCY = 128_000, 0.004, "50ms"  # a burst below some packets' size would stall
+SMALLEST_BURST, BURST_SECONDS, QUEUE_LATENCY = 128_000, 0.004, "50ms"  # a burst of less than a few packets would stall
 FIRST_PORT = 29500
-LAST_CHARACTERS = 4000  # shown of what a rank wrote
-NO_IPV6 = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"  # its neighbour discovery would be traffic of nobody's
+LAST_CHARACTERS = 4000  # number of characters shown from the end of a rank's stderr
+NO_IPV6 = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"  # IPv6 neighbor discovery would count as traffic
 HOLD = f"mount -t sysfs sysfs /sys; {NO_IPV6}; ip link set lo up; echo ready; exec sleep infinity"
 
 
 class UplinkBytes(NamedTuple):
-    """The bytes, headers included, that a node's link to the others has carried."""
+    """The bytes, headers included, that a node has sent to and received from other nodes."""
 
     sent: int
     received: int
 
 
 class RankProcesses(Workers):
-    """Runs `command` once per rank of several nodes, all on this machine.
+    """The processes of a command that runs once per rank of several emulated nodes.
 
-    Only rank 0's output is shown; what the others write to stderr is kept, and shown when the job fails.
+    Only rank 0's output is shown. The stderr of the other ranks is stored and shown if the job fails.
 
     Args:
-        prefixes: words in front of the command, by node.
-        interface: through which ranks reach each other.
+        command: program and arguments of each rank.
+        ranks_per_node: number of ranks per node.
+        prefixes: words in front of the command for each node, for instance to enter its namespace.
+        interface: network interface through which ranks communicate.
         pass_fds: file descriptors that rank 0 inherits.
     """
 
@@ -79,13 +80,14 @@ class RankProcesses(Workers):
         self._exit_code: int | None = None
 
     def start_at(self, address: str, port: int) -> Self:
-        """Start the ranks, one thread for each; rank 0 has their store at this address."""
+        """Start the ranks, each limited to one thread, with the store of rank 0 at this address and port."""
         place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": self._interface}
         return self.start({**place, "OMP_NUM_THREADS": "1"})
 
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start one rank of a node with the environment `env`."""
         if rank:
-            self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115  (lives as long as the rank)
+            self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115  (it must live as long as the rank)
         return subprocess.Popen(
             [*self._prefixes[node], *self.command],
             env=dict(env),
@@ -98,9 +100,10 @@ class RankProcesses(Workers):
         )
 
     def poll(self) -> int | None:
-        """The exit code, None while the job runs: that of the rank that failed first, 128 + n after signal n.
+        """Check the job once without blocking, and return its exit code, or None while it runs.
 
-        When a rank has failed, the others are ended and the reason is printed.
+        If a rank has failed, the other ranks are killed and the reason is printed. The job's exit code is then the code
+        with which the first failed rank ended, or 128 + n if signal n killed that rank.
         """
         if self._exit_code is None:
             failures = self.failures()
@@ -110,13 +113,14 @@ class RankProcesses(Workers):
         return self._exit_code
 
     def wait(self) -> int:
-        """The exit code of the job at its end."""
+        """Wait for the end of the job, and return its exit code as `poll` does."""
         while (code := self.poll()) is None:
             time.sleep(POLL_SECONDS)
         return code
 
     def _report(self, failures: Mapping[int, int]) -> int:
-        if EXIT_USER_ERROR in failures.values():  # rank 0 has said what is wrong
+        """Print why the job failed, and return its exit code. `failures` are nonzero exit codes by rank."""
+        if EXIT_USER_ERROR in failures.values():  # rank 0 has already printed the message
             return EXIT_USER_ERROR
         for rank, errors in enumerate(self._errors, start=1):
             errors.seek(0)
@@ -131,8 +135,15 @@ class RankProcesses(Workers):
 def start_on_this_machine(
     command: Sequence[str], *, nodes: int, ranks_per_node: int, pass_fds: Sequence[int] = ()
 ) -> RankProcesses:
-    """Start ranks that all talk through the loopback, as many as `nodes` would have."""
-    with socket.socket() as probe:  # a port that nothing listens on
+    """Start the ranks of several nodes without namespaces, so that all of them communicate over the loopback.
+
+    Args:
+        command: program and arguments of each rank.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks per node.
+        pass_fds: file descriptors that rank 0 inherits.
+    """
+    with socket.socket() as probe:  # finds a free port
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = RankProcesses(command, ranks_per_node, prefixes=[()] * nodes, interface="lo", pass_fds=pass_fds)
@@ -140,14 +151,15 @@ def start_on_this_machine(
 
 
 class EmulatedCluster:
-    """The namespaces, the bridge and the rates, as a context manager.
+    """A context manager that creates the namespaces, the bridge and the rate limits, and removes them at the end.
 
     Args:
-        nodes, ranks_per_node: the cluster's shape.
-        rate: of each uplink in both directions, as `parse_rate` reads it.
+        nodes: number of nodes, at most 250.
+        ranks_per_node: number of ranks per node, at most 250.
+        rate: limit of each node's traffic, separately for both directions, in the format of `parse_rate`.
     Raises:
-        UserError: no root, no iproute2, or the kernel refuses; nothing is left behind then.
-        ValueError: a shape or rate that means nothing.
+        UserError: root or iproute2 is missing, or the kernel rejects a command. Nothing is left behind.
+        ValueError: a size or the rate is invalid.
     """
 
     def __init__(self, *, nodes: int, ranks_per_node: int, rate: str = UNLIMITED) -> None:
@@ -157,14 +169,14 @@ class EmulatedCluster:
         parse_rate(rate)
         self.nodes, self.ranks_per_node, self._rate = nodes, ranks_per_node, rate
         self._jobs: list[RankProcesses] = []
-        self._holders: list[subprocess.Popen[str]] = []  # of the namespaces: the nodes', then the bridge's
+        self._holders: list[subprocess.Popen[str]] = []  # one process per namespace: the nodes', then the bridge's
 
     def __enter__(self) -> EmulatedCluster:
         if os.geteuid() != 0:
-            raise UserError("emulating a cluster makes network namespaces, which needs root: run it with sudo")
+            raise UserError("emulating a cluster creates network namespaces, which needs root: run it with sudo")
         missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
         if missing:
-            raise UserError(f"emulating a cluster needs iproute2, and {' and '.join(missing)} cannot be found")
+            raise UserError(f"emulating a cluster needs iproute2, but {' and '.join(missing)} cannot be found")
         try:
             self._make()
             self.set_rate(self._rate)
@@ -181,7 +193,7 @@ class EmulatedCluster:
             holder.wait()
 
     def set_rate(self, rate: str) -> None:
-        """Limit all uplinks, both directions, from now on; running jobs go on."""
+        """Change the limit of all uplinks in both directions. Jobs may be running meanwhile."""
         bits = parse_rate(rate)
         for node in range(self.nodes):
             for where, device in ((node, "eth0"), (self.nodes, f"node{node}")):
@@ -193,20 +205,28 @@ class EmulatedCluster:
                 self._run(where, f"tc qdisc replace dev {device} root tbf {limit}")
 
     def uplink_bytes(self) -> list[UplinkBytes]:
-        """The bytes that each node's uplink has carried so far."""
+        """Return the bytes that each node has exchanged with other nodes so far."""
         links = {link["ifname"]: link["stats64"] for link in json.loads(self._run(self.nodes, "ip -json -s link show"))}
-        found = [links[f"node{node}"] for node in range(self.nodes)]  # the bridge's ends, which receive what nodes send
+        found = [
+            links[f"node{node}"] for node in range(self.nodes)
+        ]  # the bridge's ends: a node's sent bytes are received here
         return [UplinkBytes(sent=end["rx"]["bytes"], received=end["tx"]["bytes"]) for end in found]
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> RankProcesses:
-        """Start `command` once per rank, in the environment that torchrun would give it."""
+        """Start `command` once per rank, with the environment variables that torchrun would set.
+
+        Args:
+            command: program and arguments.
+            pass_fds: file descriptors that rank 0 inherits.
+        """
         prefixes = [self._inside(node) for node in range(self.nodes)]
         job = RankProcesses(command, self.ranks_per_node, prefixes=prefixes, interface="eth0", pass_fds=pass_fds)
-        # a port of its own for each job: the last one's may still be closing
+        # Each job gets a different port, because the previous job's port may still be closing.
         self._jobs.append(job.start_at(_address(0), FIRST_PORT + len(self._jobs)))
         return job
 
     def _make(self) -> None:
+        """Create the namespaces, then the bridge and the veth pairs, and give the nodes addresses and host names."""
         lines = [f"127.0.0.1 localhost {socket.gethostname()}"]
         lines += [f"{form}{_address(node)} node{node}" for node in range(self.nodes) for form in ("", "::ffff:")]
         with tempfile.NamedTemporaryFile("w") as hosts:
@@ -226,7 +246,7 @@ class EmulatedCluster:
             for holder in self._holders:
                 assert holder.stdout is not None
                 if (line := holder.stdout.readline()) != "ready\n":
-                    raise UserError(f"a network namespace cannot be made: {(line + holder.stdout.read()).strip()}")
+                    raise UserError(f"cannot create a network namespace: {(line + holder.stdout.read()).strip()}")
         self._run(self.nodes, "ip link add name bridge type bridge && ip link set bridge up")
         for node in range(self.nodes):
             ends = f"name node{node} type veth peer name eth0 netns {self._holders[node].pid}"
@@ -234,10 +254,11 @@ class EmulatedCluster:
             self._run(node, f"ip address add {_address(node)}/24 dev eth0 && ip link set eth0 up")
 
     def _inside(self, namespace: int) -> tuple[str, ...]:
-        """The words that run a command in a node's namespace, or as number `nodes` in the bridge's."""
+        """Return the command prefix that enters the namespace of a node; number `nodes` is the bridge's namespace."""
         return ("nsenter", "--net", "--mount", "--target", str(self._holders[namespace].pid))
 
     def _run(self, namespace: int, script: str) -> str:
+        """Run a shell script in a namespace and return its output."""
         done = subprocess.run([*self._inside(namespace), "sh", "-c", script], capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"`{script}` failed: {done.stderr.strip()}")
@@ -245,10 +266,10 @@ class EmulatedCluster:
 
 
 def parse_rate(rate: str) -> float | None:
-    """Bits per second of "500mbit", "1.5gbit", ...; None for "unlimited".
+    """Convert a rate such as "500mbit" or "1.5gbit" to bits per second, and "unlimited" to None.
 
     Raises:
-        ValueError: something else.
+        ValueError: the text has a different format, or the rate is zero.
     """
     if rate == UNLIMITED:
         return None
@@ -259,20 +280,24 @@ def parse_rate(rate: str) -> float | None:
 
 
 def _address(node: int) -> str:
+    """Return the IP address of a node."""
     return f"10.88.0.{node + 1}"
 
 
 @program
 def main(argv: list[str]) -> int:
+    """Run the command on an emulated cluster, print each node's traffic, and return the command's exit code."""
     parser = flags_of(__doc__)
-    parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
-    parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
-    parser.add_argument("--rate", default=UNLIMITED, help=f"of each uplink and direction: 500mbit, 1gbit, {UNLIMITED}")
-    parser.add_argument("command", nargs="*", help="a Python program of ours and its flags, after --")
+    parser.add_argument("--nodes", type=int, default=2, help="number of nodes (default: 2)")
+    parser.add_argument("--ranks-per-node", type=int, default=4, help="number of ranks on each node (default: 4)")
+    parser.add_argument(
+        "--rate", default=UNLIMITED, help=f"limit per node and direction: 500mbit, 1gbit, ... (default: {UNLIMITED})"
+    )
+    parser.add_argument("command", nargs="*", help="Python program and its flags, after --")
     args = parser.parse_args(argv)
     exit_on_signals()
     if not args.command or not Path(args.command[0]).is_file():
-        raise UserError("give a Python program that exists after --, like -- pretrain_gpt.py --zeropp")
+        raise UserError("give a Python program that exists after --, for example: -- pretrain_gpt.py --zeropp")
     with EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node, rate=args.rate) as cluster:
         started = time.monotonic()
         code = cluster.start([sys.executable, *args.command]).wait()

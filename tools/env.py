@@ -1,6 +1,10 @@
-"""Show this machine and what MegaZ++ makes of it: `python tools/env.py` (`--json`), the head of an issue report.
+"""Print the environment for an issue report: versions, devices, links, back ends and missing packages.
 
-Describes the host that it runs on; among several ranks only rank 0 prints. A part that cannot be found out says why.
+    python tools/env.py          as text
+    python tools/env.py --json   as JSON
+
+Describes the host on which it runs. If a launcher starts several ranks, only rank 0 prints. If a part of the
+information is not available, the report says why.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from unittest import mock
 import torch
 from torch.utils import collect_env
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 import megazpp
 from megazpp.base.files import cache_folder
@@ -33,8 +37,8 @@ Section = dict[str, str]
 
 REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML")
 CUDA_ONLY = {
-    "triton": "--zeropp on these GPUs needs it",
-    "nvidia-ml-py": "which GPUs NVLink joins; without it a node counts as one fast domain",
+    "triton": "needed for --zeropp on these GPUs",
+    "nvidia-ml-py": "detects NVLink connections; without it each node counts as one fast domain",
     "torchao": "--fp8-format",
 }
 OPTIONAL = CUDA_ONLY | {
@@ -44,7 +48,7 @@ OPTIONAL = CUDA_ONLY | {
     "backports.zstd": ".zst files",
     "tensorboard": "--tensorboard-dir",
 }
-TORCH_RANGE = ((2, 11), (2, 14))  # as in pyproject.toml
+TORCH_RANGE = ((2, 11), (2, 14))  # the same range as in pyproject.toml
 
 VARIABLES = re.compile(
     "(OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD|JSM_NAMESPACE|FLUX_JOB|FLUX_TASK|PALS|MPI)_.*|PMIX_RANK|PMIX_NAMESPACE|"
@@ -55,14 +59,14 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 
 
 def collect() -> dict[str, Section]:
-    """The report: sections of names and values."""
+    """Return the report: sections by title, each with values by name."""
     parts = {"versions": versions, "devices": devices, "back ends": back_ends}
     report = dict[str, Section]()
     for name, part in (parts | {"environment": environment, "missing": missing}).items():
         try:
             report[name] = part()
-        except Exception as error:  # a report on a broken machine is worth most
-            report[name] = {"not found out": f"{type(error).__name__}: {error}"}
+        except Exception as error:  # the report is most useful on a broken machine, so it must always be complete
+            report[name] = {"not available": f"{type(error).__name__}: {error}"}
     return report
 
 
@@ -70,7 +74,7 @@ def collect() -> dict[str, Section]:
 def main(argv: list[str]) -> None:
     """Print the report."""
     parser = flags_of(__doc__)
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)
     if launched_rank() != 0:
         return
@@ -83,8 +87,9 @@ def main(argv: list[str]) -> None:
 
 
 def versions() -> Section:
-    """Versions that torch's report has, with only a line or two about the CPU, and of packages that matter here."""
-    with mock.patch.object(collect_env, "get_pip_packages", return_value=("", "")):  # starts pip: seconds
+    """Return the versions from torch's own report, shortened, and of the packages that this project uses."""
+    # torch's report would run pip, which takes seconds.
+    with mock.patch.object(collect_env, "get_pip_packages", return_value=("", "")):
         report = collect_env.get_env_info()._asdict()
     cpu = [line for line in (report.pop("cpu_info") or "").splitlines() if line.startswith(("Model name", "NUMA"))]
     report["cpu"] = "; ".join(" ".join(line.split()) for line in cpu)
@@ -106,7 +111,7 @@ def versions() -> Section:
 
 
 def devices() -> Section:
-    """The CPU, and the GPUs with their links, each as its rank would describe it."""
+    """Return the CPU, and each GPU with its links, as a rank on that GPU would detect them."""
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"CPU": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {gibibytes:.1f} GiB"}
     places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
@@ -125,6 +130,7 @@ def devices() -> Section:
 
 
 def back_ends() -> Section:
+    """Return the implementations of optimizers, block quantization and collectives that this machine would use."""
     device = device_type()
     rows = optimizer_backends(OptimizerConfig(), device)
     try:
@@ -140,32 +146,33 @@ def back_ends() -> Section:
 
 
 def environment() -> Section:
-    """The variables that change what runs; values that look like secrets are not shown."""
+    """Return the environment variables that affect a run, without the values of possible secrets."""
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
     return {name: "(set, not shown)" if SECRET.search(name) else os.environ[name] for name in names}
 
 
 def missing() -> Section:
-    """Missing part -> its cost, and the line that mends it."""
+    """Return the missing packages and tools, each with its purpose and the command that installs it."""
     found, cuda = {}, device_type() == "cuda"
     version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
     if not TORCH_RANGE[0] <= version < TORCH_RANGE[1]:
         low, high = (".".join(map(str, end)) for end in TORCH_RANGE)
-        found[f"torch >={low},<{high}"] = f"{torch.__version__} is here: pip install 'torch>={low},<{high}'"
+        found[f"torch >={low},<{high}"] = f"{torch.__version__} is installed: pip install 'torch>={low},<{high}'"
     if not cuda and Path("/dev/nvidiactl").exists():
-        found["CUDA"] = "torch cannot use the GPU: the pip line for its driver is at pytorch.org/get-started"
+        found["CUDA"] = "torch cannot use the GPU: install a build for its driver, see pytorch.org/get-started"
     unneeded = set() if cuda else set(CUDA_ONLY)
-    if sys.version_info >= (3, 14):  # has compression.zstd
+    if sys.version_info >= (3, 14):  # its standard library has compression.zstd
         unneeded.add("backports.zstd")
     for name, use in (dict.fromkeys(REQUIRED, "needed") | OPTIONAL).items():
         if name not in unneeded and _version(name) is None:
             found[name] = f"{use}: pip install {name}"
     if isinstance(native.library(), CLibraryError):
-        found["C compiler"] = "block quantization on the CPU is slow without: apt install gcc, or conda install gcc"
+        found["C compiler"] = "needed for fast block quantization on the CPU: apt install gcc, or conda install gcc"
     return found
 
 
 def _version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

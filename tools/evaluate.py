@@ -1,11 +1,12 @@
-"""Perplexity and bits per byte of a checkpoint's model.
+"""Compute the perplexity and the bits per byte of the model of a checkpoint.
 
-python tools/evaluate.py --load checkpoints/                             the validation of its training, the same number
-python tools/evaluate.py --load checkpoints/ --input my_text_document    every token of a .bin/.idx pair
-python tools/evaluate.py --load checkpoints/ --input my_text.jsonl       or of a text
+python tools/evaluate.py --load checkpoints/                             on the validation and test data of its training
+python tools/evaluate.py --load checkpoints/ --input my_text_document    on every token of a .bin/.idx pair
+python tools/evaluate.py --load checkpoints/ --input my_text.jsonl       on a text
 
-Model, tokenizer, precision, sequence length and data are the checkpoint's, unless flags say otherwise. All GPUs share
-the work; on a CPU one process does it (--nproc).
+Without --input the validation loss equals the one that training has reported. The checkpoint determines the model, the
+tokenizer, the precision, the sequence length and the data, unless flags override them. The samples are divided among
+all GPUs. On a CPU a single process is used by default (--nproc).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.flags import flag
 from megazpp.base.program import program
@@ -26,35 +27,39 @@ from megazpp.training.batches import plan_batches
 from megazpp.training.objective import Evaluator, Score, check_input, count_labels, score_whole
 from megazpp.training.setup import open_loader
 
-SAMPLES = 8  # of a forward, where the training said no --micro-batch-size
+SAMPLES = 8  # samples per forward pass if neither the flags nor the checkpoint give a --micro-batch-size
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """Scoring.
 
-    The text that the model predicts.
+    The text to score.
     """
 
-    input: str | None = flag(None, "prefix of a .bin/.idx pair, or a text (default: the validation and test data)")
+    input: str | None = flag(
+        None, "prefix of a .bin/.idx pair, or text file (default: the validation and test data of the training)"
+    )
 
 
 @program
 def main(argv: list[str]) -> int:
+    """Load the checkpoint on all ranks and score the data. Return the exit code."""
     return run_on_checkpoint(__file__, __doc__, EvaluateConfig, run, argv, check=check, features=FEATURES)
 
 
 def check(config: RunConfig, extra: EvaluateConfig) -> None:
-    """Refuse what cannot be before anything is loaded."""
+    """Raise a ValueError if the data cannot be scored, before the checkpoint is loaded."""
     if extra.input is not None:
         check_input(extra.input)
         return
     if config.evaluation.eval_iters == 0:
-        raise ValueError("--eval-iters 0: nothing would be evaluated")
+        raise ValueError("--eval-iters 0 evaluates nothing; give a positive number, or --input")
     check_inputs(config.data, config.tokenizer)
 
 
 def run(loaded: Loaded) -> None:
+    """Score the data with the loaded model, and print the result on rank 0."""
     config, path = loaded.config, loaded.extra.input
     if path is None:
         scores = score_held_out(loaded)
@@ -72,7 +77,11 @@ def run(loaded: Loaded) -> None:
 
 
 def score_held_out(loaded: Loaded) -> dict[str, Score]:
-    """Score the samples that the training was validated and tested with."""
+    """Score the validation and test samples of the training.
+
+    Returns:
+        The scores, by the suffix for their output: "" for validation, " on test set" for test.
+    """
     config, dims, tokenizer = loaded.config, loaded.dims, loaded.tokenizer
     plan = plan_batches(config.batches, data_parallel_size=dims.data_size)
     count = config.evaluation.eval_iters * plan.global_batch_size
@@ -89,7 +98,7 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
         counts = count_labels(dataset, count, tokenizer, config.data, dims)
         scores[where] = Score(loss, counts.tokens, counts.text_bytes)
     if not scores:
-        raise ValueError(f"--split {config.data.split} leaves nothing for validation and test")
+        raise ValueError(f"--split {config.data.split} leaves no data for validation and test; give --input")
     return scores
 
 

@@ -1,4 +1,4 @@
-"""Continue texts with a checkpoint's model.
+"""Generate text with the model of a checkpoint.
 
 python tools/generate.py --load checkpoints/ --prompt "Call me" "It was" --sample-tokens 100
 python tools/generate.py --load checkpoints/ --prompt-file prompts.txt --temperature 0
@@ -6,10 +6,14 @@ python tools/generate.py --load checkpoints/ --tensor-model-parallel-size 2 < pr
 python tools/generate.py --load checkpoints/ --chat --prompt "Who is Ahab?" --system-prompt "Be brief."
 python tools/generate.py --load checkpoints/ --chat --prompt-file conversation.json
 
-Model, tokenizer, chat template and precision are the checkpoint's. A prompt is a line of the file, or of stdin, that is
-not empty (--prompt "" begins with nothing). A file NAME.jsonl has an object on each line, whose "prompt" is a text or,
-with --chat, a list of messages (also under "messages"). A file NAME.json holds one such object or list. Texts go to
-stdout as they grow, with --chat the answers alone. Everything else goes to stderr.
+The checkpoint determines the model, the tokenizer, the chat template and the precision.
+
+Prompts: each line of a text file, or of stdin, that is not empty is a prompt. (--prompt "" generates without a prompt.)
+Each line of a file NAME.jsonl is an object whose "prompt" is a text or, with --chat, a list of messages (the key
+"messages" is accepted as well). A file NAME.json holds one such object or list.
+
+Output: texts are written to stdout while they are generated, with --chat only the answers. All other output goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import program
@@ -40,29 +44,30 @@ from megazpp.post_training.chat import ChatConfig, ChatTemplate, load_chat_templ
 from megazpp.post_training.formatting import prompt_ids
 from megazpp.run.arguments import RunConfig
 
-DEFAULT_TOKENS = 100
-GivenPrompt = str | dict[str, Any]
+DEFAULT_TOKENS = 100  # tokens to generate without --sample-tokens
+GivenPrompt = str | dict[str, Any]  # a text, or an object as in a .jsonl file
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(ChatConfig):
     """Prompts.
 
-    Where the prompts come from, and how many are continued at once.
+    The source of the prompts, and the batch size.
     """
 
     prompt_file: str | None = flag(
-        None, "file with a prompt on each line, NAME.jsonl or NAME.json (default: stdin, without --prompt)"
+        None, "file with one prompt per line, or NAME.jsonl or NAME.json (default: stdin, unless --prompt is given)"
     )
-    chat: bool = flag(False, "answer prompts as messages of a user, by the chat template")
+    chat: bool = flag(False, "treat prompts as messages of a user, which are rendered with the chat template")
     truncate_prompt: bool = flag(
-        False, "cut the beginning of a prompt that leaves no room for --sample-tokens, instead of refusing long prompts"
+        False,
+        "remove the beginning of a prompt that leaves no room for --sample-tokens, instead of rejecting long prompts",
     )
     prompts_at_once: int | Literal["auto"] = flag(
-        8, "prompts of one batch; keys and values of all of them are kept; auto: as many as fit, at most 256"
+        8, "number of prompts per batch, whose keys and values are all cached; auto: as many as fit, at most 256"
     )
     kv_on: Literal["device", "host"] = flag(
-        "device", "where keys and values lie; from the host those of one layer at a time are copied to the device"
+        "device", "location of the key-value cache; with host, one layer's cache at a time is copied to the device"
     )
 
     def __post_init__(self) -> None:
@@ -76,14 +81,15 @@ class GenerateConfig(ChatConfig):
 
 @program
 def main(argv: list[str]) -> int:
+    """Load the checkpoint on all ranks and continue the prompts. Return the exit code."""
     return run_on_checkpoint(__file__, __doc__, GenerateConfig, run, argv, check=check, features=FEATURES, spread=False)
 
 
 def check(config: RunConfig, extra: GenerateConfig) -> None:
-    """Refuse prompts that cannot be continued, but for those of stdin, before anything is loaded."""
+    """Raise a ValueError if a prompt cannot be continued, before the checkpoint is loaded. Does not read stdin."""
     given, file = config.section(SampleConfig).sample_prompt, extra.prompt_file
     if given and file is not None:
-        raise ValueError("--sample-prompt and --prompt-file exclude each other")
+        raise ValueError("--sample-prompt and --prompt-file exclude each other; give only one of them")
     if file is not None and not Path(file).expanduser().is_file():
         raise ValueError(f"--prompt-file {file} does not exist")
     if not given and file is None:
@@ -95,7 +101,14 @@ def check(config: RunConfig, extra: GenerateConfig) -> None:
 
 
 class Starts:
-    """Prompts to beginnings of texts; `say` is told which of them are cut or may become too long."""
+    """The conversion of prompts to token IDs.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        config: flags with the sequence length and the number of tokens to generate.
+        extra: flags of this program.
+        say: function that prints a note about a prompt that is truncated or may become too long.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, config: RunConfig, extra: GenerateConfig, say: Callable[[str], None]
@@ -109,7 +122,11 @@ class Starts:
         self._template = load_chat_template(extra, tokenizer) if extra.chat else None
 
     def make(self, prompt: GivenPrompt) -> Start:
-        """Return the beginning for a prompt; raises ValueError, with its number, if it cannot be continued."""
+        """Return the token IDs of a prompt, together with the text to show.
+
+        Raises:
+            ValueError: the prompt cannot be continued. The message has the number of the prompt.
+        """
         self._count += 1
         name, longest, before = f"prompt {self._count}", self._longest, self._tokenizer.marks.before
         try:
@@ -119,20 +136,24 @@ class Starts:
         first = len(before) if ids[: len(before)] == before else 0
         kept = max(longest - self._tokens, first + 1)
         if self._cuts and kept < len(ids):
-            self._say(f"note: {name} is cut from {len(ids)} tokens to its last {kept}")
+            self._say(f"note: {name} is truncated from {len(ids)} tokens to its last {kept}")
             ids = ids[:first] + ids[first - kept :]
         elif len(ids) + self._tokens > longest:
-            self._say(f"note: of {name} and its text, a token sees the last {longest} at most: the model takes no more")
-        return check_start(Start(ids, shown), longest, f"{name} (--truncate-prompt cuts its beginning)")
+            self._say(
+                f"note: {name} and its continuation exceed the model's {longest} tokens, so each token attends only to "
+                "the latest ones"
+            )
+        return check_start(Start(ids, shown), longest, f"{name} (--truncate-prompt removes its beginning)")
 
     def _start(self, prompt: GivenPrompt) -> Start:
+        """Return the untruncated token IDs of a prompt, rendered with the chat template if --chat is given."""
         if self._template is None and isinstance(prompt, str):
             return start_of(prompt, self._tokenizer)
         given = {"prompt": prompt} if isinstance(prompt, str) else prompt
         record: dict[str, Any] = {"prompt": given.get("messages"), **given}
         value = record["prompt"]
         if self._template is None and isinstance(value, list):
-            raise ValueError("a list of messages, which --chat renders")
+            raise ValueError("the prompt is a list of messages, which needs --chat")
         if self._template is not None and isinstance(value, str):
             record["prompt"] = [{"role": "user", "content": value}]
         template = self._template or ChatTemplate(self._tokenizer)
@@ -140,6 +161,8 @@ class Starts:
 
 
 def run(loaded: Loaded) -> None:
+    """Continue all prompts with the loaded model, batch by batch. Rank 0 reads the prompts and prints the texts."""
+    # Settings, and on rank 0 the batches of prompts.
     config, world, extra, longest = loaded.config, loaded.dims.world, loaded.extra, loaded.config.data.seq_length
     assert longest is not None
     sample = config.section(SampleConfig)
@@ -154,6 +177,8 @@ def run(loaded: Loaded) -> None:
     out, done = sys.stdout if world.rank == 0 else None, 0
     if note := marks_note(loaded.tokenizer):
         loaded.say(f"note: {note}")
+
+    # Rank 0 shares each batch with the other ranks; an empty batch ends the loop.
     started, count = 0.0, 0
     while starts := world.share_object([make(prompt) for prompt in next(batches, [])]):
         started = started or time.perf_counter()
@@ -171,17 +196,24 @@ def run(loaded: Loaded) -> None:
         )
         loaded.say(f"with the cache: {generated.describe()}")
         done, count = done + len(starts), count + sum(map(len, generated.tokens))
+
+    # Totals.
     if not done:
-        raise ValueError("there is no prompt on stdin")
+        raise ValueError("stdin has no prompt; write one per line, or give --prompt or --prompt-file")
     if loaded.streamed is not None:
         loaded.say(loaded.streamed.describe_speed(count, time.perf_counter() - started))
 
 
 def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[list[GivenPrompt]]:
-    """Yield batches of prompts: those given, also empty ones, else those of the file or stdin, a terminal's as typed.
+    """Yield batches of prompts.
 
+    Args:
+        given: prompts of --prompt, which may be empty texts. If there are any, nothing else is read.
+        file: path of the file with prompts; None reads stdin. On a terminal each line is a batch, so that it is
+            answered immediately.
+        size: number of prompts per batch.
     Raises:
-        ValueError: the file or stdin is not UTF-8, or not the JSON that its name says.
+        ValueError: the file or stdin is not UTF-8, or the file is not JSON although its name says so.
     """
     if given:
         yield from _batches(given, size)
@@ -205,10 +237,12 @@ def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[
 
 
 def _lines(file: Iterable[str]) -> Iterator[str]:
+    """Yield the lines that are not empty. `encode` raises an error for text that is not valid UTF-8."""
     return filter(None, (line.rstrip("\r\n") for line in file if line.encode()))
 
 
 def _batches(prompts: Iterable[GivenPrompt], size: int) -> Iterator[list[GivenPrompt]]:
+    """Yield lists of at most `size` prompts."""
     rest = iter(prompts)
     while batch := list(itertools.islice(rest, size)):
         yield batch

@@ -1,14 +1,17 @@
-"""Check a GPU in one command: is the CUDA path correct, and how fast is it?
+"""Check the correctness and the speed of the CUDA code on a GPU.
 
     python tools/gpu_check.py --out runs/gpu --budget-minutes 8
     python tools/gpu_check.py --out runs/more --budget-minutes 30 --parts training checkpoint
     python tools/gpu_check.py --out runs/rehearsal --device cpu               every part at toy size, without a GPU
 
-Runs from a checkout, installed or not, and needs neither wandb nor torchao. The parts (gpu_check_parts.py) run programs
-in processes of their own, with time limits: a part that fails leaves the others alone. They run in the order of PARTS,
-the one that would be missed most first; budgets from 20 minutes on have more of them, and more cases. results.json and
-table.md (Markdown) are written again whenever a part has found something, so a run that is killed keeps it; logs are in
-folders beside them. The exit code is 1 if a part has failed.
+Runs from a checkout, installed or not, and needs neither wandb nor torchao.
+
+The check consists of parts (gpu_check_parts.py), which run in the order of PARTS, the most important part first. Each
+part runs programs in separate processes with time limits, so a part that fails does not affect the others. Budgets of
+20 minutes or more have more parts and more cases.
+
+The output folder receives results.json, table.md (Markdown) and a folder of logs for each part. Both files are updated
+after each result, so a run that is killed keeps its results. The exit code is 1 if a part has failed.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from typing import NamedTuple
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
-sys.path.insert(1, str(ROOT))  # a checkout that is not installed
+sys.path.insert(1, str(ROOT))  # for a checkout without installation
 
 import gpu_check_parts as parts
 import torch
@@ -41,7 +44,15 @@ from megazpp.base.program import exit_on_signals, flags_of, program
 
 
 class Part(NamedTuple):
-    """`seconds` of 8 and of 30 minutes (0: only where it is asked for); not begun with less than the `least`."""
+    """A part of the check, with its share of the time.
+
+    Attributes:
+        name: name for --parts.
+        title: title in the results.
+        run: function that runs the part and adds its results to a `Check`.
+        seconds: share of a budget of 8 minutes and of 30 minutes. 0 means that the part runs only if --parts names it.
+        least: seconds that the part needs. It is skipped if less time is left.
+    """
 
     name: str
     title: str
@@ -53,31 +64,36 @@ class Part(NamedTuple):
 PARTS = (
     Part("correct", "Tests that need a GPU", parts.correct, (85, 200), 30),
     Part("programs", "Toy programs: saves, post-training, generation", parts.programs, (90, 150), 40),
-    Part("optimizers", "Optimizers and fp16 beside the CPU", parts.optimizers, (35, 50), 15),
-    Part("streams", "Several ways on four ranks of one GPU", parts.streams, (90, 400), 60),
-    Part("training", "Steps on one GPU beside a baseline", parts.training, (150, 650), 60),
-    Part("kernels", "Quantization beside a copy", parts.kernels, (30, 100), 20),
+    Part("optimizers", "Optimizers and fp16, compared with the CPU", parts.optimizers, (35, 50), 15),
+    Part("streams", "Sharding configurations on four ranks of one GPU", parts.streams, (90, 400), 60),
+    Part("training", "Steps on one GPU, compared with a baseline", parts.training, (150, 650), 60),
+    Part("kernels", "Quantization, compared with a copy", parts.kernels, (30, 100), 20),
     Part("checkpoint", "Saves, and generation from them", parts.checkpoint, (0, 250), 90),
 )
-LONG_MINUTES = 20
-REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures mean nothing"
+LONG_MINUTES = 20  # budgets from here on have more parts and cases
+REHEARSAL = "REHEARSAL: no GPU, toy sizes, figures are meaningless"
 REHEARSAL_ENV = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @program
 def main(argv: list[str]) -> int:
-    """Run the parts, then print the table; returns the exit code."""
+    """Run the parts and print the table. Return the exit code."""
+    # The environment of all programs.
     exit_on_signals()
     args = parse_flags(argv)
     os.chdir(ROOT)
     paths = (str(ROOT), str(TOOLS), str(TOOLS / "benchmarks"), os.environ.get("PYTHONPATH"))
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     os.environ |= REHEARSAL_ENV if args.device == "cpu" else {}
+
+    # The parts, and the division of the time among them.
     long, checks = args.budget_minutes >= LONG_MINUTES, list[Check]()
     chosen = [part for part in PARTS if (part.name in args.parts if args.parts else part.seconds[long])]
     shares = [part.seconds[long] or part.seconds[True] for part in chosen]
     heading, end = introduce(args), time.monotonic() + 60 * args.budget_minutes
     keep = partial(save, heading, checks, args.out)
+
+    # A part that fails or raises does not stop the others. The results are saved in any case.
     try:
         for index, part in enumerate(chosen):
             left = end - time.monotonic()
@@ -87,7 +103,7 @@ def main(argv: list[str]) -> int:
             checks.append(check)
             if left < part.least:
                 check.found["status"] = "skipped"
-                check.note(f"not run: less than the {part.least:g} s that it needs are left")
+                check.note(f"not run: it needs {part.least:g} s, but less time is left")
                 continue
             try:
                 part.run(check)
@@ -102,29 +118,38 @@ def main(argv: list[str]) -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """The flags; a ValueError names the one that is wrong."""
+    """Parse and check the flags, and create the output folder.
+
+    Raises:
+        ValueError: a flag has an invalid value.
+    """
     parser = flags_of(__doc__)
     names, found = [part.name for part in PARTS], "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json, table.md and the logs")
-    parser.add_argument("--budget-minutes", type=float, default=8, help="for all parts together")
-    parser.add_argument("--parts", nargs="+", choices=names, help="which ones (default: those of the budget's program)")
-    parser.add_argument("--device", default=found, choices=("cuda", "cpu"), help="cpu: a rehearsal")
+    parser.add_argument("--budget-minutes", type=float, default=8, help="minutes for all parts together (default: 8)")
+    parser.add_argument("--parts", nargs="+", choices=names, help="parts to run (default: depends on the budget)")
+    parser.add_argument(
+        "--device",
+        default=found,
+        choices=("cuda", "cpu"),
+        help="cuda, or cpu for a rehearsal at toy size (default: cuda if there is a GPU)",
+    )
     args = parser.parse_args(argv)
     if not args.budget_minutes > 0:
         raise ValueError(f"--budget-minutes {args.budget_minutes} is not positive")
     if args.device == "cuda" != found:
-        raise ValueError("--device cuda: torch finds no GPU here")
+        raise ValueError("--device cuda: torch finds no GPU; use --device cpu for a rehearsal")
     if (args.out / "results.json").exists():
-        raise ValueError(f"--out {args.out} holds the results of another run")
+        raise ValueError(f"--out {args.out} holds the results of another run; choose another folder")
     args.out = args.out.resolve()
-    if len(str(args.out).split()) > 1:  # the words of programs are split at them
-        raise ValueError(f"--out {args.out} has blanks in its path")
+    if len(str(args.out).split()) > 1:  # command lines are split at white space
+        raise ValueError(f"--out {args.out} has blanks in its path, which are not supported; choose another folder")
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 
 
 def introduce(args: argparse.Namespace) -> tuple[str, str]:
-    """The heading of the results, and the versions that the figures are of."""
+    """Return the heading of the results (GPU and budget), and the versions of the software."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() if shutil.which("git") else "unknown"
     triton = importlib.import_module("triton").__version__ if find_spec("triton") else None
@@ -133,7 +158,15 @@ def introduce(args: argparse.Namespace) -> tuple[str, str]:
 
 
 def save(heading: tuple[str, str], checks: Sequence[Check], out: Path) -> None:
-    """Write results.json, and table.md: for each part tables, one per set of headings, with remarks."""
+    """Write results.json and table.md.
+
+    table.md has tables for each part, a new one whenever the columns change, followed by notes and failures.
+
+    Args:
+        heading: heading and versions of the results.
+        checks: the parts that have been started.
+        out: output folder.
+    """
     parts, lines = [check.found for check in checks], [f"# {heading[0]}", "", heading[1]]
     for part in parts:
         lines += ["", "## {name}: {title} ({status}, {seconds} s)".format_map(part), ""]

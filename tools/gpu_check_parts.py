@@ -1,6 +1,6 @@
-"""The parts of tools/gpu_check.py: which programs they run, and what they read from them.
+"""The parts of tools/gpu_check.py: each runs programs and reads results from their logs.
 
-One file of more than 300 lines: all parts share `Check`, `train` and the tables of flags at the top.
+One file of more than 300 lines, because all parts share `Check`, `train` and the tables of flags at the top.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from megazpp.training.flops import device_name, model_flops_per_token, peak_flop
 from megazpp.zero.config import GRADIENT_BLOCK, WEIGHT_BLOCK
 
 T = TypeVar("T")
-# NCCL refuses two ranks of a host on one device: each is a host here. They take turns on it, with MPS they share it.
+# NCCL rejects two ranks of one host on the same GPU. These variables make it treat each rank as a separate host. The
+# ranks take turns on the GPU, or share it if MPS is active.
 ON_ONE_GPU = ["NCCL_NET=Socket", "NCCL_DEBUG=WARN", "CUBLAS_WORKSPACE_CONFIG=:4096:8"]
 ON_ONE_GPU += [f"NCCL_{name}_DISABLE=1" for name in ("IB", "P2P", "SHM")]
 ON_ONE_GPU += [f"NCCL_{name}_ENABLE=0" for name in ("NVLS", "MNNVL", "RAS", "CUMEM", "CUMEM_HOST")]
@@ -45,7 +46,8 @@ TOY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-he
 TOY += " --max-position-embeddings 32 --micro-batch-size 1"
 FLOAT8, LEAN = "--fp8-format e4m3", "--recompute-granularity selective"
 HOPS_OF_16_BITS = "pretended --zeropp --zero-weight-bits 16 --zero-gradient-bits 16 16"
-CASES = (  # config, then the sides, of which the first is the reference; what 8 minutes may reach comes first
+# Config and sides to compare, the reference first. Cases for the 8-minute budget come first.
+CASES = (
     ("gpt_125m", "baseline", "ours"),
     ("llama_1b", "baseline", "ours"),
     ("gpt_1b3", "baseline", "ours"),
@@ -54,12 +56,12 @@ CASES = (  # config, then the sides, of which the first is the reference; what 8
     ("gpt_1b3", "ours", f"ours {LEAN}", "ours --optimizer muon"),
     ("gpt_6b7 --num-layers 3 --vocab-size 512", HOPS_OF_16_BITS, "pretended --zeropp", "pretended"),
 )
-SHORT_CASES = 4  # of them in 8 minutes
+SHORT_CASES = 4  # number of cases in the 8-minute budget
 ADDITIONS = "configs/post_training/additions"
-SAMPLES = {"llama_1b": 4, "gpt_1b3": 8}  # in a step, of large models
+SAMPLES = {"llama_1b": 4, "gpt_1b3": 8}  # samples per step of large models
 STEPS, WARM_UP_STEPS, LOG_INTERVAL = 30, 10, 5
 TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-length 1024 --micro-batch-size 4 "
-TEXT += "--no-compile --emulate-nodes 2"  # four ranks would spend their time on compiling
+TEXT += "--no-compile --emulate-nodes 2"  # compilation on four ranks would take most of the time
 OVERLAP_OFF = "--zeropp --no-overlap-param-gather --no-overlap-grad-reduce"
 MORE_WAYS = (
     "--zeropp --tensor-model-parallel-size 2 --sequence-parallel",
@@ -67,18 +69,26 @@ MORE_WAYS = (
     "--zeropp --context-parallel-size 2",
     "--zeropp --optimizer muon --muon-full-interval 2",
 )
-NATS_APART = 0.02  # of means of losses: several times what seeds differ
+NATS_APART = 0.02  # tolerance for differences of mean losses, several times the difference between seeds
 ELEMENTS = (2**28, 2**30)
-GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}  # of the copy's rate, from and to int8
-TIMED = re.compile(r"^(\w.{31}) +([\d.]+) +[\d.]+ +([\d.]+) +(\d+%)$", re.MULTILINE)  # of benchmark_kernels.py
+GOALS = {"quantize": "90%", "dequantize": "90%", "sum": "80%"}  # goals for int8, as shares of the copy's rate
+TIMED = re.compile(r"^(\w.{31}) +([\d.]+) +[\d.]+ +([\d.]+) +(\d+%)$", re.MULTILINE)  # line of benchmark_kernels.py
 SAVED = re.compile(r"saved checkpoint at iteration .* \| ([\d.]+) GB in ([\d.]+) s")
 WAITED, SPEED = re.compile(r"training waited ([\d.]+) s"), re.compile(r"then ([\d.]+) tokens/s")
 
 
 class Check:
-    """The folder, device and time of a part, and `found`: rows of a table (heading -> cell), notes below it, failures.
+    """The settings and the results of one part.
 
-    On "cpu" it is a rehearsal at toy size; a `long` one measures all cases. `save` is called with each finding.
+    Args:
+        folder: folder for the part's logs; it is created.
+        title: title in the results.
+        device: "cuda", or "cpu" for a rehearsal at toy size.
+        seconds: time limit of the part.
+        long: True if all cases are measured.
+        save: function that saves the results of all parts; called after each new result.
+    Attributes:
+        found: the results as JSON: name, title, status, seconds, table rows (cells by heading), notes and failures.
     """
 
     def __init__(self, folder: Path, title: str, device: str, seconds: float, long: bool, save: Callable[[], None]):
@@ -89,32 +99,43 @@ class Check:
         folder.mkdir(exist_ok=True)
 
     def left(self) -> float:
-        """Seconds of time."""
+        """Return the seconds that are left until the part's time limit."""
         return self._began + self._seconds - time.monotonic()
 
     def size(self, on_gpu: T, toy: T) -> T:
-        """One of the two, by the device."""
+        """Return `on_gpu` on a GPU, and `toy` in a rehearsal."""
         return toy if self.device == "cpu" else on_gpu
 
     def row(self, **cells: str | int | float) -> None:
-        """One more row; a heading's underscores are spaces."""
+        """Add a row to the table, with the cells by heading. Underscores in headings become spaces."""
         self._add("rows", {name.replace("_", " "): cell for name, cell in cells.items()})
 
     def note(self, text: str) -> None:
+        """Add a note below the table."""
         self._add("notes", text)
 
     def fail(self, text: str) -> None:
-        """Note something that is not as it must be; a goal of speed that is missed belongs into a row."""
+        """Add a failure, which makes the part fail. For wrong results only; a missed speed goal belongs in a row."""
         self._add("failures", text)
 
     def _add(self, kind: str, item: object) -> None:
+        """Add a row, note or failure, print it, and save all results."""
         self.found[kind].append(item)
         self.found["seconds"] = round(time.monotonic() - self._began)
         print(item, flush=True)
         self._save()
 
     def run(self, words: str, log: Path, seconds: float, *, on_ranks: bool = False) -> int | None:
-        """The exit code of a Python program, or of four ranks of it on one GPU; None: ended after `seconds`."""
+        """Run a Python program, and kill it with its child processes at the time limit.
+
+        Args:
+            words: arguments of the interpreter, separated by blanks.
+            log: file to which the output is appended.
+            seconds: time limit.
+            on_ranks: True runs four ranks of the program on the same GPU.
+        Returns:
+            The exit code, or None if the program reached the time limit.
+        """
         launcher, until = os.getpid(), time.monotonic() + seconds
         command = ["env", f"LOG={log}", "sh", "-c", TO_A_LOG, "sh", sys.executable, *words.split()]
         log.touch()
@@ -131,23 +152,23 @@ class Check:
             return code
         finally:
             with contextlib.suppress(ProcessLookupError):
-                stop()  # and what it has started
+                stop()  # kills the processes that the program has started, too
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last line of a log that is not blank, "" for an empty log."""
     return next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
 
 
 def files_with_gpu_tests() -> list[str]:
-    """Return the test files that have tests marked `gpu`; first those of which no other part runs anything."""
+    """Return the test files with tests marked `gpu`. Files whose code no other part runs come first."""
     first = ["tests/inference/test_decoding.py", "tests/kernels/test_implementations.py"]  # CUDA graphs, large offsets
     found = [str(path) for path in Path("tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     return sorted(found, key=lambda path: (path not in first, path))
 
 
 def correct(check: Check) -> None:
-    """Run the tests that are marked `gpu`, several at once where pytest-xdist is there."""
+    """Run the tests marked `gpu`, in parallel if pytest-xdist is installed."""
     files = files_with_gpu_tests()
     several = (
         f"-n {min(8, os.cpu_count() or 1)} --dist worksteal" if find_spec("xdist") and check.device == "cuda" else ""
@@ -164,10 +185,11 @@ def correct(check: Check) -> None:
 
 
 def programs(check: Check) -> None:
-    """Run what is not pretraining at toy size: asynchronous saves and a resumed run, then all post-training objectives.
+    """Run programs at toy size: asynchronous saves, a resumed run, generation and all post-training objectives.
 
-    Programs of one stage run at the same time, so their times are not those of programs that run alone.
+    The programs of a stage run in parallel, so their times are longer than if they ran alone.
     """
+    # Data and flags.
     folder, nproc = check.folder, "--nproc 1 --log-interval 1"
     demo_post_training.write_data(folder, seed=1)
     base = f"@{ADDITIONS}_base.args --text-path {folder}/labels.jsonl --bf16 --micro-batch-size 8 {nproc}"
@@ -180,8 +202,10 @@ def programs(check: Check) -> None:
     generate = f"tools/generate.py --load {folder}/base --nproc 1 --prompt 1 2 3 --sample-tokens 8"
 
     def post(objective: str, flags: str) -> str:
+        """Return the command that post-trains with an objective."""
         return f"tools/post_train.py @{ADDITIONS}_{objective}.args {common} {flags}"
 
+    # The stages. Programs of one stage need checkpoints of the stages before.
     stages: list[dict[str, str]] = [
         {"async-save": f"pretrain_gpt.py {base} --train-iters 12 --exit-interval 8 --save-interval 2 --async-save"},
         {
@@ -208,6 +232,8 @@ def programs(check: Check) -> None:
             "ppo": post("ppo", f"{trained} {sums} {few} --reward-load {folder}/reward"),
         },
     ]
+
+    # Run them. Each must exit with 0 and log only finite losses.
     for stage in stages:
         with ThreadPoolExecutor(len(stage)) as threads:
             results = list(threads.map(partial(_run_program, check, check.left()), stage.items()))
@@ -223,7 +249,13 @@ def programs(check: Check) -> None:
 
 
 def _run_program(check: Check, seconds: float, item: tuple[str, str]) -> tuple[str, int | None, float]:
-    """Run one of the toy programs; returns its name, exit code and wall time in seconds."""
+    """Run one of the toy programs, and return its name, exit code and wall time in seconds.
+
+    Args:
+        check: the part.
+        seconds: time limit.
+        item: name and command of the program.
+    """
     name, words = item
     trains = words.startswith(("pretrain_gpt.py", "tools/post_train.py"))
     words += f" --run-dir {check.folder}/{name}" if trains else ""
@@ -232,7 +264,7 @@ def _run_program(check: Check, seconds: float, item: tuple[str, str]) -> tuple[s
 
 
 def optimizers(check: Check) -> None:
-    """Compare three steps of each optimizer and precision on the device with the same steps on the CPU."""
+    """Compare three steps with each optimizer and precision on the device with the same steps on the CPU."""
     log, out = check.folder / "log.txt", check.folder / "steps.json"
     words = f"-m gpu_check_workers optimizers @configs/gpt_125m.args {TOY} --tokenizer-type NullTokenizer --mock-data"
     words += f" --global-batch-size 2 --train-samples 64 --run-dir {out}"
@@ -245,7 +277,7 @@ def optimizers(check: Check) -> None:
 
 
 def kernels(check: Check) -> None:
-    """The rows of benchmark_kernels.py."""
+    """Run benchmark_kernels.py for several sizes, and add a row for each kernel."""
     for elements, block in itertools.product(check.size(ELEMENTS, (2**12,)), (GRADIENT_BLOCK, WEIGHT_BLOCK)):
         log = check.folder / f"{elements}-{block}.txt"
         words = f"--elements {elements} --block-size {block} --device {check.device} --rounds {check.size(20, 1)}"
@@ -258,21 +290,29 @@ def kernels(check: Check) -> None:
 
 
 def training(check: Check) -> None:
-    """A row for each side, one after the other; MFU is of the model's FLOPs: recomputation does not count."""
+    """Train with each side of each case, and add a row for each.
+
+    MFU counts only the model's FLOPs, without recomputation.
+    """
     peak, longest = peak_flops(device_name(torch.device(check.device)), torch.bfloat16), 0.0
     for name, *sides in CASES if check.long else CASES[: check.size(SHORT_CASES, 2)]:
         reference = None
         for side in sides:
+            # Skip the side if the time left is shorter than the longest run so far.
             began, (kind, _, flags), (config, _, shape) = check.left(), side.partition(" "), name.partition(" ")
             if began < longest:
                 check.note(f"no time for {name}, {side}")
                 continue
+
+            # Train.
             program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_workers {kind}"
             words = f"@configs/{config}.args {shape} --mock-data {flags}"
             lines = train(check, f"{name} {side}", f"{program} {words}", began)
             longest = max(longest, began - check.left())
             if not lines:
                 continue
+
+            # FLOPs of the model, speed and utilization.
             found = parse_run_config(f"{words} {check.size('', TOY)}".split(), Path(), features=FEATURES).config
             rows = found.model.padded_vocab_size((found.tokenizer.vocab_size or 1) + 1, 1)
             flops = model_flops_per_token(found.model, padded_vocab_size=rows, seq_length=found.data.seq_length or 1)
@@ -292,10 +332,10 @@ def training(check: Check) -> None:
 
 
 def streams(check: Check) -> None:
-    """Train on four ranks of one GPU in several ways.
+    """Train with several sharding configurations on four ranks of one GPU.
 
-    Overlap under delays and NaN on side streams must give the same bits as calm steps without overlap. The loss must be
-    near ZeRO-3's for every way that uses the same optimizer.
+    Steps with overlap, random delays and NaN-filled freed memory on the communication streams must be bit-identical to
+    undisturbed steps without overlap. With the same optimizer, every configuration's loss must be close to ZeRO-3's.
     """
     degrees = (1, 2) if check.long else (1,)
     for tp in degrees:
@@ -307,14 +347,23 @@ def streams(check: Check) -> None:
         pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
         unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
         check.note(
-            f"TP {tp}: {len(pairs)} steps with overlap under delays beside those without, {len(unequal)} unequal"
+            f"TP {tp}: {len(pairs)} steps with overlap and delays compared with steps without, {len(unequal)} differ"
         )
         if unequal:
-            check.fail(f"TP {tp}: with overlap other bits than without in steps {unequal[:20]}")
+            check.fail(f"TP {tp}: overlap changes loss or gradient norm in steps {unequal[:20]}")
 
 
 def on_two_nodes(check: Check, program: str, ways: Sequence[str], *, later: int = 0) -> list[list[dict[str, Any]]]:
-    """Lines of metrics.jsonl for each way to train on 2 nodes x 2 ranks; `later` more ways are to have time, too."""
+    """Train with several configurations on 2 emulated nodes x 2 ranks, and add a row for each.
+
+    Args:
+        check: the part.
+        program: module or script that trains.
+        ways: flags of each configuration. The first one is the reference for the losses.
+        later: number of further configurations for which time must be left.
+    Returns:
+        The lines of metrics.jsonl of each configuration.
+    """
     found = list[list[dict[str, Any]]]()
     for index, way in enumerate(ways):
         share = check.left() / (len(ways) - index + later)
@@ -333,12 +382,13 @@ def on_two_nodes(check: Check, program: str, ways: Sequence[str], *, later: int 
             nats_from_the_first=f"{apart:+.4f}",
         )
         if not abs(apart) <= NATS_APART and "--optimizer" not in way:
-            check.fail(f"{way}: the loss is {apart:+.4f} nats from that of the first, more than {NATS_APART}")
+            check.fail(f"{way}: the loss differs by {apart:+.4f} nats from the first run's, more than {NATS_APART}")
     return found
 
 
 def checkpoint(check: Check) -> None:
-    """A row for saves that training waits for and for those beside it, then generation by the place of the weights."""
+    """Measure synchronous and asynchronous saves, then generation with weights on the device and on the host."""
+    # Saves during training.
     model, texts = check.folder / "model", list[str]()
     for side in ("--save", "--async-save"):
         shutil.rmtree(model, ignore_errors=True)
@@ -353,6 +403,8 @@ def checkpoint(check: Check) -> None:
                 seconds_that_training_waited=float((WAITED.search(log.read_text()) or ("", saved[2]))[1]),
                 ms_of_a_step=round(1e3 * step_seconds(lines), 1),
             )
+
+    # Generation from the last checkpoint.
     for place in ("device", "host", "host --weight-bits 8", "host --weight-bits 4"):
         words = f"tools/generate.py --load {model} --nproc 1 --temperature 0 --sample-tokens {check.size(64, 4)}"
         words, left = f"{words} --weights-on {place} --prompt {' '.join(map(str, range(11, 19)))}", check.left()
@@ -372,7 +424,17 @@ def checkpoint(check: Check) -> None:
 
 
 def train(check: Check, name: str, words: str, seconds: float, *, on_ranks: bool = False) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl (of one rank: after the warm-up) by a program that is ended in time; none if it failed."""
+    """Run a training program within a time limit, and return the lines of its metrics.jsonl.
+
+    Args:
+        check: the part. A failure is added to it.
+        name: name of the run, used for its folder.
+        words: program and flags.
+        seconds: time limit.
+        on_ranks: True runs four ranks on the same GPU. Otherwise lines of the warm-up are left out.
+    Returns:
+        The lines, [] if the program failed. A program that reaches the time limit returns the lines so far.
+    """
     steps, warm_up, every = (2000, 0, 1) if on_ranks else (STEPS, WARM_UP_STEPS, LOG_INTERVAL)
     steps, warm_up, every = check.size((steps, warm_up, every), (4, min(warm_up, 1), 1))
     folder = check.folder / re.sub(r"\W+", "-", name).strip("-")
@@ -386,7 +448,7 @@ def train(check: Check, name: str, words: str, seconds: float, *, on_ranks: bool
     log, metrics, lines = folder / "log.txt", folder / "run" / "metrics.jsonl", list[dict[str, Any]]()
     code = check.run(words if on_ranks else f"{words} --nproc 1", log, seconds, on_ranks=on_ranks)
     for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        with contextlib.suppress(ValueError):  # a program that was ended may leave half a line
+        with contextlib.suppress(ValueError):  # a program that was killed may leave an incomplete line
             lines.append(json.loads(line))
     lines = [line for line in lines if "step_seconds" in line and line["iteration"] > warm_up]
     if code == EXIT_USER_ERROR and FLOAT8 in words:
@@ -397,4 +459,5 @@ def train(check: Check, name: str, words: str, seconds: float, *, on_ranks: bool
 
 
 def step_seconds(lines: list[dict[str, Any]]) -> float:
+    """Return the median duration of a step."""
     return statistics.median(line["step_seconds"] for line in lines)

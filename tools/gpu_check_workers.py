@@ -1,22 +1,24 @@
-"""The programs of tools/gpu_check.py: `python -m gpu_check_workers baseline|pretended|optimizers|streams ...`.
+"""The worker programs of tools/gpu_check.py: `python -m gpu_check_workers baseline|pretended|optimizers|streams ...`.
 
-"baseline" and "pretended" train beside `pretrain_gpt.py`, with its flags and on random tokens.
+"baseline" and "pretended" train for comparison with `pretrain_gpt.py`, with its flags and on random tokens.
 
-baseline: a GPT-2 or Llama in plain PyTorch as torchtitan has it: FSDP2 on each block, bf16 parameters, fp32 gradients,
-fused AdamW, clipping; each block and the head compiled; query, key and value from one product.
+baseline: a GPT-2 or Llama model in plain PyTorch, in the style of torchtitan. It uses FSDP2 on each block, bf16
+parameters, fp32 gradients, fused AdamW and clipping. Each block and the head are compiled. Query, key and value come
+from one matrix product.
 
-pretended: our step on rank 0 of 2 nodes x 8 that do not exist (torch's back end "fake"). Its collectives are copies of
-the bytes that would arrive, on their streams: shards of a sixteenth, hops, queues and kernels are real, wires are not.
+pretended: our training step on rank 0 of 2 nodes x 8 ranks that do not exist (torch's back end "fake"). Collectives are
+replaced by local copies of the same size on the same streams. The shards of 1/16, the hops, the queues and the kernels
+are real; only the links are not.
 
-optimizers: three steps of each optimizer and precision on the device and on the CPU, from the same weights.
+optimizers: three steps with each optimizer and precision on the device and on the CPU, from the same weights.
 
-streams: `pretrain_gpt.py` with deterministic kernels; with --disturbed under delays and NaN on every queue
-(parallel/comm_queue.py) and on the streams that submit to it:
+streams: `pretrain_gpt.py` with deterministic kernels. With --disturbed it adds delays and NaN to every communication
+queue (parallel/comm_queue.py) and to the streams that submit tasks to it, to expose races:
 
-- random waits before and after a task: a result that is read too early shows what was there before;
-- random waits of the compute before layers: what overwrites memory that the compute still reads, is early now;
-- memory of random sizes is allocated, filled with NaN and freed, so that a buffer which was freed while another stream
-  still used it is NaN.
+- Random delays before and after a task: a result that is read too early has the old contents.
+- Random delays of the compute before layers: a write to memory that the compute still reads comes too early.
+- Memory of random sizes is allocated, filled with NaN and freed: a buffer that was freed while another stream still
+  used it becomes NaN.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.testing._internal.distributed.fake_pg import FakeStore  # with it comes the back end
+from torch.testing._internal.distributed.fake_pg import FakeStore  # this import also registers the back end "fake"
 
 import pretrain_gpt
 from megazpp.base.program import program
@@ -58,13 +60,13 @@ from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 
 PRETENDED = Cluster(num_nodes=2, ranks_per_node=8)
-MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9  # of a delay
-POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 18, 3 << 18, 1 << 20, 3 << 20)  # torch keeps blocks above 1 MB apart
+MOST_SECONDS, CYCLES_PER_SECOND = 1e-3, 1.5e9  # longest delay, and its conversion to GPU clock cycles
+POISON_ELEMENTS = (1 << 8, 1 << 12, 1 << 18, 3 << 18, 1 << 20, 3 << 20)  # torch has a separate pool above 1 MB
 RANDOM = random.Random(int(os.environ.get("RANK", "0")))
 
 
 class PlainBlock(nn.Module):
-    """[B, S, H] -> [B, S, H]; `rotary`: cosines and sines [2, S, D] or None."""
+    """A transformer layer of the baseline in plain PyTorch: [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -76,6 +78,7 @@ class PlainBlock(nn.Module):
         self.fc1 = linear(width, (1 + config.swiglu) * config.ffn_size)
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
+        """Apply the layer to x. `rotary` has the cosines and sines [2, S, D] of rotary embeddings, or is None."""
         heads, groups, size = self.config.heads, self.config.query_groups, self.config.head_size
         qkv = self.qkv(self.norm_1(x)).unflatten(-1, (-1, size)).transpose(1, 2)  # [B, heads, S, D]
         q, k, v = qkv.split((heads, groups, groups), dim=1)
@@ -88,12 +91,19 @@ class PlainBlock(nn.Module):
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Apply rotary position embeddings to queries or keys x, [B, heads, S, D]."""
     a, b = x.chunk(2, dim=-1)
     return (x * cosine + torch.cat((-b, a), dim=-1) * sine).to(x.dtype)
 
 
 class PlainModel(nn.Module):
-    """Tokens and labels [B, S] -> the mean loss."""
+    """The GPT-2 or Llama model of the baseline in plain PyTorch.
+
+    Args:
+        config: shape and style of the model.
+        rows: number of rows of the embedding, padding included.
+        length: sequence length.
+    """
 
     def __init__(self, config: GPTConfig, rows: int, length: int) -> None:
         super().__init__()
@@ -113,23 +123,33 @@ class PlainModel(nn.Module):
                 nn.init.normal_(parameter, std=config.init_method_std)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of tokens and labels [B, S]."""
         x = self.embedding(tokens) + (0.0 if self.positions is None else self.positions)
         for block in self.blocks:
             x = block(x, self.rotary)
         return self.loss(x, labels)
 
     def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross entropy from the last layer's output x, [B, S, H]. Compiled as one function."""
         return F.cross_entropy(self.linear(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
 
 def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch.device) -> Callable[[], object]:
+    """Build the plain PyTorch baseline, and return a function that trains one step on `data`.
+
+    Args:
+        config: flags with the model's shape.
+        rows: number of rows of the embedding, padding included.
+        data: micro-batches of each step.
+        device: device of the model.
+    """
     with device:
         model = PlainModel(config.model, rows, data[0].tokens.shape[1])
     if config.model.fp8_format is not None:
         torchao = importlib.import_module("torchao.float8")
         recipe = torchao.Float8LinearConfig.from_recipe_name("tensorwise")
         torchao.convert_to_float8_training(model.blocks, config=recipe)
-    backend = "inductor" if device.type == "cuda" else "aot_eager"  # a rehearsal generates no code
+    backend = "inductor" if device.type == "cuda" else "aot_eager"  # the rehearsal on a CPU skips code generation
     model.loss = torch.compile(model.loss, backend=backend)  # type: ignore[method-assign]
     for block in model.blocks:
         block.compile(backend=backend)
@@ -139,6 +159,7 @@ def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> None:
+        """Train one optimizer step."""
         for batch in data:
             (model(batch.tokens, batch.labels) / len(data)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -149,23 +170,36 @@ def baseline(config: RunConfig, rows: int, data: list[MicroBatch], device: torch
 
 
 class CopyingAxis(MeshAxis):
-    """An axis whose other ranks send what this one does."""
+    """A mesh axis whose collectives copy this rank's data, as if all other ranks sent the same."""
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        """Return x repeated for each rank, in `out` if given."""
         if out is None:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        out.view(self.size, *x.shape).copy_(x.clone().expand(self.size, *x.shape))  # `x` may be a slot of `out`
+        out.view(self.size, *x.shape).copy_(
+            x.clone().expand(self.size, *x.shape)
+        )  # cloned, as `x` may be part of `out`
         return out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
+        """Return the first slice of x without a sum, in `out` if given."""
         mine = x[: x.shape[0] // self.size]
         return mine.clone() if out is None else out.copy_(mine)
 
     def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
+        """Return a copy of x."""
         return x.clone()
 
 
 def pretended(config: RunConfig, rows: int, data: list[MicroBatch], device: torch.device) -> Callable[[], object]:
+    """Build our training step for one rank of a cluster that does not exist, and return a function that runs it.
+
+    Args:
+        config: flags of the run.
+        rows: size of the vocabulary.
+        data: micro-batches of each step.
+        device: device of the model.
+    """
     dims = ParallelDims(plan_dims(config.parallel, PRETENDED, zero_stage=3), device_type=device.type)
     for axis in (dims.tp, dims.cross, dims.local, dims.shard):
         axis.__class__ = CopyingAxis
@@ -177,21 +211,31 @@ def pretended(config: RunConfig, rows: int, data: list[MicroBatch], device: torc
 
 
 def train(side: str, words: list[str]) -> None:
-    """Train, and write lines like those of metrics.jsonl."""
+    """Train with the baseline or the pretended cluster, and write the timings in the format of metrics.jsonl.
+
+    Args:
+        side: "baseline" or "pretended".
+        words: flags of pretrain_gpt.py.
+    """
+    # Flags and random data.
     config, cuda = parse_run_config(words, Path(), features=FEATURES).config, torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    find_product(config.model, device)  # refuses what cannot be
+    find_product(config.model, device)  # raises an error if this device does not support --fp8-format
     batches, folder, every = config.batches, Path(config.tracking.run_dir or ""), config.tracking.log_interval
     samples, length = batches.global_batch_size or 1, config.data.seq_length or 1
     rows = config.model.padded_vocab_size((config.tokenizer.vocab_size or 1) + 1, 1)
     tokens = torch.randint(rows, (samples, length + 1)).split(batches.micro_batch_size or 1)
     data = [make_micro_batch(each, eod=None).to(device) for each in tokens]
+
+    # The training step.
     if side == "baseline":
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         step = baseline(config, rows, data, device)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PRETENDED.world_size)
         step = pretended(config, rows, data, device)
+
+    # Train, with a line every log interval.
     folder.mkdir(parents=True)
     for last in range(every, (batches.train_iters or (batches.train_samples or 0) // samples) + 1, every):
         started = time.perf_counter()
@@ -208,7 +252,7 @@ def train(side: str, words: list[str]) -> None:
 
 # ---- optimizers ----
 
-# flags, and the largest relative difference of losses and gradient norms that rounding explains
+# Flags, and the largest relative difference of losses and gradient norms that rounding can cause.
 LLAMA = "--position-embedding-type rope --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2"
 OPTIMIZERS = (
     ("--optimizer adam --no-bf16", 1e-3),
@@ -221,7 +265,7 @@ OPTIMIZERS = (
 
 
 def optimizers(words: list[str]) -> None:
-    """Write a row for each entry of OPTIMIZERS to the file of --run-dir: how far the device is from the CPU."""
+    """Compare the device with the CPU for each entry of OPTIMIZERS, and write the rows as JSON to --run-dir."""
     cuda, rows = torch.cuda.is_available(), list[dict[str, Any]]()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     for flags, allowed in OPTIMIZERS:
@@ -235,7 +279,7 @@ def optimizers(words: list[str]) -> None:
 
 
 def _steps(config: RunConfig, device: torch.device) -> list[float]:
-    """Train three steps on random tokens; returns loss and gradient norm of each."""
+    """Train three steps on random tokens, and return the loss and the gradient norm of each step in turn."""
     dims = ParallelDims(
         plan_dims(config.parallel, Cluster(num_nodes=1, ranks_per_node=1), zero_stage=3), device_type=device.type
     )
@@ -257,7 +301,7 @@ def _steps(config: RunConfig, device: torch.device) -> list[float]:
 
 
 def disturb() -> None:
-    """Now and then keep the current stream (on the CPU: the thread) waiting; fill memory that it frees with NaN."""
+    """Delay the current stream (on the CPU the thread) at random, and leave freed memory that is filled with NaN."""
     cuda, seconds = torch.cuda.is_available(), RANDOM.choice((0.0, RANDOM.random())) * MOST_SECONDS
     if cuda:
         torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
@@ -267,10 +311,13 @@ def disturb() -> None:
 
 
 def disturbed(submit: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
-    """A queue's `submit` that disturbs its caller and its task."""
+    """Return a version of a queue's `submit` that disturbs the caller before, and the queue around each task."""
 
     def submit_disturbed(queue: object, task: Callable[[], Any], **when: Any) -> Work[Any]:
+        """Submit the task with disturbances."""
+
         def around() -> Any:
+            """Run the task between two disturbances."""
             disturb()
             result = task()
             disturb()
@@ -283,9 +330,10 @@ def disturbed(submit: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
 
 
 def streams() -> int:
-    """Be `pretrain_gpt.py`; returns its exit code."""
+    """Run `pretrain_gpt.py` with deterministic kernels, and with disturbances if requested. Return its exit code."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for kernel in ("cudnn", "flash", "mem_efficient"):  # with `warn_only` their backward adds in any order nevertheless
+    # With `warn_only` the backward of these attention kernels would still add in an arbitrary order.
+    for kernel in ("cudnn", "flash", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     if "--disturbed" in sys.argv:
         sys.argv.remove("--disturbed")
@@ -297,6 +345,7 @@ def streams() -> int:
 
 @program
 def main(argv: list[str]) -> None:
+    """Run one of the programs. The first argument names it, the others are flags of pretrain_gpt.py."""
     side, *words = argv
     if side == "streams":
         sys.argv[1:] = words

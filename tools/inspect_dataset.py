@@ -1,4 +1,4 @@
-"""Say what is in a .bin/.idx pair: sizes, lengths of documents, and the text of one of them.
+"""Print the contents of a .bin/.idx pair: sizes, document lengths, and the beginning of one document.
 
 python tools/inspect_dataset.py --input my_text_document --tokenizer-model my.model
 """
@@ -12,26 +12,26 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.flags import check_not_negative, flag
 from megazpp.base.program import program_of
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
-CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # a look at more of a large dataset takes minutes
+CHECKED_IDS, CHECKED_DOCUMENTS = 1 << 27, 1000  # limits of the checks, because a whole large dataset takes minutes
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
     """Inspection.
 
-    The dataset, and how much of it is shown.
+    The dataset, and the part of it to print.
     """
 
     input: str | None = flag(None, "prefix of the .bin/.idx pair", metavar="PREFIX")
-    document: int = flag(0, "which document is decoded")
-    tokens: int = flag(100, "how many of its tokens")
+    document: int = flag(0, "index of the document to print")
+    tokens: int = flag(100, "number of tokens to print")
 
     def __post_init__(self) -> None:
         check_not_negative(self, "tokens")
@@ -39,12 +39,13 @@ class InspectConfig:
 
 @program_of(InspectConfig, TokenizerConfig)
 def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
+    """Print the statistics of the dataset and the beginning of a document."""
     if config.input is None:
-        raise ValueError("--input is missing: the prefix of a .bin/.idx pair")
+        raise ValueError("--input is missing; give the prefix of a .bin/.idx pair")
     dataset = IndexedDataset(Path(config.input).expanduser())
     lengths = dataset.document_lengths
     if not 0 <= config.document < len(lengths):
-        raise ValueError(f"--document {config.document}: there are documents 0 to {len(lengths) - 1}")
+        raise ValueError(f"--document {config.document} does not exist; the documents are 0 to {len(lengths) - 1}")
     tokenizer = load_tokenizer(tokenizer_config)
     bin_bytes, idx_bytes = (path.stat().st_size for path in (dataset.bin_path, dataset.idx_path))
     low, median, high, top = np.percentile(lengths, [10, 50, 90, 99])
@@ -52,7 +53,7 @@ def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     rows = {
         "files": f"{bin_bytes:,} bytes in .bin, {idx_bytes:,} in .idx",
         "tokens": f"{len(dataset.tokens):,} of {dataset.dtype}",
-        "documents": f"{len(lengths):,}, {empty:,} of them empty, in {len(dataset):,} sequences",
+        "documents": f"{len(lengths):,}, including {empty:,} empty ones, in {len(dataset):,} sequences",
         "document length": f"{lengths.min():,} to {lengths.max():,} tokens, mean {lengths.mean():,.1f}",
         "": f"10 % below {low:,.0f}, half below {median:,.0f}, 90 % below {high:,.0f}, 99 % below {top:,.0f}",
     }
@@ -63,32 +64,40 @@ def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
 
 
 def check_ids(dataset: IndexedDataset, tokenizer: Tokenizer) -> str:
-    """Tell whether the ids are this tokenizer's, and documents end with its eod.
+    """Check whether the token IDs fit the tokenizer, and return two lines with the result.
 
+    The lines give the largest ID, and how many of the first documents end with the tokenizer's end-of-document token.
+
+    Args:
+        dataset: the dataset.
+        tokenizer: the tokenizer that should have produced it.
     Raises:
-        ValueError: an id is outside the tokenizer's vocabulary.
+        ValueError: an ID is outside the tokenizer's vocabulary.
     """
     largest = int(dataset.tokens[:CHECKED_IDS].max())
     if largest >= tokenizer.vocab_size:
-        raise ValueError(f"{dataset.prefix} has the id {largest}: the tokenizer has only {tokenizer.vocab_size}")
+        raise ValueError(
+            f"{dataset.prefix} has the ID {largest}, but the tokenizer has only {tokenizer.vocab_size} tokens; use the "
+            "tokenizer with which the dataset was made"
+        )
     spans = itertools.pairwise(dataset.document_indices[: CHECKED_DOCUMENTS + 1].tolist())
     last = [end - 1 for start, end in spans if start < end and dataset.lengths[end - 1]]
     ended = sum(int(dataset.get(i)[-1]) == tokenizer.eod for i in last)
     return (
         f"{'ids':16} at most {largest:,}; a vocabulary of {tokenizer.vocab_size:,}\n"
-        f"{'':16} of the first {len(last):,} documents that have text {ended:,} end with eod ({tokenizer.eod})"
+        f"{'':16} of the first {len(last):,} documents with text, {ended:,} end with eod ({tokenizer.eod})"
     )
 
 
 def sample(dataset: IndexedDataset, document: int, num_tokens: int, tokenizer: Tokenizer | None) -> str:
-    """The beginning of a document, as text if there is a tokenizer."""
+    """Return the beginning of a document, as text with a tokenizer, otherwise as token IDs."""
     first, end = dataset.document_indices[document : document + 2].tolist()
     ids: list[int] = []
     for sequence in range(first, end):
         ids += dataset.get(sequence)[: num_tokens - len(ids)].tolist()
     total = int(dataset.lengths[first:end].sum(dtype=np.int64))
     text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
-    return f"\ndocument {document}, {len(ids):,} of its {total:,} tokens:\n{text}"
+    return f"\ndocument {document}, the first {len(ids):,} of {total:,} tokens:\n{text}"
 
 
 if __name__ == "__main__":

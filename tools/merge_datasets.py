@@ -1,8 +1,9 @@
-"""Join several .bin/.idx pairs into one.
+"""Merge several .bin/.idx pairs into one.
 
 python tools/merge_datasets.py --input parts/ --output-prefix all_text_document
 
---input is a folder, whose pairs are taken in the order of their names, or prefixes in the order given.
+--input takes prefixes, whose pairs are merged in the given order, and folders, whose pairs are merged in the order of
+their names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.flags import flag
 from megazpp.base.program import program_of, say
@@ -28,23 +29,25 @@ class MergeConfig:
 
     input: tuple[str, ...] = flag(
         (),
-        "prefixes of .bin/.idx pairs, in this order; a folder stands for its pairs in the order of their names",
+        "prefixes of the .bin/.idx pairs, in order; a folder means all its pairs, sorted by name",
         nargs="+",
     )
     output_prefix: str | None = flag(None, "prefix of the .bin/.idx pair to write", metavar="PREFIX")
-    overwrite: bool = flag(False, "replace a pair of that name")
+    overwrite: bool = flag(False, "replace an existing pair with the output's prefix")
 
 
 @program_of(MergeConfig)
 def main(config: MergeConfig) -> None:
+    """Merge the pairs and print the prefix of the result."""
+    # Check all inputs before anything is written.
     if config.output_prefix is None:
-        raise ValueError("--output-prefix is missing: where the merged pair goes")
+        raise ValueError("--output-prefix is missing; give the prefix of the merged pair")
     output = Path(config.output_prefix).expanduser()
     prefixes = _find_pairs(config.input)
     check_output(output, overwrite=config.overwrite)
     for prefix in prefixes:
         if prefix.resolve() == output.resolve():
-            raise ValueError(f"--output-prefix {output} is one of the inputs")
+            raise ValueError(f"--output-prefix {output} is one of the inputs; choose another prefix")
     datasets = list[IndexedDataset]()
     for prefix in prefixes:
         try:
@@ -53,9 +56,16 @@ def main(config: MergeConfig) -> None:
             raise ValueError(f"--input {prefix}: {error}") from error
         first, dataset = datasets[0], datasets[-1]
         if dataset.has_modes:
-            raise ValueError(f"--input {prefix}: it is multimodal, and what marks its sequences would be lost")
+            raise ValueError(
+                f"--input {prefix} is multimodal, which is not supported: its sequence modes would be lost"
+            )
         if dataset.dtype != first.dtype:
-            raise ValueError(f"--input: {first.prefix} holds {first.dtype} ids, {dataset.prefix} {dataset.dtype}")
+            raise ValueError(
+                f"--input: {first.prefix} holds {first.dtype} ids, but {dataset.prefix} holds {dataset.dtype}; all "
+                "inputs need the same type"
+            )
+
+    # Write the merged pair.
     with IndexedDatasetBuilder(output, first.dtype) as builder:
         for i, dataset in enumerate(datasets, start=1):
             builder.extend(dataset.tokens, dataset.lengths, dataset.document_indices[1:])
@@ -65,18 +75,19 @@ def main(config: MergeConfig) -> None:
 
 
 def _find_pairs(values: Sequence[str]) -> list[Path]:
+    """Return the prefixes of all input pairs; a folder is replaced by its pairs."""
     prefixes: list[Path] = []
     for value in values:
         path = Path(value).expanduser()
         if path.is_dir():
             found = sorted({file.with_suffix("") for file in path.iterdir() if file.suffix in (".bin", ".idx")})
             if not found:
-                raise ValueError(f"--input {value}: there are no .bin and .idx files in it")
+                raise ValueError(f"--input {value}: the folder has no .bin or .idx files")
             prefixes += found
         else:
             prefixes.append(path)
     if not prefixes:
-        raise ValueError("--input is missing: the pairs to merge, or their folder")
+        raise ValueError("--input is missing; give the prefixes of the pairs to merge, or their folder")
     return prefixes
 
 

@@ -1,9 +1,10 @@
-"""Print model TFLOP/s per GPU of every scheme on more and more nodes, at fixed tokens per GPU (in brackets: too large).
+"""Print the estimated model TFLOP/s per GPU of each sharding scheme for several cluster sizes (weak scaling).
 
     python tools/plan.py --nodes 8 32 128 --micro-batches 1 @configs/gpt_18b.args \
         --cluster-file configs/clusters/dgx_h100.yaml
 
-All other flags are pretrain_gpt.py's (one run on one cluster: pretrain_gpt.py --plan). Nothing is started.
+The number of tokens per GPU is the same for all sizes. A figure in brackets needs more memory than a GPU has. All other
+flags are the flags of pretrain_gpt.py, whose --plan estimates one run on one cluster. No worker is started.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.program import flags_of, program
 from megazpp.features import FEATURES
@@ -29,16 +30,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @program
 def main(argv: list[str]) -> None:
+    """Print a Markdown table with a row per cluster size and a column per scheme."""
     parser = flags_of(__doc__)
-    parser.add_argument("--nodes", type=int, nargs="+", required=True, help="numbers of nodes of the cluster file")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of an optimizer step (default 1)")
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", required=True, help="numbers of nodes, instead of the cluster file's number"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="number of micro-batches per optimizer step (default: 1)"
+    )
     args, run_flags = parser.parse_known_args(argv)
     config = parse_run_config(run_flags, ROOT, features=FEATURES, program="plan.py").config
     path = config.cluster.cluster_file
     if path is None or config.tokenizer.vocab_size is None:
         raise ValueError("--cluster-file and --vocab-size are needed")
     if config.batches.micro_batch_size is None:
-        raise ValueError("--micro-batch-size is required: it is what stays the same on more nodes")
+        raise ValueError("--micro-batch-size is required, because all cluster sizes use the same micro-batch size")
     config, cluster = for_planning(config, "plan.py"), read_cluster(path)
     rows = {}
     for nodes in args.nodes:
@@ -53,7 +59,13 @@ def main(argv: list[str]) -> None:
 
 
 def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> dict[str, Estimate]:
-    """Estimates by scheme, of schemes that can run there (HSDP not on one node)."""
+    """Return the estimates by scheme, without schemes that cannot run on the cluster (HSDP on a single node).
+
+    Args:
+        config: the run.
+        cluster: the cluster.
+        micro_batches: number of micro-batches per optimizer step.
+    """
     assert config.batches.micro_batch_size is not None
     parallel = config.parallel
     ranks = cluster.world_size // (parallel.tensor_model_parallel_size * parallel.context_parallel_size)

@@ -1,14 +1,16 @@
-"""Post-train a checkpoint's model: supervised fine-tuning, a reward model, DPO, GRPO, PPO.
+"""Post-train the model of a checkpoint: supervised fine-tuning, reward models, DPO, GRPO or PPO.
 
 python tools/post_train.py --objective sft --load base/ --save sft/ --train-data-path chats.jsonl --train-iters 500
 python tools/post_train.py --objective dpo --load sft/ --save dpo/ --train-data-path pairs.jsonl --train-iters 200
 python tools/post_train.py --objective grpo --load sft/ --save grpo/ --train-data-path prompts.jsonl --train-iters 300 \
     --reward-funcs my_rewards.py:correct
-python tools/post_train.py --objective grpo --load grpo/ --save grpo/ ...       goes on where it has stopped
+python tools/post_train.py --objective grpo --load grpo/ --save grpo/ ...       resumes an interrupted run
 
-Model, tokenizer and precision are the checkpoint's, layout and ZeRO++ are flags as for pretrain_gpt.py, and TRL's names
-say the rest. Denominators span the whole optimizer step and whitening the whole rollout, over all ranks, where TRL has
-those of a process or a micro-batch in places.
+The checkpoint determines the model, the tokenizer and the precision. Flags for the layout and ZeRO++ are the same as
+for pretrain_gpt.py. Other flags have the names of TRL's options.
+
+Averages and normalizations cover all ranks: a loss is divided by the count of the whole optimizer step, and advantages
+are whitened over the whole rollout. In some places TRL instead uses one process or one micro-batch.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 
-announce("post_train.py", "megazpp-post-train")  # torch takes seconds to import, on a cold disk many
+announce("post_train.py", "megazpp-post-train")  # before the imports below, because importing torch takes seconds
 
 from megazpp.base.program import program
 from megazpp.checkpoint.read import start_of
@@ -52,29 +54,36 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @program
 def main(argv: list[str]) -> int:
-    """Parse, check, and become a worker or start the workers."""
+    """Check the flags, then run as a worker or launch the workers. Return the exit code."""
     return run_on_ranks(functools.partial(prepare, argv))
 
 
 def prepare(argv: list[str]) -> Job | int:
-    """Everything that can be known before workers start.
+    """Parse and check the flags as far as possible before workers start.
 
+    Returns:
+        The work for each rank, or the exit code if --dry-run, --print-config or --plan replaces training.
     Raises:
-        ValueError: what cannot be, by flag and value.
+        ValueError: flags are wrong. The message names each flag and its value.
     """
+    # Flags.
     first_line = (__doc__ or "").partition("\n")[0]
     name = {"program": "post_train.py", "description": first_line}
     parsed = parse_run_config(argv, ROOT, **name, features=FEATURES, extra=EXTRA, default_file=None)
     show = parsed.config.section(PlanConfig)
-    if show.dry_run:  # as pretraining's, without a checkpoint
+    if show.dry_run:  # needs no checkpoint, as in pretraining
         parsed = without_checkpoint(parsed)
         cluster, rank = planned_cluster(parsed.config), show.dry_run_rank
         print(dry_run_models(parsed.config, post_configs(parsed), cluster, rank=rank).describe())
         return 0
+
+    # The checkpoint to start from.
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
     if parsed.show.print_config:
         print(parsed.report())
         return 0
+
+    # Checks of all flags together, of this machine and of the data.
     config, place = parsed.config, detect_rank_info(parsed.config.launch)
     start = start_of(source, earlier)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
@@ -83,23 +92,28 @@ def prepare(argv: list[str]) -> Job | int:
         show_plan(parsed, earlier.vocab_size)
         return 0
     check_device(config.model, device_type())
-    if launched_rank() == 0 and LAUNCHER_PID not in os.environ:  # what our launcher has started, it has checked
+    if launched_rank() == 0 and LAUNCHER_PID not in os.environ:  # our launcher has checked the files for its workers
         check_files(parsed, earlier)
     work = functools.partial(run_training, post_training, parsed, plan, source, earlier)
     return Job(place, config.launch, work)
 
 
 def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
-    """Print the memory of all models together, and of a policy whose weights are all trained what pretraining plans."""
+    """Print the estimated memory of all models, and without LoRA also the estimate of the policy's training steps.
+
+    Args:
+        parsed: the flags.
+        vocab_size: size of the checkpoint's vocabulary, used if no flag gives one.
+    """
     config, configs, cluster = parsed.config, post_configs(parsed), planned_cluster(parsed.config)
     config = changed(config, tokenizer={"vocab_size": config.tokenizer.vocab_size or vocab_size})
     plan = check_run_config(config, cluster, device_type=device_type())
     on_cpu = cluster.device is None and device_type() == "cpu"
     print("\n".join(describe_phases(plan_models(config, configs, plan, on_cpu=on_cpu))))
     if configs.training.draws:
-        print("drawing: the activations of the prompts come on top")
+        print("sampling: the activations of the prompts are not included")
     if configs.lora.lora_r is None:
-        print("\nthe policy's training steps alone, with a language model's loss:")
+        print("\nonly the policy's training steps, with the loss of a language model:")
         print(plan_report(config, cluster, device_type=device_type()))
 
 

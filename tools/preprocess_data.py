@@ -3,8 +3,9 @@
 python tools/preprocess_data.py --input corpus.jsonl.gz --output-prefix my --tokenizer-model my.model --append-eod
     --workers 8
 
-writes my_text_document.bin and .idx. Inputs are JSON lines (.jsonl, .json, .ndjson), Parquet (.parquet) or text, one
-document a file (.txt), all but Parquet also as .gz and .zst; what has another name is JSON lines if it begins with {.
+This writes my_text_document.bin and my_text_document.idx. Inputs are JSON Lines (.jsonl, .json, .ndjson), Parquet
+(.parquet) or plain text with one document per file (.txt). All of them except Parquet may be compressed (.gz, .zst). A
+file with any other extension counts as JSON Lines if it begins with {.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.command_line import MegatronFlag
 from megazpp.base.program import program_of, say
@@ -22,16 +23,17 @@ from megazpp.data.tokenizer import TokenizerConfig
 MEGATRON_FLAGS = {
     flag.name: flag
     for flag in (
-        MegatronFlag("--partitions", "1", "ignored", "--workers share one input as it is"),
-        MegatronFlag("--keep-sequential-samples", "0", "ignored", "the order is always kept"),
-        MegatronFlag("--dataset-impl", "1", "only=mmap", "the other formats are Megatron's past"),
-        MegatronFlag("--split-sentences", "0", "unsupported", "a GPT takes documents whole"),
+        MegatronFlag("--partitions", "1", "ignored", "--workers process one input without partitions"),
+        MegatronFlag("--keep-sequential-samples", "0", "ignored", "the order of documents is always kept"),
+        MegatronFlag("--dataset-impl", "1", "only=mmap", "Megatron-LM no longer uses other formats"),
+        MegatronFlag("--split-sentences", "0", "unsupported", "GPT models are trained on whole documents"),
     )
 }
 
 
 @program_of(PreprocessConfig, TokenizerConfig, megatron_flags=MEGATRON_FLAGS)
 def main(config: PreprocessConfig, tokenizer: TokenizerConfig) -> None:
+    """Tokenize the corpus, and print the prefix of each .bin/.idx pair."""
     progress = preprocess(config, tokenizer, say)
     say(progress)
     if progress.bad_lines:

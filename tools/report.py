@@ -1,10 +1,10 @@
-"""Make one HTML page of what runs did: curves, throughput, memory, bytes, flags that differ, who had which rank.
+"""Write an HTML report on one or several runs: curves, throughput, memory, traffic, differing flags, rank placement.
 
     python tools/report.py runs/20261121-220000-gpt_tiny
     python tools/report.py runs/a runs/b --output compared.html
 
-RUN is the folder that pretrain_gpt.py names at its end (--run-dir); the run may still be going on. The page needs no
-server and nothing from the network: open it, or send it.
+RUN is a run folder (--run-dir), whose path pretrain_gpt.py prints at its end. The run may still be in progress. The
+report is a single file that needs neither a server nor network access.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import datetime
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.program import flags_of, program
 from megazpp.report.page import write_report
@@ -22,10 +22,11 @@ from megazpp.report.runs import read_runs
 
 @program
 def main(argv: list[str]) -> None:
+    """Write the report and print its path."""
     parser = flags_of(__doc__)
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folder of a run")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run folder")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="the page (default: report.html in the first folder)"
+        "--output", metavar="FILE", type=Path, help="path of the HTML file (default: report.html in the first folder)"
     )
     args = parser.parse_args(argv)
     output = args.output.expanduser() if args.output is not None else args.runs[0].expanduser() / "report.html"

@@ -1,11 +1,11 @@
-"""Show who gets which rank: the map of a cluster and of the parallel axes on it, as text.
+"""Print the placement of ranks on a cluster, and the links that each parallel axis uses.
 
     python tools/show_topology.py --cluster-file configs/clusters/nvlink_pairs.yaml --tensor-model-parallel-size 2
     python tools/show_topology.py --nodes 4 --ranks-per-node 8 --rank-order cyclic --hsdp
     python tools/show_topology.py @configs/gpt_13b.args --cluster-file configs/clusters/gb200_nvl72.yaml
 
-The cluster is a file or --nodes and --ranks-per-node; all other flags are pretrain_gpt.py's, of which those that shape
-the layout count. Nothing is started.
+Describe the cluster with --cluster-file, or with --nodes and --ranks-per-node. All other flags are the flags of
+pretrain_gpt.py; only those that affect the layout matter. No worker is started.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.program import flags_of, program
 from megazpp.features import FEATURES
@@ -29,11 +29,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @program
 def main(argv: list[str]) -> None:
+    """Print the layout that the flags give."""
     parser = flags_of(__doc__)
-    parser.add_argument("--nodes", type=int, help="nodes of the cluster")
-    parser.add_argument("--ranks-per-node", type=int, help="ranks on each node")
-    parser.add_argument("--fast-domain", type=int, help="ranks that share the fastest wire (default: those of a node)")
-    parser.add_argument("--rank-order", choices=["block", "cyclic"], default="block", help="who numbers the ranks how")
+    parser.add_argument("--nodes", type=int, help="number of nodes")
+    parser.add_argument("--ranks-per-node", type=int, help="number of ranks on each node")
+    parser.add_argument(
+        "--fast-domain", type=int, help="number of ranks that the fastest links connect (default: the ranks of a node)"
+    )
+    parser.add_argument(
+        "--rank-order",
+        choices=["block", "cyclic"],
+        default="block",
+        help="numbering of the ranks: node by node (block), or in turn over all nodes (cyclic) (default: block)",
+    )
     args, run_flags = parser.parse_known_args(argv)
     config = parse_run_config(run_flags, ROOT, features=FEATURES, program="show_topology.py").config
     cluster = choose_cluster(args, config.cluster.cluster_file)
@@ -43,19 +51,22 @@ def main(argv: list[str]) -> None:
 
 
 def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluster:
-    """The cluster of the file or of the flags.
+    """Return the cluster that the file or the flags describe.
 
+    Args:
+        args: the flags of this program.
+        cluster_file: path of the cluster file, if one is given.
     Raises:
-        ValueError: neither or both are given, or a size is not positive.
+        ValueError: neither or both describe the cluster, or a size is not positive.
     """
     sizes = {"--nodes": args.nodes, "--ranks-per-node": args.ranks_per_node, "--fast-domain": args.fast_domain}
     given = [f"{flag} {value}" for flag, value in sizes.items() if value is not None]
     if cluster_file is not None:
         if given:
-            raise ValueError(f"--cluster-file {cluster_file} and {given[0]} both describe the cluster: give one")
+            raise ValueError(f"--cluster-file {cluster_file} and {given[0]} both describe the cluster; give only one")
         return read_cluster(cluster_file)
     if args.nodes is None or args.ranks_per_node is None:
-        raise ValueError("which cluster? give --cluster-file FILE, or --nodes N and --ranks-per-node R")
+        raise ValueError("no cluster is given; use --cluster-file FILE, or --nodes N and --ranks-per-node R")
     for flag, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"{flag} {value} is not positive")

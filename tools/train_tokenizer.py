@@ -2,7 +2,7 @@
 
 python tools/train_tokenizer.py --input corpus.jsonl.gz --vocab-size 32000 --output-prefix my
 
-writes my.model. The inputs are those of preprocess_data.py.
+This writes my.model. The input formats are the same as for preprocess_data.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
 
 from megazpp.base.files import check_writable, write_whole
 from megazpp.base.flags import check_positive, check_words, flag
@@ -31,30 +31,34 @@ SECONDS_BETWEEN_LINES = 5.0
 class TrainTokenizerConfig:
     """Tokenizer training.
 
-    The text, and where the SentencePiece model is written.
+    The training text, and the output of the SentencePiece model.
     """
 
-    input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
-    json_key: str = flag("text", "field that holds the text")
-    output_prefix: str | None = flag(None, "the tokenizer is PREFIX.model", metavar="PREFIX")
-    vocab_size: int = flag(32000, "pieces")
-    model_type: Literal["bpe", "unigram"] = flag("bpe", "SentencePiece's algorithm")
-    max_characters: int = flag(MAX_CHARACTERS, "how much text to use, in equal parts from the beginnings of the files")
-    workers: int = flag(
-        1, "SentencePiece's threads, which help with unigram; its pieces depend on their number a little"
+    input: tuple[str, ...] = flag((), "JSON Lines, Parquet or text files, also compressed (.gz, .zst)", nargs="+")
+    json_key: str = flag("text", "field of a JSON object or Parquet column that holds the text")
+    output_prefix: str | None = flag(None, "prefix of the output, which is PREFIX.model", metavar="PREFIX")
+    vocab_size: int = flag(32000, "number of pieces in the vocabulary")
+    model_type: Literal["bpe", "unigram"] = flag("bpe", "algorithm of SentencePiece")
+    max_characters: int = flag(
+        MAX_CHARACTERS, "number of characters to train on, in equal parts from the beginnings of the files"
     )
-    on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip names it")
+    workers: int = flag(
+        1, "number of SentencePiece's threads, which speed up unigram only; its pieces depend slightly on this number"
+    )
+    on_error: Literal["stop", "skip"] = flag(
+        "stop", "action at a malformed line: abort, or report the line and skip it"
+    )
     character_coverage: float | None = flag(
         None,
-        "share of the characters of the text that get pieces of their own; the others are written in bytes "
-        "(default: SentencePiece's, 0.9995)",
+        "share of the text's characters that the pieces cover, 0.98 to 1; all others are encoded as bytes "
+        "(default: 0.9995, as in SentencePiece)",
     )
     minloglevel: Literal[0, 1, 2] = flag(
         2,
-        "SentencePiece's: 0 shows its whole log, which says how far it is, 1 warnings, 2 errors; the log names "
-        "SentencePiece's own options, which are not flags of this program",
+        "log level of SentencePiece: 0 shows its whole log with the progress, 1 warnings, 2 errors; options in the log "
+        "are SentencePiece's own, not flags of this program",
     )
-    overwrite: bool = flag(False, "replace a tokenizer of that name")
+    overwrite: bool = flag(False, "replace an existing tokenizer at the output's path")
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -65,10 +69,11 @@ class TrainTokenizerConfig:
 
 @program_of(TrainTokenizerConfig)
 def main(config: TrainTokenizerConfig) -> None:
+    """Train the tokenizer and print its path."""
     if not config.input:
-        raise ValueError("--input is missing: the files to train on")
+        raise ValueError("--input is missing; give the files to train on")
     if config.output_prefix is None:
-        raise ValueError("--output-prefix is missing: where the tokenizer goes")
+        raise ValueError("--output-prefix is missing; give the prefix of the tokenizer's file")
     output = Path(config.output_prefix + ".model").expanduser()
     check_writable(output, "--output-prefix", overwrite=config.overwrite)
     paths = [Path(value).expanduser() for value in config.input]
@@ -85,12 +90,12 @@ def main(config: TrainTokenizerConfig) -> None:
         has_coverage_flag=True,
     )
     write_whole(output, model)
-    say(f"a tokenizer of {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
+    say(f"trained a tokenizer with {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
     print(output)
 
 
 def _texts(paths: Sequence[Path], config: TrainTokenizerConfig) -> Iterator[str]:
-    """Equal parts of the files, with a line now and then about how much was read."""
+    """Yield the training texts, equal parts of each file, and report the progress of reading every few seconds."""
     on_bad_line = functools.partial(stop_or_skip, on_error=config.on_error, log=say)
     started = said = time.monotonic()
     read = 0
@@ -101,7 +106,7 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig) -> Iterator[str]
             read += len(text)
             if time.monotonic() - said > SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
-                say(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million a second: {path}")
+                say(f"read {read:,} characters, {read / (said - started) / 1e6:.1f} million per second: {path}")
     if read == 0:
         raise ValueError(f"--input {' '.join(config.input)} holds no text")
     seconds = time.monotonic() - started
@@ -109,5 +114,5 @@ def _texts(paths: Sequence[Path], config: TrainTokenizerConfig) -> Iterator[str]
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # SentencePiece's training would not hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python handles Ctrl-C only after SentencePiece's training returns
     raise SystemExit(main())

@@ -1,8 +1,8 @@
-"""The order in which a blend takes samples from its datasets: Megatron-Core's build_blending_indices.
+"""The order in which a blend takes samples from its datasets, as Megatron-Core's build_blending_indices computes it.
 
-Sample n comes from the dataset that is furthest behind its share: the largest share * max(n, 1) - taken in fp64, the
-first of equal ones. Each choice depends on all before it. `native` (C) and `reference` (Python, without a compiler)
-make the same choices bit for bit; both compare few of many datasets.
+Sample n comes from the dataset that is furthest behind its share: the largest share * max(n, 1) - taken in fp64, and
+the first dataset in a tie. Each choice depends on all earlier ones. `native` (C) and `reference` (Python, for machines
+without a C compiler) make identical choices. With many datasets, both compare only a few candidates for each sample.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megazpp.kernels.c_library import CLibraryError
 
 __all__ = ["MOST_DATASETS", "blend_order"]
 
-MOST_DATASETS = (1 << 15) - 1  # that int16 numbers
+MOST_DATASETS = (1 << 15) - 1  # datasets are numbered by int16
 SECONDS_BETWEEN_LINES = 3.0
-_AT_ONCE = 1 << 20  # samples between two looks at the clock; Python takes a 16th
+_AT_ONCE = 1 << 20  # samples between two readings of the clock; a 16th of that in Python
 
 
 def blend_order(
@@ -31,11 +31,15 @@ def blend_order(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """Plan n samples: [n] the dataset each comes from, and [n] its number among that dataset's samples.
+    """Plan the order of samples in a blend.
 
     Args:
-        weights: positive, one for each of up to MOST_DATASETS datasets; they need not add up to 1.
-        say: gets a line every 3 seconds.
+        weights: positive weights of up to MOST_DATASETS datasets; they need not sum to 1.
+        num_samples: number of samples n.
+        say: receives a progress line every 3 seconds.
+        clock: returns the time in seconds; a parameter for tests.
+    Returns:
+        [n] the dataset of each sample, and [n] its number among the samples of that dataset.
     """
     assert 0 < len(weights) <= MOST_DATASETS, f"{len(weights)} datasets"
     shares, at_once, how = np.array(weights) / np.sum(weights), _AT_ONCE, ""

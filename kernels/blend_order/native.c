@@ -1,12 +1,14 @@
-/* The order of a blend in C: __init__.py says what it is. Same choices as reference.py, bit for bit.
+/* The order of a blend in C, defined in __init__.py, with the same choices as reference.py.
 
-Datasets with equal shares form a group, which takes from its members in turn: `taken` counts the whole rounds, `turn`
-is the next member. Groups have distinct shares.
+Datasets with equal shares form a group, which takes samples from its members in turn: `taken` counts complete rounds,
+and `turn` is the next member. So all groups have different shares.
 
-Samples are planned in blocks. Within a block only candidates are compared: the groups whose lag at the block's last
-sample, had they nothing more, is at least a floor. Rounding is monotone, so no other group reaches the floor in the
-block. A choice at or above the floor is therefore the choice of all groups; the block ends before one below it, and
-the next floor is lower. The floor is a guess from the block before, which decides the speed and not the result.
+The lag of a group is share * max(n, 1) - taken; the group with the largest lag provides sample n. Samples are planned
+in blocks, and within a block only candidates are compared. A candidate is a group whose lag at the block's last sample
+is at least the floor, if it gets no sample before. Rounding is monotone, so no other group reaches the floor within the
+block. A choice with a lag of at least the floor is therefore correct among all groups. Before a choice with a smaller
+lag the block ends, and the next block has a lower floor. The floor is estimated from the previous block: it affects the
+speed, not the result.
 */
 
 #include <math.h>
@@ -14,10 +16,10 @@ the next floor is lower. The floor is a guess from the block before, which decid
 #include <string.h>
 
 #define LANES 4
-#define AT_ONCE 16 /* groups in a pass over all of them */
+#define AT_ONCE 16 /* groups per iteration when candidates are chosen */
 
 typedef double lanes __attribute__((vector_size(8 * LANES)));
-typedef int64_t masks __attribute__((vector_size(8 * LANES))); /* -1 where true */
+typedef int64_t masks __attribute__((vector_size(8 * LANES))); /* -1 for true, 0 for false */
 
 static inline lanes load(const double *from) {
     lanes x;
@@ -33,13 +35,14 @@ struct plan {
     int64_t num_groups, block;
     const double *shares;
     double *taken;
-    const int32_t *starts, *members; /* members of group g: starts[g] to starts[g + 1] - 1, ascending */
+    const int32_t *starts, *members; /* group g has members[starts[g]] to members[starts[g + 1] - 1], ascending */
     int32_t *turns;
     double floor, margin;
-    double *some_shares, *some_taken; /* of candidates: num_groups + AT_ONCE elements each */
+    double *some_shares, *some_taken; /* copies for the candidates, with room for num_groups + AT_ONCE elements each */
     int32_t *candidates;
 };
 
+/* Choose the candidates of a block whose last sample is number `last`, copy their state, and return their number. */
 static int64_t choose_candidates(struct plan *p, double last) {
     const double *shares = p->shares, *taken = p->taken, floor = p->floor;
     int64_t count = 0, i = 0;
@@ -60,21 +63,24 @@ static int64_t choose_candidates(struct plan *p, double last) {
         p->some_shares[j] = shares[p->candidates[j]];
         p->some_taken[j] = taken[p->candidates[j]];
     }
-    for (int64_t j = count; j < count + 2 * LANES; j++) { /* their lag is below any */
+    for (int64_t j = count; j < count + 2 * LANES; j++) { /* padding whose lag is below every other */
         p->some_shares[j] = 0.0;
         p->some_taken[j] = INFINITY;
     }
     return count;
 }
 
+/* The dataset that provides the next sample of candidate j. */
 static inline int32_t member(const struct plan *p, int64_t j) {
     int32_t group = p->candidates[j];
     return p->members[p->starts[group] + p->turns[group]];
 }
 
-/* Returns, of the candidates with the largest lag, the one whose next member is the first dataset; writes that lag.
+/* Return the candidate with the largest lag, and write that lag to `largest`. In a tie it is the candidate whose next
+member has the lowest number.
 
-Lanes keep their largest lag, its place, and whether another one was equal; two sets of lanes do not wait for each other.
+Each lane keeps its largest lag, the candidate that has it, and whether another one was equal. Two independent sets of
+lanes shorten the chain of dependent operations.
 */
 static int64_t furthest_behind(const struct plan *p, int64_t count, double at, double *largest) {
     lanes best[2];
@@ -108,7 +114,7 @@ static int64_t furthest_behind(const struct plan *p, int64_t count, double at, d
     return found;
 }
 
-/* Plans samples `first` to `first + count` - 1; the arrays begin with sample `first`. */
+/* Plan samples `first` to `first + count` - 1; the arrays begin with sample `first`. */
 void megazpp_blend_order(struct plan *p, int64_t first, int64_t count, int16_t *datasets, int64_t *numbers) {
     for (int64_t done = 0; done < count;) {
         int64_t size = count - done < p->block ? count - done : p->block;
@@ -130,7 +136,7 @@ void megazpp_blend_order(struct plan *p, int64_t first, int64_t count, int16_t *
         }
         for (int64_t j = 0; j < num_candidates; j++) p->taken[p->candidates[j]] = p->some_taken[j];
         done += planned;
-        if (planned < size) { /* the floor was too high */
+        if (planned < size) { /* the floor was too high: lower it, with a larger margin */
             p->margin *= 2.0;
             p->floor = lag - p->margin;
         } else if (p->block < INT32_MAX) {

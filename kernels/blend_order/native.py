@@ -1,4 +1,7 @@
-"""The order of a blend in C: native.c, compiled at first use, called without the interpreter's lock."""
+"""The order of a blend in C: compiles native.c at first use and calls it through ctypes.
+
+A call releases Python's global interpreter lock.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from megazpp.kernels.blend_order.reference import groups_of
 from megazpp.kernels.c_library import CLibraryError, find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
-AT_ONCE = 16  # as in native.c
-NARROW = 128  # groups that are all compared for every sample
+AT_ONCE = 16  # equal to AT_ONCE in native.c
+NARROW = 128  # up to this many groups, every sample compares all of them
 
 
 class _Plan(Structure):
+    """The struct `plan` of native.c."""
+
     _fields_ = [
         *((name, c_int64) for name in ("num_groups", "block")),
         *((name, c_void_p) for name in ("shares", "taken", "starts", "members", "turns")),
@@ -28,7 +33,13 @@ class _Plan(Structure):
 
 
 class NativePlanner:
-    """Plans samples in their order; raises CLibraryError without a compiler."""
+    """Plans the samples of a blend in their order.
+
+    Args:
+        shares: [D] shares of the datasets, with sum 1.
+    Raises:
+        CLibraryError: there is no C compiler.
+    """
 
     def __init__(self, shares: npt.NDArray[np.float64]) -> None:
         loaded, (distinct, starts, members) = library(), groups_of(shares)
@@ -40,13 +51,19 @@ class NativePlanner:
             *(np.empty(size + AT_ONCE) for _ in range(2)),
             np.empty(size + AT_ONCE, dtype=np.int32),
         )
-        self._arrays = own, room  # kept alive
+        self._arrays = own, room  # keeps the memory alive to which the C struct points
         places = [[c_void_p(array.ctypes.data) for array in arrays] for arrays in self._arrays]
         block = (1 << 31) - 1 if size <= NARROW else round(2 * size**0.5)
         self._plan = _Plan(size, block, *places[0], -float("inf"), 1.0 / size, *places[1])
         self._function = loaded.functions.megazpp_blend_order
 
     def plan(self, first: int, datasets: npt.NDArray[np.int16], numbers: npt.NDArray[np.int64]) -> None:
-        """Fill in both arrays for the samples from `first` on; see `blend_order`."""
+        """Plan the next samples and fill both arrays.
+
+        Args:
+            first: number of the first sample; each call continues after the previous one.
+            datasets: [n] the dataset of each sample.
+            numbers: [n] the number of each sample among the samples of its dataset.
+        """
         arrays = [c_void_p(array.ctypes.data) for array in (datasets, numbers)]
         self._function(byref(self._plan), c_int64(first), c_int64(len(datasets)), *arrays)

@@ -7,13 +7,19 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-NARROW = 32  # groups that are all compared for every sample
+NARROW = 32  # up to this many groups, every sample compares all of them
 
 
 def groups_of(
     shares: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return the distinct shares [G], the starts [G + 1] of their groups, and the groups' members [D], ascending."""
+    """Group datasets by equal shares.
+
+    Args:
+        shares: [D] shares of the datasets.
+    Returns:
+        The distinct shares [G], the start [G + 1] of each group, and the groups' members [D], ascending in each group.
+    """
     distinct, group = np.unique(shares, return_inverse=True)
     starts = np.zeros(len(distinct) + 1, dtype=np.int32)
     np.cumsum(np.bincount(group), out=starts[1:])
@@ -21,7 +27,11 @@ def groups_of(
 
 
 class PythonPlanner:
-    """Plans samples in their order."""
+    """Plans the samples of a blend in their order.
+
+    Args:
+        shares: [D] shares of the datasets, with sum 1.
+    """
 
     def __init__(self, shares: npt.NDArray[np.float64]) -> None:
         self._shares, starts, members = groups_of(shares)
@@ -31,14 +41,22 @@ class PythonPlanner:
         self._block = (1 << 16) if len(self._shares) <= NARROW else max(8, round(len(self._shares) ** 0.5 / 2))
 
     def plan(self, first: int, datasets: npt.NDArray[np.int16], numbers: npt.NDArray[np.int64]) -> None:
-        """Fill in both arrays for the samples from `first` on; see `blend_order`."""
+        """Plan the next samples and fill both arrays.
+
+        Args:
+            first: number of the first sample; each call continues after the previous one.
+            datasets: [n] the dataset of each sample.
+            numbers: [n] the number of each sample among the samples of its dataset.
+        """
         done, wide, turns = 0, len(self._shares) > NARROW, self._turns
         while done < len(datasets):
+            # ---- the candidates of this block
             size = min(self._block, len(datasets) - done)
             last = max(first + done + size - 1, 1)
             groups = np.flatnonzero(self._shares * last - self._taken >= self._floor).tolist()
             shares, taken = self._shares[groups].tolist(), self._taken[groups].tolist()
             members = [self._members[group] for group in groups]
+            # ---- choose among them, until a lag is below the floor
             planned, least, lag = list[tuple[int, float]](), math.inf, self._floor
             for n in range(first + done, first + done + size if groups else 0):
                 at = n or 1
@@ -57,6 +75,7 @@ class PythonPlanner:
                 if turns[group] == len(own):
                     turns[group] = 0
                     taken[j] += 1.0
+            # ---- store the choices, and set the next floor
             self._taken[groups] = taken
             if planned:
                 part = slice(done, done + len(planned))

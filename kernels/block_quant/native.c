@@ -1,10 +1,10 @@
-/* Block quantization in C: a block is loaded, computed and stored while it lies in the L1 cache.
+/* Block quantization in C: a block is loaded, computed and stored while it is in the L1 cache.
 
-The arithmetic is that of reference.py, operation for operation. Every loop over elements is one a compiler vectorises
-by itself: no calls, no branches (a condition is a choice of two values), floats compared as integers where NaN must
-win. Compile without -ffast-math and with -ffp-contract=off: both change the rounding.
+The arithmetic equals reference.py, operation by operation. Compilers vectorize every loop over elements: the loops have
+no calls and no branches, only conditional expressions, and where NaN must win they compare floats as integers. Compile
+with -ffp-contract=off and without -ffast-math, because contraction and fast math change the rounding.
 
-A, B: the leading dims; K: messages that are summed. Layouts of structs are those in native.py: 8 bytes per field.
+A, B: leading dims; K: number of messages that are summed. The structs have the fields of native.py, 8 bytes each.
 */
 
 #include <float.h>
@@ -13,10 +13,10 @@ A, B: the leading dims; K: messages that are summed. Layouts of structs are thos
 #include <string.h>
 
 #define MAX_BLOCK_SIZE 2048
-#define CHUNK 32 /* divides every block size: loops over whole chunks have no remainder to vectorise */
+#define CHUNK 32 /* divides every block size, so the compiler can omit the remainder of a vectorized loop */
 #define INFINITE 0x7F800000u
 #define NAN_BITS 0x7FC00000u
-#define LOOP static __attribute__((noinline)) /* inlined, `restrict` is lost and gcc 12 stops vectorising */
+#define LOOP static __attribute__((noinline)) /* after inlining, gcc 12 loses `restrict` and does not vectorize */
 
 enum dtype { FP32, BF16, FP16 };
 
@@ -36,12 +36,13 @@ struct shape {
     int64_t k, a, b;
 };
 
-/* A segment: its first element and their number; first byte in the message of its payload and scales (-1: as it is). */
+/* A segment: its first element, its number of elements, and the offsets of its payload and scales in the message, in
+bytes. scales is -1 for unquantized elements. */
 struct range {
     int64_t start, size, payload, scales;
 };
 
-/* dtype: of what travels as it is. */
+/* The table of segments (range_table.py); dtype is the dtype of unquantized elements. */
 struct table {
     const struct range *ranges;
     int64_t num_ranges, bits, block_size, clip, dtype;
@@ -60,7 +61,7 @@ static inline float float_of(uint32_t bits) {
 }
 
 static inline uint16_t to_bf16(float x) {
-    uint32_t bits = bits_of(x), rounded = bits + 0x7FFF + ((bits >> 16) & 1); /* half to even */
+    uint32_t bits = bits_of(x), rounded = bits + 0x7FFF + ((bits >> 16) & 1); /* round half to even */
     return (uint16_t)(((bits & 0x7FFFFFFF) > INFINITE ? NAN_BITS : rounded) >> 16);
 }
 
@@ -68,13 +69,13 @@ static inline float from_bf16(uint16_t bits) { return float_of((uint32_t)bits <<
 
 static inline float from_fp16(uint16_t half) {
     uint32_t magnitude = half & 0x7FFFu;
-    uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f); /* moves the exponent's bias; subnormals too */
+    uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f); /* corrects the exponent bias */
     return float_of((uint32_t)(half & 0x8000u) << 16 | (magnitude >= 0x7C00 ? magnitude << 13 | INFINITE : finite));
 }
 
 static inline uint16_t to_fp16(float x) {
     uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFF;
-    /* Adding 1/2 aligns a subnormal's last bit with that of a float, so the addition rounds it half to even. */
+    /* A float near 1/2 has the same last bit as fp16 subnormals, so adding 1/2 rounds to a subnormal, half to even. */
     uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000;
     uint32_t normal = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
     uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
@@ -82,7 +83,7 @@ static inline uint16_t to_fp16(float x) {
     return (uint16_t)(bits >> 16 & 0x8000u) | (uint16_t)(magnitude >= 0x477FF000 ? special : finite);
 }
 
-/* The first `width` of the `size` values of a block, zeros behind them. */
+/* Load `width` values of a block as floats, and fill up to `size` with zeros. */
 static inline void load(const char *restrict from, int64_t dtype, int width, int size, float *restrict values) {
     const uint16_t *halves = (const uint16_t *)from;
     if (dtype == FP32)
@@ -94,7 +95,7 @@ static inline void load(const char *restrict from, int64_t dtype, int width, int
     for (int i = width; i < size; i++) values[i] = 0;
 }
 
-/* x - base in the first `width` of the `size` values of a block, zeros behind them. */
+/* Compute x - base for `width` values of a block, and fill up to `size` with zeros. */
 LOOP void subtract(
     const float *restrict x, const char *restrict base, int64_t dtype, int width, int size, float *restrict values
 ) {
@@ -109,6 +110,7 @@ LOOP void subtract(
     for (int i = width; i < size; i++) values[i] = 0;
 }
 
+/* Store `width` values, rounded to the dtype. */
 static inline void store(const float *restrict values, int64_t dtype, int width, char *restrict to) {
     uint16_t *halves = (uint16_t *)to;
     if (dtype == FP32)
@@ -119,7 +121,7 @@ static inline void store(const float *restrict values, int64_t dtype, int width,
         for (int i = 0; i < width; i++) halves[i] = to_fp16(values[i]);
 }
 
-/* values = integers * scale, or values += integers * scale */
+/* Dequantize a block: values = integers * scale, or values += integers * scale with `add`. */
 LOOP void dequantize(
     const char *restrict payload, uint16_t scale_bits, int64_t bits, int size, int add, float *restrict values
 ) {
@@ -127,7 +129,7 @@ LOOP void dequantize(
     const int half = size / 2;
     const int8_t *bytes = (const int8_t *)payload;
     const uint8_t *pairs = (const uint8_t *)payload;
-    if (bits == 4 && size == 32 && !add) { /* weights at rest; with a known count its short loops are vectors too */
+    if (bits == 4 && size == 32 && !add) { /* packed 4-bit weights; the constant count lets short loops vectorize */
         for (int i = 0; i < 16; i++) values[i] = (float)((pairs[i] & 15) - 8) * scale;
         for (int i = 0; i < 16; i++) values[16 + i] = (float)((pairs[i] >> 4) - 8) * scale;
     } else if (bits == 8 && add) {
@@ -143,9 +145,9 @@ LOOP void dequantize(
     }
 }
 
-/* NaN for a block that holds NaN or Inf, 0 for one whose scale would be subnormal; exact in bf16. */
+/* Return the scale of a block, exact in bf16: NaN if it contains NaN or Inf, 0 if the scale would be subnormal. */
 LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, int size) {
-    uint32_t peak = 0; /* as integers, magnitudes are in order */
+    uint32_t peak = 0; /* the largest magnitude; bits of magnitudes have the order of their values */
     if (bits == 8) {
         for (int i = 0; i < size; i++) {
             uint32_t magnitude = bits_of(values[i]) & 0x7FFFFFFF;
@@ -156,14 +158,14 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, in
         return float_of(peak) < FLT_MIN ? 0 : float_of(peak);
     }
     int32_t highest = 0, near = 0;
-    uint32_t lowest = 0x80000000; /* without a sign what is below zero comes after all else */
+    uint32_t lowest = 0x80000000; /* as unsigned integers, negative floats are above all others */
     for (int i = 0; i < size; i++) {
         uint32_t value = bits_of(values[i]);
         highest = (int32_t)value > highest ? (int32_t)value : highest;
         lowest = value > lowest ? value : lowest;
     }
     lowest &= 0x7FFFFFFF;
-    const int negative = lowest >= (uint32_t)highest; /* wins a tie */
+    const int negative = lowest >= (uint32_t)highest; /* of the largest element; it counts as negative in a tie */
     const uint32_t opposite = negative ? (uint32_t)highest : lowest;
     peak = negative ? lowest : (uint32_t)highest;
     if (peak >= INFINITE) return float_of(NAN_BITS);
@@ -176,18 +178,19 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, in
     return fabsf(scale) < FLT_MIN ? 0 : scale;
 }
 
-/* x + NEAREST ends in the bits of the integer nearest to x, half to even, in two's complement, for |x| < 2^22. */
+/* For |x| < 2^22, the low bits of x + NEAREST are the integer nearest to x in two's complement, half to even. */
 #define NEAREST 0x1.8p23f
 
 static inline float nearest(float x) { return (x + NEAREST) - NEAREST; }
 
-/* The bits of NEAREST + 8 + q, q the integer nearest to x, but not below -8 or above 7. */
+/* Return the bits of NEAREST + 8 + q, where q is the nearest integer to x, clipped to -8..7. */
 static inline int32_t clipped(float x) {
     const int32_t lowest = 0x4B400000, bits = (int32_t)bits_of(x + (NEAREST + 8));
     const int32_t at_least = bits < lowest ? lowest : bits;
     return at_least > lowest + 15 ? lowest + 15 : at_least;
 }
 
+/* Round values * inverse to integers and store them in the payload. */
 LOOP void store_integers(
     const float *restrict values, float inverse, int64_t bits, int64_t clip, int size, char *restrict payload
 ) {
@@ -206,7 +209,7 @@ LOOP void store_integers(
         bytes[i] = (uint8_t)((clipped(values[i] * inverse) & 15) | clipped(values[half + i] * inverse) << 4);
 }
 
-/* Quantize a block and return its scale. With `keep`, the values end up as the error. */
+/* Quantize a block and return its scale. With `keep`, values is replaced by the quantization error. */
 static inline float quantize_block(
     float *restrict values, int64_t bits, int64_t clip, int size, char *restrict payload, int keep
 ) {
@@ -240,24 +243,24 @@ static inline uint16_t *scales_in(char *message, const struct range *range) {
     return (uint16_t *)(message + range->scales);
 }
 
-/* Every row, and every segment in it. */
+/* Loop over all rows and over the segments of each row. */
 #define FOR_EACH_RANGE(shape, table)                                                                                   \
     for (int64_t a = 0; a < (shape)->a; a++)                                                                           \
         for (int64_t b = 0; b < (shape)->b; b++)                                                                       \
             for (const struct range *range = (table)->ranges; range < (table)->ranges + (table)->num_ranges; range++)
 
-/* Every block of a segment: its `index`, and its `first` element. */
+/* Loop over the blocks of a segment, with the block's `index` and its `first` element. */
 #define FOR_EACH_BLOCK(range)                                                                                          \
     for (int64_t index = 0, first = 0; first < (range)->size; index++, first += size)
 
-/* values = values * share + earlier * earlier_share */
+/* Average the error with the earlier one: values = values * share + earlier * earlier_share. */
 LOOP void average(
     const float *restrict earlier, float share, float earlier_share, int size, float *restrict values
 ) {
     for (int i = 0; i < size; i++) values[i] = values[i] * share + earlier[i] * earlier_share;
 }
 
-/* Elements as they are, from one dtype to another. */
+/* Copy unquantized elements, with a conversion of the dtype. */
 static void move(const char *from, int64_t from_dtype, int64_t count, int64_t to_dtype, char *to) {
     float buffer[MAX_BLOCK_SIZE];
     const int size = MAX_BLOCK_SIZE;
@@ -272,12 +275,13 @@ static void move(const char *from, int64_t from_dtype, int64_t count, int64_t to
     }
 }
 
+/* values += more */
 LOOP void add(const float *restrict more, int size, float *restrict values) {
     for (int i = 0; i < size; i++) values[i] += more[i];
 }
 
-/* A segment: x, x - base, or x + error, where the error becomes what this quantization loses, averaged with what the
-error was in the share beta; base and error may be NULL. */
+/* Quantize a segment of x, of x - base, or of x + error; base and error may be NULL. The error is then replaced by
+rest * new error + beta * earlier error. */
 static void quantize_range(
     const struct table *table, const struct range *range, const char *x, int64_t dtype, const char *base,
     int64_t base_dtype, char *message, const struct range *kept, char *error, float beta, float rest
@@ -287,20 +291,23 @@ static void quantize_range(
     const int size = (int)(table->block_size / CHUNK) * CHUNK;
     FOR_EACH_BLOCK(range) {
         const int width = (int)(range->size - first < size ? range->size - first : size);
+        /* ---- load x, and subtract base */
         const char *from = x + first * element_bytes(dtype);
         char *payload = message + range->payload + index * block_bytes(bits, size);
         uint16_t *scale = scales_in(message, range) + index;
-        const int in_place = dtype == FP32 && width == size && error == NULL; /* only read */
+        const int in_place = dtype == FP32 && width == size && error == NULL; /* x itself is not written */
         float *values = in_place ? (float *)from : buffer;
         if (!in_place) load(from, dtype, width, size, buffer);
         if (base != NULL) {
             subtract(values, base + first * element_bytes(base_dtype), base_dtype, width, size, other);
             values = other;
         }
+        /* ---- quantize without error feedback */
         if (error == NULL) {
             *scale = (uint16_t)(bits_of(quantize_block(values, bits, table->clip, size, payload, 0)) >> 16);
             continue;
         }
+        /* ---- add the error, quantize, and store the new error in int8 */
         char *lost = error + kept->payload + index * size;
         uint16_t *lost_scale = scales_in(error, kept) + index;
         dequantize(lost, *lost_scale, 8, size, 1, buffer);
@@ -314,7 +321,7 @@ static void quantize_range(
     }
 }
 
-/* Rows into messages; base and errors may be NULL. */
+/* Pack rows x [A, B, n] into messages [A, B, M]; base and errors may be NULL. */
 void megazpp_pack(
     const struct shape *shape, const struct table *table, const struct data *x, const struct data *base,
     const struct messages *to, const struct table *error_table, const struct messages *errors, float beta, float rest
@@ -334,7 +341,7 @@ void megazpp_pack(
     }
 }
 
-/* Sum K messages of a row in the order 0..K-1, onto what is in `out` or from message 0. */
+/* Unpack K messages of each row and sum them in the order 0..K-1, starting with the values in `out` if `onto_...`. */
 void megazpp_unpack_sum(
     const struct shape *shape, const struct table *table, const struct messages *from, const struct data *out,
     int64_t onto_quantized, int64_t onto_exact

@@ -1,7 +1,7 @@
-"""Block quantization on the CPU in C: native.c, compiled at first use, called without the interpreter's lock.
+"""Block quantization of CPU tensors in C: compiles native.c at first use and calls it through ctypes.
 
-The C functions take pointers and strides in bytes, and the table of segments, so any view that the public functions let
-through is computed on where it lies. One call runs on one thread; calls on several threads share nothing.
+The C functions take pointers, strides in bytes and the table of segments, so they work on strided views in place. A
+call runs on one thread and releases Python's global interpreter lock. Concurrent calls share no state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """x [A, B, n] -> messages [A, B, M]; see `megazpp.kernels.block_quant.pack`."""
+    """Pack rows x [A, B, n] into messages [A, B, M]; see `megazpp.kernels.block_quant.pack`."""
     _functions().megazpp_pack(
         byref(_Shape(1, *x.shape[:2])),
         byref(_table(table)),
@@ -43,7 +43,7 @@ def pack(
 
 
 def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
-    """messages [K, A, B, M], summed over K, -> out [A, B, n], from what is there or from message 0."""
+    """Unpack messages [K, A, B, M] and sum them over K into out [A, B, n]; see `reference.unpack_sum`."""
     _functions().megazpp_unpack_sum(
         byref(_Shape(messages.shape[0], *out.shape[:2])),
         byref(_table(table)),
@@ -55,38 +55,49 @@ def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantiz
 
 
 class _Shape(Structure):
+    """The struct `shape` of native.c."""
+
     _fields_ = [(name, c_int64) for name in ("k", "a", "b")]
 
 
 class _Table(Structure):
+    """The struct `table` of native.c."""
+
     _fields_ = [("rows", c_void_p), *((name, c_int64) for name in ("num_rows", "bits", "block_size", "clip", "dtype"))]
 
 
 class _Data(Structure):
+    """The struct `data` of native.c."""
+
     _fields_ = [("start", c_void_p), *((name, c_int64) for name in ("stride_a", "stride_b", "dtype"))]
 
 
 class _Messages(Structure):
+    """The struct `messages` of native.c."""
+
     _fields_ = [("start", c_void_p), *((name, c_int64) for name in ("stride_k", "stride_a", "stride_b"))]
 
 
 def _functions() -> CDLL:
+    """Return the compiled functions; raise CLibraryError if there is no C compiler."""
     if isinstance(loaded := library(), CLibraryError):
         raise loaded
     return loaded.functions
 
 
 def _table(table: RangeTable) -> _Table:
+    """Return a table of segments as a C struct."""
     fmt = table.layout.fmt
     of_blocks = (0, 0, 0) if fmt is None else (fmt.bits, fmt.block_size, fmt.clip)
     return _Table(table.address, table.num_ranges, *of_blocks, DTYPES[table.dtype])
 
 
 def _data(x: Tensor) -> _Data:
+    """Return data [A, B, n] as a C struct."""
     size, strides = x.element_size(), x.stride()
     return _Data(x.data_ptr(), strides[0] * size, strides[1] * size, DTYPES[x.dtype])
 
 
 def _messages(messages: Tensor) -> _Messages:
-    """Messages [A, B, M] or [K, A, B, M]; K has stride 0 where it is missing."""
+    """Return messages [A, B, M] or [K, A, B, M] as a C struct; without K its stride is 0."""
     return _Messages(messages.data_ptr(), *(0, *messages.stride()[:-1])[-3:])

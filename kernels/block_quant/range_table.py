@@ -1,18 +1,18 @@
-"""The places of a message's segments, as integers in memory that a kernel reads, and the errors that messages leave.
+"""The places of a message's segments as integers that kernels read, and the buffers of quantization errors.
 
-A row per segment tells the C functions, and a row per tile the Triton programs:
+C functions read one row per segment, Triton programs one row per tile. The columns are:
 
-    start      first element in the row of data
-    size       elements from there to the end of the segment
-    payload    first byte in the message, of the integers or of the elements as they are; a multiple of 16
-    scales     first byte of the scales; -1 for elements that travel as they are
+    start      index of the first element in the row of data
+    size       number of elements from there to the end of the segment
+    payload    offset in the message of the integers or of the unquantized elements, in bytes; a multiple of 16
+    scales     offset in the message of the scales, in bytes; -1 for unquantized elements
 
-Rows of quantized segments come first, so a row of them and of their errors have the same number.
+Rows of quantized segments come first, so that a segment has the same row number in the table of its errors.
 
-Error feedback: what the last quantization lost is kept as int8 and added back before the next one. The buffer is itself
-a message (int8, the same block size as the message that was sent, of the quantized segments alone), so it costs about
-one byte per element; against an fp32 buffer that loses nothing measurable. A block that was not finite leaves no error
-behind (scale 0, payload 0), so one bad step cannot poison the steps after it.
+Error feedback stores the errors of the last quantization and adds them back before the next one. The buffer is itself a
+message, in int8 and with the block size of the sent message, of the quantized segments only. So it takes about one byte
+per element; compared with fp32 it loses nothing measurable. A block that was not finite stores no error (scale 0,
+payload 0), so that one bad step does not affect later ones.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ COLUMNS = 4
 
 
 class RangeTable:
-    """The segments of a layout; make it with `range_table`, which makes one for all units of equal layout.
+    """The segments of a layout as integers for the kernels.
 
+    Use `range_table` to create it, which shares one table between units of equal layout.
+
+    Args:
+        layout: layout of the messages; quantized segments come first.
+        dtype: dtype of the unquantized elements.
     Attributes:
-        dtype: of the elements that are not quantized.
-        num_ranges: rows of the table of segments.
-        address: its first byte, on the host.
-        repeats: what launches a kernel once more for this table, by what it was checked and compiled for.
+        num_ranges: number of rows in the table of segments.
+        address: memory address of the table of segments, on the host.
+        repeats: per key of a launch, a function that repeats it for other addresses (`_launch_of` in __init__.py).
     """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
         rows = [_row(part) for part in layout.ranges]
         is_quantized = [scales >= 0 for *_, scales in rows]
-        assert is_quantized == sorted(is_quantized, reverse=True), f"quantized segments come first: {layout}"
-        assert not any(payload % ALIGNMENT for _, _, payload, _ in rows), f"payloads start anywhere: {layout}"
+        assert is_quantized == sorted(is_quantized, reverse=True), f"quantized segments must come first: {layout}"
+        assert not any(payload % ALIGNMENT for _, _, payload, _ in rows), f"a payload is not aligned: {layout}"
         self.num_ranges = len(rows)
         self._rows = (ctypes.c_int64 * (COLUMNS * len(rows)))(*(number for row in rows for number in row))
         self.address = ctypes.addressof(self._rows)
@@ -53,21 +57,26 @@ class RangeTable:
 
     @cached_property
     def of_errors(self) -> RangeTable:
-        """The table of the errors that messages of this one leave behind."""
+        """The table of the buffer for this table's quantization errors."""
         return range_table(feedback_layout(self.layout), torch.float32)
 
     def tiles(self, device: torch.device, size: int) -> torch.Tensor:
-        """The table of tiles of up to `size` elements, a multiple of the block size: [tiles, 4] int64 on `device`.
+        """Return the table of tiles for Triton, [tiles, 4] int64 on `device`.
 
-        It is made at the first call and costs 32 bytes per tile, 0.008 bytes per element with tiles of 4096.
+        It is created at the first call. It takes 32 bytes per tile, 0.008 bytes per element for tiles of 4096.
+
+        Args:
+            device: device of the result.
+            size: elements per tile, a multiple of the block size.
         """
         found = self._tiles.get((device, size))
         if found is None:
-            with torch.inference_mode(False):  # it outlives the mode
+            with torch.inference_mode(False):  # training also uses it if an evaluation creates it first
                 found = self._tiles[device, size] = self._cut(size).to(device)
         return found
 
     def _cut(self, size: int) -> torch.Tensor:
+        """Cut the segments into tiles of up to `size` elements; returns [tiles, 4] int64."""
         rows, fmt = [], self.layout.fmt
         for part in self.layout.ranges:
             start, length, payload, scales = _row(part)
@@ -86,28 +95,43 @@ class RangeTable:
 
 @cache
 def range_table(layout: MessageLayout, dtype: torch.dtype) -> RangeTable:
-    """The table of `layout`, whose elements that are not quantized have `dtype`."""
+    """Return the table of `layout`, created at the first call.
+
+    Args:
+        layout: layout of the messages.
+        dtype: dtype of the unquantized elements.
+    """
     return RangeTable(layout, dtype)
 
 
 def _row(part: ByteRange) -> tuple[int, int, int, int]:
+    """Return a segment's row of the table: start, size, payload, scales."""
     return part.start, part.stop - part.start, part.payload[0], -1 if part.scales is None else part.scales[0]
 
 
 class Feedback(NamedTuple):
-    """The errors of messages of which something is quantized: [..., E] uint8, and where their segments lie."""
+    """A buffer of quantization errors: messages [..., E] uint8, and the table of the segments in it."""
 
     messages: torch.Tensor
     table: RangeTable
 
     @classmethod
     def zeros(cls, lead: tuple[int, ...], table: RangeTable, device: torch.device | str = "cpu") -> Feedback:
-        """A buffer without error for messages [*lead, M] of `table`."""
+        """Allocate a buffer without errors.
+
+        Args:
+            lead: leading dims of the messages whose errors it holds.
+            table: table of these messages.
+            device: device of the buffer.
+        """
         kept = table.of_errors
         return cls(torch.zeros(*lead, kept.layout.message_bytes, dtype=torch.uint8, device=device), kept)
 
     def segments(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of every quantized segment's error: payload [..., bytes] uint8 and scales [..., blocks] bf16."""
+        """Return views of the errors of every quantized segment.
+
+        Each is (payload [..., bytes] uint8, scales [..., blocks] bf16).
+        """
         spans = [(part.payload, part.scales) for part in self.table.layout.ranges if part.scales is not None]
         return [(span_of(self.messages, p), span_of(self.messages, s).view(torch.bfloat16)) for p, s in spans]
 
@@ -119,14 +143,18 @@ class Feedback(NamedTuple):
 
 
 def span_of(messages: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
-    """A view of some bytes of messages [..., M]: the first of them and their number."""
+    """Return a view of the bytes `span` (first byte, number of bytes) of messages [..., M]."""
     return messages[..., span[0] : span[0] + span[1]]
 
 
 def rescale_(errors: Sequence[Feedback], factor: torch.Tensor | float) -> None:
-    """Multiply errors on one device by a finite scalar on it, in one pass over their scales that waits for nothing.
+    """Multiply error feedback by a finite scalar in place, in one pass over the scales; the host does not wait.
 
     The factor and each product are rounded to bf16.
+
+    Args:
+        errors: buffers on one device.
+        factor: a number, or a scalar tensor on that device.
     """
     scales = [error.scales for error in errors]
     if scales:

@@ -1,8 +1,8 @@
 """Block quantization in plain torch: the definition that the other implementations must match bit for bit.
 
-`pack` and `unpack_sum` take the segments of a message one by one; the functions behind them pad a segment to whole
-blocks, view it as [.., blocks, block_size] in fp32, and write their results into the tensors they are given. Nothing
-here is fast.
+`pack` and `unpack_sum` loop over the segments of a message. The functions below them pad a segment to whole blocks,
+view it as [.., blocks, block_size] in fp32, and write their results into the given tensors. This code is written to be
+read, not to be fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """x [.., n] -> messages [.., M]; see `megazpp.kernels.block_quant.pack`."""
+    """Pack rows x [.., n] into messages [.., M]; see `megazpp.kernels.block_quant.pack`."""
     lost = [] if errors is None else errors.segments()
     for index, part in enumerate(table.layout.ranges):
         if part.start == part.stop:
@@ -46,7 +46,15 @@ def pack(
 
 
 def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
-    """messages [K, .., M], summed over K, -> out [.., n], from what is there or from message 0."""
+    """Unpack messages [K, .., M] and sum them over K into out [.., n].
+
+    Args:
+        messages: [K, .., M] uint8.
+        table: the segments of a row.
+        out: [.., n], written.
+        onto_quantized: whether quantized elements are added to the values in `out`.
+        onto_exact: whether unquantized elements are added to the values in `out`.
+    """
     for part in table.layout.ranges:
         if part.start == part.stop:
             continue
@@ -75,7 +83,17 @@ def quantize(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Quantize segments x [.., n] into payload [.., bytes] and scales [.., blocks], as those of the error are."""
+    """Quantize one segment.
+
+    Args:
+        x: [.., n] the elements.
+        fmt: the quantization format.
+        payload: [.., bytes] uint8, written.
+        scales: [.., blocks] bf16, written.
+        error: (payload, scales) of the error feedback, added to the elements and then replaced; None without feedback.
+        base: [.., n] to subtract from the elements; None subtracts nothing.
+        beta: weight of the earlier error in the error that replaces it.
+    """
     values = _to_blocks(x, fmt) if base is None else _to_blocks(x, fmt) - _to_blocks(base, fmt)
     if error is not None:
         stored = feedback_format(fmt)
@@ -94,12 +112,15 @@ def quantize(
 
 
 def dequantize(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor) -> None:
-    """Dequantize into out [.., n]: integer times scale, rounded once to the dtype of `out`."""
+    """Dequantize one segment into out [.., n]: integer times scale, rounded once to the dtype of `out`."""
     out.copy_(_dequantize_blocks(payload, scales, fmt).flatten(-2)[..., : out.shape[-1]])
 
 
 def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tensor, accumulate: bool) -> None:
-    """Sum over the first dim, in its order and in fp32, into out [.., n]; onto what is there with `accumulate`."""
+    """Dequantize K copies of one segment and sum them in fp32, in their order, into out [.., n].
+
+    With `accumulate` the sum starts with the values in `out`.
+    """
     parts = list(_dequantize_blocks(payload, scales, fmt))
     if accumulate:
         parts.insert(0, _to_blocks(out, fmt))
@@ -110,17 +131,21 @@ def dequantize_sum(payload: Tensor, scales: Tensor, fmt: BlockFormat, out: Tenso
 
 
 def _integers_and_scale(values: Tensor, fmt: BlockFormat) -> tuple[Tensor, Tensor]:
-    """Integers (as fp32) of values [.., blocks, block_size] and their scales [.., blocks], exact in bf16."""
+    """Quantize values [.., blocks, block_size].
+
+    Returns:
+        The integers as fp32, and the scales [.., blocks] as fp32 that is exact in bf16.
+    """
     scale = _scale(values, fmt)
     usable = scale.isfinite() & (scale != 0)
     inverse = torch.where(usable, 1 / scale, 0.0).unsqueeze(-1)
     quotient = torch.where(usable.unsqueeze(-1), values, 0.0) * inverse
     beyond = 1 << (fmt.bits - 1)
-    return quotient.round().clamp(-beyond, beyond - 1), scale  # half to even; of int8 nothing is so large
+    return quotient.round().clamp(-beyond, beyond - 1), scale  # `round` is half to even; int8 never needs the clamp
 
 
 def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
-    """NaN for a block that holds NaN or Inf, 0 for one whose scale would be subnormal."""
+    """Return the scales of blocks: NaN if a block contains NaN or Inf, 0 if its scale would be subnormal."""
     peak = values.abs().amax(-1)  # amax keeps NaN
     if fmt.bits == 8:
         scale = _round_up_to_bf16(peak * torch.tensor(1 / 127))
@@ -131,23 +156,26 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
         scale = peak * torch.tensor(1 / 9) if fmt.clip else scale
         near = (values.abs() >= (peak * 0.9375).unsqueeze(-1)).sum(-1)
         scale = torch.where(near * 2 >= fmt.block_size, peak * torch.tensor(1 / 7), scale).bfloat16().float()
-        scale = torch.where(lowest == peak, scale, -scale)  # the negative element wins a tie
+        scale = torch.where(lowest == peak, scale, -scale)  # the largest element's integer is negative, in a tie -m's
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(peak.isfinite(), scale, torch.nan)
 
 
 def _round_up_to_bf16(x: Tensor) -> Tensor:
-    """The smallest bf16 that is not below x >= 0, as fp32."""
+    """Return the smallest bf16 that is at least x >= 0, as fp32."""
     return ((x.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
 def _store_scales(scales: Tensor, scale: Tensor) -> None:
-    """Write fp32 that bf16 holds exactly, as bits: torch's own conversion has two different NaNs."""
+    """Write scales, given as fp32 that is exact in bf16, by copying bits.
+
+    torch's conversion to bf16 produces two different NaN patterns, so it would not be reproducible.
+    """
     scales.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
 
 
 def _pack(integers: Tensor, fmt: BlockFormat) -> Tensor:
-    """Payload bytes [.., blocks * block_bytes] of integers [.., blocks, block_size] held as fp32."""
+    """Return the payload [.., blocks * block_bytes] of integers [.., blocks, block_size] that are given as fp32."""
     if fmt.bits == 8:
         return integers.to(torch.int8).view(torch.uint8).flatten(-2)
     low, high = (integers + 8).to(torch.uint8).chunk(2, dim=-1)
@@ -155,7 +183,7 @@ def _pack(integers: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Tensor:
-    """[.., blocks, block_size] fp32; integer * scale is exact."""
+    """Return integer times scale [.., blocks, block_size] in fp32, where the product is exact."""
     packed = payload.unflatten(-1, (-1, fmt.block_bytes)) if payload.shape[-1] else payload.unsqueeze(-1)
     if fmt.bits == 8:
         integers = packed.view(torch.int8).float()
@@ -165,7 +193,7 @@ def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Ten
 
 
 def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """[.., n] as [.., blocks, block_size] fp32, zeros behind the end."""
+    """Return x [.., n] as fp32 blocks [.., blocks, block_size], padded with zeros."""
     num_blocks = fmt.num_blocks(x.shape[-1])
     padded = torch.zeros(*x.shape[:-1], num_blocks * fmt.block_size, device=x.device)
     padded[..., : x.shape[-1]] = x

@@ -1,17 +1,16 @@
-"""Block quantization on CUDA: one Triton kernel per function, each byte read once and written once.
+"""Block quantization of CUDA tensors in Triton: one kernel per function, which reads and writes each byte once.
 
-A program computes one tile of one row: grid axis 0 walks the tiles of all segments, whose places a table on the device
-holds (range_table.py), axes 1 and 2 the rows, whose strides are the permutation of the hops. Whole tiles that start at
-a multiple of 16 elements run without masks, 16 bytes per access; others are masked.
+Each program handles one tile of one row. Grid axis 0 runs over the tiles of all segments, whose places a table on the
+device holds (range_table.py). Axes 1 and 2 run over the rows, in the order that their strides express. Whole tiles
+that start at a multiple of 16 elements use 16-byte accesses without masks; other tiles use masks.
 
-The launch configuration is fixed: tiles of 4096 elements and 4 warps give each thread 16 bytes per access and leave
-room for nine programs per SM. `enable_fp_fusion` is off because contracting a multiply and an add changes the rounding,
-and Triton's default differs between versions. Kernels go to the current CUDA device and stream, which the caller has
-set to those of the tensors. Set TRITON_INTERPRET=1 before the import to run the same kernels on CPU
-tensors.
+The launch configuration is fixed: with tiles of 4096 elements and 4 warps, each thread accesses 16 bytes at a time and
+nine programs fit on an SM. `enable_fp_fusion` is off because fused multiply-adds round differently, and its default
+differs between versions of Triton. Kernels run on the current CUDA device and stream; the caller must have selected
+the device of the tensors. Set TRITON_INTERPRET=1 before the import to run the same kernels on CPU tensors.
 """
-# Constants are upper case, as Triton's users write them; what a kernel takes are pointers and tensors of the device,
-# which mypy has no types for.
+# Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
+# are pointers and tensors on the device.
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def"
 
@@ -31,8 +30,9 @@ from megazpp.kernels.block_quant.triton_tiles import TILE_ELEMENTS
 
 VERSION = triton.__version__
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-# Launches a kernel once more, for tensors at other addresses (int) of equal alignment, or raises what Triton raises.
-# Triton itself looks at every argument of every launch, which takes most of a launch's host time. None: interpreted.
+# A function that repeats a launch for tensors at other addresses (integers) with equal alignment. Triton inspects every
+# argument of every launch, which takes most of a launch's host time; a repeat skips that. It raises Triton's errors.
+# Functions return None instead of a repeat when Triton interprets the kernel.
 Repeat = Callable[..., None]
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -49,10 +49,10 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> Repeat | None:
-    """x [A, B, n] -> messages [A, B, M]; see `megazpp.kernels.block_quant.pack`.
+    """Pack rows x [A, B, n] into messages [A, B, M]; see `megazpp.kernels.block_quant.pack`.
 
     Returns:
-        A repeat that takes pointers to x, messages and, if given, the errors or the base.
+        A repeat that takes the addresses of x, messages and, if given, the errors or the base.
     """
     minus, places = x if base is None else base, table.tiles(x.device, TILE_ELEMENTS)
     lost, lost_places = messages, places
@@ -80,10 +80,10 @@ def pack(
 def unpack_sum(
     messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool
 ) -> Repeat | None:
-    """messages [K, A, B, M], summed over K, -> out [A, B, n], from what is there or from message 0.
+    """Unpack messages [K, A, B, M] and sum them over K into out [A, B, n]; see `reference.unpack_sum`.
 
     Returns:
-        A repeat that takes pointers to messages and out.
+        A repeat that takes the addresses of messages and out.
     """
     places = table.tiles(out.device, TILE_ELEMENTS)
     grid = (len(places), out.shape[1], out.shape[0])
@@ -102,18 +102,23 @@ def unpack_sum(
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Strides of all dims but the last; 0 where they mean nothing, so that they do not cause another compilation."""
+    """Return the strides of all dims except the last.
+
+    Dims of size 1 get stride 0, because each new stride could cause another compilation.
+    """
     return [stride if size > 1 else 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
 
 
 def _constants(table: RangeTable) -> dict[str, object]:
+    """Return the compile-time constants of a table's kernels."""
     fmt = table.layout.fmt
     bits, block_size = (0, 0) if fmt is None else (fmt.bits, fmt.block_size)
     return {"BITS": bits, "BLOCK": block_size, "EXACT": DTYPES[table.dtype]}
 
 
-# In the kernels: name_a, name_b and name_k are the strides of `name`, in bytes for messages; `left` the elements from
-# the tile to the end of the segment. BITS is 0 where nothing is quantized.
+# In the kernels, name_a, name_b and name_k are the strides of the tensor `name`, in bytes for messages. `left` is the
+# number of elements from the start of the tile to the end of the segment. BITS is 0 if nothing is quantized. WHOLE
+# selects accesses without masks, for a tile that lies completely in its segment and starts at a multiple of 16.
 
 
 @triton.jit
@@ -123,10 +128,11 @@ def _pack_kernel(
     BITS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr,
     AVERAGE: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Pack one tile: x, or x - base where BASE, or x and the error of the last step where FEEDBACK.
+    """Pack one tile of x: minus the base if BASE, plus the errors of the last step if FEEDBACK.
 
-    With AVERAGE the new error has the share `rest` in what is kept, the last one `beta`.
+    With AVERAGE the stored error is `rest` times the new error plus `beta` times the earlier one.
     """
+    # ---- this program's row and tile
     a, b = _row()
     x += a * x_a + b * x_b
     base += a * base_a + b * base_b
@@ -135,6 +141,7 @@ def _pack_kernel(
     start, left, payload, scales = _place(table)
     payload = _wide(payload)
     is_wide = (left >= _TILE) & (start % 16 == 0)
+    # ---- copy or quantize it
     if scales < 0:
         if is_wide:
             _pack_exact(x, messages, _wide(start), left, payload, EXACT, True)
@@ -155,6 +162,7 @@ def _pack_kernel(
 
 @triton.jit
 def _pack_exact(x, messages, start, left, payload, EXACT: tl.constexpr, WHOLE: tl.constexpr):
+    """Copy one tile of unquantized elements into its message, converted to EXACT."""
     out = (messages + payload).to(tl.pointer_type(EXACT))
     for first in tl.range(0, _TILE, tiles.STRIP):
         values = tiles.load_elements(x + start + first, left - first, WHOLE)
@@ -167,6 +175,8 @@ def _quantize(
     BLOCK: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr, AVERAGE: tl.constexpr, CLIP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """Quantize one tile into its message, and update its errors if FEEDBACK."""
+    # ---- load
     low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)
     if BASE:
         base_low, base_high = tiles.load_data(base + start, left, BLOCK, WHOLE)
@@ -177,11 +187,13 @@ def _quantize(
         error_low, error_high = tiles.load_quantized(error, error_scales, left, 8, BLOCK, WHOLE)
         low += error_low
         high += error_high
+    # ---- quantize and store
     scale, inverse, finite = tiles.block_scales(low, high, BITS, BLOCK, CLIP)
     shifted_low = tiles.round_shifted(low, inverse, BITS, CLIP)
     shifted_high = tiles.round_shifted(high, inverse, BITS, CLIP)
     tiles.store_integers(messages + payload, shifted_low, shifted_high, finite, left, BITS, BLOCK, WHOLE)
     tiles.store_scales(_bf16(messages + scales), tl.where(finite, scale, float("nan")), left, BLOCK, WHOLE)
+    # ---- the new error, in int8
     if FEEDBACK:
         low -= tiles.unshift(shifted_low, BITS) * scale[:, None]
         high -= tiles.unshift(shifted_high, BITS) * scale[:, None]
@@ -202,7 +214,7 @@ def _unpack_sum_kernel(
     BITS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, ONTO_QUANTIZED: tl.constexpr,
     ONTO_EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Sum one tile over K messages, starting from `out` where ONTO."""
+    """Unpack one tile of K messages and sum them, starting with the values in `out` if ONTO_QUANTIZED or ONTO_EXACT."""
     a, b = _row()
     messages += a * messages_a + b * messages_b
     out += a * out_a + b * out_b
@@ -228,6 +240,7 @@ def _sum_exact(
     messages, out, messages_k, start, left, payload, EXACT: tl.constexpr, K: tl.constexpr, ONTO: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """Sum one tile of unquantized elements over K messages, starting with the values in `out` if ONTO."""
     for first in tl.range(0, _TILE, tiles.STRIP):
         rest, sums = left - first, out + start + first
         row = messages + payload
@@ -247,6 +260,7 @@ def _sum_quantized(
     messages, out, messages_k, start, left, payload, scales, BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
     ONTO: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """Dequantize one tile of K messages and sum them, starting with the values in `out` if ONTO."""
     low, high = tiles.load_sum(
         messages + payload, _bf16(messages + scales), out + start, messages_k, messages_k // 2, left,
         BITS, BLOCK, K, ONTO, WHOLE,
@@ -256,23 +270,24 @@ def _sum_quantized(
 
 @triton.jit
 def _row():
-    """Leading indices of this program's row; offsets may pass 2^31."""
+    """Return the leading indices of this program's row, as int64 because offsets may exceed 2^31."""
     return tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
 def _place(table):
-    """This program's row of the table of tiles."""
+    """Load this program's row of the table of tiles: start, left, payload, scales."""
     row = table + tl.program_id(0) * _COLUMNS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
 
 @triton.jit
 def _wide(offset):
-    """An offset that the compiler knows to be a multiple of 16, as it is where this is called."""
+    """Return an offset unchanged that is a multiple of 16, in a form from which the compiler can tell."""
     return offset // 16 * 16
 
 
 @triton.jit
 def _bf16(pointer):
+    """Cast a byte pointer to a bf16 pointer."""
     return pointer.to(tl.pointer_type(tl.bfloat16))

@@ -1,19 +1,20 @@
-"""The Triton functions that kernels are made of: a tile of blocks in registers, its loads, stores and arithmetic.
+"""Building blocks of the Triton kernels: loads, stores and arithmetic of one tile of blocks in registers.
 
-A tile is TILE_ELEMENTS elements: ROWS blocks of BLOCK, held as two tensors [ROWS, HALF] of the low and the high halves
-of the blocks. That is the layout of int4 (byte j = elements j and j + HALF) and costs int8 nothing, so one body serves
-both. Pointers arrive at the first element of the tile; `left` is how many elements of the segment remain from there,
-and WHOLE says that they fill the tile, so that nothing needs a mask.
+A tile is TILE_ELEMENTS elements, which are ROWS blocks of BLOCK elements. It is held as two tensors [ROWS, HALF] with
+the low and the high halves of the blocks. In int4, byte j of a block holds elements j and j + HALF, so this layout
+needs no shuffles; int8 is as fast in it, so both share the code. Pointers point to the first element of the tile,
+`left` is the number of elements from there to the end of the segment, and WHOLE is True if they fill the tile, so that
+no masks are needed.
 
-Rules that keep the bits equal everywhere (GPU, interpreter, the reference):
-- rounding half to even by adding 1.5 * 2^23: one addition, and the low bits of the sum are the integer;
-- maxima over integer bits: a float maximum drops NaN;
-- integers become floats by placing a byte into the mantissa of 2^23, not by I2F, which runs at a quarter of the rate;
-- bf16 is read, and scales are written, as bits: conversions of NaN differ, and the interpreter's truncate;
-- quotients are IEEE divisions, and no multiply and add may be contracted into one (see `triton.py`).
+Rules that keep results bit-identical on GPUs, in the interpreter and in the reference:
+- Rounding half to even adds 1.5 * 2^23: one addition, after which the low bits of the sum are the integer.
+- Maxima are computed on integer bit patterns, because a floating-point maximum drops NaN.
+- Integers become floats by inserting a byte into the mantissa of 2^23. The instruction I2F has a quarter of the rate.
+- bf16 is read, and scales are written, as bit patterns. Conversions of NaN differ, and the interpreter truncates.
+- Quotients are IEEE divisions, and fused multiply-adds are off (triton.py).
 """
-# Constants are upper case, as Triton's users write them; both branches of a constant `if` must be visible to its
-# compiler (RET505); what a kernel takes are pointers and tensors of the device, which mypy has no types for.
+# Compile-time constants are upper case, as is usual in Triton. Triton's compiler needs an `else` after a `return` in a
+# constant `if` (RET505). mypy has no types for the arguments of kernels, which are pointers and tensors on the device.
 # ruff: noqa: N803, RET505
 # mypy: disable-error-code="no-untyped-def"
 
@@ -27,7 +28,7 @@ import triton.language as tl
 TILE_ELEMENTS = 4096
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-STRIP = tl.constexpr(1024)  # elements that travel as they are are moved by: 16 bytes per thread
+STRIP = tl.constexpr(1024)  # unquantized elements that are copied at once, 16 bytes per thread
 _TILE = tl.constexpr(TILE_ELEMENTS)
 _UNROLL = tl.constexpr(4)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves an integer in the low bits of the sum
@@ -42,7 +43,10 @@ def load_sum(
     payload, scales, start, payload_k, scales_k, left,
     BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, ACCUMULATE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """((start where ACCUMULATE + segment 0) + segment 1) + ... + segment K - 1, in fp32."""
+    """Load and sum K segments in fp32, one by one in their order.
+
+    With ACCUMULATE the sum starts with the data at `start`.
+    """
     if ACCUMULATE:
         low, high = load_data(start, left, BLOCK, WHOLE)
         more_low, more_high = load_quantized(payload, scales, left, BITS, BLOCK, WHOLE)
@@ -61,7 +65,7 @@ def load_sum(
 
 @triton.jit
 def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Low and high halves [ROWS, HALF] of data as fp32, zeros behind the end of the segment."""
+    """Load a tile of data as fp32 halves [ROWS, HALF], with zeros after the end of the segment."""
     low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
     return to_float(_load(data + low, low < left, WHOLE)), to_float(_load(data + high, high < left, WHOLE))
@@ -69,7 +73,7 @@ def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Write halves of fp32, rounded to the dtype of data, up to the end of the segment."""
+    """Store fp32 halves in the dtype of `data`, up to the end of the segment."""
     low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
     _store(data + low, _from_float(low_values, data.dtype.element_ty), low < left, WHOLE)
@@ -78,14 +82,14 @@ def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: 
 
 @triton.jit
 def load_elements(data, left, WHOLE: tl.constexpr):
-    """A strip [STRIP] of a tile as it is, zeros behind the end of the segment."""
+    """Load a strip [STRIP] of a tile in its own dtype, with zeros after the end of the segment."""
     offset = tl.arange(0, STRIP)
     return _load(data + offset, offset < left, WHOLE)
 
 
 @triton.jit
 def store_elements(data, values, left, WHOLE: tl.constexpr):
-    """Write a strip [STRIP], converted if data has another dtype, up to the end of the segment."""
+    """Store a strip [STRIP], converted to the dtype of `data`, up to the end of the segment."""
     offset = tl.arange(0, STRIP)
     if values.dtype != data.dtype.element_ty:
         values = _from_float(to_float(values), data.dtype.element_ty)
@@ -94,7 +98,7 @@ def store_elements(data, values, left, WHOLE: tl.constexpr):
 
 @triton.jit
 def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Integers times scale, an exact product: low and high halves [ROWS, HALF] as fp32."""
+    """Load and dequantize a tile as fp32 halves [ROWS, HALF]; integer times scale is exact."""
     used = _used(left, BLOCK)
     scale = to_float(_load(scales + tl.arange(0, _TILE // BLOCK), used, WHOLE))[:, None]
     offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
@@ -103,7 +107,7 @@ def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexp
         return _byte_to_float(low & 15, 8.0) * scale, _byte_to_float(low >> 4, 8.0) * scale
     else:
         high = _load(payload + offset + BLOCK // 2, used[:, None], WHOLE).to(tl.int32)
-        # flipping the sign bit turns -128..127 into 0..255
+        # Flipping the sign bit maps -128..127 to 0..255.
         return _byte_to_float(low ^ 0x80, 128.0) * scale, _byte_to_float(high ^ 0x80, 128.0) * scale
 
 
@@ -111,7 +115,7 @@ def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexp
 def store_integers(
     payload, shifted_low, shifted_high, finite, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Write the integers that `round_shifted` returned; 0 for blocks that are not finite."""
+    """Store the integers from `round_shifted`, and zeros for blocks that are not finite."""
     used = _used(left, BLOCK)[:, None]
     offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
     zero: tl.constexpr = 8 if BITS == 4 else 0
@@ -126,20 +130,25 @@ def store_integers(
 
 @triton.jit
 def store_scales(scales, scale, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Write scales [ROWS], fp32 that bf16 holds exactly."""
+    """Store scales [ROWS], given as fp32 that is exact in bf16."""
     bits = (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     _store(scales + tl.arange(0, _TILE // BLOCK), bits, _used(left, BLOCK), WHOLE)
 
 
 @triton.jit
 def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr):
-    """Scale, inverse and finiteness [ROWS] of blocks given as halves; a scale is fp32 that bf16 holds exactly."""
+    """Return scale, inverse and finiteness [ROWS] of blocks that are given as halves.
+
+    A scale is fp32 that is exact in bf16.
+    """
+    # ---- the bits of the scale, and its sign
     if BITS == 8:
         peak = tl.max(tl.maximum(_magnitude(low), _magnitude(high)), axis=1)
         scale = ((peak.to(tl.float32, bitcast=True) * _INVERSE_127).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
         sign = peak * 0
     else:
-        # as integers, magnitudes are in order, and without a sign what is below zero comes after all else
+        # Read as signed integers, positive floats have the order of their values. Read as unsigned integers, negative
+        # floats are above all others, ordered by magnitude.
         highest = tl.maximum(tl.max(tl.maximum(_bits(low), _bits(high)), axis=1), 0)
         lowest = tl.max(tl.maximum(low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)), axis=1)
         lowest = lowest.to(tl.int32, bitcast=True)
@@ -154,8 +163,9 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
         else:
             scale = tl.maximum(_bits(size * _OWN), _bits(opposite * _OTHER))
         scale = tl.where(near * 2 >= BLOCK, _bits(size * _INVERSE_7), scale)
-        scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # to the nearest bf16, half to even
+        scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # round to the nearest bf16, half to even
         sign = tl.where(highest > lowest, -2147483648, 0)
+    # ---- 0 for scales that are not normal numbers, and the inverse
     finite = peak < _INFINITY_BITS
     normal = finite & (scale >= _SMALLEST_NORMAL_BITS)
     scale = tl.where(normal, scale | sign, 0).to(tl.float32, bitcast=True)
@@ -165,17 +175,19 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
 
 @triton.jit
 def _magnitude(x):
+    """Return the bits of the absolute value as int32."""
     return _bits(x) & 0x7FFFFFFF
 
 
 @triton.jit
 def _bits(x):
+    """Return the bits of an fp32 as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def round_shifted(x, inverse, BITS: tl.constexpr, CLIP: tl.constexpr):
-    """x * inverse rounded half to even, plus _MAGIC (int4: and 8, so that the low bits are offset)."""
+    """Return x * inverse rounded half to even, plus _MAGIC; for int4 plus 8, so that its low bits are q + 8."""
     shifted = x * inverse[:, None] + (_MAGIC + (8.0 if BITS == 4 else 0.0))
     if CLIP:
         shifted = tl.minimum(tl.maximum(shifted, _MAGIC), _MAGIC + 15.0)
@@ -184,18 +196,19 @@ def round_shifted(x, inverse, BITS: tl.constexpr, CLIP: tl.constexpr):
 
 @triton.jit
 def unshift(shifted, BITS: tl.constexpr):
-    """The integers, as fp32, of what `round_shifted` returned."""
+    """Return the integers from `round_shifted` as fp32."""
     return shifted - (_MAGIC + (8.0 if BITS == 4 else 0.0))
 
 
 @triton.jit
 def _byte_to_float(byte, OFFSET: tl.constexpr):
-    """byte - OFFSET as fp32, by way of the mantissa of 2^23."""
+    """Return byte - OFFSET as fp32, through the mantissa of 2^23."""
     return (byte | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)
 
 
 @triton.jit
 def to_float(x):
+    """Convert data to fp32; bf16 is converted through its bits."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -204,7 +217,7 @@ def to_float(x):
 
 @triton.jit
 def _from_float(x, dtype: tl.constexpr):
-    """Round to `dtype`, half to even; the interpreter's own conversion to bf16 truncates."""
+    """Round fp32 to `dtype`, half to even. The interpreter's own conversion to bf16 would truncate."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -216,6 +229,7 @@ def _from_float(x, dtype: tl.constexpr):
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):
+    """Load with a mask, or without one if WHOLE."""
     if WHOLE:
         return tl.load(pointers)
     else:
@@ -224,6 +238,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _store(pointers, values, mask, WHOLE: tl.constexpr):
+    """Store with a mask, or without one if WHOLE."""
     if WHOLE:
         tl.store(pointers, values)
     else:
@@ -232,11 +247,11 @@ def _store(pointers, values, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _offsets(BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
-    """[ROWS, COLUMNS] offsets in a tile whose blocks are STRIDE apart."""
+    """Return the offsets [ROWS, COLUMNS] in a tile whose blocks are STRIDE apart."""
     return tl.arange(0, _TILE // BLOCK)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
 def _used(left, BLOCK: tl.constexpr):
-    """The rows [ROWS] of a tile that are blocks of the segment, as a mask; a short last block is one."""
+    """Return a mask [ROWS] of the rows that hold blocks of the segment, including a short last block."""
     return tl.arange(0, _TILE // BLOCK) * BLOCK < left

@@ -1,14 +1,17 @@
-"""Lossless differences of 16-bit weights: what has changed since a step, in fewer bits than the change has states.
+"""Lossless differences of 16-bit weights: an encoding of the changes since the last step, bit for bit.
 
-Between two optimizer steps most 16-bit weights stay as they are and the others move by few units of their last place.
-Sender and receiver hold the same old weights; the message says which new ones follow, bit for bit.
+Between two optimizer steps most 16-bit weights are unchanged, and the others change by few units in the last place.
+Sender and receiver hold the same old weights. The message determines the new weights bit for bit.
 
-    message [M] uint8: | bytes wanted, elements left out: int64 each | kinds [B] | halves [B], to 16 | bodies [C] |
+    message [M] uint8: | bytes needed, elements left out: int64 each | kinds [B] | halves [B], to 16 | bodies [C] |
 
-B blocks of 256 elements, whatever parameters they are of; C is the message's capacity. Blocks whose body ends beyond it
-are left out whole: their weights stay old at every receiver, the sender's own copy too, so they are part of the next
-difference. Three implementations agree bit for bit: `native` (C, on the CPU), `triton` (CUDA) and `reference` (which
-says what a body is, and also computes on a CPU without a C compiler).
+There are B blocks of 256 elements, regardless of parameter boundaries, and C bytes of capacity for their bodies. A
+block's body encodes its changes in one of several ways, its kind; `halves` are the lengths of the bodies / 2. A block
+whose body would end beyond the capacity is left out. Its weights then stay unchanged at every receiver and in the
+sender's own copy, so the next difference contains them.
+
+Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
+(which defines the bodies, and serves CPUs without a C compiler).
 """
 
 from __future__ import annotations
@@ -32,22 +35,28 @@ TRITON: ModuleType | None = importlib.import_module("megazpp.kernels.weight_delt
 
 __all__ = ["decode", "encode", "message_bytes", "numbers"]
 
-NUMBERS = 16  # bytes of the two numbers in front
+NUMBERS = 16  # bytes of the two counters at the start of a message
 
 
 def message_bytes(size: int, capacity: int | None = None) -> int:
-    """Bytes of a message for `size` elements; `capacity` bytes of bodies, by default enough for whatever changes."""
+    """Return the bytes of a message for `size` elements.
+
+    Args:
+        size: number of elements.
+        capacity: bytes for the bodies; None is enough for any change.
+    """
     return NUMBERS + align(2 * _num_blocks(size)) + align(2 * size if capacity is None else capacity)
 
 
 def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
-    """Write the difference of [S] weights into a message.
+    """Encode how weights have changed, as a message.
 
     Args:
-        new, old: [S] bf16 or fp16, contiguous.
-        message: [M] uint8, M of `message_bytes`; all of it is written.
+        new: [S] bf16 or fp16, contiguous, the new weights.
+        old: [S] of the same dtype, contiguous, the weights that the receivers hold.
+        message: [M] uint8, with M from `message_bytes`; all of it is written.
     Raises:
-        ValueError: a shape, dtype, stride or device does not fit.
+        ValueError: a shape, dtype, stride or device does not match.
     """
     _check("old", old, new.dtype, new.shape, new.device)
     kinds, halves, body = _parts(message.unsqueeze(0), new)
@@ -59,13 +68,13 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
 
 
 def decode(messages: Tensor, weights: Tensor) -> None:
-    """Turn old weights into new ones, in place.
+    """Turn the senders' old weights into their new ones, in place.
 
     Args:
-        messages: [N, M] uint8 of N senders.
-        weights: [N, S] what each sender's `old` was, bit for bit.
+        messages: [N, M] uint8, one message of each sender.
+        weights: [N, S] each sender's old weights, bit for bit; updated.
     Raises:
-        ValueError: a shape, dtype, stride or device does not fit.
+        ValueError: a shape, dtype, stride or device does not match.
     """
     _check("weights", weights, weights.dtype, (len(messages), weights.shape[-1]), messages.device)
     parts = _parts(messages, weights)
@@ -78,16 +87,20 @@ def decode(messages: Tensor, weights: Tensor) -> None:
 
 
 def numbers(messages: Tensor) -> Tensor:
-    """[N, M] -> [N, 2] int64: bytes that all bodies of a sender wanted, changed elements that it left out."""
+    """Return the counters of messages [N, M], [N, 2] int64.
+
+    They are the bytes that all bodies of a sender needed, and the changed elements that it left out.
+    """
     return messages[:, :NUMBERS].view(torch.int64)
 
 
 def _num_blocks(size: int) -> int:
+    """Return the number of blocks of `size` elements."""
     return -(-size // BLOCK)
 
 
 def _parts(messages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, M] -> kinds [N, B], halves [N, B], bodies [N, C]."""
+    """Return views of the parts of messages [N, M]: kinds [N, B], halves [N, B], bodies [N, C]."""
     num_blocks = _num_blocks(weights.shape[-1])
     start = NUMBERS + align(2 * num_blocks)
     _check("messages", messages, torch.uint8, messages.shape, weights.device)
@@ -95,13 +108,15 @@ def _parts(messages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if messages.shape[-1] < start or any(place % 16 for place in places):
         size = weights.shape[-1]
         raise ValueError(
-            f"messages {tuple(messages.shape)} for {size} elements need multiples of 16 bytes from {start} on"
+            f"messages {tuple(messages.shape)} for {size} elements must have at least {start} bytes each, and sizes, "
+            "strides and offsets that are multiples of 16 bytes"
         )
     kinds, halves = (messages[:, NUMBERS + i * num_blocks :][:, :num_blocks] for i in (0, 1))
     return kinds, halves, messages[:, start:]
 
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise ValueError unless a tensor has this dtype, shape and device, and a contiguous last dim."""
     if x.dtype not in (*EXPONENTS, torch.uint8) or x.dtype != dtype or x.shape != shape or x.device != device:
         raise ValueError(
             f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; expected {dtype} {tuple(shape)} on {device}"
@@ -111,11 +126,11 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], dev
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:
-    """The module that computes on the tensor's device; None for tensors without memory, and where there are none."""
+    """Return the module that computes on the tensor's device; None for tensors without memory or without elements."""
     if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return None
     if tensor.device.type == "cpu":
         return reference if isinstance(native.library(), CLibraryError) else native
     if TRITON is None:
-        raise ValueError(f"differences of {tensor.device.type} weights need Triton: pip install triton")
+        raise ValueError(f"weight differences of {tensor.device.type} tensors need Triton: pip install triton")
     return TRITON

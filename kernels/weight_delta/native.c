@@ -1,7 +1,7 @@
-/* Lossless differences of 16-bit weights in C: reference.py says what they are, these are the same bytes.
+/* Lossless differences of 16-bit weights in C: produces the same bytes as reference.py, which defines them.
 
-A block is loaded, coded and stored while it lies in the L1 cache. Loops over all elements are ones that a compiler
-vectorises; what is written bit by bit goes through a 64-bit word. Little-endian machines only, as the messages are.
+A block is loaded, encoded and stored while it is in the L1 cache. Compilers vectorize the loops over all elements. Bits
+are written through a 64-bit word. Messages are little-endian, and so must be the machine.
 */
 
 #include <stdint.h>
@@ -12,30 +12,32 @@ vectorises; what is written bit by bit goes through a 64-bit word. Little-endian
 #define DENSE 64
 #define RAW 255
 #define MOST_QUOTIENTS 1024
-#define ROOM 2048 /* bytes for a body that may turn out too long */
+#define ROOM 2048 /* bytes of a buffer for one body, before its length is compared with the capacity */
 
 struct format {
-    int64_t shift, mask, above; /* the exponent's place, and what is added to it */
+    int64_t shift, mask, above; /* shift and mask of the exponent, and an offset that is added to it */
 };
 
+/* Number 16-bit floats by increasing value; see `order` in reference.py. */
 static inline uint16_t order(uint16_t bits) { return bits ^ (((int16_t)bits >> 15) & 0x7FFF); }
 
 static int bit_length(uint32_t x) { return x ? 32 - __builtin_clz(x) : 0; }
 
+/* The Rice parameter k of an element. */
 static inline int32_t parameter(int32_t c, int32_t exponent) {
     int32_t k = c - exponent;
     k = k < 0 ? 0 : k;
     return k > 15 ? 15 : k;
 }
 
-/* Bits into memory, from the lowest of a byte; `used` of `word` are not written yet. */
+/* Writes bits to memory, from the lowest bit of a byte. `word` holds `used` bits that are not written yet. */
 struct writer {
     uint8_t *at;
     uint64_t word;
     uint32_t used;
 };
 
-/* Appends `width` bits, 0 to 63 of them. */
+/* Append `width` bits, 0 to 63. */
 static inline void append(struct writer *w, uint64_t bits, uint32_t width) {
     w->word |= bits << w->used;
     w->used += width;
@@ -47,12 +49,14 @@ static inline void append(struct writer *w, uint64_t bits, uint32_t width) {
     }
 }
 
+/* Write the remaining bits and return the next free byte. */
 static inline uint8_t *finish(const struct writer *w) {
     memcpy(w->at, &w->word, 8);
     return w->at + (w->used + 7) / 8;
 }
 
-/* Remainders, then quotients; returns the end. Four at a time, whose words do not wait for each other. */
+/* Write remainders, then quotients, and return the next free byte. Four values are combined before they are appended,
+which shortens the chain of dependent operations on the word. */
 static uint8_t *code(uint8_t *at, const uint32_t *values, const uint32_t *k, int count) {
     struct writer w = {at, 0, 0};
     uint32_t h[BLOCK + 4] = {0}, low[BLOCK];
@@ -82,6 +86,7 @@ static uint8_t *code(uint8_t *at, const uint32_t *values, const uint32_t *k, int
     return finish(&w);
 }
 
+/* Extract the exponents of a block into `e` and return the highest finite one. */
 static int32_t exponents(uint32_t *e, const uint16_t *old, struct format f) {
     uint32_t highest = 0;
     for (int i = 0; i < BLOCK; i++) {
@@ -92,9 +97,11 @@ static int32_t exponents(uint32_t *e, const uint16_t *old, struct format f) {
     return highest;
 }
 
-/* The bytes of one block's body: 2 x BLOCK where it would be no shorter. */
+/* Encode the changes of one block: write its body and its kind, and return the body's bytes. Elements from `valid` on
+are padding. */
 static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct format f, uint8_t *kind, uint8_t *body,
                    int64_t *changed) {
+    /* ---- z, and the number of changed elements */
     uint32_t z[BLOCK], e[BLOCK], k[BLOCK], places[BLOCK];
     int32_t highest, count = 0;
     uint32_t total = 0, sum_k = 0, sum_h = 0;
@@ -106,6 +113,7 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
     *changed = count;
     *kind = 0;
     if (!count) return 0;
+    /* ---- c from the mean change, and the Rice parameters */
     highest = exponents(e, old, f);
     for (int i = valid; i < BLOCK; i++) e[i] = 255;
     for (int i = 0; i < BLOCK; i++) {
@@ -120,6 +128,7 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
         sum_k += k[i];
         sum_h += z[i] >> k[i];
     }
+    /* ---- length of the dense body */
     int size = 2 * valid, dense = (sum_k + 7) / 8 + (BLOCK + sum_h + 7) / 8;
     *kind = RAW;
     dense += dense & 1;
@@ -127,6 +136,7 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
         size = dense;
         *kind = c;
     }
+    /* ---- the sparse body, if it is the shortest */
     if (count <= MOST_POSITIONS) {
         uint32_t values[MOST_POSITIONS + 1], sparse_k[MOST_POSITIONS + 1], n = 0;
         sum_k = sum_h = 0;
@@ -151,6 +161,7 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
             return sparse;
         }
     }
+    /* ---- the raw or the dense body */
     if (*kind == RAW) {
         memcpy(body, new, 2 * valid);
         return 2 * valid;
@@ -159,6 +170,7 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
     return size;
 }
 
+/* Encode the difference between old and new weights; see `encode` in reference.py. */
 void megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, const struct format *f, uint8_t *kinds,
                     uint8_t *halves, uint8_t *body, int64_t capacity, int64_t *numbers) {
     uint8_t found[ROOM];
@@ -167,7 +179,7 @@ void megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, cons
         int valid = size - start < BLOCK ? size - start : BLOCK;
         uint16_t last_new[BLOCK], last_old[BLOCK];
         const uint16_t *a = new + start, *b = old + start;
-        if (valid < BLOCK) { /* zeros, which do not change, behind the end */
+        if (valid < BLOCK) { /* fill the last block with zeros, which count as unchanged */
             memset(last_new, 0, sizeof last_new);
             memset(last_old, 0, sizeof last_old);
             a = memcpy(last_new, a, 2 * valid);
@@ -192,7 +204,8 @@ void megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, cons
     numbers[1] = left_out;
 }
 
-/* The values of `count` elements, out of a body with MOST_QUOTIENTS / 8 + 8 readable bytes behind it. */
+/* Decode the values of `count` elements from remainders and quotients. MOST_QUOTIENTS / 8 + 8 bytes after the body must
+be readable. */
 static void decode_values(const uint8_t *at, const uint32_t *k, int count, uint32_t *values) {
     uint32_t offset = 0;
     for (int i = 0; i < count; i++) {
@@ -216,8 +229,10 @@ static void decode_values(const uint8_t *at, const uint32_t *k, int count, uint3
     }
 }
 
+/* Return the new weight of an old weight and z. */
 static inline uint16_t moved(uint16_t old, uint32_t z) { return order(order(old) + (uint16_t)((z >> 1) ^ -(z & 1))); }
 
+/* Turn old weights into new ones, in place; see `decode` in reference.py. */
 void megazpp_decode(const uint8_t *kinds, const uint8_t *halves, const uint8_t *body, int64_t capacity, int64_t size,
                     const struct format *f, uint16_t *weights) {
     int64_t offset = 0;
@@ -225,7 +240,7 @@ void megazpp_decode(const uint8_t *kinds, const uint8_t *halves, const uint8_t *
         int valid = size - start < BLOCK ? size - start : BLOCK, kind = *kinds;
         int64_t bytes = kind == RAW ? 2 * valid : 2 * *halves;
         uint16_t *block = weights + start;
-        if (offset + bytes > capacity) return; /* no message of ours */
+        if (offset + bytes > capacity) return; /* an invalid message; `encode` writes no such body */
         if (kind == RAW) {
             memcpy(block, body + offset, bytes);
         } else if (kind) {

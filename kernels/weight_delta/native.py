@@ -1,4 +1,7 @@
-"""Lossless differences on the CPU in C: native.c, compiled at first use, called without the interpreter's lock."""
+"""Lossless differences of CPU tensors in C: compiles native.c at first use and calls it through ctypes.
+
+A call releases Python's global interpreter lock.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,27 @@ library = partial(find_c_library, Path(__file__).with_name("native.c"))
 
 
 class _Format(Structure):
+    """The struct `format` of native.c."""
+
     _fields_ = [(name, c_int64) for name in ("shift", "mask", "above")]
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """See `reference.encode`."""
+    """Encode the difference between old and new weights; see `reference.encode`."""
     data, table = ([c_void_p(x.data_ptr()) for x in group] for group in ((new, old), (kinds, halves, body)))
     fmt, size, capacity = _Format(*EXPONENTS[new.dtype]), c_int64(len(new)), c_int64(len(body))
     _functions().megazpp_encode(*data, size, byref(fmt), *table, capacity, c_void_p(numbers.data_ptr()))
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """See `reference.decode`."""
+    """Turn old weights into new ones, in place; see `reference.decode`."""
     places = [c_void_p(x.data_ptr()) for x in (kinds, halves, body)]
     fmt, size, capacity = _Format(*EXPONENTS[weights.dtype]), c_int64(len(weights)), c_int64(len(body))
     _functions().megazpp_decode(*places, capacity, size, byref(fmt), c_void_p(weights.data_ptr()))
 
 
 def _functions() -> CDLL:
+    """Return the compiled functions; raise CLibraryError if there is no C compiler."""
     loaded = library()
     if isinstance(loaded, CLibraryError):
         raise loaded

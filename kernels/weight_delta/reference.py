@@ -1,21 +1,22 @@
-"""Lossless differences of 16-bit weights in readable torch: the definition; C and Triton write the same bytes.
+"""Lossless differences of 16-bit weights in plain torch: the definition; C and Triton produce the same bytes.
 
-Sender and receiver hold the same `old` weights. Every block of 256 elements becomes the shortest of three bodies:
+Sender and receiver hold the same `old` weights. Every block of 256 elements is encoded as the shortest of three bodies:
 
-    body     kind       bytes, to an even number                             holds
+    body     kind       bytes, to an even number                             encodes
     sparse   n <= 63    c | n positions | remainders | quotients             z - 1 of the n elements that have changed
     dense    c >= 64    remainders | quotients                               z of all elements
     raw      255        2 per element                                        the new bits themselves
 
-    z            zigzag of order(new) - order(old) modulo 2^16; order() numbers 16-bit floats in the order of values
-    k            max(c - exponent of old, 0), at most 15: the Rice parameter of an element. AdamW moves all weights by
-                 about the learning rate, so small ones move by more units of their own last place; both sides know it
-    remainders   the low k bits of each value, one after the other
+    z            zigzag of order(new) - order(old) modulo 2^16; order() numbers 16-bit floats by increasing value
+    k            max(c - exponent of old, 0), at most 15: the Rice parameter of an element. AdamW changes all weights
+                 by about the learning rate, so small weights change by more units in the last place. Sender and
+                 receiver both know k
+    remainders   the low k bits of each value, concatenated
     quotients    value >> k in unary: that many zeros, then a one
-    c            exponent at which the block's mean change is 1.6 to 3.2 units of the last place
+    c            exponent at which the block's mean change is 1.6 to 3.2 units in the last place
 
-Bits count from the lowest of a byte. That 16-bit weights hardly change in a step is PULSE's (arXiv 2602.03839); the
-code is Rice's with the parameter taken from the context.
+Bits are numbered from the lowest bit of a byte. PULSE (arXiv 2602.03839) observed that 16-bit weights hardly change in
+a step. The code is a Rice code with a parameter that depends on the context.
 """
 
 from __future__ import annotations
@@ -24,22 +25,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # elements
-MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds
-MOST_QUOTIENTS = 1024  # bits
-EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}  # shift, mask, and what puts them above DENSE
+BLOCK = 256  # elements per block
+MOST_POSITIONS, DENSE, RAW = 63, 64, 255  # kinds: the highest sparse one, the lowest dense one, raw
+MOST_QUOTIENTS = 1024  # most bits that the unary quotients of a block may take
+# Shift and mask of a dtype's exponent, and an offset that makes an exponent usable as a dense kind
+EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}
 
 
 def order(bits: Tensor) -> Tensor:
-    """int16 patterns of floats -> int16, neighbours for neighbouring floats, -0.0 below 0.0; its own inverse."""
+    """Map the int16 bit patterns of floats to int16 so that neighboring floats become neighboring integers.
+
+    -0.0 maps to the integer below 0.0. The function is its own inverse.
+    """
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """[S] twice -> kinds and halves (bytes of a body / 2) [B], body [C] uint8, numbers [2] int64.
+    """Encode the difference between old and new weights, block by block.
 
-    The numbers are bytes that all bodies need, and changed elements of the blocks whose body ends beyond C, which are
-    left out.
+    Args:
+        new: [S] new weights.
+        old: [S] old weights.
+        kinds: [B] uint8, written: the kind of each block's body, which holds its encoded changes.
+        halves: [B] uint8, written: the bytes of each block's body / 2.
+        body: [C] uint8, written: the bodies.
+        numbers: [2] int64, written: bytes that all bodies need, and changed elements of blocks whose body ends beyond
+            C, which are left out.
     """
     exponents = _exponents(old)
     difference = order(new.view(torch.int16)) - order(old.view(torch.int16))
@@ -62,9 +73,17 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """Turn weights [S] from old to new."""
+    """Turn old weights into new ones, in place.
+
+    Args:
+        kinds: [B] uint8, written by `encode`.
+        halves: [B] uint8, written by `encode`.
+        body: [C] uint8, written by `encode`.
+        weights: [S] the old weights, updated.
+    """
     exponents, offset = _exponents(weights), 0
     for index, (kind, half) in enumerate(zip(kinds.tolist(), halves.tolist(), strict=True)):
+        # ---- the bytes of this block's body
         block = weights[BLOCK * index : BLOCK * (index + 1)]
         size = 2 * len(block) if kind == RAW else 2 * half
         found = body[offset : offset + size]
@@ -75,9 +94,11 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
         sparse = kind <= MOST_POSITIONS
         if sparse and kind == 0:
             continue
+        # ---- changed elements and their Rice parameters
         c = int(found[0]) if sparse else kind
         places = found[1 : 1 + kind].long() if sparse else torch.arange(BLOCK)
         k = _parameters(c, exponents[index][places])
+        # ---- values from remainders and quotients
         bits = _bits(found[1 + kind :] if sparse else found)
         starts = k.cumsum(0) - k
         remainders = [int(_number(bits[a : a + n])) for a, n in zip(starts.tolist(), k.tolist(), strict=True)]
@@ -85,27 +106,36 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
         quotients = ones.diff(prepend=ones.new_tensor([-1])) - 1
         z = torch.zeros(BLOCK, dtype=torch.int64)
         z[places] = (quotients << k) + torch.tensor(remainders) + int(sparse)
+        # ---- new weights from old ones
         z = z[: len(block)]
         ordered = order(block.view(torch.int16)).int() + ((z >> 1) ^ -(z & 1))
         block.view(torch.int16).copy_(order(ordered.to(torch.int16)))
 
 
 def _exponents(old: Tensor) -> Tensor:
-    """[S] 16-bit floats -> [B, 256] int64; 255, which changes nothing, behind the end."""
+    """Return the exponents of 16-bit floats [S] in blocks [B, 256] int64.
+
+    Padding gets exponent 255, which makes its Rice parameter 0.
+    """
     shift, mask, above = EXPONENTS[old.dtype]
     return _blocks(((old.view(torch.int16).long() >> shift) & mask) + above, 255)
 
 
 def _blocks(x: Tensor, padding: int = 0) -> Tensor:
-    """[S] -> [B, 256]"""
+    """Pad x [S] and view it as blocks [B, 256]."""
     return F.pad(x, (0, -len(x) % BLOCK), value=padding).view(-1, BLOCK)
 
 
 def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
-    """[256] -> kind and bytes of the shorter of the sparse and the dense body; 512 bytes where neither may be."""
+    """Encode the changes z [256] of a block as the shorter of a sparse and a dense body; returns its kind and bytes.
+
+    The kind is RAW if neither is possible.
+    """
+    # ---- c from the mean change of the block
     highest = int(exponents.where(exponents < 255, 0).max())
     total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
     c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)
+    # ---- the dense and the sparse body
     found = [(RAW, torch.zeros(2 * BLOCK, dtype=torch.uint8))]
     places = z.nonzero()[:, 0]
     for kind, head, values, k in (
@@ -128,18 +158,20 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
 
 
 def _parameters(c: int, exponents: Tensor) -> Tensor:
+    """Return the Rice parameters k of elements with these exponents."""
     return (c - exponents).clamp(0, 15)
 
 
 def _bits(x: Tensor) -> Tensor:
-    """[n] uint8 -> [8 n] int64"""
+    """Unpack bytes [n] uint8 into bits [8 n] int64."""
     return ((x.long()[:, None] >> torch.arange(8)) & 1).flatten()
 
 
 def _bytes(bits: Tensor) -> Tensor:
-    """[n] -> [n / 8, rounded up] uint8"""
+    """Pack bits [n] into bytes [ceil(n / 8)] uint8."""
     return (F.pad(bits, (0, -len(bits) % 8)).view(-1, 8) << torch.arange(8)).sum(1).to(torch.uint8)
 
 
 def _number(bits: Tensor) -> Tensor:
+    """Return the number with these bits, the lowest first."""
     return (bits << torch.arange(len(bits))).sum()

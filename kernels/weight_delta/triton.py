@@ -1,11 +1,11 @@
-"""Lossless differences on CUDA: a program codes one block of 256 elements; reference.py says what the bytes are.
+"""Lossless differences of CUDA tensors in Triton: each program encodes one block; reference.py defines the bytes.
 
-Where a body begins depends on the lengths of those before it, so encoding takes two passes with a prefix sum in one
-program between them: the first measures, the second places bits by atomic or in zeroed words. Nothing waits for the
-host.
+The start of a body depends on the lengths of all bodies before it. So encoding takes three kernels: one measures the
+bodies, one program computes the prefix sum of their lengths, and one writes the bodies, by atomic or into zeroed words.
+The host never waits.
 """
-# Constants are upper case, as Triton's users write them; what a kernel takes are pointers and tensors of the device,
-# which mypy has no types for.
+# Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
+# are pointers and tensors on the device.
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def"
 
@@ -24,13 +24,14 @@ NUM_WARPS = 4
 _BLOCK = tl.constexpr(BLOCK)
 _MOST_POSITIONS, _DENSE, _RAW = tl.constexpr(63), tl.constexpr(64), tl.constexpr(255)
 _MOST_QUOTIENTS = tl.constexpr(MOST_QUOTIENTS)
-_CHUNK = tl.constexpr(1024)  # blocks that a prefix sum takes at once
+_CHUNK = tl.constexpr(1024)  # blocks per iteration of a prefix sum
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """See `reference.encode`."""
+    """Encode the difference between old and new weights; see `reference.encode`."""
     num_blocks = len(kinds)
-    plan = torch.empty(5, num_blocks, dtype=torch.int32, device=new.device)  # kind, c, bytes, changed, start
+    # Rows: kind, c, bytes of the body, changed elements, start of the body
+    plan = torch.empty(5, num_blocks, dtype=torch.int32, device=new.device)
     data = (new.view(torch.int16), old.view(torch.int16), plan)
     constants = _constants(new.dtype)
     _measure_kernel[(num_blocks,)](*data, len(new), num_blocks, **constants)
@@ -39,7 +40,10 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """See `reference.decode`, for rows: kinds and halves [N, B], body [N, C], weights [N, S]."""
+    """Turn rows of old weights into new ones, in place; see `reference.decode`.
+
+    Shapes: kinds and halves [N, B], body [N, C], weights [N, S].
+    """
     (nodes, num_blocks), size = kinds.shape, weights.shape[1]
     starts = torch.empty(nodes, num_blocks, dtype=torch.int32, device=weights.device)
     strides = (kinds.stride(0), halves.stride(0))
@@ -52,18 +56,19 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
 
 
 def _constants(dtype: torch.dtype) -> dict[str, int]:
+    """Return the compile-time constants for weights of this dtype."""
     return {**dict(zip(("SHIFT", "MASK", "ABOVE"), EXPONENTS[dtype], strict=True)), "num_warps": NUM_WARPS}
 
 
 @triton.jit
 def _order(bits):
-    """int32 of sign-extended 16-bit patterns."""
+    """Apply `reference.order` to sign-extended 16-bit patterns in int32."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
 @triton.jit
 def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr):
-    """z and exponents [256] of this program's block, and its patterns."""
+    """Load this program's block: z [256], exponents [256], and the new bit patterns [256]."""
     index = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     inside = index < size
     after = tl.load(new + index, mask=inside, other=0).to(tl.int32)
@@ -75,12 +80,13 @@ def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.con
 
 @triton.jit
 def _parameters(c, exponent):
+    """Return the Rice parameters k of elements with these exponents."""
     return tl.minimum(tl.maximum(c - exponent, 0), 15)
 
 
 @triton.jit
 def _bit_length(x):
-    """Return the bit length of an int32 that is not negative."""
+    """Return the bit length of a non-negative int32."""
     length = 0
     for shift in tl.static_range(31):
         length += ((x >> shift) > 0).to(tl.int32)
@@ -89,6 +95,7 @@ def _bit_length(x):
 
 @triton.jit
 def _bytes(bits):
+    """Return the bytes that hold this many bits."""
     return (bits + 7) // 8
 
 
@@ -96,7 +103,11 @@ def _bytes(bits):
 def _measure_kernel(
     new, old, plan, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
 ):  # fmt: skip
-    """Kind, c, bytes and changed elements of one block."""
+    """Choose how one block is encoded.
+
+    Writes kind, c, bytes of its body and number of changed elements into `plan`.
+    """
+    # ---- c and the Rice parameters
     z, exponent, _ = _load(new, old, size, SHIFT, MASK, ABOVE)
     changed = z != 0
     count = tl.sum(changed.to(tl.int32))
@@ -105,6 +116,7 @@ def _measure_kernel(
     total = tl.sum((z << 6) >> lower)
     c = tl.minimum(tl.maximum(highest + _bit_length((total >> 3) * 5) - 14, _DENSE), _RAW - 1)
     k = _parameters(c, exponent)
+    # ---- the shortest of the raw, the dense and the sparse body
     raw_bytes = 2 * tl.minimum(size - tl.program_id(0) * _BLOCK, _BLOCK)
     bits = _BLOCK + tl.sum(z >> k)
     dense = (_bytes(tl.sum(k)) + _bytes(bits) + 1) // 2 * 2
@@ -126,9 +138,12 @@ def _measure_kernel(
 
 @triton.jit
 def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
-    """Find each body's start, -1 for those without a place, and write the table of blocks; one program."""
+    """Compute where each block's body starts in the message, -1 if it is left out, and write it into `plan`.
+
+    It also writes the message's kinds, halves and counters. One program runs it for all blocks.
+    """
     first, wanted, left_out = 0, 0, 0
-    while first < num_blocks:  # not `for`: the interpreter of Triton 3.6 takes no argument for the end of a range
+    while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
         block = first + tl.arange(0, _CHUNK)
         inside = block < num_blocks
         kind = tl.load(plan + block, mask=inside, other=0)
@@ -148,7 +163,7 @@ def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
 
 @triton.jit
 def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
-    """Find where each body of a message begins; a program for each message."""
+    """Compute where each block's body starts in a received message; one program per message."""
     node, first, end = tl.program_id(0).to(tl.int64), 0, 0
     while first < num_blocks:
         block = first + tl.arange(0, _CHUNK)
@@ -163,7 +178,7 @@ def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
 
 @triton.jit
 def _put(words, bit, value, width, mask):
-    """Write `value` of `width` bits, at most 16, at a bit's place in zeroed words."""
+    """Write `value` with `width` bits, at most 16, at bit number `bit` of zeroed 32-bit words."""
     word, shift = words + (bit >> 5), (bit & 31).to(tl.int32)
     tl.atomic_or(word, value << shift, mask=mask, sem="relaxed")
     rest = (value.to(tl.int64) << shift) >> 32
@@ -174,7 +189,7 @@ def _put(words, bit, value, width, mask):
 def _place_kernel(
     new, old, plan, words, size, num_blocks, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr
 ):  # fmt: skip
-    """Write one block's body, if it has a place."""
+    """Write one block's body, its encoded changes, into the message, unless the block is left out."""
     plan += tl.program_id(0)
     start = tl.load(plan + 4 * num_blocks).to(tl.int64)
     kind, c, length = tl.load(plan), tl.load(plan + num_blocks), tl.load(plan + 2 * num_blocks)
@@ -185,6 +200,7 @@ def _place_kernel(
         if kind == _RAW:
             _put(words, begin + 16 * lane, after & 0xFFFF, 16, 2 * lane < length)
         else:
+            # ---- positions of the changed elements
             sparse = kind <= _MOST_POSITIONS
             taken = z + tl.where(sparse, 0, 1) > 0
             if sparse:
@@ -192,6 +208,7 @@ def _place_kernel(
                 rank = tl.cumsum(taken.to(tl.int32), 0) - 1
                 _put(words, begin + 8 * (1 + rank), lane, 8, taken)
                 begin += 8 * (1 + kind)
+            # ---- remainders, then quotients
             value = z - sparse.to(tl.int32)
             k = tl.where(taken, _parameters(c, exponent), 0)
             _put(words, begin + tl.cumsum(k, 0) - k, value & ((1 << k) - 1), k, taken & (k > 0))
@@ -205,7 +222,7 @@ def _decode_kernel(
     kinds, halves, body, starts, weights, size, num_blocks, kinds_n, halves_n, body_n, weights_n,
     SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr,
 ):  # fmt: skip
-    """Turn one block of one row from old to new; a lane works for each bit of the quotients."""
+    """Turn one block of one row from old into new weights. Lanes work in parallel on the bits of the quotients."""
     index, node = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind = tl.load(kinds + node * kinds_n + index).to(tl.int32)
     length = 2 * tl.load(halves + node * halves_n + index).to(tl.int32)
@@ -218,6 +235,7 @@ def _decode_kernel(
         high = tl.load(body + 2 * lane + 1, mask=lane < valid, other=0).to(tl.int32)
         tl.store(weights + lane, ((low | high << 8) << 16 >> 16).to(tl.int16), mask=lane < valid)
     elif length > 0:
+        # ---- the parts of the body
         sparse = kind <= _MOST_POSITIONS
         c, count, head = kind, _BLOCK, 0
         if sparse:
@@ -226,6 +244,7 @@ def _decode_kernel(
         k = _known(weights, places, lane < count, c, valid, SHIFT, MASK, ABOVE)
         remainders = body + head
         quotients = remainders + _bytes(tl.sum(k))
+        # ---- each one-bit of the quotients ends a value; its rank is the value's number
         bit, num_bits = tl.arange(0, _MOST_QUOTIENTS), 8 * (length - head - _bytes(tl.sum(k)))
         one, before = _bit(quotients, bit, num_bits), _bit(quotients, bit - 1, num_bits)
         rank = tl.cumsum(one, 0) - 1
@@ -233,6 +252,7 @@ def _decode_kernel(
         place = _places(body, rank, is_one, sparse)
         k = _known(weights, place, is_one, c, valid, SHIFT, MASK, ABOVE)
         remainder = _read(remainders, tl.cumsum(k, 0) - k, k)
+        # ---- the value from the zeros before that bit and the remainder, and the new weight
         last = tl.associative_scan(tl.where(before == 1, bit - 1, -1), 0, _larger)
         value = ((bit - 1 - last) << k) + remainder + sparse.to(tl.int32)
         changes = is_one & (place < valid)
@@ -243,14 +263,14 @@ def _decode_kernel(
 
 @triton.jit
 def _places(body, rank, mask, sparse):
-    """Elements of the block that the values are of."""
+    """Return the positions in the block of the values with these ranks."""
     listed = mask & (rank < tl.where(sparse, _BLOCK, 0))
     return tl.where(sparse, tl.load(body + 1 + rank, mask=listed, other=0).to(tl.int32), rank)
 
 
 @triton.jit
 def _known(weights, place, mask, c, valid, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr):
-    """Rice parameters, which follow from the old weights; 0 behind the end."""
+    """Return the Rice parameters of elements from their old weights; 0 after the end of the weights."""
     mask = mask & (place < valid)
     bits = tl.load(weights + place, mask=mask, other=0).to(tl.int32)
     return tl.where(mask, _parameters(c, ((bits >> SHIFT) & MASK) + ABOVE), 0)
@@ -258,13 +278,14 @@ def _known(weights, place, mask, c, valid, SHIFT: tl.constexpr, MASK: tl.constex
 
 @triton.jit
 def _bit(data, bit, num_bits):
+    """Return the bits with these numbers of a body; 0 outside of it."""
     inside = (bit >= 0) & (bit < num_bits)
     return (tl.load(data + (bit >> 3), mask=inside, other=0).to(tl.int32) >> (bit & 7)) & 1
 
 
 @triton.jit
 def _read(data, bit, width):
-    """Numbers of `width` bits, at most 15, from any bit on; 0 where the width is 0."""
+    """Return numbers of `width` bits, at most 15, that start at bit number `bit`; 0 for width 0."""
     data += bit >> 3
     end = (bit & 7) + width
     word = tl.load(data, mask=width > 0, other=0).to(tl.int32)
@@ -275,4 +296,5 @@ def _read(data, bit, width):
 
 @triton.jit
 def _larger(a, b):
+    """Return the elementwise maximum, for a scan."""
     return tl.maximum(a, b)

@@ -1,1 +1,1 @@
-"""DiLoCo: groups of nodes (islands) train with local steps and synchronize every H steps."""
+"""DiLoCo: replica groups of nodes train with local steps and synchronize every H steps."""

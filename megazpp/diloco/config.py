@@ -1,4 +1,7 @@
-"""The flags of local steps between islands (DiLoCo), and the plan that follows from them for a run."""
+"""Flags of DiLoCo (local steps in replica groups), and the plan that a run derives from them.
+
+A replica group is one or several nodes with their own copy of the model. The code and the flags call it an island.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +19,45 @@ from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, bl
 T = TypeVar("T")
 
 RUN_DEPENDENT = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
-FEWEST, SHORTEST = 200, 10  # synchronizations, and steps between two, from which on outer momentum is chosen
+# Outer momentum is used by default from this many planned synchronizations on, and from this many steps between two on.
+FEWEST, SHORTEST = 200, 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class DilocoConfig(FeatureConfig):
     """DiLoCo.
 
-    Local steps between islands: another algorithm, for links that are too slow for a synchronization per step.
+    Local steps in replica groups, for links that are too slow for a synchronization per step. This is another
+    algorithm than data-parallel training.
 
-    An island is a node or several; inside it training is as ever, between islands weights meet every --diloco-steps
-    steps. Evaluation, conversion and generation use the outer weights.
+    A replica group is one or several nodes that train as usual. Every --diloco-steps steps the groups synchronize their
+    weights. Evaluation, conversion and generation use the outer weights, which all groups share.
     """
 
-    diloco_steps: int | None = flag(None, "synchronize the islands every N steps; enables DiLoCo")
-    diloco_islands: int | None = flag(None, "islands, of equally many nodes (default: every node is one)")
+    diloco_steps: int | None = flag(None, "steps between two synchronizations of the replica groups; enables DiLoCo")
+    diloco_islands: int | None = flag(
+        None, "number of replica groups, each with the same number of nodes (default: one group per node)"
+    )
     diloco_outer_lr: float | None = flag(
         None,
-        f"outer learning rate (default: 0.4; 1 where fewer than {FEWEST} synchronizations are planned, or after fewer "
-        f"than {SHORTEST} steps)",
+        f"outer learning rate (default: 0.4; 1 with fewer than {FEWEST} planned synchronizations or --diloco-steps "
+        f"below {SHORTEST})",
     )
     diloco_outer_momentum: float | None = flag(
-        None, "outer Nesterov momentum (default: 0.9; 0 where the outer learning rate would be 1)"
+        None, "outer Nesterov momentum (default: 0.9; 0 in the cases where the default outer learning rate is 1)"
     )
     diloco_fragments: int = flag(
-        1, "parts of the model that synchronize one after the other within --diloco-steps; 1 is plain DiLoCo"
+        1, "number of parts of the model that synchronize in turn within --diloco-steps; 1 is plain DiLoCo"
     )
-    diloco_delay: int = flag(0, "steps that overlap a synchronization before its result is merged")
+    diloco_delay: int = flag(0, "training steps that overlap a synchronization, before its result is merged")
     diloco_merge_alpha: float | None = flag(
-        None, "share of an island's own weights in the merge (default: 0; with --diloco-delay 0.5)"
+        None, "share of a replica group's own weights in a merge (default: 0, or 0.5 with --diloco-delay)"
     )
     diloco_weight_bits: Literal[16, 8, 4] = flag(
-        4, "bits of what outer weights have changed by, between islands; 16 is the compute format"
+        4, "bits per element of the changes of outer weights between replica groups; 16: compute dtype, not quantized"
     )
     diloco_gradient_bits: Literal[16, 8, 4] = flag(
-        4, "bits of an outer gradient between islands; 16 is the reduction format"
+        4, "bits per element of outer gradients between replica groups; 16: gradient dtype, not quantized"
     )
 
     def __post_init__(self) -> None:
@@ -62,7 +69,7 @@ class DilocoConfig(FeatureConfig):
             if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{spelling(self, name)} {value} is not in [0, 1)")
         if self.diloco_islands is not None and self.diloco_islands < 2:
-            raise ValueError(f"--diloco-islands {self.diloco_islands}: it takes two to synchronize")
+            raise ValueError(f"--diloco-islands {self.diloco_islands}: at least 2 replica groups are needed")
         steps = self.diloco_steps
         if steps is None:
             return
@@ -73,77 +80,88 @@ class DilocoConfig(FeatureConfig):
 
     @property
     def asked(self) -> str:
-        """The flag that asks for islands, with its value; "" where every step is synchronized."""
+        """The flag that enables DiLoCo, with its value; "" without DiLoCo."""
         return "" if self.diloco_steps is None else f"--diloco-steps {self.diloco_steps}"
 
     @property
     def distinguishes_nodes(self) -> bool:
+        """True if the flags treat ranks of different nodes differently, as DiLoCo does."""
         return bool(self.asked)
 
     @property
     def resumed_fields(self) -> tuple[str, ...]:
-        """The outer learning rate and momentum, whose defaults depend on the number of planned synchronizations."""
+        """The fields that a resumed run keeps: outer learning rate and momentum, if DiLoCo is enabled.
+
+        Their defaults depend on the number of planned synchronizations, which may differ in the resumed run.
+        """
         return RUN_DEPENDENT if self.asked else ()
 
     def number(self, cluster: Cluster) -> int:
-        """The islands of a cluster; 1 where every step is synchronized."""
+        """Return the number of replica groups on a cluster; 1 without DiLoCo."""
         return (self.diloco_islands or cluster.num_local_domains) if self.asked else 1
 
 
 def islands_every(steps: int) -> DilocoConfig:
-    """Islands that synchronize every so many steps, and else by the defaults."""
+    """Return the flags of DiLoCo with a synchronization every `steps` steps and defaults otherwise."""
     return DilocoConfig(diloco_steps=steps)
 
 
 class DilocoPlan(NamedTuple):
-    """The flags, with what the run decides filled in, and the block formats of messages; None: not quantized."""
+    """The flags with all defaults resolved, and the block formats of messages (None: not quantized)."""
 
-    steps: int  # H
-    fragments: int
-    delay: int
-    merge_alpha: float
+    steps: int  # H: steps between two synchronizations of a fragment
+    fragments: int  # parts of the model that synchronize in turn
+    delay: int  # steps between sending a fragment and merging the result
+    merge_alpha: float  # alpha: share of a group's own weights in a merge
     outer_lr: float  # eta
     outer_momentum: float  # mu
-    gradients: BlockFormat | None  # of outer gradients
-    weights: BlockFormat | None  # of differences of outer weights
-    feedback: bool  # of errors, for outer gradients
-    tokens: float  # of an island, from one synchronization to the next, where none is masked
-    notices: tuple[str, ...] = ()
+    gradients: BlockFormat | None  # block format of outer gradients
+    weights: BlockFormat | None  # block format of the differences of outer weights
+    feedback: bool  # whether rounding errors of outer gradients are fed back
+    tokens: float  # tokens of one replica group between two synchronizations, if the loss mask excludes none
+    notices: tuple[str, ...] = ()  # notes for the log
 
     def sends_at(self, iteration: int) -> int | None:
-        """The fragment whose messages start after `iteration`, if it is one's turn."""
+        """Return the fragment whose synchronization starts after `iteration`, or None."""
         turn, rest = divmod(iteration, self.steps // self.fragments)
         return None if rest else (turn - 1) % self.fragments
 
     def in_fragments(self, units: Sequence[T]) -> list[list[T]]:
-        """Units, in the order of the model's, by fragment: strided."""
+        """Distribute sharding units, in the model's order, round robin over the fragments."""
         return [list(units[part :: self.fragments]) for part in range(self.fragments)]
 
     @property
     def hiding_steps(self) -> int:
-        """Steps under which the messages of a fragment travel, before those of the next one do."""
+        """Number of steps that can hide a fragment's messages.
+
+        It is the delay, or the steps until the next fragment's messages if these are fewer.
+        """
         return min(self.delay, self.steps // self.fragments)
 
     def chosen_flags(self) -> dict[str, float]:
-        """The values of RUN_DEPENDENT."""
+        """Return the resolved values of the flags in RUN_DEPENDENT."""
         return dict(zip(RUN_DEPENDENT, (self.outer_lr, self.outer_momentum), strict=True))
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line that describes the plan, for the log."""
         gradients, weights = (f"int{fmt.bits}" if fmt else "not quantized" for fmt in (self.gradients, self.weights))
         parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
         late = f", merged {self.delay} steps later with alpha {self.merge_alpha:g}" if self.delay else ""
         return (
-            f"islands synchronize every {self.steps} steps{parts}{late}: outer lr {self.outer_lr:g}, momentum "
+            f"replica groups synchronize every {self.steps} steps{parts}{late}: outer lr {self.outer_lr:g}, momentum "
             f"{self.outer_momentum:g}, gradients {gradients}, weights {weights}"
         )
 
 
 def count_islands(config: DilocoConfig, cluster: Cluster, *, verify_interval: int | None) -> int:
-    """Check the flags against the cluster and --zero-verify-interval; return `config.number`.
+    """Check the flags against the cluster, and return the number of replica groups.
 
+    Args:
+        config: the flags.
+        cluster: nodes and ranks of the job.
+        verify_interval: value of --zero-verify-interval.
     Raises:
-        ValueError: there is one node, weights are to be compared over all ranks, or islands are not whole nodes.
+        ValueError: the cluster has one node, the groups do not divide the nodes, or --zero-verify-interval is given.
     """
     if config.asked and cluster.num_local_domains == 1:
         raise ValueError(
@@ -151,8 +169,8 @@ def count_islands(config: DilocoConfig, cluster: Cluster, *, verify_interval: in
         )
     if config.asked and verify_interval is not None:
         raise ValueError(
-            f"--zero-verify-interval {verify_interval} compares weights over all ranks, and with --diloco-steps "
-            "islands have different ones"
+            f"--zero-verify-interval {verify_interval} compares weights over all ranks, but with --diloco-steps the "
+            "weights of replica groups differ"
         )
     islands, domains = config.number(cluster), cluster.num_local_domains
     if domains % islands:
@@ -167,26 +185,31 @@ def count_islands(config: DilocoConfig, cluster: Cluster, *, verify_interval: in
 def plan_islands(
     config: DilocoConfig, zero: ZeroConfig, *, iterations: int, num_layers: int, tokens_per_step: float
 ) -> DilocoPlan | None:
-    """Plan what the flags ask for; None without --diloco-steps.
+    """Resolve the flags for a run; None without --diloco-steps.
 
     Args:
-        tokens_per_step: of an island.
+        config: the flags of DiLoCo.
+        zero: the ZeRO flags; --zero-error-feedback also applies to outer gradients.
+        iterations: optimizer steps of the run.
+        num_layers: layers of the model.
+        tokens_per_step: tokens per step of one replica group.
     Raises:
-        ValueError: flags that do not fit the run.
+        ValueError: there are more fragments than layers.
     """
     steps = config.diloco_steps
     if steps is None:
         return None
     if config.diloco_fragments > num_layers:
         raise ValueError(f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}")
+    # defaults of the outer optimizer
     few, short = iterations // steps < FEWEST, steps < SHORTEST
-    plain = few or short  # where momentum loses: docs/benchmarks.md
+    plain = few or short  # outer momentum increases the loss in these cases: docs/benchmarks.md
     lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
     notices = []
     if plain and momentum is None:
         why = f"fewer than {FEWEST} synchronizations are planned ({iterations // steps})"
         if not few:
-            why = f"islands synchronize after fewer than {SHORTEST} steps (--diloco-steps {steps})"
+            why = f"replica groups synchronize after fewer than {SHORTEST} steps (--diloco-steps {steps})"
         notices.append(f"{why}: outer momentum is 0" + (" and the outer learning rate 1" if lr is None else ""))
     alpha = config.diloco_merge_alpha
     return DilocoPlan(

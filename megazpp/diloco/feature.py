@@ -1,4 +1,4 @@
-"""DiLoCo as an optional feature of pretraining."""
+"""Registers DiLoCo as an optional feature of pretraining."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from megazpp.topology.cluster import Cluster
 
 
 class Diloco(Feature):
-    """Groups of nodes train with local steps and synchronize every --diloco-steps steps."""
+    """Adds local steps: groups of nodes train independently and synchronize every --diloco-steps steps."""
 
     config = DilocoConfig
 
     def num_islands(self, config: RunConfig, cluster: Cluster) -> int:
+        """Check the flags against the cluster, and return the number of replica groups."""
         flags = config.section(DilocoConfig)
         return count_islands(flags, cluster, verify_interval=config.verify.zero_verify_interval)
 
     def check(self, config: RunConfig, plan: RunPlan) -> DilocoPlan | None:
+        """Return the DiLoCo plan of the run; None without --diloco-steps."""
         flags, batches, layout = config.section(DilocoConfig), plan.batches, plan.layout
         assert config.model.num_layers is not None
         assert config.data.seq_length is not None
@@ -34,13 +36,14 @@ class Diloco(Feature):
         )
 
     def attach(self, parts: TrainerParts) -> Attached:
+        """Attach DiLoCo to the trainer: synchronization, checkpoint state, and outer weights for evaluation."""
         plan, dims, device = parts.plan.of(DilocoPlan), parts.run.dims, parts.run.device
         if plan is None:
             return Attached()
         model, sharding = parts.built
         check_island_holds(sharding.shard_elements, dims, device, plan)
         islands = Islands(sharding, dims, plan, parts.config.precision)
-        if device.type == "cuda":  # elsewhere they are compiled already
+        if device.type == "cuda":  # the CPU's kernels are already compiled
             islands.compile_kernels(device)
         parts.states = island_parts(parts.states, islands, model, parts.values)
         parts.flags |= plan.chosen_flags()

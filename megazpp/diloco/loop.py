@@ -1,9 +1,9 @@
-"""Local steps in the training loop: what islands tell each other, and when.
+"""Local steps in the training loop: the decisions that replica groups make together, and when.
 
-Between two synchronizations nothing travels between islands, so what all ranks decide together elsewhere (to stop, to
-end the job because of a NaN, to go back to a checkpoint) is decided where islands wait for each other anyway: after the
-steps at which a synchronization's result is merged. Until then an island whose step is not finite leaves its weights
-alone, and one that caught a signal goes on.
+Between two synchronizations, the replica groups of DiLoCo do not communicate. Decisions that concern all ranks (to
+stop, to end the job because of a NaN, to reload a checkpoint) are therefore made after the steps whose synchronization
+is merged, because the groups wait for each other there anyway. Until then, a group whose step is not finite skips its
+update, and a group that caught a signal continues to train.
 """
 
 from __future__ import annotations
@@ -22,18 +22,31 @@ from megazpp.training.step import LaunchedStep
 
 
 class LocalSteps:
-    """Synchronizes islands after steps; every rank calls it after every step, whose tokens `objective` knows."""
+    """Synchronizes the replica groups after steps; every rank calls `after_step` after every step.
+
+    Args:
+        islands: the outer weights and their synchronization.
+        objective: the language model's loss, which counts the tokens of each step.
+        guard: decides whether steps are taken, and ends the job or reloads a checkpoint.
+        dims: mesh axes of the job.
+    """
 
     def __init__(self, islands: Islands, objective: Objective, guard: Guard, dims: ParallelDims) -> None:
         assert isinstance(objective, LanguageModelLoss), "others are refused by check_post_training"
         self.islands, self._objective, self._guard, self._dims = islands, objective, guard, dims
-        self._losses, self._steps = torch.zeros(()), 0  # since islands met
+        self._losses, self._steps = torch.zeros(()), 0  # summed losses and steps since the last synchronization
 
     def after_step(self, launched: LaunchedStep, iteration: int, last: bool) -> bool:
-        """Merge and send what is due after `iteration`, after the last one all; True if all islands have waited.
+        """Merge and start the synchronizations that are due after `iteration`.
 
+        Args:
+            launched: the step.
+            iteration: index of the step.
+            last: True for the run's last step, after which all fragments synchronize.
+        Returns:
+            True if all replica groups have waited for each other.
         Raises:
-            NotFiniteError: on all ranks, because of a step of some island since they last met.
+            NotFiniteError: a step of some group since the last synchronization was not finite; raised on all ranks.
         """
         islands = self.islands
         islands.count(self._objective.tokens)
@@ -49,7 +62,7 @@ class LocalSteps:
         return meets
 
     def _meet(self, launched: LaunchedStep) -> bool:
-        """Agree with the other islands; whether all have gone back to a checkpoint."""
+        """Combine decisions and losses of all replica groups; return True if all have reloaded a checkpoint."""
         launched.check()
         world = self._dims.world
         known = torch.tensor([*self._guard.found, 0.0], dtype=torch.float64)
@@ -61,27 +74,32 @@ class LocalSteps:
 
 
 def check_island_holds(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
-    """Raise ValueError if the states of an island's model need more than a GPU's memory; a CPU's is not checked.
+    """Check that a GPU's memory can hold the state of a replica group's model; a CPU's memory is not checked.
 
     Args:
         shard_elements: elements of the model's weights on this rank.
+        dims: mesh axes of the job.
+        device: device of this rank.
+        plan: the DiLoCo plan.
+    Raises:
+        ValueError: the state needs more memory than the GPU has.
     """
     available = device_bytes(device)
     if available is None:
         return
-    # fp32 weights, gradients and two moments, R, error feedback, and an island's part of the outer states
+    # bytes per element: fp32 weights, gradients and two moments; R; error feedback; this group's part of outer states
     feedback = 1 if plan.feedback and plan.gradients is not None else 0
     each = 16 + 4 + feedback + (8 if plan.outer_momentum else 4) / dims.island.size
     needed = round(shard_elements * each)
     if needed > available:
         ranks = dims.shard.size * dims.tp.size
         raise ValueError(
-            f"--diloco-steps {plan.steps}: each of the {dims.island.size} islands has a whole model on its {ranks} "
-            f"ranks, whose states take {needed / GIGA:.1f} GB of a rank's {available / GIGA:.1f} GB; fewer "
-            "--diloco-islands are larger ones"
+            f"--diloco-steps {plan.steps}: each of the {dims.island.size} replica groups has a whole model on its "
+            f"{ranks} ranks, whose states take {needed / GIGA:.1f} GB of a rank's {available / GIGA:.1f} GB; use fewer "
+            "--diloco-islands, so that each group has more ranks"
         )
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None of a CPU, which ranks share."""
+    """Return the memory of a GPU in bytes; None for a CPU, whose memory is shared by several ranks."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

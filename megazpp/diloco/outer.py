@@ -1,26 +1,28 @@
-"""DiLoCo: local steps on islands, which synchronize every H steps, on the hops that cross nodes.
+"""DiLoCo: local steps in replica groups, which synchronize every H steps over the hops between nodes.
 
-One file of more than 300 lines: one synchronization is read from sending to merging without leaving the page.
+This file is longer than 300 lines, so that a synchronization can be read from sending to merging in one place.
 
-An island is a part of the cluster with a model of its own in shards: inside it every step is FSDP2's (or ZeRO++'s),
-between islands nothing travels. R is their common copy of the outer weights: fp32, the same bits on all. A sharding
-unit of fragment p, at a step of its own in every H:
+A replica group (island in the code) is a part of the cluster with its own sharded copy of the model. Inside it every
+step is an FSDP2 or ZeRO++ step. Between groups there is no communication, except for synchronizations. R is the common
+copy of the outer weights in fp32, bit-identical in all groups. A sharding unit of fragment p synchronizes once in every
+H steps:
 
-    delta  = R - inner                            on the island's shard
-    D      = mean of delta over islands           4-bit blocks with error feedback, to the owner of an outer shard
+    delta  = R - inner                            on the group's shard
+    D      = mean of delta over groups            4-bit blocks with error feedback, sent to the owner of an outer shard
     m      = mu m + D;  outer -= eta (D + mu m)   Nesterov, fp32, on the owner
-    R     += outer - R                            4-bit blocks, gathered over islands (secondary.py's differences)
+    R     += outer - R                            4-bit blocks, gathered over groups (differences of zero/secondary.py)
     inner  = alpha inner + (1 - alpha) R          `delay` steps later; inner moments are kept
 
-What crosses is started at the step of the synchronization and runs under the next `delay` steps. The mean is weighted
-by the tokens that each island has seen. Outer weights and momentum are spread over ALL ranks: each owns the part of its
-shard that its island's index names, so that the two hops of a unit are the cross hops of gather.py and reduce.py:
+The communication starts after the step of the synchronization and overlaps the next `delay` steps. The mean is weighted
+by the tokens that each group has processed. Outer weights and momentum are sharded over all ranks of all groups. Each
+rank owns the part of its shard that its group's index selects, so the communication of a unit is one reduction and one
+gather, as in the cross hops of gather.py and reduce.py:
 
     delta [I, S] --pack--> all-to-all, sum over I --> D [S] --> outer [S] --pack--> all-gather --> R [I, S]
 
-I islands, S elements of the part of a rank's shard that one island owns. This is another algorithm than data-parallel
-training, not another way to compute it. Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512; its
-algorithm 2, fragments, delay, 4 bits). Outer states in shards, differences for R: ours.
+I is the number of replica groups, S the elements of a rank's shard that one group owns. DiLoCo is another algorithm
+than data-parallel training, with other losses. Sources: DiLoCo (arXiv 2311.08105) and Streaming DiLoCo (arXiv
+2501.18512: its algorithm 2, fragments, delay, 4 bits). Sharded outer states and differences for R are our additions.
 """
 
 from __future__ import annotations
@@ -48,20 +50,22 @@ from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
 
 
 class OuterUnit:
-    """A sharding unit's outer weights and momentum on this rank, and R.
+    """A sharding unit's outer weights and momentum on this rank, and its R, the common copy of the outer weights.
 
     Args:
-        shapes: of this rank's shard of each of its parameters.
-        axis: the islands.
-        precision: of what is not quantized.
-        device: of the buffers; R is whatever was there.
-        codec: makes the codec that packs messages.
+        unit: the sharding unit.
+        shapes: shapes of this rank's shards, by parameter.
+        axis: the mesh axis over replica groups.
+        plan: the DiLoCo plan.
+        precision: dtypes of values that are sent without quantization.
+        device: device of the buffers. R starts uninitialized; `begin` or `spread` fills it.
+        codec: class of the codecs that pack messages.
     Attributes:
         common: holds R.
-        outer: [S] fp32.
-        momentum: [S] fp32; None where mu is 0.
-        errors: of rounding outer gradients; None where none is kept.
-        sent_bytes: of the outer gradients' messages, which are kept from `send` until the result is waited for.
+        outer: [S] fp32, the part of the outer weights that this rank owns.
+        momentum: [S] fp32; None if mu is 0.
+        errors: rounding errors of outer gradients for error feedback; None without it.
+        sent_bytes: bytes of the outer gradients' messages, which are kept from `send` until the result has arrived.
     """
 
     def __init__(
@@ -92,34 +96,39 @@ class OuterUnit:
         self.errors = self._gradients.new_errors(axis.size, device=device) if plan.feedback else None
         self.sent_bytes = axis.size * self._gradients.layout.message_bytes
         self._work: Work[None] | None = None
-        self._sent: torch.Tensor | None = None  # lives until the work was waited for
+        self._sent: torch.Tensor | None = None  # kept until the communication is complete
 
     @property
     def rows(self) -> torch.Tensor:
-        """[I, S] R, complete."""
+        """R as rows [I, S], after a wait for a synchronization in flight."""
         self.wait()
         assert self.common.weights is not None
         return self.common.weights
 
     def wait(self) -> None:
-        """Wait for the messages under way."""
+        """Wait for the messages in flight."""
         if self._work is not None:
             self._work.wait()
         self._work = self._sent = None
 
     def begin(self) -> None:
-        """Take R and the outer weights from the inner weights, which are the same on all islands."""
+        """Initialize R and the outer weights from the inner weights, which must be equal in all replica groups."""
         self.outer.copy_(self.fill_(self.rows)[self._axis.rank])
 
     def fill_(self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Write the shards (None: the model's) into rows [I, S], and zeros where they are padded."""
+        """Write shards into rows [I, S], with zeros as padding, and return the rows.
+
+        Args:
+            rows: [I, S] fp32.
+            shards: one tensor per parameter. None: the model's shards.
+        """
         rows.zero_()
         for row, shard in self.pairs(rows, shards):
             row.copy_(shard)
         return rows
 
     def spread(self) -> None:
-        """Make R anew of all islands' outer weights; call on all ranks."""
+        """Rebuild R from the outer weights of all replica groups: one all-gather, called on all ranks."""
         self.wait()
         messages = self.common.messages
         assert messages is not None
@@ -127,11 +136,11 @@ class OuterUnit:
         self.wait()
 
     def send(self, weight: torch.Tensor, correction: Work[torch.Tensor]) -> None:
-        """Start the synchronization: what has changed since R goes to the other islands, and their new R comes back.
+        """Start a synchronization: send the changes since R to their owners, and gather the new R.
 
         Args:
-            weight: of this island's change in the mean, a scalar.
-            correction: factor of the sum over islands, because weights do not add up to 1; a scalar.
+            weight: weight of this group's change in the mean, a scalar.
+            correction: factor for the sum over groups, a scalar. It is needed because the weights do not add up to 1.
         """
         rows = self.rows
         delta = self.fill_(torch.empty_like(rows))
@@ -141,7 +150,7 @@ class OuterUnit:
         self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))
 
     def merge(self, alpha: float) -> None:
-        """inner = alpha inner + (1 - alpha) R."""
+        """Set inner = alpha inner + (1 - alpha) R."""
         for row, shard in self.pairs(self.rows):
             shard.lerp_(row, 1.0 - alpha) if alpha else shard.copy_(row)
 
@@ -155,7 +164,12 @@ class OuterUnit:
     def pairs(
         self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of equal shape that together are rows [I, S], without padding, and the shards (None: the model's)."""
+        """Yield pairs of views with equal shapes: a part of rows [I, S], without padding, and the same part of a shard.
+
+        Args:
+            rows: [I, S] fp32.
+            shards: one tensor per parameter. None: the model's shards.
+        """
         for segment, shard in zip(self.segments, self.unit.shards() if shards is None else shards, strict=True):
             flat, size = shard.view(-1), segment.size
             if size == 0:
@@ -167,7 +181,7 @@ class OuterUnit:
                 yield rows[full, segment.start : segment.start + rest], flat[full * size :]
 
     def warm_up(self, device: torch.device) -> None:
-        """Pack and unpack zeros as a synchronization does, to compile the kernels; nothing is sent."""
+        """Pack and unpack zeros as in a synchronization, to compile the kernels; nothing is sent."""
         codec, rows = self._gradients, torch.zeros_like(self.rows)
         sent = codec.empty(self._axis.size, device=device)
         codec.pack(rows, sent, errors=codec.new_errors(self._axis.size, device=device) if self.errors else None)
@@ -175,7 +189,7 @@ class OuterUnit:
         self.common.warm_up(rows[0])
 
     def _cross(self, sent: torch.Tensor, correction: Work[torch.Tensor]) -> None:
-        """The hops, and the outer step between them."""
+        """Run the communication of a synchronization, with the outer optimizer step between its two hops."""
         received = self._axis.all_to_all(sent, of=self.unit.name)
         mean = torch.empty_like(self.outer)
         self._gradients.unpack_sum(received.unsqueeze(1), mean.unsqueeze(0), accumulate=False)
@@ -190,11 +204,14 @@ class OuterUnit:
 
 
 def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, tokens: torch.Tensor) -> None:
-    """Start the messages of a fragment, whose units these are.
+    """Start the synchronization of a fragment.
 
     Args:
-        tokens: that this island has seen since the fragment was last sent, its weight in the mean: a scalar, which the
-            sum over islands replaces, and which lives until that is over.
+        units: the fragment's units.
+        axis: the mesh axis over replica groups.
+        plan: the DiLoCo plan.
+        tokens: tokens that this group has processed since the fragment was last sent, a scalar. They are this group's
+            weight in the mean. The sum over groups replaces them in place, so the tensor must be kept until then.
     """
     nominal = plan.tokens * axis.size
     weight = (tokens / nominal).float()
@@ -205,15 +222,19 @@ def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, 
 
 
 class Islands:
-    """The islands' side of a sharded model. Every rank of every island calls every method, at the same iterations.
+    """Outer weights and synchronizations of a sharded model in replica groups.
+
+    Every rank of every group calls every method, at the same iterations.
 
     Args:
-        sharding: the model, which the outer weights start from.
-        dims: its axes, with two islands at least.
+        sharding: handle of the model, whose weights are the first outer weights.
+        dims: mesh axes of the job, with at least two replica groups.
+        plan: the DiLoCo plan.
+        precision: dtypes of values that are sent without quantization.
     Attributes:
-        units: in the order of `Sharding.units`.
-        fragments: the units of each.
-        merge_at: of each fragment the iteration at which its messages have arrived; 0 where none are under way.
+        units: outer units, in the order of `Sharding.units`.
+        fragments: outer units of each fragment.
+        merge_at: iteration at which each fragment is merged; 0 if it has no messages in flight.
     """
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, plan: DilocoPlan, precision: PrecisionConfig) -> None:
@@ -228,19 +249,22 @@ class Islands:
             self.units.append(outer)
         self.fragments = plan.in_fragments(self.units)
         self.merge_at = [0] * plan.fragments
-        self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each last sent
-        self._told: dict[int, torch.Tensor] = {}  # those that were sent last, which live until that is over
+        self._tokens = torch.zeros(plan.fragments, dtype=torch.float64, device=device)  # since each fragment was sent
+        self._told: dict[int, torch.Tensor] = {}  # tokens in flight by fragment, kept until they are summed
 
     def meets_at(self, iteration: int) -> bool:
-        """True if islands wait for each other after `iteration`: a merge is due then."""
+        """Return True if the replica groups wait for each other after `iteration`, because a merge is due then."""
         return bool(self._due(iteration)) or (self.plan.delay == 0 and self.plan.sends_at(iteration) is not None)
 
     def count(self, tokens: torch.Tensor) -> None:
-        """Count the tokens that this island has just taken a step on, a scalar."""
+        """Add the tokens of the step that this group has just taken, a scalar."""
         self._tokens += tokens
 
     def after_step(self, iteration: int) -> None:
-        """Merge what is due and send what is due; call after the optimizer's step, unless it was the last."""
+        """Merge and start the synchronizations that are due.
+
+        Call it after the optimizer's step. After the run's last step, call `finish` instead.
+        """
         plan, sends = self.plan, self.plan.sends_at(iteration)
         if self._due(iteration) or sends is not None:
             self.sharding.reshard()
@@ -252,7 +276,7 @@ class Islands:
                 self._merge(sends, plan.merge_alpha)
 
     def finish(self) -> None:
-        """Synchronize everything, and have every island go on from R; call after the last step, not `after_step`."""
+        """Synchronize all fragments, and set the inner weights of all groups to R; call after the run's last step."""
         self.sharding.reshard()
         self._merge_due(math.inf)
         for fragment in range(self.plan.fragments):
@@ -261,13 +285,16 @@ class Islands:
             self._merge(fragment, 0.0)
 
     def wait(self) -> None:
-        """Wait for the messages under way; before a program ends, because other islands' ranks need them."""
+        """Wait for the messages in flight.
+
+        A program must call it before it ends, because ranks of other groups wait for the same messages.
+        """
         for unit in self.units:
             unit.wait()
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """The model computes with R inside, the same on all islands."""
+        """Let the model compute with R, the common outer weights, inside this context."""
         self._swap()
         try:
             yield
@@ -275,7 +302,7 @@ class Islands:
             self._swap()
 
     def compile_kernels(self, device: torch.device) -> None:
-        """Compile the kernels of the messages for `device` now, and not at the first synchronization."""
+        """Compile the kernels of the messages for `device`, so that the first synchronization does not have to."""
         with torch.no_grad():
             for unit in self.units:
                 unit.warm_up(device)
@@ -283,11 +310,14 @@ class Islands:
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The outer weights themselves by parameter, DTensors over all ranks; call while the parameters are shards."""
+        """Return the outer weights by parameter as DTensors over all ranks, which share memory with them.
+
+        Call it while the parameters are shards.
+        """
         return {name: weight for unit in self.units for name, weight in self._as_owned(unit, unit.outer)}
 
     def common(self) -> dict[str, torch.Tensor]:
-        """A copy of R by parameter, sharded like it, the same on all islands."""
+        """Return a copy of R by parameter, sharded like the parameter and equal in all groups."""
         found: dict[str, torch.Tensor] = {}
         for unit in self.units:
             shards = [torch.empty_like(shard) for shard in unit.unit.shards()]
@@ -298,16 +328,19 @@ class Islands:
         return found
 
     def momentum(self) -> dict[str, torch.Tensor]:
-        """The outer momentum by parameter, like `weights`; {} where there is none."""
+        """Return the outer momentum by parameter, sharded like `weights`; {} without momentum."""
         held = [(unit, unit.momentum) for unit in self.units if unit.momentum is not None]
         return {name: moment for unit, momentum in held for name, moment in self._as_owned(unit, momentum)}
 
     def counts(self) -> torch.Tensor:
-        """[2, F] fp64: of each fragment when it merges, and the tokens of this island since it was last sent."""
+        """Return the counts for a checkpoint, [2, F] fp64 for F fragments.
+
+        Row 0 is the iteration at which each fragment merges, row 1 this group's tokens since each was last sent.
+        """
         return torch.stack((torch.tensor(self.merge_at, dtype=torch.float64), self._tokens.cpu()))
 
     def error_feedback(self) -> dict[str, torch.Tensor]:
-        """This rank's buffers of error feedback, by name."""
+        """Return this rank's buffers of error feedback, by name."""
         found = {}
         for unit in self.units:
             unit.wait()
@@ -316,7 +349,12 @@ class Islands:
         return found
 
     def restore(self, common: Mapping[str, Any], counts: torch.Tensor) -> None:
-        """Go on from what was saved as `common` and `counts`; weights and momentum are loaded already."""
+        """Restore R and the counts from a checkpoint; outer weights and momentum are already loaded.
+
+        Args:
+            common: R by parameter, as `common` returned it.
+            counts: [2, F] fp64, as `counts` returned them.
+        """
         self.sharding.reshard()
         merge_at, tokens = counts
         self.merge_at = list(map(int, merge_at.tolist()))
@@ -326,7 +364,10 @@ class Islands:
                 unit.fill_(unit.rows, [common[p.name].to_local() for p in unit.unit.parameters])
 
     def begin_at_outer_weights(self) -> None:
-        """Have R and the inner weights be the outer weights, which are loaded; call on all ranks of all islands."""
+        """Set R and the inner weights to the outer weights, which are already loaded.
+
+        All ranks of all replica groups call it.
+        """
         self.sharding.reshard()
         self.merge_at = [0] * self.plan.fragments
         self._tokens.zero_()
@@ -336,32 +377,39 @@ class Islands:
                 unit.merge(0.0)
 
     def _due(self, iteration: float) -> list[int]:
-        """Fragments whose messages are under way and have arrived by `iteration`."""
+        """Return the fragments whose messages in flight are to be merged by `iteration`."""
         return [fragment for fragment, due in enumerate(self.merge_at) if 0 < due <= iteration]
 
     def _merge_due(self, iteration: float) -> None:
+        """Merge the fragments that are due."""
         for fragment in self._due(iteration):
             self._merge(fragment, self.plan.merge_alpha)
 
     def _send(self, fragment: int) -> None:
+        """Start the synchronization of a fragment, and reset its tokens."""
         tokens = self._told[fragment] = self._tokens[fragment].clone()
         send_fragment(self.fragments[fragment], self.axis, self.plan, tokens)
         self._tokens[fragment] = 0.0
 
     def _merge(self, fragment: int, alpha: float) -> None:
+        """Merge R into the inner weights of a fragment."""
         with torch.no_grad():
             for unit in self.fragments[fragment]:
                 unit.merge(alpha)
         self.merge_at[fragment] = 0
 
     def _swap(self) -> None:
+        """Exchange the inner weights and R of all units."""
         self.sharding.reshard()
         with torch.no_grad():
             for unit in self.units:
                 unit.swap()
 
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of [S] as DTensors, each parameter's rows on this rank split once more, over islands."""
+        """Yield [S] outer values as DTensors by parameter name, as views.
+
+        A parameter's rows on this rank are split once more, over the replica groups.
+        """
         unit.wait()
         names, shards = self._mesh.mesh_dim_names or (), unit.unit.shards()
         parameters = unit.unit.as_dtensors(shards).values()
@@ -375,8 +423,11 @@ class Islands:
             yield segment.name, owned_part
 
     @functools.cached_property
-    def _mesh(self) -> DeviceMesh:  # a dry run's fake tensors cannot make one
-        """[tp, shard, island]: the order in which the rows of a parameter are split, so that each rank's are a run."""
+    def _mesh(self) -> DeviceMesh:  # not created in __init__, because a dry run with fake tensors cannot make a mesh
+        """The mesh [tp, shard, island], created at first use.
+
+        Rows of a parameter are split in the order of its axes, so that each rank owns consecutive rows.
+        """
         mesh, names = self._dims.mesh, (self._dims.mesh.mesh_dim_names or ())[::-1]
         ranks, groups = mesh.mesh.permute(*reversed(range(mesh.ndim))), [mesh.get_group(name) for name in names]
         return DeviceMesh.from_group(groups, mesh.device_type, ranks.contiguous(), mesh_dim_names=names)

@@ -1,15 +1,15 @@
-"""Islands in checkpoints, where they add to the keys of checkpoint/state.py:
+"""Checkpoint state of DiLoCo's replica groups ("island" in keys), in addition to the keys of checkpoint/state.py:
 
-    model.{parameter}                                      is then the outer weight, spread over all ranks
-    diloco.momentum.{parameter}                            its momentum, spread alike
-    diloco.common.{parameter}                              R, sharded over an island's ranks, the same on all islands
-    island.{i}.inner.{parameter}                           island i's own weights, sharded like R
-    island.{i}.counts, island.{i}.values                   what its synchronizations count; its loss scale and losses
-    island.{i}.optimizer.., island.{i}.secondary..         moments and kept weights of every island but the first
+    model.{parameter}                             holds the outer weight, sharded over all ranks of all groups
+    diloco.momentum.{parameter}                   its outer momentum, sharded alike
+    diloco.common.{parameter}                     R, sharded over the ranks of a group, equal in all groups
+    island.{i}.inner.{parameter}                  group i's own weights, sharded like R
+    island.{i}.counts, island.{i}.values          synchronization counts of group i; its loss scale and losses
+    island.{i}.optimizer.., island.{i}.secondary..  moments and secondary partition of every group but the first
 
-So any layout without islands reads the outer weights and the first island's moments. Other numbers of islands keep the
-outer weights and momentum: inner weights begin at the outer ones, and island j takes the moments of island j modulo the
-number there was.
+A run without DiLoCo can therefore read the outer weights and the first group's moments. If the number of groups
+changes, outer weights and momentum are kept, inner weights start at the outer weights, and group j takes the moments of
+group j modulo the earlier number of groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ COMMON, MOMENTUM = "diloco.common.", "diloco.momentum."
 
 
 def island_parts(parts: Sequence[StatePart], islands: Islands, model: GPTModel, values: RunValues) -> list[StatePart]:
-    """The parts of a training on islands, of those of one without (`training_parts`)."""
+    """Return the checkpoint parts of a DiLoCo run, made from the parts of a run without DiLoCo (`training_parts`).
+
+    Args:
+        parts: the parts of a run without DiLoCo.
+        islands: outer weights of the replica groups.
+        model: the model.
+        values: loss scale and losses of the run.
+    """
     own, found = IslandState(islands, model, values), list[StatePart]()
     for part in parts:
         if isinstance(part, ErrorFeedback):
@@ -41,24 +48,26 @@ def island_parts(parts: Sequence[StatePart], islands: Islands, model: GPTModel, 
 
 
 class IslandState(StatePart):
-    """Inner weights, outer momentum, R and counts; goes on before all that depends on the inner weights."""
+    """Inner weights, outer momentum, R and counts; restored before the parts that depend on the inner weights."""
 
     prefix = ""
 
     def __init__(self, islands: Islands, model: GPTModel, values: RunValues) -> None:
         self.islands, self.model, self._values, self.axis = islands, model, values, islands.axis
         self._own = f"island.{self.axis.rank}."
-        self.source = 0  # the island of the checkpoint that this one's own state is read from
-        self.same = True  # the checkpoint has as many islands
-        self.restored = False  # inner weights and R are the checkpoint's
+        self.source = 0  # the replica group of the checkpoint from which this group's own state is read
+        self.same = True  # whether the checkpoint has as many replica groups
+        self.restored = False  # whether inner weights and R were loaded from the checkpoint
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to save, by key."""
         found = self._inner() | {f"{COMMON}{name}": weight for name, weight in self.islands.common().items()}
         found |= {f"{MOMENTUM}{name}": moment.clone() for name, moment in self.islands.momentum().items()}
         values = as_tensor(self._values.state_dict())
         return found | {f"{self._own}{COUNTS}": self.islands.counts(), f"{self._own}{VALUES}": values}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return the tensors to load into, for the keys that the checkpoint has."""
         count = sum(key.startswith("island.") and key.endswith(f".{COUNTS}") for key in saved)
         self.source, self.same = self.axis.rank % max(count, 1), count == self.axis.size
         targets = {f"{MOMENTUM}{name}": moment.zero_() for name, moment in self.islands.momentum().items()}
@@ -69,43 +78,56 @@ class IslandState(StatePart):
         return {key: value for key, value in targets.items() if key in saved}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Restore the loaded state, and return notes for the log.
+
+        Args:
+            loaded: the loaded tensors by key.
+            iteration: iteration of the checkpoint.
+        Raises:
+            DamagedError: the checkpoint lacks a key, or a value is damaged.
+        """
         if not self.same:
-            return ["islands begin at the outer weights: the checkpoint has other islands' own, or none"]
+            return ["replica groups start at the outer weights, because the checkpoint has another number of groups"]
         needed = {f"{key}{name}" for key in (COMMON, f"{self._own}inner.") for name, _ in self.model.named_parameters()}
         if missing := sorted((needed | {f"{self._own}{COUNTS}", f"{self._own}{VALUES}"}) - loaded.keys()):
-            raise DamagedError(f"the checkpoint of islands has no {missing[0]}")
+            raise DamagedError(f"the DiLoCo checkpoint has no {missing[0]}")
         try:
             self._values.load_state_dict(from_tensor(loaded[f"{self._own}{VALUES}"]))
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{self._own}{VALUES}: loss scale, losses or groups are damaged: {error!r}") from error
         counts = loaded[f"{self._own}{COUNTS}"]
         if counts.shape != self.islands.counts().shape:
-            return ["islands begin at the outer weights: the checkpoint is of another --diloco-fragments"]
+            return ["replica groups start at the outer weights, because the checkpoint has other --diloco-fragments"]
         self.islands.restore(under(COMMON, loaded), counts)
         self.restored = True
         return []
 
     def estimate_bytes(self) -> int:
-        return (2 + self.axis.size) * weights_bytes(self.model)  # momentum and R, and inner weights
+        """Return the estimated bytes of this part in a checkpoint."""
+        return (2 + self.axis.size) * weights_bytes(self.model)  # momentum, R, and each group's inner weights
 
     def _inner(self) -> dict[str, torch.Tensor]:
+        """Return this group's inner weights, by key."""
         return {f"{self._own}inner.{name}": p.detach() for name, p in self.model.named_parameters()}
 
 
 class OuterWeights(Weights):
-    """The outer weights, in the place of the parameters."""
+    """The outer weights, which replace the parameters in a checkpoint."""
 
     def __init__(self, own: IslandState) -> None:
         super().__init__(own.model, own.islands.sharding)
         self._own = own
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: x.clone() for name, x in self._own.islands.weights().items()}  # --async-save takes no views
+        """Return copies of the outer weights, because --async-save does not accept views."""
+        return {name: x.clone() for name, x in self._own.islands.weights().items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return the outer weights as the tensors to load into."""
         return self._own.islands.weights()
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Start the inner weights at the outer weights, unless `IslandState` has restored them."""
         if not self._own.restored:
             self._own.islands.begin_at_outer_weights()
         self._own.restored = False
@@ -113,7 +135,10 @@ class OuterWeights(Weights):
 
 
 class OfIsland(StatePart):
-    """A part that each island has for itself; the first one's keys are those of a training without islands."""
+    """A checkpoint part that each replica group has for itself.
+
+    The first group uses the same keys as a run without DiLoCo.
+    """
 
     prefix = ""
 
@@ -121,21 +146,26 @@ class OfIsland(StatePart):
         self._part, self._own = part, own
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to save, with this group's prefix."""
         prefix = self._prefix(self._own.axis.rank)
         return {prefix + name: x for name, x in self._part.tensors().items()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return the tensors to load into, with the prefix of the source group."""
         if self._part.prefix == SECONDARY and not self._own.same:
-            return {}  # they belong to inner weights
+            return {}  # the secondary partition is a copy of inner weights, which were not loaded
         prefix = self._prefix(self._own.source)
         own = {self._part.prefix + name: entry for name, entry in under(prefix, saved).items()}
         return {prefix + name: x for name, x in self._part.targets(own).items()}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Restore the loaded state of the source group."""
         return self._part.accept(under(self._prefix(self._own.source), loaded), iteration)
 
     def estimate_bytes(self) -> int:
+        """Return the estimated bytes of this part for all groups."""
         return self._own.axis.size * self._part.estimate_bytes()
 
     def _prefix(self, island: int) -> str:
+        """Return the key prefix of a group's state; the first group has no island prefix."""
         return (f"island.{island}." if island else "") + self._part.prefix

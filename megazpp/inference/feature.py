@@ -1,4 +1,4 @@
-"""A sample of text at the end of a training, as an optional feature."""
+"""Registers a sample of text at the end of a training as an optional feature."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from megazpp.run.feature import Attached, Feature, TrainerParts
 
 
 class SampleAtEnd(Feature):
-    """Continue the prompts of --sample-prompt with the trained model, if --sample-tokens asks for it."""
+    """Continues the prompts of --sample-prompt with the trained model, if --sample-tokens is above 0."""
 
     config = SampleConfig
 
     def attach(self, parts: TrainerParts) -> Attached:
+        """Check the prompts, and attach a function that generates and logs the sample at the end of the training."""
         config, longest = parts.config.section(SampleConfig), parts.config.data.seq_length
         if config.sample_tokens == 0:
             return Attached()

@@ -1,9 +1,11 @@
-"""Tokens from a model: all prompts of a batch at once, one forward per token, one gather of the weights in all.
+"""Generate tokens for a batch of prompts, with one forward per token and one gather of the weights in total.
 
-Every rank takes part: the weights are sharded, and the row of logits is put together over tp. The first of a tp group
-draws for the group, so that ranks whose rounding differs do not part ways. Once the weights are gathered, and they stay
-so, data ranks need nothing of each other: each may have prompts of its own and end when these are done. Where weights
-stream, rank 0 draws for all.
+Every rank takes part, because the weights are sharded, and the logits are gathered over tensor-parallel ranks. The
+first rank of a tensor-parallel group samples for the group. Otherwise ranks with different rounding could sample
+different tokens.
+
+While the weights stay gathered, data ranks do not communicate. Each may have its own prompts and stop independently. If
+weights are streamed, all ranks must run equally many forwards, so rank 0 samples for all ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import seed_for
 from megazpp.zero.sharding import WeightHandle
 
-LOOK_EVERY = 8  # tokens, between two waits for the device
-MOST_SEQUENCES = 256  # of a batch that `sequences_that_fit` chooses
+LOOK_EVERY = 8  # tokens between two waits of the host for the device
+MOST_SEQUENCES = 256  # largest batch that `sequences_that_fit` returns
 
 
 class Generated(NamedTuple):
-    """New tokens of each prompt, and how long it took.
+    """New tokens of each prompt, and the time of their generation.
 
     Attributes:
-        first_seconds: until the first tokens were there: weights gathered, prompts read.
-        seconds: in all.
+        tokens: new token ids of each prompt.
+        first_seconds: time until the first token of every prompt, including the gather of weights and the prompts'
+            forward.
+        seconds: total time.
     """
 
     tokens: list[list[int]]
@@ -44,7 +48,7 @@ class Generated(NamedTuple):
     seconds: float
 
     def describe(self) -> str:
-        """One line on its speed."""
+        """Return one line about the speed."""
         count = sum(map(len, self.tokens))
         later = sum(len(row) - 1 for row in self.tokens if row)
         seconds = self.seconds - self.first_seconds
@@ -65,36 +69,45 @@ def generate(
     cache_on_host: bool = False,
     is_last: Callable[[int, int], bool] = lambda row, token: False,
 ) -> Generated:
-    """Continue each of `prompts` (at least one token) by up to `config.sample_tokens` tokens.
+    """Continue each prompt by up to `config.sample_tokens` tokens; all ranks call it.
 
     Args:
-        max_length: longest input the model takes, in tokens. Rows that are longer forget their beginning, and then each
-            token costs a forward over all positions, because they have all moved.
-        seed: of the draws of each prompt, with its number: the other prompts of a batch do not matter.
-        first_prompt: number of the first prompt.
-        cache_on_host: keep keys and values in the memory of the host.
-        is_last: told each new token of a row, in order; whether the row ends with it. Same answers on all tp ranks.
+        model: the model.
+        sharding: handle on its weights.
+        dims: mesh axes of the job.
+        prompts: token ids of each prompt, at least one.
+        config: sampling settings.
+        max_length: longest input of the model, in tokens. Longer rows drop their beginning. Then each token needs a
+            forward over all positions, because all tokens have moved.
+        seed: seed of the random numbers. A prompt's numbers depend only on it and on the prompt's index.
+        first_prompt: index of the first prompt.
+        cache_on_host: whether to keep keys and values in host memory.
+        is_last: function (row, token) that is called for each new token of a row in order, and returns True if the row
+            ends with it. It must return the same on all tensor-parallel ranks.
     """
+    # rows, their random generators, and the cache of keys and values
     started, first = time.perf_counter(), 0.0
     rows = [list(prompt) for prompt in prompts]
     active = [True] * len(rows)
     seeds = [seed_for(f"prompt {first_prompt + row}", seed=seed) for row in range(len(rows))]
     generators = [torch.Generator().manual_seed(each) for each in seeds]
     capacity = min(max_length, max(map(len, rows)) + config.sample_tokens)
-    device = model.embedding.word.weight.device  # of frozen models too
+    device = model.embedding.word.weight.device  # frozen models have no parameters, but this tensor
     cache: KVCache | None = KVCache(len(model.layers), len(rows), capacity, device=device, on_host=cache_on_host)
-    together = dims.tp if sharding.keeps_gathered else dims.world  # who must take equally many forwards
+    together = dims.tp if sharding.keeps_gathered else dims.world  # ranks that must run equally many forwards
     with torch.no_grad(), evaluating(model), sharding.keep_unsharded():
         for _ in range(config.sample_tokens):
             if max(map(len, rows)) > max_length:
-                cache = None  # positions move from here on
+                cache = None  # from now on all positions move with each token, which invalidates cached keys
             logits = _next_logits(model, cache, rows, active, max_length)
+            # one rank samples, and the others add zeros in the all-reduce
             drawn = torch.zeros(len(rows), dtype=torch.int64)
             if together.rank == 0:
                 scores = logits.float().cpu()
                 for row in itertools.compress(range(len(rows)), active):
                     drawn[row] = pick(scores[row], config, generators[row], rows[row])
-            agreed = together.all_reduce_(drawn.to(logits.device)).tolist()  # others bring zeros
+            agreed = together.all_reduce_(drawn.to(logits.device)).tolist()
+            # append the tokens
             for row in itertools.compress(range(len(rows)), tuple(active)):
                 rows[row].append(agreed[row])
                 active[row] = not is_last(row, agreed[row])
@@ -106,14 +119,14 @@ def generate(
 
 
 class Drawn(NamedTuple):
-    """Completions of a batch of prompts, on the CPU; T is the limit.
+    """Completions of a batch of B prompts, on the CPU; T is the largest number of new tokens.
 
     Attributes:
-        tokens: [B, T] int64, 0 after a completion.
-        lengths: [B] int64 tokens of each, the one that ended it included.
-        logps: [B, T] fp32 log-probabilities of the tokens at the temperature, before a penalty, top-k, top-p
+        tokens: [B, T] int64, 0 after the end of a completion.
+        lengths: [B] int64, number of tokens of each completion, including the token that ended it.
+        logps: [B, T] fp32 log-probabilities of the tokens at the temperature, before repetition penalty, top-k, top-p
             and min-p.
-        ended: [B] bool; False where the limit ended it.
+        ended: [B] bool; False if the completion reached the largest length.
     """
 
     tokens: torch.Tensor
@@ -135,34 +148,41 @@ def draw_completions(
     graphs: StepGraphs | None = None,
     look_every: int | None = None,
 ) -> Drawn:
-    """Draw a completion of each of `prompts` (at least one token), `config.sample_tokens` tokens long at most.
+    """Sample a completion of each prompt, at most `config.sample_tokens` tokens long.
 
-    No loop over rows: what a row draws follows from its logits and its numbers. Call where the model is in evaluation
-    mode and its weights stay gathered. Rows that are over leave the batch when half of it is and the host sees it.
+    All rows are sampled at once, and a row's tokens depend only on its logits and its random numbers. The model must be
+    in evaluation mode with weights that stay gathered. Ended rows leave the batch when half of it has ended and the
+    host notices.
 
     Args:
+        model: the model.
+        tp: the tensor-parallel axis.
+        prompts: token ids of each prompt, at least one.
+        config: sampling settings.
         uniform: [B, sample_tokens] fp64 in [0, 1), see `pick_rows`.
-        ends: tokens that end a completion.
-        is_last: also asked, for each row and new token, whether the row ends with it. Same answers on all tp ranks.
-            The host then waits for each token.
+        ends: token ids that end a completion.
+        is_last: function (row, token) that may also end a row; called for each new token. It must return the same on
+            all tensor-parallel ranks. With it, the host waits for each token.
         graphs: object that runs the steps; None for eager steps.
-        look_every: tokens after which the host looks which rows are over; None for LOOK_EVERY on CUDA, where it waits
-            for the device, and 1 on a CPU. Tokens that a row draws after its end are not part of the result.
+        look_every: tokens between two checks of the host for ended rows. None: LOOK_EVERY on CUDA, where a check waits
+            for the device, and 1 on a CPU. Tokens that a row samples after its end are not part of the result.
     """
     drawing = Drawing(model, tp, prompts, config, uniform, ends=ends)
     graphs = graphs or StepGraphs(capture=False)
     if is_last is not None or look_every is None:
         look_every = LOOK_EVERY if drawing.going.is_cuda and is_last is None else 1
     going, limit = [True] * len(prompts), config.sample_tokens
-    graphs.drop()  # of other weights
+    graphs.drop()  # an earlier graph may hold addresses of other weights
     try:
         for count in range(1, limit + 1):
+            # one token for each row
             if count == 1:
                 drawing.read_prompts_()
             else:
                 drawing.advance_(graphs)
             if is_last is None and (not ends or count == limit or count % look_every):
                 continue
+            # find the rows that have ended
             tokens, now = drawing.look()
             if is_last is not None:
                 asked = zip(drawing.rows, tokens, going, strict=True)
@@ -170,6 +190,7 @@ def draw_completions(
                 if any(over):
                     now = [goes and not ended for goes, ended in zip(now, over, strict=True)]
                     drawing.end_(now)
+            # shrink the batch
             left = [place for place, goes in enumerate(now) if goes]
             if not left:
                 break
@@ -185,25 +206,31 @@ def draw_completions(
 def _next_logits(
     model: GPTModel, cache: KVCache | None, rows: Sequence[Sequence[int]], active: Sequence[bool], max_length: int
 ) -> torch.Tensor:
-    """[B, V]: the logits after the last token of each of `rows`; nobody looks at those that are not active."""
+    """Return [B, V]: the logits after the last token of each row; rows that are not active have arbitrary logits."""
     seen = [0] * len(rows) if cache is None else cache.lengths
     new = [row[count:][-max_length:] for row, count in zip(rows, seen, strict=True)]
-    device, longest = model.embedding.word.weight.device, max(map(len, new))  # of frozen models too
-    # causal: what follows a row's own tokens is never seen
+    device, longest = model.embedding.word.weight.device, max(map(len, new))
+    # Padding follows a row's tokens, so causal attention never sees it.
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in new], device=device)
     last = None
     if longest > 1:
         last = torch.tensor([len(row) - 1 for row in new], device=device)
     part = model(tokens, cache=cache, logits_at=last)[:, 0]
-    if cache is not None:  # a row that is over stays where it is: its last token is read again and again
+    if cache is not None:  # an ended row does not advance: its last token is processed again in each forward
         cache.add([len(row) if goes else 0 for row, goes in zip(new, active, strict=True)])
     return model.tp.all_gather(part.t()).t()[:, : model.vocab_size]
 
 
 def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on_host: bool) -> int:
-    """Count the sequences of `length` tokens that have their keys and values in half of the free memory; 1 to 256.
+    """Return how many sequences have room for their keys and values in half of the free memory; 1 to 256.
 
-    More would not help: products of so many rows take longer than it takes to unpack the matrix.
+    Larger batches would not be faster, because their products take longer than unpacking the matrix.
+
+    Args:
+        model: the model.
+        length: tokens of a sequence.
+        device: device of the model.
+        on_host: whether keys and values are kept in host memory.
     """
     config, weight = model.config, model.embedding.word.weight
     per_token = 2 * config.layers * (config.query_groups // model.tp.size) * config.head_size * weight.element_size()
@@ -213,16 +240,16 @@ def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on
         try:
             fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
             free = 1024 * int(fields["MemAvailable"].split()[0])
-        except (OSError, KeyError, ValueError):  # not on Linux: all the memory there is
+        except (OSError, KeyError, ValueError):  # not on Linux: use the total memory
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(max(free // 2 // (per_token * length), 1), MOST_SEQUENCES)
 
 
 @contextmanager
 def evaluating(model: GPTModel) -> Iterator[None]:
-    """Evaluation mode, and sequences of any length: without sequence and context parallelism.
+    """Set evaluation mode, and disable sequence and context parallelism, so that sequences may have any length.
 
-    Those change who computes what only. Everything is as it was afterwards.
+    Both only change which rank computes what. The earlier state is restored at the end.
     """
     training = model.training
     names = ("sequence_parallel", "context_parallel")

@@ -1,4 +1,4 @@
-"""Programs that use a checkpoint's model: read its flags, load it on all ranks, and work with it."""
+"""Start programs that use a checkpoint's model: read its flags, load it on all ranks, and run the program's work."""
 
 from __future__ import annotations
 
@@ -37,10 +37,18 @@ from megazpp.zero.sharding import WeightHandle
 
 
 class Loaded(NamedTuple):
-    """The loaded checkpoint of `iteration` on every rank, with the program's own config.
+    """A checkpoint's model on a rank, with everything that a program needs to use it.
 
-    `built` is the model and the handle on its weights, and `streamed` that handle again where weights stream. `say`
-    prints a line of progress on rank 0, to stderr.
+    Attributes:
+        config: the run config: the checkpoint's flags, overridden by the command line.
+        extra: the program's own config.
+        built: the model and the handle on its weights.
+        streamed: the same handle if weights are streamed; otherwise None.
+        dims: mesh axes of the job.
+        tokenizer: the checkpoint's tokenizer.
+        iteration: iteration of the checkpoint.
+        device: device of this rank.
+        say: function that prints a line of progress to stderr, on rank 0.
     """
 
     config: RunConfig
@@ -65,19 +73,25 @@ def run_on_checkpoint(
     features: Sequence[Feature],
     spread: bool = True,
 ) -> int:
-    """Read the command line and the checkpoint's flags, load the model on all ranks, and work; returns the exit status.
-
-    A model that is not spread lies whole on each rank, but for tensor parallelism, in the dtype that it computes in.
+    """Read the command line and the checkpoint's flags, load the model on all ranks, and run `work`.
 
     Args:
-        script, description: the program's file, in a folder of the repository, and its docstring.
-        extra: config class of the program's own flags, which `check` may refuse by a ValueError.
-        features: the optional features, whose flags the program reads.
-        spread: use more GPUs than tensor parallelism needs, where --nproc does not say. On a CPU one process per
-            tensor-parallel rank has all cores.
+        script: path of the program, which lies in a folder of the repository.
+        description: the program's docstring.
+        extra: config class of the program's own flags.
+        work: function that uses the loaded model; called on all ranks.
+        argv: the command line.
+        check: function that raises ValueError if the flags do not fit together.
+        features: the optional features, whose flags the program also accepts.
+        spread: whether to shard the model over more GPUs than tensor parallelism needs, unless --nproc says otherwise.
+            False: each rank keeps its whole tensor-parallel part in the compute dtype. On a CPU, one process per
+            tensor-parallel rank uses all cores in both cases.
+    Returns:
+        the exit status.
     """
 
     def prepare() -> Job | int:
+        # the flags: command line first, then the checkpoint's
         path, about = Path(script).resolve(), (description or "").partition("\n")[0]
         kinds = [extra, WeightsConfig]
         parsed = parse_run_config(
@@ -91,7 +105,7 @@ def run_on_checkpoint(
         )
         given = parsed.config.checkpoint
         if given.load is None:
-            raise ValueError("--load is missing: the folder of checkpoints")
+            raise ValueError("--load is missing: give the folder of checkpoints")
         folder = CheckpointFolder(given.load, "--load")
         source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, lora_base=given.lora_base)
         parsed = with_checkpoint_flags(parsed, record, folder)
@@ -100,6 +114,7 @@ def run_on_checkpoint(
             return 0
         config = parsed.config
         check(config, parsed.extra[0])
+        # the ranks
         place, launch = detect_rank_info(config.launch), config.launch
         if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
             place = detect_rank_info(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
@@ -118,6 +133,8 @@ def run_on_checkpoint(
 def _load(
     parsed: ParsedRun, cluster: Cluster, source: LoadSource, record: CheckpointMetadata, spread: bool, worker: Worker
 ) -> Loaded:
+    """Build the mesh and the tokenizer on this rank, and load the checkpoint's model."""
+    # mesh and tokenizer
     config, device, seed = parsed.config, worker.device, parsed.config.launch.seed
     say = Console(enabled=worker.rank == 0, out=sys.stderr).log
     on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
@@ -128,6 +145,7 @@ def _load(
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=say)
     for notice in (*parsed.notices, *notices):
         say(f"note: {notice}")
+    # model: streamed or frozen, or sharded
     spec, (extra, weights) = config.model_spec(tokenizer.vocab_size, wire), parsed.extra
     built: tuple[GPTModel, WeightHandle]
     if weights.packs or not spread:

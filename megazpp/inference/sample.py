@@ -1,4 +1,4 @@
-"""Drawing the next token: greedily, or by temperature among the top k, the top p or those above min p."""
+"""Sample the next token: greedily, or by temperature among the tokens that top-k, top-p and min-p keep."""
 
 from __future__ import annotations
 
@@ -21,26 +21,35 @@ class SampleConfig(FeatureConfig):
     sample_prompt: tuple[str, ...] = flag(
         (), "texts to continue (default: an end-of-document token)", nargs="*", aliases=("--prompt",)
     )
-    sample_tokens: int = flag(0, "tokens to generate; 0 for no sample", aliases=("--num-tokens-to-generate",))
-    sample_temperature: float = flag(
-        0.8, "divide the logits by this; 0 takes the most likely token", aliases=("--temperature",)
+    sample_tokens: int = flag(
+        0, "number of tokens to generate; 0 generates no sample", aliases=("--num-tokens-to-generate",)
     )
-    sample_top_k: int = flag(40, "draw among this many most likely tokens; 0 for all", aliases=("--top-k", "--top_k"))
+    sample_temperature: float = flag(
+        0.8, "divisor of the logits; 0 selects the most likely token", aliases=("--temperature",)
+    )
+    sample_top_k: int = flag(
+        40, "number of most likely tokens to sample from; 0 keeps all", aliases=("--top-k", "--top_k")
+    )
     sample_top_p: float = flag(
-        1.0, "draw among the most likely tokens that have this share together", aliases=("--top-p", "--top_p")
+        1.0,
+        "probability in (0, 1]: sample from the most likely tokens that together have it",
+        aliases=("--top-p", "--top_p"),
     )
     sample_min_p: float | None = flag(
         None,
-        "draw among the tokens that have at least this share of the most likely one's probability",
+        "share in [0, 1]: sample from tokens with at least this share of the most likely token's probability",
         aliases=("--min-p",),
     )
     sample_repetition_penalty: float = flag(
         1.0,
-        "divide positive logits of tokens that the prompt or the text has by this, and multiply negative ones",
+        "divisor of positive logits and factor of negative logits, for tokens that already occur in the prompt or text",
         aliases=("--repetition-penalty",),
     )
     sample_stop: tuple[str, ...] = flag(
-        (), "strings that end a text, not shown; \\n in them is a new line", nargs="*", aliases=("--stop",)
+        (),
+        "strings that end a text and are not part of it; \\n in them is a line break",
+        nargs="*",
+        aliases=("--stop",),
     )
 
     def __post_init__(self) -> None:
@@ -51,16 +60,22 @@ class SampleConfig(FeatureConfig):
             raise ValueError(f"--sample-min-p {self.sample_min_p} is not in [0, 1]")
         check_positive(self, "sample_repetition_penalty")
         if "" in self.sample_stop:
-            raise ValueError("--sample-stop '' is in every text")
+            raise ValueError("--sample-stop '' is in every text: give a string that is not empty")
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a text."""
+        """The strings that end a text, with line breaks."""
         return tuple(stop.replace("\\n", "\n") for stop in self.sample_stop)
 
 
 def occurring(rows: Sequence[Sequence[int]], vocab_size: int, config: SampleConfig) -> torch.Tensor | None:
-    """[rows, V] bool on the CPU: the tokens of each row, where `config` penalizes them; else None."""
+    """Return which tokens occur in each row, [rows, V] bool on the CPU; None without a repetition penalty.
+
+    Args:
+        rows: token ids of each row.
+        vocab_size: V.
+        config: sampling settings.
+    """
     if config.sample_repetition_penalty == 1.0:
         return None
     found = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
@@ -70,7 +85,14 @@ def occurring(rows: Sequence[Sequence[int]], vocab_size: int, config: SampleConf
 
 
 def pick(logits: torch.Tensor, config: SampleConfig, generator: torch.Generator, tokens: Sequence[int] = ()) -> int:
-    """A token to follow `tokens`, for logits [V] fp32; `generator` moves only if something is drawn."""
+    """Return a token that follows `tokens`; with temperature 0 the generator is not used.
+
+    Args:
+        logits: [V] fp32.
+        config: sampling settings.
+        generator: source of the random number, on the CPU.
+        tokens: earlier tokens, for the repetition penalty.
+    """
     row, seen = logits.unsqueeze(0), occurring([tokens], len(logits), config)
     if config.sample_temperature == 0.0:
         return int(_penalized(row, config, seen).argmax())
@@ -80,24 +102,33 @@ def pick(logits: torch.Tensor, config: SampleConfig, generator: torch.Generator,
 def pick_rows(
     logits: torch.Tensor, config: SampleConfig, uniform: torch.Tensor, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A token for each row of a batch, which depends on that row's logits and number alone.
+    """Return a token for each row of a batch, which depends only on that row's logits and random number.
 
     Args:
         logits: [B, V] fp32.
-        uniform: [B] fp64 numbers in [0, 1): where in the distribution of its row a token is taken from.
-        seen: [B, V] bool, the tokens of each row (`occurring`).
+        config: sampling settings.
+        uniform: [B] fp64 in [0, 1): the quantile of each row's token distribution at which the token is taken.
+        seen: [B, V] bool, the tokens that occur in each row (see `occurring`).
     Returns:
         [B] int64.
     """
     if config.sample_temperature == 0.0:
         return _penalized(logits, config, seen).argmax(dim=-1)
     below = next_probabilities(logits, config, seen).double().cumsum(dim=-1)
-    # the first token up to and including which there is more than the number says: never one of probability 0
+    # Take the first token whose cumulative probability exceeds the number, so never a token of probability 0.
     return torch.searchsorted(below, uniform.unsqueeze(-1) * below[:, -1:], right=True).squeeze(-1)
 
 
 def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """[B, V] fp32, each row up to a factor; arguments as for `pick_rows`. In the order of transformers' processors."""
+    """Return [B, V] fp32 probabilities of the next token, not normalized.
+
+    Penalty, top-k, temperature, top-p and min-p are applied in the order of transformers' logits processors.
+
+    Args:
+        logits: [B, V] fp32.
+        config: sampling settings.
+        seen: [B, V] bool, the tokens that occur in each row.
+    """
     logits = _penalized(logits, config, seen)
     if 0 < config.sample_top_k < logits.shape[-1]:
         last = logits.topk(config.sample_top_k).values[:, -1:]
@@ -105,7 +136,7 @@ def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.T
     probabilities = torch.softmax(logits / config.sample_temperature, dim=-1)
     if config.sample_top_p < 1.0:
         likely, order = probabilities.sort(descending=True, stable=True)
-        beyond = likely.cumsum(dim=-1) - likely >= config.sample_top_p  # the share is reached before this one
+        beyond = likely.cumsum(dim=-1) - likely >= config.sample_top_p  # reached by the tokens before
         probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
     if config.sample_min_p is not None:
         least = config.sample_min_p * probabilities.amax(dim=-1, keepdim=True)
@@ -114,6 +145,7 @@ def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.T
 
 
 def _penalized(logits: torch.Tensor, config: SampleConfig, seen: torch.Tensor | None) -> torch.Tensor:
+    """Apply the repetition penalty to the logits of tokens in `seen`."""
     if seen is None:
         return logits
     penalty = config.sample_repetition_penalty

@@ -1,4 +1,4 @@
-"""Text from a model: prompts in, continuations out, shown while they grow and ended by stop strings."""
+"""Generate text: continue prompts, print the text while it grows, and end it at stop strings."""
 
 from __future__ import annotations
 
@@ -12,58 +12,67 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import WeightHandle
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of the first bytes of a character
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # a tokenizer decodes an incomplete character to this
 
 
 class Start(NamedTuple):
-    """The beginning of a text: its tokens, at least one, and what is shown of it."""
+    """The beginning of a text: its tokens, at least one, and the text that is printed for them."""
 
     ids: list[int]
     shown: str
 
 
 def start_of(prompt: str, tokenizer: Tokenizer) -> Start:
-    """Return the beginning of a text that continues `prompt`, which may be empty."""
+    """Return the beginning of a text that continues `prompt`; an empty prompt starts with an end-of-document token."""
     return Start(tokenizer.encode(prompt) or [tokenizer.eod or 0], prompt)
 
 
 def check_start(start: Start, longest: int, name: str) -> Start:
-    """Return `start`; raises ValueError if it has more tokens than the model takes."""
+    """Return `start`; raise ValueError if it has more tokens than the model accepts.
+
+    Args:
+        start: the beginning of a text.
+        longest: longest input of the model, in tokens.
+        name: source of the text, for the error.
+    """
     if len(start.ids) > longest:
-        raise ValueError(f"{name} has {len(start.ids)} tokens, and the model takes {longest}")
+        raise ValueError(f"{name} has {len(start.ids)} tokens, and the model takes at most {longest}")
     return start
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Return the ids that end a text, and the strings of `stops` that are not the name of a special token.
+    """Return the token ids that end a text, and the stop strings that are not the name of a special token.
 
-    The ids are the tokenizer's (`Tokenizer.stop_ids`) and those of special tokens in `stops`.
+    The ids are `Tokenizer.stop_ids` and the ids of the special tokens in `stops`.
     """
     special = [tokenizer.specials[stop] for stop in stops if stop in tokenizer.specials]
     return [*tokenizer.stop_ids, *special], [stop for stop in stops if stop not in tokenizer.specials]
 
 
 class Continuation:
-    """The text of one row as its tokens come.
+    """The text of one row while its tokens arrive.
 
     Args:
-        prompt: its tokens.
-        stop: strings that end the text; the earliest counts, and is not part of it. They may hold special tokens,
-            which are not part of the text either.
+        tokenizer: tokenizer of the model.
+        prompt: token ids of the prompt.
+        stop: strings that end the text. The text ends before the earliest one. A stop string may contain special
+            tokens, which are not part of the text either.
     Attributes:
-        text: of the new tokens, as far as it will not change: no half character, no beginning of a stop string.
-        over: it will not grow.
+        text: final text of the new tokens. It excludes an incomplete character and a possible beginning of a stop
+            string.
+        over: True if the text will not grow.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer, (self._ends, self._stop) = tokenizer, split_stops(tokenizer, stop)
         self._names = [name for name in tokenizer.specials if any(name in stop for stop in self._stop)]
-        self._tokens, self._skip = list(prompt), len(tokenizer.decode(prompt))  # a space may lie between the two
+        # Prompt and new tokens are decoded together, so that a space between them is kept. `_skip` cuts the prompt off.
+        self._tokens, self._skip = list(prompt), len(tokenizer.decode(prompt))
         self._whole_skip = len(tokenizer.decode_with_specials(self._tokens)) if self._names else 0
         self.text, self.over = "", False
 
     def add(self, token: int) -> bool:
-        """A new token; returns whether it ends the text."""
+        """Add a new token, and return True if it ends the text."""
         if token in self._ends:
             self.finish()
             return True
@@ -81,11 +90,12 @@ class Continuation:
         return self.over
 
     def finish(self) -> None:
-        """There are no more tokens: what was held back is text after all."""
+        """End the text; characters that were held back become part of it."""
         if not self.over:
             self.text, self.over = self._decode(), True
 
     def _decode(self) -> str:
+        """Return the text of the new tokens."""
         return self._tokenizer.decode(self._tokens)[self._skip :]
 
     def _uncertain(self, text: str) -> int:
@@ -97,14 +107,14 @@ class Continuation:
 
 
 class Stream:
-    """Writes prompts and continuations in order: the first that is not over grows, later ones wait for it."""
+    """Prints prompts and continuations in order; a row is printed while it grows, and later rows wait until it ends."""
 
     def __init__(self, starts: Sequence[Start], rows: Sequence[Continuation], out: TextIO) -> None:
         self._starts, self._rows, self._out = starts, rows, out
         self._row = self._written = 0
 
     def show(self) -> None:
-        """Write what is new."""
+        """Print the new part of the text."""
         while self._row < len(self._rows):
             row = self._rows[self._row]
             if not self._written:
@@ -130,11 +140,19 @@ def continue_texts(
     out: TextIO | None = None,
     **options: Any,
 ) -> tuple[list[str], Generated]:
-    """Continue the texts that begin with `starts`, each to its end (`split_stops`); return the new texts.
+    """Continue the texts that begin with `starts`, each to its end (see `split_stops`).
 
     Args:
-        out: file to which prompts and texts are written as they grow.
-        options: see `generate`.
+        model: the model.
+        sharding: handle on its weights.
+        dims: mesh axes of the job.
+        tokenizer: tokenizer of the model.
+        starts: beginnings of the texts.
+        config: sampling settings.
+        out: file to which prompts and texts are printed as they grow; None for no output.
+        options: further arguments of `generate`.
+    Returns:
+        the new texts, and the generated tokens.
     """
     rows = [Continuation(tokenizer, start.ids, config.stops) for start in starts]
     stream = None if out is None else Stream(starts, rows, out)

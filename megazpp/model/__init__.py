@@ -1,1 +1,1 @@
-"""The GPT model in the styles of GPT-2/3 and Llama."""
+"""GPT model with the architectures of GPT-2/3, Llama and related models."""

@@ -1,8 +1,12 @@
-"""Self attention: fused projection, rotary positions, torch's attention kernels (backends.py says which).
+"""Causal self-attention of a layer: projections, rotary embeddings, and the call of the attention kernel.
 
-S sequence, B batch, H hidden, G query groups (key and value heads) and Q = heads / G query heads per group on this
-tp rank, D channels per head. The fused projection's rows are ordered [group, (Q queries, key, value), D], so a slice
-of its rows is a set of whole groups. Each of C context-parallel ranks has S/C tokens, and for attention itself heads/C.
+Letters: S sequence length, B batch size, H hidden size, D channels per head, T tensor-parallel ranks, C
+context-parallel ranks. G is the number of query groups (key and value heads) on this tensor-parallel rank, Q the number
+of query heads in each group. backends.py chooses the attention kernel.
+
+One matrix projects to queries, keys and values. Its rows are ordered [group, (Q queries, key, value), D], so that a
+tensor-parallel slice of the rows consists of whole groups. With context parallelism (Ulysses) each rank holds S/C
+tokens of the residual stream; inside attention it holds all S tokens of heads/C heads.
 """
 
 from __future__ import annotations
@@ -24,19 +28,22 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowParallelLinear
 from megazpp.tensor_parallel.regions import exchange
 
-LOW_TURNS, HIGH_TURNS = 1.0, 4.0  # of --use-rope-scaling: how often what is slowed down turns in the original context
+# --use-rope-scaling: channels that turn at most LOW_TURNS times over the original context are slowed down in full,
+# channels that turn at least HIGH_TURNS times are unchanged
+LOW_TURNS, HIGH_TURNS = 1.0, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs that all layers share in one forward pass; None what is not used.
+    """Inputs of attention that the layers share in one forward pass. Attention is causal if only `rotary` is set.
 
     Attributes:
-        rotary: (cos, sin), each [S, B or 1, 1, rotated channels] fp32.
-        mask: [B, 1, S, keys] bool, True where a query may look, or what `shared_mask` makes of it; without it and
-            documents attention is causal.
-        document_starts: [documents + 1] int32 offsets into the B x S flattened tokens, for a document kernel.
-        places: [B, S] where keys and values go in a cache.
+        rotary: (cos, sin) of the rotary angles, each [S, B or 1, 1, rotated channels] fp32; None without rotation.
+        mask: [B, 1, S, keys] bool, True where a query attends to a key, or the additive mask that `shared_mask`
+            returns.
+        document_starts: [documents + 1] int32 offsets of the documents in the B x S flattened tokens, for a document
+            kernel (see backends.py).
+        places: [B, S] int64 positions in the key-value cache at which new keys and values are stored.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
@@ -45,7 +52,10 @@ class AttentionInputs:
     places: torch.Tensor | None = None
 
     def mark_varying(self) -> None:
-        """Have one graph take any numbers of rows, positions and keys; callers mark `document_starts` themselves."""
+        """Let one compiled graph accept any batch size, sequence length and number of keys.
+
+        `document_starts` is not marked here; callers mark it in any case.
+        """
         for angles in self.rotary or ():
             mark_varying(angles, 0, 1)
         mark_varying(self.mask, 0, 2, 3)
@@ -53,10 +63,23 @@ class AttentionInputs:
 
 
 class SelfAttention(nn.Module):
-    """[S, B, H] -> [S, B, H] ([S/T, B, H] at both ends with sequence parallelism), S/C for S with context parallelism.
+    """Causal self-attention of one layer: [S, B, H] -> [S, B, H].
 
-    Collectives on tp: those of one ColumnParallelLinear and one RowParallelLinear; on cp: 2 all-to-alls. With
-    --qk-layernorm the gradients of the weights that all heads share are partial.
+    With sequence parallelism input and output are [S/T, B, H]. With context parallelism S/C replaces S.
+
+    Collectives on tp: the collectives of one ColumnParallelLinear and one RowParallelLinear. Collectives on cp: 2
+    all-to-alls. The heads of a tensor-parallel rank share the weights of --qk-layernorm with the heads of other ranks,
+    so each rank computes a part of these weights' gradients (`ParameterSpec.partial`).
+
+    Args:
+        config: config of the model.
+        tp: tensor-parallel axis.
+        sequence_parallel: True if the residual stream is split along the sequence over tp.
+        output_std: standard deviation of the initial weights of the output projection.
+        cp: context-parallel axis; None for no context parallelism.
+        document_kernel: kernel for attention inside documents; None if masks are used instead.
+        product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
+        window: number of tokens that a token attends to, itself included; None for all earlier tokens.
     """
 
     def __init__(
@@ -99,7 +122,15 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None, *, norm: Norm | None = None
     ) -> torch.Tensor:
-        """Attention of `norm(x)`, of x without a norm."""
+        """Return attention's output for norm(x), or for x if `norm` is None.
+
+        Args:
+            x: [S, B, H] slice of the residual stream; see the class for its size with parallelism.
+            inputs: mask, angles and documents of this kind of layer.
+            cache: keys and values of earlier tokens, to which the new ones are added; None without a cache.
+            norm: norm of the layer's input, which backward may recompute.
+        """
+        # ---- queries, keys and values
         qkv = normed(norm, x, then=self.qkv, recompute=self.recompute_norm)
         seq, batch = qkv.shape[:2]
         heads = qkv.view(seq, batch, self.groups, self.queries_per_group + 2, self.head_size)
@@ -110,10 +141,12 @@ class SelfAttention(nn.Module):
         if inputs.rotary is not None:
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
             if self.q_norm is None and not self.context_parallel and torch.is_grad_enabled():
-                v = v.contiguous()  # autograd keeps q, k and v: a view of `qkv` would keep all of it, for v alone
+                v = v.contiguous()  # autograd saves v for backward: as a view it would keep all of `qkv` in memory
+        # ---- keys and values of earlier tokens
         if cache is not None:
             assert inputs.places is not None, "a cache needs places"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
+        # ---- attention, with all tokens of some heads on each context-parallel rank
         if self.context_parallel:
             q, k, v = heads_for_tokens(q, k, v, self.cp)
         when, draws, in_graph = self.recompute_core, self.dropout > 0.0, self.qkv.tp.size == 1
@@ -121,7 +154,10 @@ class SelfAttention(nn.Module):
         return self.proj(tokens_for_heads(out, self.cp) if self.context_parallel else out)
 
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        """[S, B, heads, D], 2 x [keys, B, groups, D] -> [S, B, heads x D]."""
+        """Compute attention by the kernel that `inputs` needs: q [S, B, heads, D] -> [S, B, heads x D].
+
+        Keys and values are [keys, B, groups, D].
+        """
         if inputs.document_starts is not None:
             return self._inside_documents(q, k, v, inputs.document_starts)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [B, heads, S, D]
@@ -137,11 +173,14 @@ class SelfAttention(nn.Module):
     def _inside_documents(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        """Like `_core`; rows of the batch are laid one after the other, which copies where there are several."""
+        """Compute `_core` by the document kernel, on the rows of the batch concatenated into one sequence.
+
+        The concatenation copies queries, keys and values if the batch has more than one row.
+        """
         assert self.document_kernel is not None, "document_starts need a document kernel"
         seq, batch = q.shape[:2]
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [B x S, heads, D]
-        # no document is longer than a row; how long the longest is, the host does not know without waiting
+        # A row's length is an upper bound for documents. The host would have to wait for the device to get the longest.
         out = self.document_kernel(q, k, v, starts, seq, self.window, self.scale)
         return out.view(batch, seq, -1).transpose(0, 1)
 
@@ -149,15 +188,19 @@ class SelfAttention(nn.Module):
 def heads_for_tokens(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cp: MeshAxis
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Send other ranks their heads of this rank's tokens, and get its heads of theirs, in 1 all-to-all.
+    """Exchange all heads of this rank's tokens for this rank's heads of all tokens, in 1 all-to-all (Ulysses).
 
-    Keys and values are repeated where C does not divide the groups, to the least multiple of both: each rank then gets
-    G / gcd(G, C) heads of a token, and with all-gathered keys and values it would get all G.
+    If C does not divide G, keys and values are repeated up to lcm(G, C) heads first. Each rank then receives
+    G / gcd(G, C) heads of each token. An all-gather of keys and values would deliver all G.
 
     Args:
-        q, k, v: [S/C, B, heads, D] and 2 x [S/C, B, G, D].
+        q: [S/C, B, heads, D] queries.
+        k: [S/C, B, G, D] keys.
+        v: [S/C, B, G, D] values.
+        cp: context-parallel axis of C ranks.
+
     Returns:
-        [S, B, heads/C, D] and 2 x [S, B, lcm(G, C)/C, D].
+        Queries [S, B, heads/C, D], and keys and values [S, B, lcm(G, C)/C, D] each.
     """
     times = math.lcm(k.shape[2], cp.size) // k.shape[2]
     if times > 1:
@@ -169,17 +212,27 @@ def heads_for_tokens(
 
 
 def tokens_for_heads(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-    """[S, B, heads/C x D] of this rank's heads -> [S/C, B, heads x D] of its tokens, in 1 all-to-all."""
+    """Exchange this rank's heads of all tokens for all heads of this rank's tokens, in 1 all-to-all.
+
+    The inverse of `heads_for_tokens`, for attention's output: [S, B, heads/C x D] -> [S/C, B, heads x D].
+    """
     return exchange(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2).flatten(2)
 
 
 def rotary_angles(
     position_ids: torch.Tensor, channels: int, base: float, scaling: float | None = None, original: int = 8192
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the rotary angles, [S, B, 1, channels] fp32 each, for position_ids [B, S].
+    """Return cosine and sine of the rotary angles, [S, B, 1, channels] fp32 each.
 
-    Channel i and channel i + channels/2 turn together by position x base^(-2i/channels) (RoFormer; the half-split
-    order of Llama and Megatron), and slower by `scaled_frequencies` if `scaling` is given, with `original` tokens.
+    Channels i and i + channels/2 form a pair, which rotates by position x base^(-2i/channels) radians. Source:
+    RoFormer, with the half-split order of channels that Llama and Megatron-LM use.
+
+    Args:
+        position_ids: [B, S] int64 positions.
+        channels: number of rotated channels per head, even.
+        base: base of the frequencies.
+        scaling: divisor of the lowest frequencies, see `scaled_frequencies`; None for unscaled frequencies.
+        original: sequence length, in tokens, of the training before the scaling.
     """
     frequency = plain_frequencies(channels, base, position_ids.device)
     if scaling is not None:
@@ -188,15 +241,21 @@ def rotary_angles(
 
 
 def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotary_angles` with the frequencies of `config`."""
+    """Return cosine and sine of the rotary angles that the flags of `config` define, shaped as in `rotary_angles`.
+
+    Args:
+        config: config of the model, with rotary embeddings.
+        position_ids: [B, S] int64 positions.
+    """
     channels, interpolation = int(config.head_size * config.rotary_percent), config.rotary_seq_len_interpolation_factor
     if config.rope_type == "rope" and interpolation is None:
         scaling = config.rope_scaling, config.rope_scaling_original_length
         return rotary_angles(position_ids, channels, config.rotary_base, *scaling)
     base: float | torch.Tensor = config.rotary_base
     factor, longest = config.rotary_scaling_factor, config.max_position_embeddings
-    if config.rope_type == "dynamic":  # a tensor, so that no sequence's length is waited for
+    if config.rope_type == "dynamic":
         assert longest is not None
+        # the base stays a tensor on the device: the host does not wait for the longest position
         share = (position_ids.max() + 1).clamp(min=longest) / longest
         base = base * (factor * share - (factor - 1.0)) ** (channels / (channels - 2))
     frequency = plain_frequencies(channels, base, position_ids.device) / (interpolation or 1.0)
@@ -207,7 +266,7 @@ def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.
 
 
 def plain_frequencies(channels: int, base: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """[channels / 2] fp32 radians per token."""
+    """Return the unscaled rotary frequencies base^(-2i/channels), [channels / 2] fp32, in radians per token."""
     exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
     return base**-exponent
 
@@ -215,7 +274,13 @@ def plain_frequencies(channels: int, base: float | torch.Tensor, device: torch.d
 def turned_angles(
     position_ids: torch.Tensor, frequency: torch.Tensor, factor: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of position x frequency, times `factor`; shapes as of `rotary_angles`."""
+    """Return cosine and sine of position x frequency, each multiplied by `factor`, shaped as in `rotary_angles`.
+
+    Args:
+        position_ids: [B, S] int64 positions.
+        frequency: [channels / 2] radians per token.
+        factor: factor of cosine and sine; None for 1.
+    """
     angle = position_ids.t().unsqueeze(-1) * frequency  # [S, B, channels / 2]
     angle = torch.cat((angle, angle), dim=-1).unsqueeze(2)
     cos, sin = angle.cos(), angle.sin()
@@ -223,14 +288,19 @@ def turned_angles(
 
 
 def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor:
-    """YaRN's frequencies (arXiv 2309.00071): low ones are divided by the factor, high ones kept, with a ramp between.
+    """Return YaRN's rotary frequencies for a longer context (arXiv 2309.00071).
 
-    The ends of the ramp are whole channels, as in the authors' code.
+    Low frequencies are divided by --rotary-scaling-factor and high frequencies are unchanged. Between them the two are
+    mixed along a linear ramp over the channels. The ramp starts and ends at whole channels, as in the authors' code.
+
+    Args:
+        frequency: [channels / 2] radians per token, unscaled.
+        config: config with the flags of YaRN.
     """
     half, original = len(frequency), config.yarn_original_max_position_embeddings
 
     def channel(turns: float) -> float:
-        """Return the channel that turns so often in the original context."""
+        """Return the channel, as a real number, that makes `turns` full turns over the original context."""
         return half * math.log(original / (turns * 2.0 * math.pi)) / math.log(config.rotary_base)
 
     first = max(math.floor(channel(config.yarn_beta_fast)), 0)
@@ -241,10 +311,16 @@ def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor
 
 
 def scaled_frequencies(frequency: torch.Tensor, factor: float, original: int) -> torch.Tensor:
-    """Llama 3.1's frequencies for a longer context, in radians per token.
+    """Return Llama 3.1's rotary frequencies for a longer context.
 
-    Channels that turn less than once in the original context are `factor` times slower, more than four times stay,
-    and between the two the share that stays grows with the turns.
+    Channels that turn less than once over the original context are slowed down by `factor`. Channels that turn more
+    than four times are unchanged. Between the two limits the frequencies are interpolated linearly in the number of
+    turns.
+
+    Args:
+        frequency: [channels / 2] radians per token, unscaled.
+        factor: divisor of the lowest frequencies.
+        original: length of the original context in tokens.
     """
     turns = frequency * (original / (2.0 * math.pi))
     kept = ((turns - LOW_TURNS) / (HIGH_TURNS - LOW_TURNS)).clamp(0.0, 1.0)
@@ -252,7 +328,16 @@ def scaled_frequencies(frequency: torch.Tensor, factor: float, original: int) ->
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the first `cos.shape[-1]` channels of x [S, B, heads, D] by the given angles, in fp32; keep the rest."""
+    """Rotate the first channels of x by the given angles and return the other channels unchanged.
+
+    Args:
+        x: [S, B, heads, D] queries or keys.
+        cos: [S, B or 1, 1, rotated channels] fp32 cosines of the angles.
+        sin: sines of the angles, shaped like `cos`.
+
+    Returns:
+        [S, B, heads, D] in the dtype of x; the rotation is computed in fp32.
+    """
     turned, kept = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
     first, second = turned.float().chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
@@ -260,13 +345,22 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def window_mask(seq: int, window: int, device: torch.device) -> torch.Tensor:
-    """[1, 1, S, S] bool: True where a token may look, at itself and the `window` - 1 tokens before it."""
+    """Return the causal mask of sliding-window attention, [1, 1, S, S] bool, for S = `seq` tokens.
+
+    An element is True if the query attends to the key: a token attends to itself and the `window` - 1 tokens before it.
+    """
     whole = torch.ones(seq, seq, dtype=torch.bool, device=device)
     return whole.tril().triu(1 - window)[None, None]
 
 
 def document_mask(document_starts: torch.Tensor, *, batch: int, seq: int) -> torch.Tensor:
-    """Causal attention inside documents, [B, 1, S, S] bool, for their [D + 1] offsets in the B x S flattened tokens."""
+    """Return the mask of causal attention inside documents, [B, 1, S, S] bool, True where a query attends to a key.
+
+    Args:
+        document_starts: [documents + 1] ascending offsets of the documents in the B x S flattened tokens.
+        batch: number of rows B.
+        seq: tokens per row S.
+    """
     position = torch.arange(batch * seq, device=document_starts.device)
     document = torch.bucketize(position, document_starts, right=True).view(batch, 1, seq)
     same = document.unsqueeze(-1) == document.unsqueeze(-2)

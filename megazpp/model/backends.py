@@ -1,13 +1,17 @@
-"""The implementations that a model gets on a device: attention kernels, torch.compile, and the table that names them.
+"""Choice of the model's implementations on a device: attention kernel, matrix product and torch.compile.
 
-| attention                               | on CUDA                                            | on a CPU        |
-|-----------------------------------------|----------------------------------------------------|-----------------|
-| causal                                  | torch's order: cuDNN first on sm_90, sm_100        | flash, or plain |
-| with a mask (generation, documents)     | memory-efficient, or plain                         | flash, or plain |
-| inside documents and windows, where     | variable-length flash: nothing of S x S is kept or | with a mask     |
-| there is a kernel (`mask_reason`)       | computed                                           |                 |
+In this table "plain" is torch's unfused attention, used where no other kernel applies. S is the sequence length.
 
-cuDNN is never given a mask: the backward of its masked attention can return NaN in the gradients of the queries
+| attention                         | on CUDA                                            | on a CPU          |
+|-----------------------------------|----------------------------------------------------|-------------------|
+| causal                            | torch's order: cuDNN first on sm_90, sm_100        | flash or plain    |
+| with a mask (generation)          | memory-efficient or plain                          | flash or plain    |
+| inside documents or a window, if  | variable-length flash attention, which needs no    | not supported     |
+| `mask_reason` returns None        | S x S mask or scores                               |                   |
+| inside documents or a window,     | as with a mask                                     | as with a mask    |
+| otherwise                         |                                                    |                   |
+
+Masked attention never uses cuDNN, because its backward can return NaN in the gradients of the queries
 (https://github.com/pytorch/pytorch/issues/196678; torch 2.11 to 2.13 on H100 and H200).
 """
 
@@ -31,17 +35,19 @@ from megazpp.model.float8 import FLOAT8_CAPABILITY, MULTIPLE, float8_product
 from megazpp.tensor_parallel.layers import Product
 
 MASKED_ON_CUDA = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# of the variable-length kernel, which is flash attention 2: some devices train with no wider heads
+# Limits of the variable-length kernel (flash attention 2): channels per head, their divisor, and compute capability.
+# Some devices cannot train with more than 192 channels.
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
-# All layers of a process share one code object, of which torch keeps a graph for each kind of layer: four models,
-# with gradients or without, in training or not, of one row or several, and decoding are more than torch's limit of 8.
+# Compiled graphs that torch may keep of the layers' common forward function. Torch's limit of 8 is too low: it needs a
+# graph for each combination of model (up to four), gradients, training mode, one row or several, and decoding.
 MOST_GRAPHS = 64
-_TRITON_CAPABILITY = (7, 0)  # the first of CUDA devices that Triton compiles for
+_TRITON_CAPABILITY = (7, 0)  # lowest compute capability for which Triton compiles
 
-# of torch's varlen_attn; torch 2.11's takes no groups
+# Names of the arguments of torch's varlen_attn, which depend on torch's version: torch 2.11 has no `enable_gqa`.
 VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 
-# q, k, v, starts, longest document, window and scale of scores
+# Kernel of attention inside documents; arguments: q, k, v, document offsets, length of the longest document, window,
+# scale
 DocumentKernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int | None, float | None], torch.Tensor
 ]
@@ -56,61 +62,80 @@ def variable_length(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside documents by torch's kernel: [T, heads, D], [T, groups, D] twice -> [T, heads, D].
-
-    The documents lie one after the other; `starts` are their [documents + 1] int32 offsets from 0 to T.
+    """Compute causal attention inside each of several concatenated documents by torch's variable-length kernel.
 
     Args:
-        window: tokens that a token may look at, its own and those before it; None for all of its document.
-        scale: factor of scores; None for 1 / sqrt(D).
+        q: [tokens, heads, D] 16-bit queries.
+        k: [tokens, groups, D] 16-bit keys.
+        v: [tokens, groups, D] 16-bit values.
+        starts: [documents + 1] int32 offsets of the documents, from 0 to the number of tokens.
+        longest: upper bound of the documents' lengths in tokens.
+        window: number of tokens that a token attends to, itself included; None for all earlier tokens of its document.
+        scale: factor of the scores before the softmax; None for 1 / sqrt(D).
+
+    Returns:
+        [tokens, heads, D].
     """
     k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
     options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
     options |= {} if scale is None else {"scale": scale}
     sides = (-1 if window is None else window - 1, 0)
     found = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=sides, **options)
-    assert isinstance(found, torch.Tensor)  # the normalizers come too only if asked for
+    assert isinstance(found, torch.Tensor)  # a tuple only if the softmax normalizers are requested too
     return found
 
 
 def varlen_groups(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Keys or values [T, groups, D]; one of each head where torch's kernel knows no groups."""
+    """Return keys or values [tokens, groups, D] as this torch's varlen_attn accepts them.
+
+    Without support for grouped queries (torch 2.11) they are repeated to [tokens, heads, D].
+    """
     return x if "enable_gqa" in VARLEN_ARGUMENTS else repeated(x, heads)
 
 
 def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Give the reason that attention inside documents takes a mask of S x S; None where `variable_length` is used."""
+    """Return the reason why attention inside documents or a window needs an S x S mask; None if it does not.
+
+    Without a reason, attention uses the kernel `variable_length`.
+
+    Args:
+        config: config of the model.
+        capability: compute capability of the device; None for a device that is no NVIDIA GPU.
+        dtype: dtype in which attention computes.
+    """
     if capability is None:
-        return "only CUDA has a kernel for documents"
+        return "only NVIDIA GPUs have a kernel for attention inside documents"
     if "window_size" not in VARLEN_ARGUMENTS:
         return f"torch {torch.__version__}'s varlen_attn has no window_size"
     if capability < FIRST_CAPABILITY:
         return f"varlen_attn needs compute capability 8.0, not {capability[0]}.{capability[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"varlen_attn computes in 16 bit, not in {dtype}: see --bf16"
+        return f"varlen_attn needs 16-bit inputs, not {dtype}: see --bf16"
     if config.head_size % CHANNELS_MULTIPLE or config.head_size > MOST_CHANNELS:
-        return f"varlen_attn takes multiples of 8 up to {MOST_CHANNELS} channels per head, not {config.head_size}"
+        return f"varlen_attn needs a multiple of 8 up to {MOST_CHANNELS} channels per head, not {config.head_size}"
     if config.attention_dropout:
-        return f"varlen_attn has no dropout: --attention-dropout is {config.attention_dropout:g}"
+        return f"varlen_attn does not support dropout: --attention-dropout is {config.attention_dropout:g}"
     return None
 
 
 def find_document_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> DocumentKernel | None:
-    """The kernel for attention inside documents on `device`; None for a mask."""
+    """Return the kernel for attention inside documents or a window on `device`; None if it needs a mask instead."""
     return None if mask_reason(config, capability=capability(device), dtype=dtype) else variable_length
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device; None for any other, AMD's among them."""
+    """Return the compute capability of an NVIDIA GPU; None for any other device, AMD GPUs included."""
     nvidia = device.type == "cuda" and torch.version.cuda is not None
     return torch.cuda.get_device_capability(device) if nvidia else None
 
 
 def find_product(config: GPTConfig, device: torch.device) -> Product | None:
-    """Product of linear layers on `device`; None for their own 16-bit products.
+    """Return the float8 product of the linear layers on `device`; None without --fp8-format.
+
+    With None the layers use their own 16-bit products.
 
     Raises:
-        ValueError: --fp8-format on a device without float8, or without torchao.
+        ValueError: --fp8-format is set, but the device does not support float8 or torchao is not installed.
     """
     if config.fp8_format is None:
         return None
@@ -119,28 +144,44 @@ def find_product(config: GPTConfig, device: torch.device) -> Product | None:
         name = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else "a CPU"
         least = ".".join(map(str, FLOAT8_CAPABILITY))
         raise ValueError(
-            f"--fp8-format {config.fp8_format} needs an NVIDIA GPU of compute capability {least} or later, and this "
+            f"--fp8-format {config.fp8_format} needs an NVIDIA GPU with compute capability {least} or later, but this "
             f"device is {name}"
         )
     return float8_product(config.fp8_format)
 
 
 def check_device(config: GPTConfig, device_type: str) -> None:
-    """Raises ValueError where no device of this type has float8; which GPU has it, its worker finds out."""
+    """Raise ValueError if --fp8-format is set for a CPU run.
+
+    The process that starts the workers calls this. Whether a GPU supports float8 is checked by its worker, in
+    `find_product`.
+    """
     if device_type == "cpu":
         find_product(config, torch.device("cpu"))
 
 
 def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: bool) -> tuple[str, ...]:
-    """Refuse sizes that the products of linear layers cannot take; a worker finds out if its device has them.
+    """Check that the model's matrices have sizes that float8 products support.
 
-    Returns notices.
+    Whether the device supports float8 is checked by its worker, in `find_product`.
+
+    Args:
+        config: config of the model.
+        tp_size: number of tensor-parallel ranks, over which the matrices are split.
+        device_type: "cuda" or "cpu".
+        bf16: True with --bf16.
+
+    Returns:
+        Notices for the log.
+
+    Raises:
+        ValueError: --fp8-format is set without --bf16, or with a size that is not a multiple of 16.
     """
     if config.fp8_format is None:
         return ()
     asked = f"--fp8-format {config.fp8_format}"
     if not bf16:
-        raise ValueError(f"{asked} needs --bf16: what is not float8 is computed in that")
+        raise ValueError(f"{asked} needs --bf16, the format of all other computations")
     heads, groups, ranks = config.heads, config.query_groups, f"over {tp_size} tensor-parallel rank(s)"
     all_heads, with_keys = heads * config.head_size, (heads + 2 * groups) * config.head_size
     sizes = {
@@ -151,7 +192,7 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
     }
     for name, size in sizes.items():
         if size % MULTIPLE:
-            raise ValueError(f"{asked}: {name}: {size} rows or columns of a matrix are no multiple of {MULTIPLE}")
+            raise ValueError(f"{asked}: {name}: a matrix has {size} rows or columns, not a multiple of {MULTIPLE}")
     compiles = device_type == "cuda" if config.compile is None else config.compile
     return () if compiles else (f"{asked} without --compile: each cast to float8 is several passes over memory",)
 
@@ -159,9 +200,18 @@ def check_products(config: GPTConfig, tp_size: int, device_type: str, *, bf16: b
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, dropout: float, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention where `mask` is True: q [B, heads, S, D], k and v [B, groups, keys, D], mask [B, 1, S, keys] bool.
+    """Compute attention with a mask, never by cuDNN (see the top of the file).
 
-    The mask may also be what `shared_mask` returns.
+    Args:
+        q: [B, heads, S, D] queries.
+        k: [B, groups, keys, D] keys.
+        v: [B, groups, keys, D] values.
+        mask: [B, 1, S, keys], either bool (True where a query attends to a key) or the result of `shared_mask`.
+        dropout: dropout rate of the attention probabilities.
+        scale: factor of the scores before the softmax; None for 1 / sqrt(D).
+
+    Returns:
+        [B, heads, S, D].
     """
     if not q.is_cuda:
         return F.scaled_dot_product_attention(
@@ -173,9 +223,14 @@ def masked_attention(
 
 
 def shared_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the bool `mask` as the numbers that CUDA's kernels add to scores of type `dtype`; on a CPU as it is.
+    """Return the additive form of a bool mask on CUDA; return other masks, and None, unchanged.
 
-    torch would make them anew in each layer, by two kernels.
+    The additive mask has 0 where a query attends to a key and -inf elsewhere. CUDA's attention kernels need this form.
+    Converting once for all layers saves the two kernel launches that torch would make in each layer.
+
+    Args:
+        mask: bool mask of any shape, or None.
+        dtype: dtype of the attention scores.
     """
     if mask is None or not mask.is_cuda:
         return mask
@@ -183,27 +238,33 @@ def shared_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, groups, ...] -> [B, heads, ...], for kernels that know no groups (some torch's memory-efficient one)."""
+    """Repeat keys or values from [B, groups, ...] to [B, heads, ...], for kernels without grouped-query attention.
+
+    The memory-efficient kernel of some torch versions is such a kernel.
+    """
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def compile_layer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap by `torch.compile`, with room for all kinds of layers that a process may have."""
+    """Apply `torch.compile`, and raise torch's recompile limit to the number of graphs that a process may need."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     return torch.compile(function)
 
 
 def mark_varying(tensor: torch.Tensor | None, *dims: int) -> None:
-    """Have one graph take `tensor` with any size above 1 in `dims`."""
+    """Let one compiled graph accept `tensor` with any size above 1 in the dimensions `dims`; None is ignored."""
     if tensor is not None:
         torch._dynamo.maybe_mark_dynamic(tensor, dims)
 
 
 def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
-    """True if layers are compiled on such a device, and the reason; raises ValueError if --compile lacks a compiler.
+    """Return whether layers are compiled on a device of this type, and the reason for the log.
 
-    On CUDA, layers of small models spend more time on the host, launching kernels, than on the device; compiled layers
-    launch fewer, so there --compile is the default. On a CPU it mostly costs the time to compile.
+    --compile is the default on CUDA: small models spend more time on the host, launching kernels, than on the device,
+    and compiled layers launch fewer kernels. On a CPU compilation mostly costs more time than it saves.
+
+    Raises:
+        ValueError: --compile is set, but torch.compile lacks a compiler.
     """
     if config.compile is False:
         return False, "--no-compile"
@@ -213,12 +274,12 @@ def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
     if config.compile is None:
         return (False, f"cannot be compiled: {missing}") if missing else (True, "the default on CUDA: see --no-compile")
     if missing:
-        raise ValueError(f"--compile: {missing}; without it layers are eager")
+        raise ValueError(f"--compile: {missing}. Leave out --compile to run the layers eagerly")
     return True, "--compile"
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """Name the compiler that torch.compile needs and does not find here; None where it can generate code."""
+    """Return why torch.compile cannot generate code on this machine, such as a missing compiler; None if it can."""
     if device_type != "cuda":
         compiler = os.environ.get("CXX", "g++")
         return None if shutil.which(compiler) else f"there is no C++ compiler ({compiler})"
@@ -228,7 +289,7 @@ def missing_compiler(device_type: str) -> str | None:
     if found is not None and found < _TRITON_CAPABILITY:
         return f"Triton needs compute capability 7.0, not {found[0]}.{found[1]}"
     try:
-        find_compiler()  # of the code that launches Triton's kernels
+        find_compiler()  # a C compiler, which Triton needs for the code that launches its kernels
     except CLibraryError as error:
         return str(error)
     return None
@@ -237,13 +298,20 @@ def missing_compiler(device_type: str) -> str | None:
 def model_backends(
     config: GPTConfig, *, device: torch.device, dtype: torch.dtype, documents: bool
 ) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) of what has a choice; `documents`: attention stays inside documents."""
-    attention = "torch scaled_dot_product_attention", "the first of its kernels that can"
+    """Return the chosen implementations of the model for the log, as rows (part, implementation, reason).
+
+    Args:
+        config: config of the model.
+        device: device on which the model computes.
+        dtype: dtype in which it computes.
+        documents: True if tokens attend only to their own document.
+    """
+    attention = "torch scaled_dot_product_attention", "the first of torch's kernels that supports the inputs"
     if documents or config.window is not None:
         where = "documents" if documents else f"--window-size {config.window_size}"
-        attention = "torch varlen_attn", f"attention stays inside {where}; nothing of S x S is kept"
+        attention = "torch varlen_attn", f"attention stays inside {where}; no S x S mask or scores are kept"
         if reason := mask_reason(config, capability=capability(device), dtype=dtype):
-            attention = "torch scaled_dot_product_attention with a mask of S x S", reason
+            attention = "torch scaled_dot_product_attention with an S x S mask", reason
     compiled, because = compiles_layers(config, device.type)
     formats = f"--fp8-format {config.fp8_format}: e4m3, gradients {'e5m2' if config.fp8_format == 'hybrid' else 'e4m3'}"
     return [

@@ -1,7 +1,7 @@
-"""The shape of a GPT and how it is initialised, recomputed and compiled.
+"""Config of the GPT model: sizes, initialization, dropout, activation recomputation, float8 and compilation.
 
-The fields keep Megatron's names; what follows from them (head size, feed-forward size, padded vocabulary) is
-computed by properties and never written back.
+The fields have the names of Megatron-LM's flags. Properties and methods compute derived values (head size, feed-forward
+size, padded vocabulary), which are never written back into the fields.
 """
 
 from __future__ import annotations
@@ -20,59 +20,81 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 class GPTConfig:
     """Model.
 
-    Shape, initialization, dropout and recomputation.
+    The sizes, the initialization, the dropout and the recomputation of a GPT. Sizes that are None are not known yet.
     """
 
-    num_layers: int | None = flag(None, "transformer layers", common=True)
-    hidden_size: int | None = flag(None, "width of the residual stream", common=True)
+    num_layers: int | None = flag(None, "number of transformer layers", common=True)
+    hidden_size: int | None = flag(None, "width of the residual stream, in channels", common=True)
     ffn_hidden_size: int | None = flag(
-        None, "width inside the MLP (default 4 x hidden, with --swiglu two thirds of that in steps of 64)"
+        None,
+        "width of the MLP's hidden layer, in channels (default: 4 x --hidden-size; with --swiglu two thirds of that, "
+        "rounded down to a multiple of 64)",
     )
-    num_attention_heads: int | None = flag(None, "query heads", common=True)
-    kv_channels: int | None = flag(None, "width of one head (default hidden / heads)")
-    group_query_attention: bool = flag(False, "share each key and value head among several query heads")
-    num_query_groups: int = flag(1, "key and value heads, with --group-query-attention")
-    max_position_embeddings: int | None = flag(None, "longest sequence in tokens that has positions")
+    num_attention_heads: int | None = flag(None, "number of query heads", common=True)
+    kv_channels: int | None = flag(
+        None, "channels of each attention head (default: --hidden-size / --num-attention-heads)"
+    )
+    group_query_attention: bool = flag(False, "let several query heads share each key and value head")
+    num_query_groups: int = flag(1, "number of key and value heads with --group-query-attention")
+    max_position_embeddings: int | None = flag(None, "longest sequence, in tokens, for which the model has positions")
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag(
-        "learned_absolute", "how positions enter"
+        "learned_absolute", "kind of position embeddings: a learned table, rotary embeddings, or none"
     )
-    use_rotary_position_embeddings: bool = flag(False, "old spelling of --position-embedding-type rope")
+    use_rotary_position_embeddings: bool = flag(False, "older name of --position-embedding-type rope")
     rotary_base: float = flag(10000.0, "base of the rotary frequencies")
-    rotary_percent: float = flag(1.0, "share of each head that is rotated, 0 to 1")
+    rotary_percent: float = flag(
+        1.0, "share of each head's channels that rotary embeddings rotate, above 0 and up to 1"
+    )
     no_rope_freq: str | None = flag(
         None,
-        "layers that rotate nothing: every Nth layer, or a list with a 1 for each such layer, as [0,0,0,1]",
+        "layers without rotary embeddings: N for every Nth layer, or a list with 1 for each such layer and 0 for each "
+        "other layer, such as [0,0,0,1]",
         metavar="N|LIST",
     )
     use_rope_scaling: bool = flag(
-        False, "slow down low rotary frequencies as Llama 3.1 does, for more tokens than --rope-scaling-original-length"
+        False,
+        "lower the low rotary frequencies as Llama 3.1 does, for sequences longer than --rope-scaling-original-length",
     )
-    rope_scaling_factor: float = flag(8.0, "how much slower the lowest frequencies are with --use-rope-scaling")
+    rope_scaling_factor: float = flag(8.0, "divisor of the lowest rotary frequencies with --use-rope-scaling")
     rope_scaling_original_length: int = flag(
-        8192, "tokens of the training before --use-rope-scaling", needs="--use-rope-scaling"
+        8192, "sequence length, in tokens, of the training without --use-rope-scaling", needs="--use-rope-scaling"
     )
-    rotary_seq_len_interpolation_factor: float | None = flag(None, "divisor of positions in rotary angles")
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, "divisor of the positions from which rotary angles are computed (position interpolation)"
+    )
     rope_type: Literal["rope", "yarn", "dynamic"] = flag(
         "rope",
-        "frequencies for contexts that are longer by --rotary-scaling-factor: yarn divides low ones (YaRN); dynamic "
-        "raises the base with the longest sequence of a batch beyond --max-position-embeddings (NTK-aware)",
+        "rotary frequencies for contexts that are --rotary-scaling-factor times longer: rope changes nothing; yarn "
+        "divides low frequencies (YaRN); dynamic raises the base if a batch has a sequence longer than "
+        "--max-position-embeddings (NTK-aware)",
     )
-    rotary_scaling_factor: float = flag(1.0, "how many times longer contexts become with --rope-type yarn or dynamic")
-    yarn_original_max_position_embeddings: int = flag(4096, "tokens of the training before --rope-type yarn")
-    yarn_beta_fast: float = flag(32.0, "turns in the original context from which on --rope-type yarn keeps a frequency")
-    yarn_beta_slow: float = flag(1.0, "turns in the original context up to which --rope-type yarn divides a frequency")
+    rotary_scaling_factor: float = flag(
+        1.0, "ratio of the new context length to the original one with --rope-type yarn or dynamic"
+    )
+    yarn_original_max_position_embeddings: int = flag(
+        4096, "context length, in tokens, of the training before --rope-type yarn"
+    )
+    yarn_beta_fast: float = flag(
+        32.0, "turns over the original context at and above which --rope-type yarn keeps a frequency unchanged"
+    )
+    yarn_beta_slow: float = flag(
+        1.0, "turns over the original context at and below which --rope-type yarn divides a frequency in full"
+    )
     yarn_attention_factor: float | None = flag(
-        None, "factor of the rotated channels with --rope-type yarn (default 1 + 0.1 ln --rotary-scaling-factor)"
+        None,
+        "factor of the cosines and sines of the rotary angles with --rope-type yarn "
+        "(default: 1 + 0.1 ln --rotary-scaling-factor)",
     )
     window_size: str | None = flag(
         None,
-        "tokens before and after its own that a token may look at, in layers with a window; -1 for all before it",
+        "sliding-window attention: numbers of earlier and later tokens that each token attends to, in addition to "
+        "itself; LEFT is -1 for all earlier tokens",
         metavar="LEFT,0",
     )
     window_attn_skip_freq: str | None = flag(
         None,
-        "layers with the window of --window-size: all but every Nth layer, or a list with a 1 for each such layer, as "
-        "[1,1,1,0] (default: all layers)",
+        "layers that use --window-size: N for all layers but every Nth, or a list with 1 for each layer with a window "
+        "and 0 for each other layer, such as [1,1,1,0] (default: all layers)",
         metavar="N|LIST",
     )
     num_experts: int | None = flag(
@@ -113,74 +135,97 @@ class GPTConfig:
     moe_z_loss_coeff: float = flag(
         0.0, "coefficient of the mean square of the log of the router's softmax denominators", needs="--num-experts"
     )
-    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this x tensor-parallel size")
-    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "which norm")
-    norm_epsilon: float = flag(1e-5, "added to the variance inside the norms", aliases=("--layernorm-epsilon",))
-    qk_layernorm: bool = flag(False, "normalise queries and keys, each head by itself, before they are rotated")
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this value times the tensor-parallel size"
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of all norms")
+    norm_epsilon: float = flag(
+        1e-5, "constant that norms add to the variance or mean square", aliases=("--layernorm-epsilon",)
+    )
+    qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotary embeddings")
     qk_layernorm_all_heads: bool = flag(
-        False, "normalize queries, and keys, of all heads together, before they are rotated (RMSNorm, as in OLMo 2)"
+        False,
+        "normalize the queries of all heads together, and likewise the keys, before rotary embeddings (RMSNorm, as in "
+        "OLMo 2)",
     )
     norm_after_block: bool = flag(False, "normalize the outputs of attention and MLP instead of their inputs")
-    use_parallel_residual: bool = flag(False, "add attention and MLP of the same input to it, as GPT-NeoX does")
-    embedding_multiplier: float = flag(1.0, "factor of word embeddings")
-    residual_multiplier: float = flag(1.0, "factor of the outputs of attention and MLP")
-    attention_multiplier: float | None = flag(
-        None, "factor of attention scores before the softmax (default 1 / sqrt(channels per head))"
+    use_parallel_residual: bool = flag(
+        False,
+        "give attention and MLP the same input and add both to it, as in GPT-NeoX, instead of one after the other",
     )
-    logits_scaling: float = flag(1.0, "divisor of logits")
-    apply_layernorm_1p: bool = flag(False, "norm weights are stored as w - 1, so that weight decay pulls to 1")
-    swiglu: bool = flag(False, "SwiGLU instead of GeLU in the MLP")
-    squared_relu: bool = flag(False, "squared ReLU instead of GeLU in the MLP")
-    openai_gelu: bool = flag(False, "the tanh approximation of GeLU, as GPT-2 has it")
-    untie_embeddings_and_output_weights: bool = flag(False, "give the output layer its own weight")
-    disable_bias_linear: bool = flag(False, "no bias in any linear layer")
-    add_qkv_bias: bool = flag(False, "bias on the query, key and value projection even with --disable-bias-linear")
+    embedding_multiplier: float = flag(1.0, "factor of the word embeddings")
+    residual_multiplier: float = flag(
+        1.0, "factor of the outputs of attention and MLP before they are added to the residual stream"
+    )
+    attention_multiplier: float | None = flag(
+        None, "factor of the attention scores before the softmax (default: 1 / sqrt(channels of a head))"
+    )
+    logits_scaling: float = flag(1.0, "divisor of the logits")
+    apply_layernorm_1p: bool = flag(
+        False, "store the weight of a norm minus 1, so that weight decay pulls it towards 1"
+    )
+    swiglu: bool = flag(False, "use SwiGLU instead of GeLU in the MLP")
+    squared_relu: bool = flag(False, "use squared ReLU instead of GeLU in the MLP")
+    openai_gelu: bool = flag(False, "use the tanh approximation of GeLU in the MLP, as GPT-2 does")
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "give the output layer its own weight instead of the word embedding's"
+    )
+    disable_bias_linear: bool = flag(False, "remove the biases of all linear layers")
+    add_qkv_bias: bool = flag(
+        False, "give the projection to queries, keys and values a bias even with --disable-bias-linear"
+    )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
-    hidden_dropout: float = flag(0.1, "dropout after embedding, attention and MLP")
-    attention_dropout: float = flag(0.1, "dropout on the attention probabilities")
+    hidden_dropout: float = flag(0.1, "dropout rate of the outputs of embedding, attention and MLP")
+    attention_dropout: float = flag(0.1, "dropout rate of the attention probabilities")
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective")
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
-        "full: keep only each layer's input; selective: keep what matrix products and attention give, and recompute "
-        "what lies between them (other modules with --recompute-modules)",
+        "activations that backward recomputes instead of keeping them: full recomputes each layer from its input; "
+        "selective recomputes the modules of --recompute-modules, and keeps the outputs of matrix products and "
+        "attention",
     )
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
         None,
-        "what --recompute-granularity selective recomputes: layernorm, the norms, for the products that they are the "
-        "input of; mlp_act, the MLP's activation; core_attn, the attention core, which keeps scores only where no "
-        "fused kernel computes it (default layernorm mlp_act; Megatron's is core_attn)",
+        "modules that --recompute-granularity selective recomputes: layernorm, all norms whose output is the input of "
+        "a matrix product; mlp_act, the activation of the MLP; core_attn, the attention core, which keeps its scores "
+        "only where no fused kernel computes it (default: layernorm mlp_act; Megatron-LM's default is core_attn)",
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
-        None, "uniform: every layer by itself; block: the first --recompute-num-layers layers only"
+        None,
+        "layers that --recompute-granularity full recomputes: uniform, each layer separately; block, only the first "
+        "--recompute-num-layers layers (default: uniform)",
     )
-    recompute_num_layers: int | None = flag(None, "layers to recompute with --recompute-method block")
+    recompute_num_layers: int | None = flag(None, "number of layers to recompute with --recompute-method block")
     use_cpu_initialization: bool = flag(
-        False, "draw the initial weights on the CPU, so that runs on other kinds of devices start with the same ones"
+        False, "sample the initial weights on the CPU, so that they are the same on every kind of device"
     )
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(
         None,
-        "products of the layers' linear layers take float8, through torchao, with --bf16 on GPUs from compute "
-        "capability 8.9 on: e4m3; hybrid: gradients in e5m2. Embedding, output layer, norms, adapters and what crosses "
-        "wires stay as they are. Casts cost passes over memory without --compile, and with tensor parallelism the "
-        "collectives of backward no longer hide behind products",
+        "compute the matrix products of the layers' linear layers in float8, through torchao; needs --bf16 and GPUs "
+        "with compute capability 8.9 or later. e4m3 is used for all operands; hybrid uses e5m2 for gradients. "
+        "Embedding, output layer, norms, adapters and communication do not change. Without --compile, each cast takes "
+        "several passes over memory. With tensor parallelism, the collectives of backward no longer overlap with "
+        "products",
     )
     compile: bool | None = flag(
         None,
-        "torch.compile each layer, decoding too, and what is done with logits: the first step takes longer, the others "
-        "less (default: on CUDA, where its compilers are found)",
+        "apply torch.compile to each layer, in training and decoding, and to the computation of losses from logits. "
+        "The first step takes longer and later steps take less time (default: on CUDA if its compilers are found)",
     )
 
     def __post_init__(self) -> None:
-        """Leave out checks of layers, hidden size and heads that are not known yet."""
+        """Raise ValueError for invalid or conflicting flags. A check that needs a size which is None is skipped."""
+        # ---- values of single flags
         check_words(self)
         check_positive(self, "num_attention_heads", "num_layers", "hidden_size", "ffn_hidden_size", "kv_channels")
         check_positive(self, "num_query_groups", "make_vocab_size_divisible_by")
         check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")
-        too_small = f"--ffn-hidden-size 0: what follows from --hidden-size {self.hidden_size} is not positive"
+        too_small = f"--hidden-size {self.hidden_size} makes the MLP 0 channels wide: raise it or set --ffn-hidden-size"
         _require(self.hidden_size is None or self.ffn_size > 0, too_small)
         for name in ("hidden_dropout", "attention_dropout"):
             rate = getattr(self, name)
             _require(0.0 <= rate < 1.0, f"{spelling(self, name)} {rate} is not in [0, 1)")
+        # ---- heads
         groups = f"--num-query-groups {self.num_query_groups}"
         _require(self.num_query_groups == 1 or self.group_query_attention, f"{groups} needs --group-query-attention")
         if (heads := self.num_attention_heads) is not None:
@@ -188,6 +233,7 @@ class GPTConfig:
             fits = self.kv_channels is not None or hidden is None or hidden % heads == 0
             _require(fits, f"--hidden-size {hidden} is not divisible by {given}")
             _require(heads % self.query_groups == 0, f"{given} is not divisible by {groups}")
+        # ---- activations and the remaining groups of flags
         _require(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other")
         others = self.swiglu or self.squared_relu
         _require(not (self.openai_gelu and others), "--openai-gelu excludes --swiglu and --squared-relu")
@@ -198,12 +244,13 @@ class GPTConfig:
         self._check_recompute()
 
     def _check_patterns(self) -> None:
+        """Raise ValueError for a wrong --window-size, --window-attn-skip-freq or --no-rope-freq."""
         window = self.window  # reads --window-size
         for name in ("no_rope_freq", "window_attn_skip_freq"):
             given = f"{spelling(self, name)} {getattr(self, name)}"
             pattern = _pattern(given, getattr(self, name))
             fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
-            _require(fits, f"{given} is not a list of --num-layers {self.num_layers} numbers")
+            _require(fits, f"{given} does not have one entry for each of --num-layers {self.num_layers}")
         skips = f"--window-attn-skip-freq {self.window_attn_skip_freq}"
         _require(self.window_attn_skip_freq is None or window is not None, f"{skips} needs --window-size")
         unrotated = f"--no-rope-freq {self.no_rope_freq}"
@@ -240,18 +287,25 @@ class GPTConfig:
         _require(not balance, f"{coefficient} needs --moe-router-load-balancing-type seq_aux_loss, not none")
 
     def _check_blocks(self) -> None:
+        """Raise ValueError for multipliers that are not positive and for conflicting flags of norms and residuals."""
         check_positive(self, "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
         one_kind = not (self.qk_layernorm and self.qk_layernorm_all_heads)
         _require(one_kind, "--qk-layernorm and --qk-layernorm-all-heads exclude each other")
         rms = self.normalization == "RMSNorm" and not self.apply_layernorm_1p
-        _require(not self.qk_layernorm_all_heads or rms, "--qk-layernorm-all-heads needs --normalization RMSNorm alone")
+        _require(
+            not self.qk_layernorm_all_heads or rms,
+            "--qk-layernorm-all-heads needs --normalization RMSNorm and excludes --apply-layernorm-1p",
+        )
         both = self.norm_after_block and self.use_parallel_residual
         _require(not both, "--norm-after-block and --use-parallel-residual exclude each other")
 
     def _check_rotary(self) -> None:
+        """Raise ValueError for conflicting flags of rotary embeddings, and for values out of their range."""
+        # ---- values of single flags
         percent, factor = self.rotary_percent, self.rope_scaling_factor
         check_positive(self, "rotary_seq_len_interpolation_factor", "rope_scaling_original_length", "yarn_beta_slow")
         check_positive(self, "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_attention_factor")
+        # ---- at most one way to change the frequencies
         kinds = {
             "--use-rope-scaling": self.use_rope_scaling,
             f"--rope-type {self.rope_type}": self.rope_type != "rope",
@@ -262,9 +316,10 @@ class GPTConfig:
         asked = [name for name, there in kinds.items() if there]
         _require(len(asked) < 2, f"{' and '.join(asked)} exclude each other")
         _require(not asked or self.positions == "rope", f"{' '.join(asked)} needs --position-embedding-type rope")
+        # ---- flags of --rope-type
         scale = self.rotary_scaling_factor
         scaled = f"--rotary-scaling-factor {scale}"
-        _require(1.0 <= scale < math.inf, f"{scaled} is not a number from 1 on")
+        _require(1.0 <= scale < math.inf, f"{scaled} is not a finite number of at least 1")
         _require(scale == 1.0 or self.rope_type != "rope", f"{scaled} needs --rope-type yarn or dynamic")
         for name in (
             "yarn_original_max_position_embeddings",
@@ -277,18 +332,20 @@ class GPTConfig:
             _require(getattr(self, name) == default or self.rope_type == "yarn", f"{given} needs --rope-type yarn")
         known = self.rope_type != "dynamic" or self.max_position_embeddings is not None
         _require(known, "--rope-type dynamic needs --max-position-embeddings")
+        # ---- flags of plain and scaled rotary embeddings
         _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not in (0, 1]")
         _require(factor == 8.0 or self.use_rope_scaling, f"--rope-scaling-factor {factor} needs --use-rope-scaling")
         if self.positions != "rope":
             return
-        _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a number from 1 on")
+        _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a finite number of at least 1")
         if self.kv_channels is None and None in (self.hidden_size, self.num_attention_heads):
             return
         rotated = int(self.head_size * percent)
-        given = f"--rotary-percent {percent} of {self.head_size} channels per head is {rotated}"
+        given = f"--rotary-percent {percent} of {self.head_size} channels per head is {rotated} channels"
         _require(rotated % 2 == 0 and rotated > 0, f"{given}, which is not a positive even number")
 
     def _check_recompute(self) -> None:
+        """Raise ValueError for flags of recomputation that conflict or that the chosen granularity does not use."""
         method, count = self.recompute_method, self.recompute_num_layers
         modules = f"--recompute-modules {' '.join(self.recompute_modules or ())}"
         selects = self.recompute_modules is None or self.recompute == "selective"
@@ -304,24 +361,28 @@ class GPTConfig:
             known = self.num_layers is not None
             _require(not known or count <= self.layers, f"{given} is not between 1 and --num-layers {self.num_layers}")
         else:
-            _require(count in (None, 1), f"{given}: --recompute-method uniform recomputes layer by layer here (1)")
+            _require(count in (None, 1), f"{given}: --recompute-method uniform supports only 1, layer by layer")
 
-    # ---- what follows from the fields -------------------------------------------------------------------------
+    # ---- derived values ---------------------------------------------------------------------------------------
 
     @property
     def layers(self) -> int:
+        """Number of transformer layers; ValueError if --num-layers is not set."""
         return _given("--num-layers", self.num_layers)
 
     @property
     def hidden(self) -> int:
+        """Width of the residual stream; ValueError if --hidden-size is not set."""
         return _given("--hidden-size", self.hidden_size)
 
     @property
     def heads(self) -> int:
+        """Number of query heads; ValueError if --num-attention-heads is not set."""
         return _given("--num-attention-heads", self.num_attention_heads)
 
     @property
     def ffn_size(self) -> int:
+        """Width of the MLP's hidden layer: --ffn-hidden-size or its default."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 4 * self.hidden * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden
@@ -350,104 +411,133 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
+        """Channels of each attention head: --kv-channels or its default."""
         return self.kv_channels if self.kv_channels is not None else self.hidden // self.heads
 
     @property
     def query_groups(self) -> int:
-        """Key and value heads: `heads` for plain multi-head attention."""
+        """Number of key and value heads; equal to `heads` without grouped-query attention."""
         return self.num_query_groups if self.group_query_attention else self.heads
 
     @property
     def positions(self) -> Literal["learned_absolute", "rope", "none"]:
+        """Kind of position embeddings, with the older flag --use-rotary-position-embeddings taken into account."""
         return "rope" if self.use_rotary_position_embeddings else self.position_embedding_type
 
     @property
     def rope_scaling(self) -> float | None:
-        """By how much the lowest rotary frequencies are slowed down; None for not at all."""
+        """Divisor of the lowest rotary frequencies in Llama 3.1's scaling; None without --use-rope-scaling."""
         return self.rope_scaling_factor if self.use_rope_scaling else None
 
     @property
     def window(self) -> int | None:
-        """Tokens that a token may look at, its own and those before it; None for all."""
+        """Number of tokens that a token attends to in layers with a window, itself included; None without a window.
+
+        Raises:
+            ValueError: --window-size is not LEFT,0.
+        """
         if self.window_size is None:
             return None
         sides = re.fullmatch(r"\(?(-1|\d+), *0\)?", self.window_size)
-        _require(sides is not None, f"--window-size {self.window_size} is not LEFT,0, with LEFT -1 for all tokens")
+        _require(sides is not None, f"--window-size {self.window_size} is not LEFT,0 with LEFT >= 0, or -1 for all")
         assert sides is not None
         return None if sides[1] == "-1" else int(sides[1]) + 1
 
     def has_window(self, layer: int) -> bool:
-        """True if attention of layer `layer`, counted from 0, looks back over the window alone."""
+        """Return True if the attention of layer `layer`, counted from 0, is limited to the window of --window-size."""
         pattern = _pattern("--window-attn-skip-freq", self.window_attn_skip_freq)
         return self.window is not None and (pattern is None or not _marked(pattern, layer, others=True))
 
     def rotates(self, layer: int) -> bool:
-        """True if layer `layer`, counted from 0, rotates queries and keys."""
+        """Return True if layer `layer`, counted from 0, applies rotary embeddings to queries and keys."""
         pattern = _pattern("--no-rope-freq", self.no_rope_freq)
         return self.positions == "rope" and (pattern is None or not _marked(pattern, layer))
 
     @property
     def attention_span(self) -> tuple[int | None, ...]:
-        """Tokens that a token of each layer may look at; None for all."""
+        """For each layer, the number of tokens that a token attends to, itself included; None for no limit."""
         return tuple(self.window if self.has_window(layer) else None for layer in range(self.layers))
 
     @property
     def unrotated(self) -> tuple[int, ...]:
-        """Layers without rotary positions, counted from 0."""
+        """Indices, from 0, of the layers that --no-rope-freq excludes from rotary embeddings."""
         return tuple(layer for layer in range(self.layers) if self.positions == "rope" and not self.rotates(layer))
 
     @property
     def tied(self) -> bool:
+        """True if the output layer uses the word embedding's weight."""
         return not self.untie_embeddings_and_output_weights
 
     @property
     def linear_bias(self) -> bool:
+        """True if linear layers have a bias; see `qkv_bias` for the projection to queries, keys and values."""
         return not self.disable_bias_linear
 
     @property
     def qkv_bias(self) -> bool:
+        """True if the projection to queries, keys and values has a bias."""
         return self.linear_bias or self.add_qkv_bias
 
     @property
     def recompute(self) -> Literal["full", "selective"] | None:
+        """Granularity of activation recomputation, with --recompute-activations taken into account; None for none."""
         return self.recompute_granularity or ("selective" if self.recompute_activations else None)
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """True if backward computes the outputs of these modules again."""
+        """Return True if selective recomputation includes modules of the kind `module`."""
         return self.recompute == "selective" and module in (self.recompute_modules or ("layernorm", "mlp_act"))
 
     def recomputes_layer(self, index: int) -> bool:
-        """True if layer `index` keeps only its input and is run again in backward."""
+        """Return True if layer `index` keeps only its input for backward, which runs the whole layer again."""
         if self.recompute != "full":
             return False
         return self.recompute_method != "block" or index < (self.recompute_num_layers or self.layers)
 
     def padded_vocab_size(self, vocab_size: int, tp_size: int) -> int:
-        """`vocab_size` rounded up so that every tensor-parallel rank holds the same whole number of blocks."""
+        """Return `vocab_size` rounded up to a multiple of --make-vocab-size-divisible-by times `tp_size`.
+
+        Every tensor-parallel rank then holds equally many rows of the embedding.
+        """
         multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-vocab_size // multiple) * multiple
 
 
 def _pattern(given: str, value: str | None) -> int | tuple[int, ...] | None:
-    """Read N or a list of 0 and 1, one for each layer; None is no pattern. Raises ValueError naming `given`."""
+    """Parse a pattern of layers: N (every Nth layer), or a list with a 0 or 1 for each layer; None stays None.
+
+    Args:
+        given: flag and value, for the error message.
+        value: value of the flag.
+
+    Raises:
+        ValueError: `value` has neither form.
+    """
     if value is None:
         return None
     items = re.fullmatch(r"\[([01](?:, *[01])*)\]", value)
-    _require(items is not None or re.fullmatch(r"[1-9]\d*", value) is not None, f"{given} is neither N nor [0,1,...]")
+    _require(
+        items is not None or re.fullmatch(r"[1-9]\d*", value) is not None,
+        f"{given} is neither a number N nor a list such as [0,1]",
+    )
     return tuple(map(int, items[1].split(","))) if items else int(value)
 
 
 def _marked(pattern: int | tuple[int, ...], layer: int, *, others: bool = False) -> bool:
-    """True for every Nth layer, and for a layer with a 1 in the list (`others`: with a 0)."""
+    """Return True if `pattern` marks `layer`: the Nth, 2Nth, ... layer for a number N, a 1 in its place for a list.
+
+    With `others`, a 0 in the list marks a layer instead of a 1; a number means the same as without.
+    """
     return (layer + 1) % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer]) != others
 
 
 def _given(name: str, value: int | None) -> int:
+    """Return `value`, or raise ValueError if the flag `name` is not set."""
     if value is None:
         raise ValueError(f"{name} is required")
     return value
 
 
 def _require(condition: bool, message: str) -> None:
+    """Raise ValueError with `message` if `condition` is False."""
     if not condition:
         raise ValueError(message)

@@ -1,8 +1,9 @@
-"""Dropout that is right under tensor parallelism.
+"""Dropout under tensor parallelism.
 
-Where tp ranks hold different activations (heads of attention, slices of the sequence) their masks must differ, and come
-from torch's default generator, seeded differently on each rank. Where they hold the same activations (the residual
-stream without sequence parallelism) the masks must agree, and come from a `SharedGenerator`.
+Tensor-parallel (tp) ranks hold different attention heads and, with sequence parallelism, different slices of the
+sequence. Their dropout masks must differ there. The masks come from torch's default generator, which has another seed
+on each rank. Without sequence parallelism tp ranks hold the same residual stream, so their masks must be equal there.
+These masks come from a `SharedGenerator`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ from megazpp.tensor_parallel.parameters import seed_for
 
 
 class SharedGenerator:
-    """A generator whose state is the same on all tp ranks of a data rank; each data rank draws masks of its own."""
+    """Random generator with the same state on all tp ranks of a data rank, and a different state on each data rank.
+
+    Args:
+        device: device of the masks.
+        seed: seed of the run.
+        data_rank: data-parallel rank of this process.
+    """
 
     def __init__(self, device: torch.device, *, seed: int, data_rank: int) -> None:
         self.generator = torch.Generator(device).manual_seed(seed_for(f"dropout on data rank {data_rank}", seed=seed))
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts for `torch.utils.checkpoint(context_fn=...)`: the recomputation draws what the forward drew."""
+        """Return the two contexts that `torch.utils.checkpoint` expects from its argument `context_fn`.
+
+        They make the recomputation sample the same masks as the forward, and restore the generator's state after it.
+        """
         state = self.generator.get_state()
 
         @contextmanager
@@ -40,10 +50,12 @@ class SharedGenerator:
 
 
 class Dropout(nn.Module):
-    """Zero a share `rate` of the elements in training and scale the rest by 1 / (1 - rate).
+    """Dropout: in training, set each element to zero with probability `rate` and scale the others by 1 / (1 - rate).
 
     Args:
-        shared: draw from this generator (tp ranks agree); None for torch's default generator (tp ranks differ).
+        rate: probability that an element is set to zero.
+        shared: generator that gives all tp ranks the same masks; None for torch's default generator, with which the
+            masks of tp ranks differ.
     """
 
     def __init__(self, rate: float, shared: SharedGenerator | None) -> None:
@@ -51,20 +63,26 @@ class Dropout(nn.Module):
         self.rate, self.shared = rate, shared
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """`mask`: what `draw` gave for it before; None draws one here."""
+        """Apply dropout to x, with `mask` (a result of `draw`) or, if it is None, with a newly sampled mask."""
         if not self._agrees():
             return F.dropout(x, self.rate, self.training)
         return x * (_draw(x, self.rate, self.shared) if mask is None else mask)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor | None:
-        """The next mask for a tensor such as `like`, outside of compiled code; None where torch's generator draws."""
+        """Sample the mask for a tensor that is shaped like `like`.
+
+        A compiled layer cannot use the shared generator, so its caller samples the mask beforehand and passes it to
+        `forward`. Returns None if no shared generator is used; `forward` then calls torch's dropout.
+        """
         return _draw(like, self.rate, self.shared) if self._agrees() else None
 
     def _agrees(self) -> bool:
+        """Return True if dropout is active and its masks come from the shared generator."""
         return self.shared is not None and self.rate > 0.0 and self.training
 
 
 @torch.compiler.disable
 def _draw(like: torch.Tensor, rate: float, shared: SharedGenerator | None) -> torch.Tensor:
+    """Sample a mask of 0 and 1 / (1 - rate), with the shape and dtype of `like`."""
     assert shared is not None
     return torch.empty_like(like).bernoulli_(1.0 - rate, generator=shared.generator).div_(1.0 - rate)

@@ -1,17 +1,17 @@
-"""The products of the linear layers with inputs in float8, by torchao's casts and scaled products (--fp8-format).
+"""Float8 matrix products of the linear layers (--fp8-format), built on torchao's casts and scaled matrix products.
 
-    forward           y  = x8 W8^T
-    input's gradient  dx = dy8 W8
-    weight's gradient dW = dy8^T x8
+    forward             y  = x8 W8^T
+    gradient of input   dx = dy8 W8
+    gradient of weight  dW = dy8^T x8
 
-Each of x, W and dy is scaled by one number, so that its largest element is the largest that its format has, and rounded
-(torchao's recipe "tensorwise"; the number is found anew at each use, so there is no state to save). NaN and Inf come
-out as NaN. For backward x and W are kept as they were, in 16 bits, so neither FSDP2 nor ZeRO++ notices. With tensor
-parallelism each rank scales its own slices.
+The suffix 8 marks an operand in float8. Each operand has one scale, which maps its largest absolute value to the
+largest number of the format. The scale is computed at every use, so there is no state to save (torchao's recipe
+"tensorwise"). NaN and Inf in an operand give NaN in the result. Backward keeps x and W in 16 bits, so FSDP2 and ZeRO++
+handle the same tensors as without float8. With tensor parallelism each rank scales its own slices.
 
-A cast is several passes over memory, which torch.compile fuses. Source: `matmul_with_hp_or_float8_args` of
-torchao.float8, from which this differs in three things: the output's gradient is cast once for both products, a frozen
-weight has no third product, and the result may be summed over tensor-parallel ranks in place.
+A cast takes several passes over memory; torch.compile fuses them. Source: `matmul_with_hp_or_float8_args` in
+torchao.float8. There are three differences: the gradient of the output is cast once for both backward products, a
+frozen weight gets no gradient product, and the result can be summed over tensor-parallel ranks in place.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from megazpp.tensor_parallel.layers import Product
 
 Float8Format = Literal["e4m3", "hybrid"]
 
-FLOAT8_CAPABILITY = (8, 9)  # of CUDA devices whose tensor cores take float8
-MULTIPLE = 16  # of the scaled products: both sizes of a matrix, and what is summed over
+FLOAT8_CAPABILITY = (8, 9)  # lowest compute capability of GPUs with float8 tensor cores
+MULTIPLE = 16  # all three sizes of a float8 matrix product must be multiples of this
 
 
 def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
-    """Make the product of x [..., K], weight [N, K] and bias [N] or None: x W^T + b, [..., N].
+    """Return a function that computes x W^T + b in float8: x [..., K], weight [N, K], bias [N] or None -> [..., N].
+
+    K and N must be multiples of 16, unless `emulate` is True.
 
     Args:
-        fmt: "e4m3" for everything; "hybrid": gradients of outputs in e5m2, which reach further and round coarser.
-        emulate: multiply what was rounded in fp32, on any device. Else K and N are multiples of 16.
+        fmt: "e4m3" for all operands, or "hybrid", which uses e5m2 for gradients: a larger range with coarser rounding.
+        emulate: round to float8, but multiply in fp32, which works on any device; for tests.
+
     Raises:
-        ValueError: torchao is not there.
+        ValueError: torchao is not installed.
     """
     try:
         from torchao.float8.config import e4m3_dtype, e5m2_dtype
@@ -51,7 +54,7 @@ def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
     whole, padded = (_Settings(e4m3_dtype, grad_dtype, gemms(pad)) for pad in (False, True))
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = x.shape[:-1].numel()  # which the weight's gradient sums over
+        rows = x.shape[:-1].numel()  # the weight's gradient sums over the rows, so it needs padding to a multiple of 16
         y: torch.Tensor = _Float8Linear.apply(x, weight, padded if rows % MULTIPLE else whole)
         return y if bias is None else y + bias
 
@@ -59,7 +62,13 @@ def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
 
 
 class _Settings(NamedTuple):
-    """The formats of inputs and weights, and of gradients; torchao's settings of the three products."""
+    """Float8 settings of a linear layer.
+
+    Attributes:
+        dtype: format of inputs and weights.
+        grad_dtype: format of the gradients of outputs.
+        gemms: torchao's `LinearMMConfig` for the three products.
+    """
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -68,14 +77,14 @@ class _Settings(NamedTuple):
 
 @torch.compiler.allow_in_graph
 class _Float8Linear(torch.autograd.Function):
-    """x [..., K], weight [N, K] -> x W^T [..., N]."""
+    """Product x W^T in float8, with its gradients: x [..., K], weight [N, K] -> [..., N]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, settings: _Settings) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = settings
         y = torch.mm(_cast(_rows(x), "INPUT", settings), _cast(weight.t(), "WEIGHT", settings))
-        # no view, which could not be summed in place
+        # autograd does not allow in-place operations on a view that a custom function returns
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod
@@ -90,11 +99,12 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Flatten all dimensions but the last: [..., K] -> [rows, K]."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _cast(x: torch.Tensor, role: str, settings: _Settings) -> torch.Tensor:
-    """x in float8 with its scale; `role` is torchao's name of its place in the three products."""
+    """Return x as torchao's float8 tensor with its scale; `role` is the name of an operand in `GemmInputRole`."""
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import GemmInputRole
 

@@ -1,8 +1,10 @@
-"""The GPT: embedding, pre-norm transformer layers, final norm, output layer.
+"""GPT model: embedding, transformer layers, final norm, output layer.
 
-Parameters live on leaf modules only (FSDP2's flat order then equals `named_parameters()`), activations are
-[S, B, H], and everything that varies with the parallel layout is in the layers of `tensor_parallel`. One file of more
-than 300 lines, because `sharding_units` speaks of all its modules.
+Letters: S sequence length, B batch size, H hidden size, V padded vocabulary size, T tensor-parallel (tp) ranks, C
+context-parallel (cp) ranks. Activations are [S, B, H].
+
+Only leaf modules own parameters, so FSDP2's order of parameters equals the order of `named_parameters()`. The parallel
+layers are in megazpp/tensor_parallel. The file is longer than others because `sharding_units` names all its modules.
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from megazpp.tensor_parallel.layers import Product, VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_parameters, places_of
 from megazpp.tensor_parallel.regions import collect_sequence, enter_region, reduce_from_region_
 
-Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # of dropout
+Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # dropout masks after attention and after the MLP
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of a forward where more than losses is asked for: [B, S] fp32 each; None what was not.
+    """Outputs per token of a forward with entropies or values, [B, S] fp32 each. Outputs not requested are None.
 
-    The entropy is of the distributions that labels are drawn from, without a gradient; values are the scalar head's.
-    `router_loss` [B] is the sum of all layers' balance and z-losses of each sequence, times their coefficients.
+    Attributes:
+        losses: cross entropy of each label.
+        entropy: entropy of the predicted distribution of each label, without a gradient.
+        values: outputs of the scalar head.
+        router_loss: [B] sum of all layers' balance and z-losses of each sequence, times their coefficients.
     """
 
     losses: torch.Tensor | None = None
@@ -49,24 +54,34 @@ class TokenOutputs(NamedTuple):
 
 
 class GPTModel(nn.Module):
-    """A decoder-only transformer on one tp axis, and one cp axis.
+    """Decoder-only transformer with tensor parallelism (tp) and context parallelism (cp).
 
-    Collectives on tp, beside those of the layers: forward one all-reduce after the embedding and the loss's two small
-    ones, backward one before the output layer; with sequence parallelism a reduce-scatter after the embedding and an
-    all-gather before the output layer (each the other way round in backward). On cp, beside attention's:
-    forward an all-gather of each of the outputs. All cp ranks are given the same tokens and have the outputs of all;
-    each computes a C-th part of the sequence (in generation all of it: `evaluating` of inference/generate.py).
+    Collectives on tp, in addition to those inside the layers:
+
+    - Forward: 1 all-reduce after the embedding, and 2 small ones in the loss. Backward: 1 before the output layer.
+    - With sequence parallelism: 1 reduce-scatter after the embedding and 1 all-gather before the output layer. Backward
+      has an all-gather and a reduce-scatter in their places.
+
+    Collectives on cp, in addition to attention's: 1 all-gather of each output. All cp ranks receive the same
+    tokens, each computes S/C of them, and all return the outputs of the whole sequence. During generation, each cp rank
+    computes the whole sequence (see `evaluating` in inference/generate.py).
 
     Args:
-        vocab_size: tokens that exist; the embedding is padded beyond.
-        shared_generator: where tp ranks draw the dropout masks they must agree on; None when there is no dropout.
-        document_kernel: computes attention inside documents; None for a mask.
-        product: of the layers' linear layers; None for 16-bit products that hide tp's collectives.
-        scalar_head: also have a head that gives each token one number: a reward model's, or the values of PPO.
-        ep: the ranks that share out each layer's experts; None for one rank.
-        grouped: multiply by all experts of a layer in one kernel.
-        compiled: compile layers; None: only with --compile.
-        varying_sizes: compile layers for batches and sequences of any size, and not for each of the first few.
+        config: config of the model.
+        vocab_size: number of tokens in the vocabulary, without padding.
+        tp: tensor-parallel axis.
+        cp: context-parallel axis; None for no context parallelism.
+        ep: expert-parallel axis; None for one rank.
+        sequence_parallel: split the residual stream along the sequence over tp.
+        shared_generator: generator of the dropout masks that must be equal on all tp ranks; None without dropout.
+        document_kernel: kernel for attention inside documents; None if masks are used instead.
+        product: matrix product of the layers' linear layers; None for 16-bit products that overlap with collectives on
+            tp.
+        scalar_head: add a head that computes one number per token, for reward models and for the values of PPO.
+        grouped: compute the products of all experts of a layer in one kernel.
+        compiled: compile the layers; None compiles them only if --compile is set explicitly.
+        varying_sizes: compile the layers at once for any batch size and sequence length, instead of once for each of
+            the first few sizes.
     """
 
     def __init__(
@@ -92,7 +107,7 @@ class GPTModel(nn.Module):
         self.compiled = config.compile is True if compiled is None else compiled
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.context_parallel = self.cp.size > 1
-        # tp ranks hold the same residual stream only without sequence parallelism
+        # without sequence parallelism all tp ranks hold the same residual stream and need the same dropout masks
         shared = shared_generator if tp.size > 1 and not self.sequence_parallel else None
         self.shared_generator = shared
         self.embedding = Embedding(config, vocab_size, tp, self.sequence_parallel, shared)
@@ -108,7 +123,7 @@ class GPTModel(nn.Module):
         self.output = None if config.tied else OutputLayer(config, vocab_size, tp)
         self.scalar_head = ScalarHead(config, tp) if scalar_head else None
         kinds = [(config.has_window(index), config.rotates(index)) for index in range(config.layers)]
-        self.kinds: list[tuple[bool, bool]] = kinds  # of layers: with a window, with rotary positions
+        self.kinds: list[tuple[bool, bool]] = kinds  # for each layer: has a window, applies rotary embeddings
 
     def forward(
         self,
@@ -124,33 +139,38 @@ class GPTModel(nn.Module):
         with_values: bool = False,
         with_router_loss: bool = False,
     ) -> torch.Tensor | TokenOutputs:
-        """Logits or losses of a batch.
+        """Compute the losses of a batch with labels, or the logits of a batch without.
 
         Args:
-            tokens, labels: [B, S] int64; labels are the next token of each position.
-            position_ids: [B, S] int64; None counts from 0 in every row.
-            document_starts: [D + 1] offsets into the flattened tokens, int32 for a document kernel; attention stays
-                inside a document.
-            cache: keys and values of the tokens before, to which those of `tokens` are added; for generation, without
-                sequence parallelism, position_ids and document_starts.
-            logits_at: [B] the place in each row whose logits are wanted; None for all.
-            temperature: divisor of logits before losses and entropy.
-            with_entropy, with_values: also give these; values need the scalar head.
-            with_router_loss: also give the losses of routers, in training (`config.has_router_loss`).
+            tokens: [B, S] int64 token ids.
+            labels: [B, S] int64, the token that follows each token; None for logits.
+            position_ids: [B, S] int64 positions; None counts from 0 in every row.
+            document_starts: [documents + 1] offsets of the documents in the B x S flattened tokens, int32 for a
+                document kernel. Tokens then attend only within their own document.
+            cache: key-value cache with the earlier tokens of each row, to which this forward adds its tokens; for
+                generation. Not supported with sequence parallelism, `position_ids` or `document_starts`.
+            logits_at: [B] index in each row of the only token whose logits are returned; None for all tokens.
+            temperature: divisor of the logits before losses and entropies are computed.
+            with_entropy: also return entropies; needs labels.
+            with_values: also return the outputs of the scalar head, which the model must have.
+            with_router_loss: also return the losses of routers; in training, where `config.has_router_loss` is true.
+
         Returns:
-            With labels: [B, S] fp32 losses. Without: [B, S, V/T] logits of this tp rank's part of the padded
-            vocabulary ([B, 1, V/T] with logits_at). With entropy, values or router losses: TokenOutputs, without
-            logits.
+            Losses [B, S] fp32 with labels. Without labels, logits [B, S, V/T] of this tp rank's part of the padded
+            vocabulary ([B, 1, V/T] with `logits_at`). With entropies, values or router losses, a
+            TokenOutputs, without logits.
         """
+        # ---- positions, and this rank's part of the sequence
         (batch, seq), device = tokens.shape, tokens.device
         if cache is not None:
             position_ids = cache.positions(seq)
         elif position_ids is None:
             position_ids = torch.arange(seq, device=device).expand(batch, seq)
         if self.context_parallel:
-            assert cache is logits_at is None, "each rank has a part of the places"
+            assert cache is logits_at is None, "context parallelism supports neither a cache nor logits_at"
             tokens, position_ids = (x.chunk(self.cp.size, dim=1)[self.cp.rank] for x in (tokens, position_ids))
             labels = None if labels is None else labels.chunk(self.cp.size, dim=1)[self.cp.rank]
+        # ---- inputs of attention for each kind of layer
         inputs = self._attention_inputs(position_ids, document_starts, cache, seq)
         by_kind = self._inputs_by_kind(inputs, position_ids, cache, seq)
         x = self.embedding(tokens, position_ids)
@@ -159,6 +179,7 @@ class GPTModel(nn.Module):
                 kind: dataclasses.replace(inputs, mask=shared_mask(inputs.mask, x.dtype))
                 for kind, inputs in by_kind.items()
             }
+        # ---- layers
         router_losses = []
         for index, layer in enumerate(self.layers):
             x = layer(x, by_kind[self.kinds[index]], None if cache is None else cache.layers[index])
@@ -169,6 +190,7 @@ class GPTModel(nn.Module):
         x = enter_region(x, self.tp, sequence_parallel=self.sequence_parallel)
         if logits_at is not None:
             x = x[logits_at, torch.arange(batch, device=device)].unsqueeze(0)
+        # ---- values, logits or losses
         values = None
         if with_values:
             assert self.scalar_head is not None, "values need a scalar head"
@@ -201,23 +223,28 @@ class GPTModel(nn.Module):
         return total
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Gather the slices of the sequence from all cp ranks: [S/C, ...] -> [S, ...]."""
         return collect_sequence(x, self.cp) if self.context_parallel else x
 
     def _by_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[S/C, B, ...] -> [B, S, ...]; a clone, not a view: FSDP2 hooks the tensor that its root module returns."""
+        """Gather an output over cp and put the batch first: [S/C, B, ...] -> [B, S, ...].
+
+        The result is a copy, not a view, because FSDP2 registers hooks on the tensors that its root module returns.
+        """
         return self._whole(x).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-        """Apply `head` to x and the weight of the output layer."""
+        """Return head(x, weight) for the weight of the output layer, with x divided by --logits-scaling."""
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling
         return head(x, local(self.embedding.word.weight)) if self.output is None else self.output(x, head)
 
     def sharding_units(self) -> list[list[nn.Module]]:
-        """Modules whose parameters are gathered together, in the order of use; the model itself takes the rest.
+        """Return the sharding units (FSDP2's parameter groups) in the order of use.
 
-        Tied embeddings stay with the model, because their weight is used at both ends, and so does a scalar head; a
-        forward that gives values alone uses no output layer, which is then a unit by itself.
+        Each unit is a list of modules whose parameters are gathered together. Parameters outside all lists belong to
+        the unit of the root module: a scalar head, and tied embeddings, whose weight is used at both ends of the model.
+        With a scalar head the output layer is a unit alone, because a forward for values only does not use it.
         """
         layers: list[list[nn.Module]] = [[layer] for layer in self.layers]
         if self.output is None:
@@ -233,6 +260,7 @@ class GPTModel(nn.Module):
     def _attention_inputs(
         self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int
     ) -> AttentionInputs:
+        """Make the attention inputs of a layer with rotary embeddings, if the model has them, and without a window."""
         batch = len(position_ids)
         rotary = config_angles(self.config, position_ids) if self.config.positions == "rope" else None
         if cache is not None:
@@ -244,7 +272,7 @@ class GPTModel(nn.Module):
     def _inputs_by_kind(
         self, inputs: AttentionInputs, position_ids: torch.Tensor, cache: KVCache | None, seq: int
     ) -> dict[tuple[bool, bool], AttentionInputs]:
-        """Make the inputs of each kind of layer that the model has (`kinds`)."""
+        """Make the attention inputs of each kind of layer (see `kinds`) from `inputs`, which have no window."""
         found = {}
         for windowed, rotated in dict.fromkeys(self.kinds):
             own = self._windowed(inputs, position_ids, cache, seq) if windowed else inputs
@@ -254,7 +282,7 @@ class GPTModel(nn.Module):
     def _windowed(
         self, inputs: AttentionInputs, position_ids: torch.Tensor, cache: KVCache | None, seq: int
     ) -> AttentionInputs:
-        """Return `inputs` of layers with a window."""
+        """Return `inputs` with the window of --window-size: as a mask, or as documents for the document kernel."""
         window, batch, device = self.config.window, len(position_ids), position_ids.device
         assert window is not None
         if cache is not None:
@@ -266,15 +294,32 @@ class GPTModel(nn.Module):
             return dataclasses.replace(inputs, mask=mask if inputs.mask is None else inputs.mask & mask)
         if inputs.document_starts is not None:
             return inputs
-        rows = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)  # each is a document
+        # the document kernel applies the window itself; it takes each row as one document
+        rows = torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=device)
         return dataclasses.replace(inputs, document_starts=rows)
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm attention and MLP around the residual stream: [S, B, H] -> [S, B, H] ([S/T, B, H] when split).
+    """Transformer layer, attention and MLP with residual connections: [S, B, H] -> [S, B, H].
 
-    Collectives on tp: forward 2 all-reduces, backward 2; with sequence parallelism each is an all-gather plus a
-    reduce-scatter, and backward has the two all-gathers of the forward again. Full recomputation repeats the forward's.
+    Norms precede attention and MLP, or follow them with --norm-after-block. With sequence parallelism input and output
+    are [S/T, B, H].
+
+    Collectives on tp: 2 all-reduces in forward and 2 in backward. With sequence parallelism an all-gather and a
+    reduce-scatter replace each of them, and backward repeats the 2 all-gathers of the forward. Full recomputation
+    repeats all collectives of the forward.
+
+    Args:
+        config: config of the model.
+        index: index of the layer, from 0.
+        tp: tensor-parallel axis.
+        cp: context-parallel axis.
+        sequence_parallel: True if the residual stream is split along the sequence over tp.
+        shared: generator of dropout masks that must be equal on all tp ranks; None if masks may differ.
+        document_kernel: kernel for attention inside documents; None if masks are used instead.
+        product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
+        compiled: compile the layer.
+        varying_sizes: compile it at once for any batch size and sequence length.
     """
 
     def __init__(
@@ -293,7 +338,7 @@ class TransformerLayer(nn.Module):
         mlp: Callable[..., nn.Module],
     ) -> None:
         super().__init__()
-        # Megatron's scaled init: the residual stream sums 2 x layers outputs
+        # Megatron-LM's scaled initialization: the residual stream is a sum of 2 x num_layers outputs
         output_std = config.init_method_std / math.sqrt(2.0 * config.layers)
         self.recompute = config.recomputes_layer(index)
         self.shared = shared
@@ -307,12 +352,14 @@ class TransformerLayer(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, shared)
         self.norm_after, self.parallel = config.norm_after_block, config.use_parallel_residual
         self.multiplier = config.residual_multiplier
-        # compiled below FSDP2's hooks and around no checkpoint, hence the inner function
+        # Only the inner function is compiled: FSDP2's hooks and the checkpoint of full recomputation stay outside.
         self.run = compile_layer(self._run) if compiled else self._run
         self.tp, self.compiled, self.varying_sizes = tp, compiled, varying_sizes
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Any:
-        if cache is not None:  # prompts are read once, and a cache on the host is no part of a graph for the device
+        """Run the layer on x with attention's `inputs`, with a key-value cache or with full recomputation if needed."""
+        if cache is not None:
+            # Prompts are read only once, so compiling for them does not pay. A compiled graph cannot hold a host cache.
             eager = inputs.mask is None or cache.on_host
             return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache=cache)
         if not (self.recompute and self.training):
@@ -321,10 +368,11 @@ class TransformerLayer(nn.Module):
         return checkpoint(self._drawn_and_run, x, inputs, *self._kept(), use_reentrant=False, context_fn=contexts)
 
     def _kept(self) -> tuple[Any, ...]:
-        """Return further arguments of `_run` that the forward fills in and the recomputation reads."""
+        """Return further arguments of `_run`, which the forward fills in and the recomputation reads."""
         return ()
 
     def _drawn_and_run(self, x: torch.Tensor, inputs: AttentionInputs, *kept: Any) -> Any:
+        """Sample the two dropout masks outside of compiled code, and run the layer with them."""
         return self._marked_and_run(x, inputs, (self.dropout.draw(x), self.dropout.draw(x)), None, *kept)
 
     def _marked_and_run(
@@ -335,8 +383,9 @@ class TransformerLayer(nn.Module):
         cache: LayerCache | None = None,
         *kept: Any,
     ) -> Any:
+        """Run the layer, compiled or not; tell torch.compile first which sizes vary."""
         if self.compiled:
-            mark_varying(inputs.document_starts, 0)  # batches differ in their number of documents
+            mark_varying(inputs.document_starts, 0)  # the number of documents differs between batches
         if self.compiled and (self.varying_sizes or cache is not None):
             inputs.mark_varying()
             for tensor in (x, *masks, *(cache.kept or () if cache is not None else ())):
@@ -348,18 +397,19 @@ class TransformerLayer(nn.Module):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """Places of the parameters that a compiled layer takes as local tensors; None: it takes them as they are."""
+        """Places of the parameters that the compiled layer reads as local tensors; None without compilation or tp."""
         return places_of(self) if self.compiled and self.tp.size > 1 else None
 
     def _run(
         self, x: torch.Tensor, inputs: AttentionInputs, masks: Masks = (None, None), cache: LayerCache | None = None
     ) -> torch.Tensor:
+        """Compute the layer: attention and MLP in sequence, or on the same input with --use-parallel-residual."""
         before = (None, None) if self.norm_after else (self.attention_norm, self.mlp_norm)
         first = x + self._added(self.attention(x, inputs, cache, norm=before[0]), self.attention_norm, masks[0])
         return first + self._added(self.mlp(x if self.parallel else first, norm=before[1]), self.mlp_norm, masks[1])
 
     def _added(self, x: torch.Tensor, norm: Norm, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return what attention or MLP adds to the residual stream."""
+        """Return the addend of the residual stream for the output x of attention or MLP: norm, multiplier, dropout."""
         if self.norm_after:
             x = norm(x)
         if self.multiplier != 1.0:
@@ -412,9 +462,9 @@ class MixtureLayer(TransformerLayer):
 
 
 class Embedding(nn.Module):
-    """Words plus learned positions, then dropout: tokens [B, S] -> [S, B, H] ([S/T, B, H] with sequence parallelism).
+    """Sum of word and learned position embeddings, with dropout: tokens [B, S] -> [S, B, H].
 
-    Collectives on tp: those of VocabParallelEmbedding.
+    The output is [S/T, B, H] with sequence parallelism. Collectives on tp: only VocabParallelEmbedding's.
     """
 
     def __init__(
@@ -443,7 +493,7 @@ class Embedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A learned table of positions: position_ids [S, B] -> [S, B, H] ([S/T, B, H] with sequence parallelism)."""
+    """Learned position embedding: position_ids [S, B] -> [S, B, H] ([S/T, B, H] with sequence parallelism)."""
 
     def __init__(self, config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> None:
         super().__init__()
@@ -459,9 +509,10 @@ class PositionEmbedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """The untied output weight, its rows split over tp as the embedding's; `head` computes product or loss of it.
+    """Output layer with its own weight, whose rows are split over tp like the word embedding's.
 
-    That happens inside this module's forward, where FSDP2 has the weight gathered.
+    `forward` calls the function `head`, which computes logits or losses from x and the weight. FSDP2 gathers the weight
+    only for this module's forward, so the computation must take place inside it.
     """
 
     def __init__(self, config: GPTConfig, vocab_size: int, tp: MeshAxis) -> None:
@@ -475,10 +526,10 @@ class OutputLayer(nn.Module):
 
 
 class ScalarHead(nn.Module):
-    """One number for each token, in fp32: [S, B, H] inside the region of the output layer -> [S, B].
+    """Linear head that computes one fp32 number per token: [S, B, H] -> [S, B].
 
-    Every tp rank holds the weights and multiplies its slice of the channels. Collectives on tp: forward an all-reduce
-    of the numbers.
+    It is used for reward models and for the values of PPO. Every tp rank holds the whole weight and multiplies its own
+    slice of the channels. Collectives on tp: 1 all-reduce of the [S, B] partial sums in forward.
     """
 
     def __init__(self, config: GPTConfig, tp: MeshAxis) -> None:

@@ -1,8 +1,10 @@
-"""Keys and values of the tokens a model has seen, so that the next token costs one position instead of all.
+"""Key-value cache for generation: a forward computes only new tokens and reads earlier keys and values from here.
 
-Rows of a batch begin at position 0 and may differ in length: row b's token i is at place i. Padding of a shorter row
-goes to places that its later tokens overwrite before any query may look there. B rows, S tokens of one forward, C
-places, G groups and D channels of keys and values on this tp rank.
+Letters: B rows of the batch, S new tokens per row in one forward, C places per row (the cache's capacity), G key and
+value heads and D channels per head on this tensor-parallel rank.
+
+Every row starts at place 0, and token i of a row is stored at place i. Rows may differ in length. The padding tokens of
+a shorter row are stored behind its last token; its next tokens overwrite them before any query can attend to them.
 """
 
 from __future__ import annotations
@@ -12,22 +14,26 @@ from typing import Any
 
 import torch
 
-# On CUDA the length of the mask is a multiple of this, so that shapes are the same for so many tokens. It is also a
-# multiple of 16, below which torch copies the mask of each layer into aligned memory.
+# On CUDA the mask's length is rounded up to a multiple of this, so that tensor shapes change only once in 128 tokens. A
+# length that is no multiple of 16 would make torch copy the mask into aligned memory in each layer.
 CUDA_MASK_MULTIPLE = 128
 
 
 class KVCache:
-    """Keys and values of all layers of a model, for `batch` rows of `capacity` tokens; each row has `lengths` of them.
-
-    With `on_host` they are in the host's memory; those of one layer at a time are copied to where it computes.
+    """Key-value cache of all layers of a model.
 
     Args:
+        num_layers: number of layers.
+        batch: number of rows.
+        capacity: most tokens per row; rounded up to a multiple of `mask_multiple`.
         device: device on which the model computes.
-        mask_multiple: the keys that attention reads are a multiple of this, up to the capacity, which is rounded up;
-            None for CUDA_MASK_MULTIPLE on CUDA, unless `on_host`, and 1 elsewhere.
+        on_host: keep the cache in host memory; each layer's keys and values are copied to the device when it runs.
+        mask_multiple: the number of keys that attention reads is rounded up to a multiple of this. None chooses
+            CUDA_MASK_MULTIPLE on CUDA without `on_host`, and otherwise 1.
+
     Attributes:
-        lengths: tokens of each row, as the host knows them.
+        lengths: number of tokens of each row, counted on the host.
+        layers: cache of each layer.
     """
 
     def __init__(
@@ -44,24 +50,27 @@ class KVCache:
             mask_multiple = CUDA_MASK_MULTIPLE if torch.device(device).type == "cuda" and not on_host else 1
         self._multiple = mask_multiple
         self.lengths = [0] * batch
-        self._next = torch.zeros(batch, dtype=torch.int64, device=device)  # the lengths, for forwards
+        self._next = torch.zeros(batch, dtype=torch.int64, device=device)  # `lengths`, as a tensor on the device
         capacity = self._rounded(capacity)
         self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]
 
     def positions(self, seq: int) -> torch.Tensor:
-        """[B, S]: the places of the next `seq` tokens of each row."""
+        """Return the places of the next `seq` tokens of each row, [B, S] int64."""
         start = self._next.unsqueeze(1)
         return start if seq == 1 else start + torch.arange(seq, device=start.device)
 
     def mask_length(self, seq: int) -> int:
-        """Return the number of keys that a forward of `seq` further tokens attends to."""
+        """Return the number of keys that attention reads in a forward of `seq` new tokens."""
         return self._rounded(max(self.lengths) + seq)
 
     def mask(self, positions: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
-        """[B, 1, S, mask length]: True where tokens at `positions` may look; None while they see one another alone.
+        """Return the attention mask of a forward, [B, 1, S, keys] bool, True where a token attends to a key.
+
+        None means that plain causal attention among the new tokens is correct, because the cache is empty.
 
         Args:
-            window: tokens that a token may look at, its own and those before it; None for all.
+            positions: [B, S] places of the new tokens.
+            window: number of tokens that a token attends to, itself included; None for all earlier tokens.
         """
         seq = positions.shape[1]
         if not any(self.lengths) and (window is None or seq <= window):
@@ -71,26 +80,26 @@ class KVCache:
         return (mask if window is None else mask & (places > own - window)).unsqueeze(1)
 
     def add(self, counts: Sequence[int]) -> None:
-        """After a forward: so many of its tokens were each row's own."""
+        """Advance each row by `counts[row]` tokens after a forward; its other tokens in that forward were padding."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        if len(set(counts)) == 1:  # no copy from the host
+        if len(set(counts)) == 1:  # a single number needs no copy from host to device
             self._next += counts[0]
         else:
             self._next += torch.tensor(counts).to(self._next.device)
 
     def add_one_on_device_(self) -> None:
-        """Add a token to each row for the next forward; `add_one_on_host` does it for the host.
+        """Advance each row by one token on the device; `add_one_on_host` does the same to `lengths`.
 
-        The two are apart because a replayed CUDA graph changes only the device's numbers.
+        There are two methods because the replay of a CUDA graph repeats only the one on the device.
         """
         self._next += 1
 
     def add_one_on_host(self) -> None:
-        """Add a token to each row of `lengths`; see `add_one_on_device_`."""
+        """Advance each row by one token in `lengths`, on the host; see `add_one_on_device_`."""
         self.lengths = [length + 1 for length in self.lengths]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone, in this order."""
+        """Keep only the given rows, in the given order, and drop all others."""
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows).to(self._next.device)
         self._next = self._next[index]
@@ -98,17 +107,27 @@ class KVCache:
             layer.keep(index)
 
     def _rounded(self, length: int) -> int:
+        """Return `length` rounded up to a multiple of `mask_multiple`."""
         return -(-length // self._multiple) * self._multiple
 
 
 class LayerCache:
-    """Keys and values of one layer: `kept` is [C, B, G, D] twice, allocated when the first keys come."""
+    """Key-value cache of one layer.
+
+    Args:
+        capacity: most tokens per row, C.
+        on_host: keep the cache in host memory.
+
+    Attributes:
+        kept: keys and values, [C, B, G, D] each; None until the first call of `extend` allocates them.
+    """
 
     def __init__(self, capacity: int, *, on_host: bool = False) -> None:
         self._capacity, self.on_host = capacity, on_host
         self.kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def keep(self, rows: torch.Tensor) -> None:
+        """Keep only the given rows, in the given order."""
         if self.kept is not None:
             keys, values = (x.index_select(1, rows.to(x.device)) for x in self.kept)
             self.kept = keys, values
@@ -116,7 +135,16 @@ class LayerCache:
     def extend(
         self, new: tuple[torch.Tensor, torch.Tensor], places: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep keys and values [S, B, G, D] at `places` [B, S]; returns all that `mask` is about."""
+        """Store new keys and values, and return the keys and values that attention reads.
+
+        Args:
+            new: keys and values of the new tokens, [S, B, G, D] each.
+            places: [B, S] int64 places at which they are stored.
+            mask: [..., keys] attention mask of this forward, or None for causal attention among the new tokens.
+
+        Returns:
+            Keys and values [keys, B, G, D] of the cache for the mask's keys; without a mask only the new ones.
+        """
         if self.kept is None:
             on_host: dict[str, Any] = {"device": "cpu", "pin_memory": new[0].is_cuda} if self.on_host else {}
             keys, values = (x.new_zeros((self._capacity, *x.shape[1:]), **on_host) for x in new)

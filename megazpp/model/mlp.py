@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: GeLU (exact or tanh), squared ReLU, or SwiGLU."""
+"""MLP (feed-forward network) of a layer, with GeLU (exact or tanh approximation), squared ReLU or SwiGLU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,22 @@ from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowPar
 
 
 class MLP(nn.Module):
-    """[S, B, H] -> [S, B, H] through F channels ([S/T, B, H] at both ends with sequence parallelism).
+    """MLP of a layer: [S, B, H] -> [S, B, F] -> [S, B, H].
 
-    SwiGLU's gate and up matrices are two parameters rather than one fused [2F, H]: a slice of each is then a slice
-    for any tp size. Collectives on tp: one region entered and one left.
+    S is the sequence length, B the batch size, H the hidden size, F the feed-forward size and T the number of
+    tensor-parallel (tp) ranks. With sequence parallelism input and output are [S/T, B, H].
+
+    The gate and up matrices of SwiGLU are two parameters, not one fused matrix [2F, H]: only then does a contiguous
+    slice of the rows contain matching gate and up channels for every tp size.
+
+    Collectives on tp: the collectives of one ColumnParallelLinear and one RowParallelLinear.
+
+    Args:
+        config: config of the model.
+        tp: tensor-parallel axis.
+        sequence_parallel: True if the residual stream is split along the sequence over tp.
+        output_std: standard deviation of the initial weights of the second matrix.
+        product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
     """
 
     def __init__(
@@ -44,15 +56,15 @@ class MLP(nn.Module):
         self.fc2 = RowParallelLinear(inner, hidden, std=output_std, **split)
 
     def forward(self, x: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
-        """MLP of `norm(x)`, of x without a norm."""
+        """Return the MLP's output for norm(x), or for x if `norm` is None; backward may recompute the norm."""
         layers = [self.fc1] if self.gate is None else [self.fc1, self.gate]
-        # [S, B, H] ([S/T, B, H]) -> 1 or 2 x [S, B, F/T]
+        # [S, B, H] ([S/T, B, H] with sequence parallelism) -> [S, B, F/T], twice for SwiGLU
         parts = normed(norm, x, then=lambda x: column_parallel(x, layers), recompute=self.recompute_norm)
         down: torch.Tensor = recomputed(self._inside, *parts, then=self.fc2, when=self.recompute_activation)
         return down
 
     def _inside(self, up: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """2 x [S, B, F/T] -> [S, B, F/T], the activation."""
+        """Apply the activation function to `up` [S, B, F/T]; SwiGLU multiplies by `gate`, of the same shape."""
         if gate is not None:
             return F.silu(gate) * up
         if self.squared_relu:

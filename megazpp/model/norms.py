@@ -1,8 +1,9 @@
-"""LayerNorm and RMSNorm as torch computes them, and recomputing what stands before a matrix product.
+"""LayerNorm and RMSNorm, and the recomputation of norms and activations in backward.
 
-A norm or an activation is checkpointed together with the product after it: autograd keeps the norm's input, and
-backward computes again as far as the product's input, where non-reentrant checkpointing stops, because nothing after it
-was kept. torch.compile computes again whatever a checkpoint holds, so there the product stands outside.
+Selective recomputation puts a norm (or an activation) and the matrix product that follows it into one checkpoint.
+Autograd then keeps only the norm's input. Backward recomputes the norm but not the product: non-reentrant checkpointing
+stops once it has recomputed all saved tensors, and the last one is the product's input. A checkpoint inside
+torch.compile recomputes everything that it contains, so there the product is left outside.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from megazpp.tensor_parallel.regions import copy_to_region, reduce_from_region_
 
 
 class Norm(nn.Module):
-    """Normalise the last dim: [..., H] -> [..., H].
+    """LayerNorm or RMSNorm over the last dimension: [..., size] -> [..., size].
 
-    Collectives on tp: none; with `split` each rank has a part of the gradients.
+    Collectives on tp: none. With `split` each tp rank computes a part of the gradients of weight and bias.
 
     Args:
-        size: channels, H.
-        split: each tp rank normalises other vectors: a slice of the sequence (sequence parallelism), or its own heads.
+        config: config of the model, which selects LayerNorm or RMSNorm.
+        size: number of channels.
+        tp: tensor-parallel axis.
+        split: True if tp ranks normalize different vectors: slices of the sequence, or the heads of each rank.
     """
 
     def __init__(self, config: GPTConfig, size: int, *, tp: MeshAxis, split: bool) -> None:
@@ -43,25 +46,30 @@ class Norm(nn.Module):
             self.specs["bias"] = ParameterSpec(partial=partial)
 
     def forward(self, x: torch.Tensor, weights: tuple[torch.Tensor, ...] | None = None) -> torch.Tensor:
-        """`weights`: what `read_weights` gave; None reads them here."""
+        """Normalize x, with `weights` (a result of `read_weights`) or, if None, with the module's parameters."""
         weight, *bias = self.read_weights() if weights is None else weights
         if self.kind == "RMSNorm":
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, bias[0], self.epsilon)
 
     def read_weights(self) -> tuple[torch.Tensor, ...]:
-        """Gain, and bias if there is one, as local tensors: a checkpoint in a compiled graph can hold no DTensor."""
+        """Return the weight, and the bias of a LayerNorm, as local tensors.
+
+        A checkpoint inside a compiled graph cannot take DTensors, so callers pass these tensors into it.
+        """
         weight = local(self.weight) + 1.0 if self.one_plus else local(self.weight)
         return (weight,) if self.kind == "RMSNorm" else (weight, local(self.bias))
 
 
 class HeadsNorm(nn.Module):
-    """RMSNorm of all heads together, of which each tp rank has some: [..., heads, D] -> the same.
+    """RMSNorm over the channels of all heads together, which are split over tp: [..., heads, D] -> [..., heads, D].
 
-    Collectives on tp: forward 1 all-reduce of a number per token, backward 1.
+    Collectives on tp: 1 all-reduce of one fp32 number per token in forward, and 1 in backward.
 
     Args:
-        size: channels of all heads of all ranks.
+        config: config of the model.
+        size: number of channels of all heads of all tp ranks.
+        tp: tensor-parallel axis.
     """
 
     def __init__(self, config: GPTConfig, size: int, *, tp: MeshAxis) -> None:
@@ -80,7 +88,14 @@ class HeadsNorm(nn.Module):
 
 
 def normed(norm: Norm | None, x: torch.Tensor, *, then: Callable[[torch.Tensor], Any], recompute: bool) -> Any:
-    """Apply the product `then` to norm(x), or to x; with `recompute`, backward computes the norm again."""
+    """Return then(norm(x)), or then(x) if `norm` is None.
+
+    Args:
+        norm: norm to apply, or None.
+        x: input of the norm.
+        then: matrix product after the norm.
+        recompute: True if backward recomputes the norm instead of keeping its output.
+    """
     if norm is None:
         return then(x)
     return recomputed(norm, x, norm.read_weights() if recompute else None, then=then, when=recompute)
@@ -94,13 +109,17 @@ def recomputed(
     draws: bool = False,
     in_graph: bool = True,
 ) -> Any:
-    """`then(cheap(*args))`; with `when`, backward computes again what it needs of that up to the input of `then`.
+    """Return then(cheap(*args)); backward may recompute `cheap` instead of keeping its intermediate results.
 
     Args:
-        then: the product, which is not computed again; None for nothing more.
-        draws: `cheap` draws random numbers from torch's default generator, which then has to be wound back.
-        in_graph: torch.compile may take `cheap` into its graph. Attention may not where parameters are DTensors: to
-            compute it again, torch 2.13 hands the generator's state on, and takes a DeviceMesh for it.
+        cheap: function to recompute, such as a norm or an activation.
+        args: arguments of `cheap`.
+        then: matrix product after it, which is not recomputed; None for none.
+        when: True to recompute.
+        draws: True if `cheap` samples from torch's default generator, whose state the recomputation has to restore.
+        in_graph: True if torch.compile may put the checkpoint of `cheap` into its graph. Attention with DTensor
+            parameters must stay outside: torch 2.13 passes the generator's state to the recomputation, and confuses it
+            with a DeviceMesh.
     """
 
     def both(*args: object) -> Any:
@@ -116,6 +135,7 @@ def recomputed(
 
 
 def _checkpointed(function: Callable[..., Any], *args: object, draws: bool) -> Any:
+    """Call `function` in a non-reentrant checkpoint; `draws`: the recomputation restores torch's generator."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
 
 

@@ -1,1 +1,1 @@
-"""Optimizers (AdamW, Muon, SGD), the learning-rate schedule, loss scaling and gradient clipping."""
+"""Optimizers (AdamW, Muon, SGD), learning-rate schedule, loss scaling and gradient clipping."""

@@ -1,8 +1,10 @@
-"""NVIDIA apex's FusedAdam on DTensor parameters.
+"""NVIDIA apex's FusedAdam for DTensor parameters.
 
-apex hands raw pointers to its kernels, and a DTensor has none. So the public optimizer keeps the DTensors, whose groups
-and state can be checkpointed and resharded, and inside each step apex sees plain parameters and moments that share the
-local shards' memory. apex is found by its files: the package called `apex` on PyPI is an unrelated project.
+FusedAdam passes raw pointers to its kernels, and a DTensor has no raw pointer. Therefore `ApexAdam` holds the DTensors,
+so that its groups and state can be checkpointed and resharded. In each step FusedAdam works on plain parameters and
+moments that share the memory of the local shards.
+
+`check_apex` looks for apex's files, because the package named apex on PyPI is an unrelated project.
 """
 
 from __future__ import annotations
@@ -25,19 +27,27 @@ _ADVICE = (
 
 
 def check_apex(device_type: str) -> None:
-    """Raise ValueError where apex cannot run: not on CUDA, or FusedAdam or the extension `amp_C` is missing."""
+    """Raise ValueError if apex cannot run: the device is not CUDA, or FusedAdam or its extension `amp_C` is missing."""
     if device_type != "cuda":
-        raise ValueError(f"--optimizer-backend apex needs a CUDA device, this run is on {device_type}; {_ADVICE}")
+        raise ValueError(f"--optimizer-backend apex needs a CUDA device, but this run uses {device_type}; {_ADVICE}")
     package = importlib.util.find_spec("apex")
     folders = (package.submodule_search_locations if package else None) or []
     if not any((Path(folder) / "optimizers" / "fused_adam.py").exists() for folder in folders):
-        raise ValueError(f"--optimizer-backend apex: apex.optimizers.FusedAdam is not importable; {_ADVICE}")
+        raise ValueError(f"--optimizer-backend apex: apex.optimizers.FusedAdam is not installed; {_ADVICE}")
     if importlib.util.find_spec("amp_C") is None:
-        raise ValueError(f"--optimizer-backend apex: its extension amp_C is not installed; {_ADVICE}")
+        raise ValueError(f"--optimizer-backend apex: apex's CUDA extension amp_C is not installed; {_ADVICE}")
 
 
 class ApexAdam(torch.optim.Optimizer):
-    """AdamW by apex.optimizers.FusedAdam; state is placed like the parameters, "step" is a group's."""
+    """AdamW computed by apex.optimizers.FusedAdam, for parameters that may be DTensors.
+
+    The moments are sharded like their parameters. As in apex, "step" is an entry of each group, not of each parameter.
+
+    Args:
+        groups: parameter groups, as `parameter_groups` returns them.
+        betas: decay rates of the averages of the gradient and the squared gradient.
+        eps: constant added to the denominator.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "step": 0})
@@ -50,8 +60,8 @@ class ApexAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; no closure is supported."""
-        assert closure is None, "FusedAdam takes no closure"
+        """Update every parameter that has a gradient. A closure is not supported."""
+        assert closure is None, "FusedAdam does not support a closure"
         for group, fused_group in zip(self.param_groups, self._fused.param_groups, strict=True):
             for name in ("lr", "weight_decay", "step"):
                 fused_group[name] = group[name]
@@ -62,7 +72,7 @@ class ApexAdam(torch.optim.Optimizer):
             group["step"] = fused_group["step"]
 
     def _lend_(self, parameter: nn.Parameter, stand_in: nn.Parameter) -> None:
-        """Point the stand-in, its gradient and its moments at the local shard of `parameter`."""
+        """Let FusedAdam's parameter `stand_in`, its gradient and its moments share the local shards of `parameter`."""
         stand_in.grad = None
         if parameter.grad is None:
             return

@@ -1,13 +1,16 @@
-"""Global norms that count every element once, and clipping by them.
+"""Global norms of gradients and parameters under parallelism, and gradient clipping.
 
-A parameter's elements are spread over the tensor-parallel and the shard axis, or repeated along them (a norm's gain is
-the same on every tensor-parallel rank). So each rank adds up the squares of its local shards, each divided by the
-number of ranks that hold the same elements, and the sum goes over both axes: two all-reduces of one number. The
-replicate axis is left out: its ranks hold the same shards. NaN and Inf arrive on every rank, and the caller skips the
-step. Nothing here waits for the device.
+Along the tensor-parallel axis and the shard axis (the ranks over which FSDP2 shards) a parameter is either split or
+replicated. For example, the weight of a norm is replicated over tensor-parallel ranks. To count every element once,
+each rank divides the squares of its local shards by the number of ranks that hold the same elements. Two all-reduces of
+one number, one over each axis, add up the result. The replicate axis is not included, because its ranks hold equal
+shards.
 
-The rows that pad a vocabulary are no elements: `rows` (`existing_rows` of tensor_parallel/parameters.py) leaves them
-out. Their gradients are exactly zero, so `global_grad_norm` need not know them.
+A NaN or Inf reaches every rank, and the caller then skips the step. No function here waits for the device, except
+`grad_norms`.
+
+The padding rows of the vocabulary do not count. The argument `rows` excludes them (`existing_rows` of
+tensor_parallel/parameters.py). `global_grad_norm` does not need it, because their gradients are exactly zero.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class GradNorm(NamedTuple):
-    """The norm of all gradients, an fp32 scalar equal on all ranks; names and this rank's squares [P] fp64 of each."""
+    """Global gradient norm, with this rank's contribution of each parameter.
+
+    Attributes:
+        value: fp32 scalar, the norm of all gradients divided by `divisor`; equal on all ranks.
+        names: names of the parameters that have a gradient.
+        squares: [len(names)] fp64, this rank's part of the squared norm of each gradient, before the division.
+        divisor: divisor of the gradients (the loss scale).
+    """
 
     value: torch.Tensor
     names: list[str]
@@ -39,15 +49,17 @@ class GradNorm(NamedTuple):
 def global_grad_norm(
     named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, divisor: float = 1.0
 ) -> GradNorm:
-    """L2 norm of all gradients, divided by `divisor` (the loss scale); one all-reduce of one number on each axis.
+    """Compute the L2 norm of all gradients, with one all-reduce of one number on each axis.
 
     Args:
-        named_parameters: the same on every rank; DTensors whose mesh dims carry the axes' names, or plain tensors,
-            which are taken as repeated on every rank of both axes.
-        tp, shard: the axes along which parameters may be split.
+        named_parameters: names and parameters, in the same order on every rank. A DTensor's mesh dimensions have the
+            names of the axes. A plain tensor counts as replicated over both axes.
+        tp: tensor-parallel axis.
+        shard: axis over which FSDP2 shards parameters.
+        divisor: number by which the norm is divided, the loss scale.
     """
     names, parts = list[str](), list[tuple[torch.Tensor, int]]()
-    copies = dict[object, int]()  # by placement, of which there are few
+    copies = dict[object, int]()  # number of copies by placement: computed once for the few placements that occur
     for name, parameter in named_parameters:
         if parameter.grad is not None:
             names.append(name)
@@ -61,7 +73,15 @@ def global_grad_norm(
 
 
 def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float]:
-    """L2 norm of each parameter's gradient, the same on every rank."""
+    """Return the L2 norm of each parameter's gradient by name, equal on every rank.
+
+    It takes one all-reduce over each axis, and waits for the device.
+
+    Args:
+        norm: result of `global_grad_norm`.
+        tp: tensor-parallel axis.
+        shard: axis over which FSDP2 shards parameters.
+    """
     norms = _summed_root(norm.squares, tp, shard) / norm.divisor
     return dict(zip(norm.names, norms.tolist(), strict=True))
 
@@ -69,10 +89,13 @@ def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float
 def global_parameter_norm(
     named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, rows: Mapping[str, int]
 ) -> torch.Tensor:
-    """L2 norm of all parameters, an fp32 scalar; counted and communicated like `global_grad_norm`.
+    """Compute the L2 norm of all parameters, an fp32 scalar; elements are counted as in `global_grad_norm`.
 
     Args:
-        rows: number of rows that exist of the parameters, by name, that end in padding.
+        named_parameters: names and parameters, as for `global_grad_norm`.
+        tp: tensor-parallel axis.
+        shard: axis over which FSDP2 shards parameters.
+        rows: for each parameter with padding rows at its end, the number of its rows without padding.
     """
     parts = []
     for name, parameter in named_parameters:
@@ -85,9 +108,15 @@ def global_parameter_norm(
 def count_zero_grads(
     named_parameters: NamedParameters, tp: MeshAxis, shard: MeshAxis, *, rows: Mapping[str, int]
 ) -> torch.Tensor:
-    """Number of gradient elements that are exactly zero, a whole number in fp64; arguments as `global_parameter_norm`.
+    """Count the gradient elements that are exactly zero; returns a whole number in fp64.
 
-    Parameters without a gradient have no elements.
+    Parameters without a gradient do not count.
+
+    Args:
+        named_parameters: names and parameters, as for `global_grad_norm`.
+        tp: tensor-parallel axis.
+        shard: axis over which FSDP2 shards parameters.
+        rows: for each parameter with padding rows at its end, the number of its rows without padding.
     """
     total = torch.zeros((), dtype=torch.float64)
     for name, parameter in named_parameters:
@@ -100,44 +129,53 @@ def count_zero_grads(
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float, *, divisor: float = 1.0) -> torch.Tensor:
-    """Divisor of gradients such that their global norm is at most `max_norm`, an fp32 scalar like `norm`.
+    """Return the number by which gradients must be divided to remove the loss scale and clip them, an fp32 scalar.
 
-    Megatron's rule: `divisor` (the loss scale), times (norm + 1e-6) / max_norm where that is above 1; `norm` is that of
-    the divided gradients. NaN stays NaN, and max_norm 0 turns clipping off.
+    It is `divisor`, multiplied by (norm + 1e-6) / max_norm if that ratio is above 1. A NaN norm gives NaN. Source:
+    Megatron-LM's clip_grads.py.
+
+    Args:
+        norm: fp32 scalar, the global norm of the gradients after the division by `divisor`.
+        max_norm: largest norm that is not clipped; 0 disables clipping.
+        divisor: loss scale.
     """
     excess = (norm + 1e-6) / max_norm if max_norm > 0.0 else torch.ones_like(norm)
     return divisor * excess.clamp(min=1.0)
 
 
 def divide_grads_(parameters: Iterable[nn.Parameter], divisor: torch.Tensor) -> None:
-    """Divide the gradients by a scalar, in one pass over memory; a fused optimizer does it by itself (`grad_scale`)."""
+    """Divide the gradients by a scalar, in one pass over memory.
+
+    Fused optimizers do not need this; they divide in their own kernel (argument `grad_scale`).
+    """
     grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if grads:
         torch._foreach_div_(grads, divisor)
 
 
 def _squares(parts: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """[parts] fp64 squared norms, each divided by the number of copies.
+    """Return the squared norm of each tensor divided by its number of copies, [len(parts)] fp64.
 
-    In fp64: the square of a norm above 2e19 would overflow fp32, and a sum of many small parts loses nothing.
+    In fp32 the square of a norm above 2e19 would overflow, and a sum of many small squares would lose digits.
     """
     if not parts:
         return torch.zeros(0, dtype=torch.float64)
     norms = torch.stack(torch._foreach_norm([part for part, _ in parts], 2, dtype=torch.float32))
     copies = torch.tensor([copies for _, copies in parts], dtype=torch.float64)
-    if norms.is_cuda:  # out of ordinary memory the host would wait for the whole backward
+    if norms.is_cuda:  # a copy from memory that is not pinned would make the host wait for the whole backward
         copies = copies.pin_memory().to(norms.device, non_blocking=True)
     return norms.double().square() / copies
 
 
 def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
+    """Sum `squares` over both axes and return the square roots."""
     return shard.all_reduce_(tp.all_reduce_(squares.clone())).sqrt()
 
 
 def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> dict[str, int]:
-    """Return the axes over which a parameter's elements are spread, and their sizes.
+    """Return the names and sizes of the axes over which a parameter is split; AssertionError for any other axis.
 
-    Experts are spread over the ranks of tp x shard as well, along other axes.
+    Experts are split over the ranks of tp x shard as well, along axes with other names.
     """
     split: dict[str, int] = {}
     if isinstance(parameter, DTensor):
@@ -149,15 +187,18 @@ def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) ->
     return split
 
 
-def _copies(split: dict[str, int], tp: MeshAxis, shard: MeshAxis) -> int:
-    """Number of ranks of the two axes that hold the same elements."""
+def _copies(split: Mapping[str, int], tp: MeshAxis, shard: MeshAxis) -> int:
+    """Return how many ranks of the two axes hold the same elements of a parameter that is split over `split`."""
     return tp.size * shard.size // math.prod(split.values())
 
 
 def _own_rows(
     name: str, parameter: nn.Parameter, split: Mapping[str, int], rows: Mapping[str, int], tp: MeshAxis, shard: MeshAxis
 ) -> int | None:
-    """Number of this rank's rows that exist, None for all; each axis spreads the rows of a padded parameter evenly."""
+    """Return how many rows of this rank's local shard are not padding; None for a parameter without padding rows.
+
+    Along each axis every rank has equally many rows of a padded parameter, so the shard's first row follows from ranks.
+    """
     if name not in rows:
         return None
     first, size = 0, len(parameter)

@@ -1,6 +1,6 @@
-"""Loss scaling: keeps small fp16 gradients from flushing to zero.
+"""Loss scaling, which prevents small fp16 gradients from being rounded to zero.
 
-The loss is multiplied by `scaler.scale` before backward, and the gradients are divided by it before clipping.
+The caller multiplies the loss by the scale before backward, and divides the gradients by it before clipping.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from megazpp.base.flags import check_positive, flag
 class LossScaleConfig:
     """Loss scaling.
 
-    A constant loss scale, or the constants of the dynamic loss scale of --fp16.
+    Constant loss scale, or the parameters of the dynamic loss scale that --fp16 uses by default.
     """
 
-    loss_scale: float | None = flag(None, "constant loss scale; without it --fp16 scales dynamically")
-    initial_loss_scale: float = flag(float(2**32), "first value of the dynamic loss scale")
+    loss_scale: float | None = flag(
+        None, "constant loss scale (default: a dynamic loss scale with --fp16, otherwise none)"
+    )
+    initial_loss_scale: float = flag(float(2**32), "initial value of the dynamic loss scale")
     min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale")
-    loss_scale_window: float = flag(1000.0, "steps without overflow after which the dynamic scale doubles")
-    hysteresis: int = flag(2, "overflows that are tolerated before the dynamic scale halves")
+    loss_scale_window: float = flag(
+        1000.0, "number of consecutive steps without overflow after which the dynamic loss scale doubles"
+    )
+    hysteresis: int = flag(
+        2, "overflows after the dynamic loss scale last grew that halve it; each further overflow halves it again"
+    )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values that are not positive, or a lower bound above the initial value."""
         check_positive(self, "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
         low, first = self.min_loss_scale, self.initial_loss_scale
         if low > first:
@@ -32,30 +39,41 @@ class LossScaleConfig:
 
 
 class LossScaler:
-    """A scale that stays as it is."""
+    """Constant loss scale, and the interface of `DynamicLossScale`.
+
+    Attributes:
+        scale: current factor of the loss.
+    """
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
     def update(self, found_inf: bool) -> None:
-        """Call after every step; `found_inf`: a gradient was NaN or Inf (the same on every rank)."""
+        """Adapt the scale after a step; a constant scale does nothing.
+
+        Args:
+            found_inf: True if a gradient was NaN or Inf; equal on every rank.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale}  # what else was saved with it is in its units
+        """Return the state for a checkpoint."""
+        # a constant scale is saved too, because the checkpoint's error feedback is multiplied by it
+        return {"scale": self.scale}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # a constant scale keeps the value of --loss-scale
 
 
 def build_loss_scaler(config: LossScaleConfig, *, fp16: bool) -> LossScaler:
+    """Return the dynamic loss scale for fp16 without --loss-scale, and otherwise a constant one (1 by default)."""
     if fp16 and config.loss_scale is None:
         return DynamicLossScale(config)
     return LossScaler(1.0 if config.loss_scale is None else config.loss_scale)
 
 
 class DynamicLossScale(LossScaler):
-    """Megatron's dynamic scale: halve on overflow, double after a window of steps without one.
+    """Megatron-LM's dynamic loss scale: halved after overflows, doubled after a window of steps without overflow.
 
-    The first `hysteresis - 1` overflows since the scale last grew do not lower it; each one after them does.
+    The first `hysteresis - 1` overflows since the scale last grew do not change it. Each later overflow halves it.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -63,6 +81,7 @@ class DynamicLossScale(LossScaler):
         self._config, self._growth_tracker, self._hysteresis_tracker = config, 0, config.hysteresis
 
     def update(self, found_inf: bool) -> None:
+        """Halve or double the scale after a step, if due; `found_inf`: a gradient was NaN or Inf."""
         if found_inf:
             self._growth_tracker = 0
             self._hysteresis_tracker -= 1
@@ -75,11 +94,13 @@ class DynamicLossScale(LossScaler):
             self._hysteresis_tracker = self._config.hysteresis
             self.scale *= 2.0
 
-    def state_dict(self) -> dict[str, Any]:  # under Megatron's names
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and both counters, with Megatron-LM's names."""
         trackers = {"growth_tracker": self._growth_tracker, "hysteresis_tracker": self._hysteresis_tracker}
         return {"scale": self.scale, **trackers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the scale and both counters; the checkpoint of a constant scale has no counters."""
         self.scale = float(state["scale"])
-        self._growth_tracker = int(state.get("growth_tracker", 0))  # a constant scale has none
+        self._growth_tracker = int(state.get("growth_tracker", 0))
         self._hysteresis_tracker = int(state.get("hysteresis_tracker", self._config.hysteresis))

@@ -1,16 +1,20 @@
-"""Muon on the shards: each matrix of the layers steps by its orthogonalized momentum (Jordan et al., 2024).
+"""Muon on sharded matrices: the update of each matrix is its orthogonalized momentum (Jordan et al., 2024).
 
     W -= lr (s X + weight decay W),    X = Newton-Schulz(momentum-updated gradient [r, c]),    s = 0.2 sqrt(max(r, c))
 
-A node's ranks (T tensor-parallel x L local) have contiguous rows of each matrix, of all of it where a copy of the model
-is within a node. Each matrix has an owner among them, chosen by FLOPs, which orthogonalizes it alone:
+Each rank of a node (T tensor-parallel x L local ranks) holds contiguous rows of each matrix. If a copy of the model is
+within one node, the node's ranks hold the whole matrix together. One of them is the matrix's owner and orthogonalizes
+it alone. Owners are chosen so that all ranks have about equally many FLOPs. B matrices of one shape are processed
+together:
 
     [own rows, c] --all-to-all--> [B, r, c] at the owner --Newton-Schulz--> [B, r, c] --all-to-all--> [own rows, c]
 
-Matrices of one shape travel and are multiplied together, while others are on their way. Where a copy spans N nodes, a
-node orthogonalizes its block of rows, and nothing crosses nodes (MuonBP, arXiv 2510.16981); every
-`muon_full_interval` steps all nodes gather all rows in 8-bit blocks first, and each keeps its rows of the whole
-matrix's X. The scale s is that of the shape that was orthogonalized. Queries, keys and values are three matrices.
+The communication of one shape overlaps with the computation of another.
+
+If a copy of the model spans several nodes, each node orthogonalizes only its own rows, and no data crosses nodes (block
+steps of MuonBP, arXiv 2510.16981). Every `muon_full_interval` steps is a full step instead: all nodes gather all rows
+in 8-bit blocks, orthogonalize the whole matrix, and keep their own rows of X. The scale s depends on the shape that is
+orthogonalized. Queries, keys and values count as three matrices.
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ from megazpp.topology.layout import Layout
 from megazpp.zero.config import block_format
 from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7  # the least norm that a matrix is divided by
-FULL_STEP_BLOCKS = (8, 256)  # bits and elements of the blocks in which rows cross nodes
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz's polynomial: a x + b x^3 + c x^5
+EPS = 1e-7  # lower bound of the norm by which a matrix is divided
+FULL_STEP_BLOCKS = (8, 256)  # quantization of rows that cross nodes in full steps: bits, and elements per block
 MUON = "--optimizer muon"
 
 NewtonSchulz = Callable[[torch.Tensor, int], torch.Tensor]
@@ -42,52 +46,64 @@ NewtonSchulz = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Muon."""
+    """Flags of Muon; see the top of this file for the update rule."""
 
-    muon_momentum: float = flag(0.95, "decay of Muon's running average of the gradient", needs=MUON)
+    muon_momentum: float = flag(0.95, "decay rate of Muon's running average of the gradient", needs=MUON)
     muon_use_nesterov: bool = flag(
         True,
-        "orthogonalize the gradient mixed with its average, not the average alone",
+        "orthogonalize a mean of the gradient and its running average, instead of the running average alone",
         aliases=("--muon-nesterov",),
         needs=MUON,
     )
-    muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations; each costs three products of the matrix", needs=MUON)
+    muon_num_ns_steps: int = flag(5, "number of Newton-Schulz iterations; each takes three matrix products", needs=MUON)
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
         "spectral",
-        "what an update [r, c] is scaled by: sqrt(max(r, c)), sqrt(r / c), or sqrt(max(1, r / c))",
+        "scale of the update of an r x c matrix: sqrt(max(r, c)) for spectral, sqrt(r / c) for unit_rms_norm, "
+        "sqrt(max(1, r / c)) for shape_scaling",
         needs=MUON,
     )
     muon_extra_scale_factor: float = flag(
-        0.2, "a further factor of Muon's updates; 0.2 beside spectral has the size of AdamW's", needs=MUON
+        0.2,
+        "additional factor of Muon's updates; with spectral, 0.2 gives updates of about the size of AdamW's",
+        needs=MUON,
     )
     muon_adam_lr_multiple: float = flag(
-        1.0, "learning rate of what AdamW trains beside Muon (embeddings, biases, norms) over --lr", needs=MUON
+        1.0,
+        "ratio to --lr of the learning rate of the parameters that AdamW trains with --optimizer muon (embeddings, "
+        "output layer, biases, norms)",
+        needs=MUON,
     )
     muon_full_interval: int = flag(
         0,
-        "where a matrix spans nodes, steps from one on the whole matrix, gathered in 8 bits, to the next; the others "
-        "are on each node's rows; 0: all are, and nothing crosses",
+        "number of steps from one full step to the next, if matrices span nodes. A full step gathers each matrix over "
+        "nodes in 8 bits. In other steps each node orthogonalizes its own rows, without inter-node communication. "
+        "0 for no full steps",
         needs=MUON,
     )
 
     def check_muon(self) -> None:
-        """Raises ValueError for the first value that cannot work."""
+        """Raise ValueError, with flag and value, for the first value out of its range."""
         if not 0.0 <= self.muon_momentum < 1.0:
             raise ValueError(f"{spelling(self, 'muon_momentum')} {self.muon_momentum} is not in [0, 1)")
         check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
         check_not_negative(self, "muon_full_interval")
 
     def scale(self, rows: int, columns: int) -> float:
-        """The factor of an orthogonalized matrix [rows, columns]."""
+        """Return the factor of the orthogonalized matrix, for a matrix of the given size."""
         ratio = rows / columns
         scales = {"spectral": max(rows, columns), "unit_rms_norm": ratio, "shape_scaling": max(1.0, ratio)}
         return self.muon_extra_scale_factor * math.sqrt(scales[self.muon_scale_mode])
 
 
 def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """[B, r, c] -> the orthogonal polar factor of each matrix, roughly: singular values end between 0.7 and 1.2.
+    """Approximate the orthogonal polar factor of each matrix: x [B, r, c] -> [B, r, c].
 
-    On CUDA in bf16, elsewhere in fp32.
+    The singular values of the result are between about 0.7 and 1.2. It is computed in bf16 on CUDA and in fp32
+    elsewhere.
+
+    Args:
+        x: batch of B matrices.
+        steps: number of iterations.
     """
     a, b, c = COEFFICIENTS
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
@@ -101,19 +117,25 @@ def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def row_dtype(compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which rows travel inside a node; fp16 has not the range of gradients."""
+    """Return the dtype in which rows are communicated inside a node: fp32 for fp32 training, and otherwise bf16.
+
+    fp16 is not used, because its range is too small for gradients.
+    """
     return torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
 
 
 class Orthogonalizer:
-    """Orthogonalizes the matrices of a model's layers, of which each rank has shards.
+    """Orthogonalization of the matrices in a model's layers, which are sharded over ranks; see the top of the file.
 
     Args:
-        parameters: the same on all ranks.
-        node: the ranks of a node that share a copy of the model, tensor-parallel index innermost.
-        cross: the nodes that a copy spans.
-        dtype: in which rows travel inside the node.
-        codec, iterate: what packs rows that cross nodes, and `newton_schulz`.
+        parameters: parameters that hold the matrices, in the same order on all ranks.
+        config: flags of Muon.
+        layout: sizes of the parallel axes.
+        node: axis of the ranks of a node that share a copy of the model, with the tensor-parallel index innermost.
+        cross: axis of the nodes that a copy of the model spans.
+        dtype: dtype in which rows are communicated inside the node.
+        codec: class that packs rows into 8-bit messages between nodes; tests replace it.
+        iterate: Newton-Schulz iteration; tests replace it.
     """
 
     def __init__(
@@ -138,24 +160,24 @@ class Orthogonalizer:
         self._indices: dict[tuple[int, ...], torch.Tensor] = {}
 
     def is_full(self, iteration: int) -> bool:
-        """True if a step's matrices are whole, although they span nodes."""
+        """Return True if the step `iteration` orthogonalizes whole matrices that are gathered over nodes."""
         interval = self._config.muon_full_interval
         return self._cross.size > 1 and interval > 0 and iteration % interval == 0
 
     def describe(self) -> str:
-        """The matrices, and the work on them in a step."""
+        """Return a line for the log: number of matrices, how they are split over nodes, and FLOPs per step."""
         matrices = [matrix for p in self.parameters for matrix in p.rows]
-        each = "whole" if self._cross.size == 1 else f"by the rows of each of {self._cross.size} nodes"
+        each = "whole" if self._cross.size == 1 else f"in the rows of each of {self._cross.size} nodes"
         steps, work = self._config.muon_num_ns_steps, [0] * self._node.size
         for block in itertools.chain(*self._groups[self._own]):
             work[block.owner] += 2 * steps * block_cost(block.shape)
-        text = f"Muon: {len(matrices)} matrices, {each}, {1e-9 * max(work):.3f} GFLOP on the rank that has most"
+        text = f"Muon: {len(matrices)} matrices, {each}, {1e-9 * max(work):.3f} GFLOP per step on the busiest rank"
         last = (self._cross.size - 1) * self._layout.local
         thin = [p.name for p in self.parameters if not own_rows(p.shape[0], self._layout.shard, last)]
-        return text + (f"; the last node has no row of {', '.join(thin)}" if thin else "")
+        return text + (f"; the last node holds no rows of {', '.join(thin)}" if thin else "")
 
     def buffer_bytes(self, iteration: int) -> int:
-        """The bytes of rows that are sent and received in a step, and of messages between nodes."""
+        """Return the bytes of this rank's buffers in the step `iteration`: rows sent and received, and messages."""
         full, peer, layout = self.is_full(iteration), self._node.rank // self._layout.tp, self._codec.layout
         gathered = self._cross.size * (self._dtype.itemsize * layout.size + layout.message_bytes) if full else 0
         elements = 0
@@ -165,13 +187,23 @@ class Orthogonalizer:
         return gathered + self._dtype.itemsize * elements
 
     def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
-        """This rank's shards of the scaled X, [own rows, columns] in `dtype`, of its fp32 shards of the updates."""
+        """Orthogonalize and scale all matrices.
+
+        Args:
+            updates: this rank's fp32 shard of each parameter's momentum-updated gradient, [own rows, columns].
+            iteration: number of the step, which decides whether it is a full step.
+
+        Returns:
+            This rank's shards of s X, shaped like `updates`, in the dtype of communication.
+        """
+        # ---- rows of this node, or in a full step of all nodes
         nodes: tuple[int, ...] = self._own
         shards = [[update] for update in updates]
         if self.is_full(iteration):
             nodes, shards = self._everyone, self._gathered(updates)
         local, tp, peers = self._node.rank // self._layout.tp, self._layout.tp, range(self._node.size)
         me = nodes.index(self._cross.rank)
+        # ---- send rows to the owners
         under_way = []
         for group in self._groups[nodes]:
             owned = [block for block in group if block.owner == self._node.rank]
@@ -183,10 +215,12 @@ class Orthogonalizer:
             back = [sum(block.counts[peer // tp][me] * block.columns for block in owned) for peer in peers]
             sent = torch.cat(pieces).to(self._dtype)
             under_way.append((group, owned, theirs, back, own, sent, self._exchange(sent, mine, theirs)))
+        # ---- orthogonalize at the owners and send rows back
         coming = []
         for group, owned, theirs, back, own, _, work in under_way:
             sent = self._orthogonalized(work.wait(), owned, theirs, me)
             coming.append((group, sent, self._exchange(sent, back, own)))
+        # ---- put the received rows together
         results = [torch.empty_like(update, dtype=self._dtype) for update in updates]
         for group, _, work in coming:
             counts = [block.counts[local][me] for block in group]
@@ -198,17 +232,22 @@ class Orthogonalizer:
         return results
 
     def _exchange(self, sent: torch.Tensor, send: list[int], receive: list[int]) -> Work[torch.Tensor]:
+        """Start an all-to-all inside the node; `send` and `receive` are numbers of elements for each rank."""
         return self._node.queue.submit(lambda: self._node.exchange(sent, send, receive, of="muon"))
 
     def _pieces(
         self, block: MatrixBlock, shards: Sequence[Sequence[torch.Tensor]], nodes: Sequence[int]
     ) -> Iterator[torch.Tensor]:
+        """Yield the rows of a block that this rank sends to its owner: for each node, those in the peer's shard."""
         for node, shard in zip(nodes, shards[block.parameter], strict=True):
             index = self._index(block, node, shard.device)
             yield shard if index is None else shard[index]
 
     def _index(self, block: MatrixBlock, node: int, device: torch.device) -> torch.Tensor | None:
-        """Indices of a block's rows in the shard of this rank's peer in a node; None if they are all of it."""
+        """Return the indices of a block's rows in the shard of this rank's peer on `node`; None for the whole shard.
+
+        A peer is the rank with the same local and tensor-parallel index on another node.
+        """
         parameter = self.parameters[block.parameter]
         if len(parameter.rows) == 1:
             return None
@@ -222,7 +261,18 @@ class Orthogonalizer:
     def _orthogonalized(
         self, received: torch.Tensor, owned: Sequence[MatrixBlock], theirs: Sequence[int], me: int
     ) -> torch.Tensor:
-        """The rows that each rank of this node gets back, one after the other, of those that they have sent."""
+        """Orthogonalize this rank's own matrices of one shape, and return the rows that it sends back.
+
+        Args:
+            received: rows that the ranks of this node have sent, rank after rank, flattened.
+            owned: this rank's own matrices.
+            theirs: number of elements that each rank has sent.
+            me: index of this node among the nodes whose rows were sent.
+
+        Returns:
+            This node's rows of each scaled X, rank after rank, flattened.
+        """
+        # ---- put the rows of each matrix together
         tp, peers = self._layout.tp, range(self._node.size)
         if not owned:
             return received
@@ -234,9 +284,11 @@ class Orthogonalizer:
         for index, block in enumerate(owned):
             pieces = [sent[peer][index].view(-1, block.columns) for peer in peers]
             whole.append(torch.cat([torch.cat(pieces[t::tp]) for t in range(tp)], dim=block.split))
+        # ---- orthogonalize and scale
         x = self._iterate(torch.stack(whole), self._config.muon_num_ns_steps)
         outputs, inputs = reversed(owned[0].shape) if owned[0].transposed else owned[0].shape
         x = (x * self._config.scale(outputs, inputs)).to(self._dtype)
+        # ---- split into the rows of each rank
         back: list[list[torch.Tensor]] = [[] for _ in peers]
         for block, matrix in zip(owned, x, strict=True):
             for t, of_tp in enumerate(matrix.chunk(tp, dim=block.split)):
@@ -246,7 +298,12 @@ class Orthogonalizer:
         return torch.cat([piece for source in back for piece in source])
 
     def _gathered(self, updates: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """By parameter the shards of this rank's peers on all nodes, its own too as they see it."""
+        """Gather the shards of this rank's peers on all nodes in 8-bit blocks, for a full step.
+
+        A peer is the rank with the same local and tensor-parallel index on another node. The result has a list for each
+        parameter, with one shard per node. This rank's own shard is quantized too, so that all nodes see equal rows.
+        """
+        # ---- pack the shards into one message and gather it over nodes
         device, nodes, local = updates[0].device, self._cross.size, self._node.rank // self._layout.tp
         flat = torch.zeros(1, 1, self._codec.layout.size, dtype=self._dtype, device=device)
         for segment, update in zip(self._segments, updates, strict=True):
@@ -254,6 +311,7 @@ class Orthogonalizer:
         message = self._codec.empty(1, 1, device=device)
         self._codec.pack(flat, message)
         messages = self._cross.queue.submit(lambda: self._cross.all_gather(message[0], of="muon")).wait()
+        # ---- unpack the messages and split them by parameter
         rows = torch.empty(1, nodes, self._codec.layout.size, dtype=self._dtype, device=device)
         self._codec.unpack(messages.unsqueeze(0), rows)
         found = []
@@ -266,7 +324,7 @@ class Orthogonalizer:
 
 
 def _sizes(group: Sequence[MatrixBlock], peers: Sequence[int], size: Callable[[MatrixBlock], int]) -> list[int]:
-    """The elements of a group that belong to each owner."""
+    """Return for each rank the sum of `size` over the blocks of the group that it owns."""
     return [sum(size(block) for block in group if block.owner == peer) for peer in peers]
 
 

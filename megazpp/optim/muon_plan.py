@@ -1,4 +1,4 @@
-"""Muon's plan, in integers: the matrices of a model's layers, a node's blocks of them, and who orthogonalizes each."""
+"""Plan of Muon's work, in integers: the matrices of the layers, their blocks on a node, and each block's owner."""
 
 from __future__ import annotations
 
@@ -17,18 +17,33 @@ from megazpp.zero.wire import own_rows
 
 
 class LayerMatrix(NamedTuple):
-    """A parameter of the layers that holds one matrix or several; shape on a tensor-parallel rank, without shards."""
+    """A parameter of the layers that holds one matrix, or several whose rows alternate (queries, keys and values).
+
+    Attributes:
+        name: name of the parameter.
+        shape: shape on a tensor-parallel rank, before FSDP2 shards it.
+        split: dimension that is split over tensor-parallel ranks; None if it is replicated.
+        rows: numbers of consecutive rows of each matrix, in a pattern that repeats over the parameter.
+    """
 
     name: str
     shape: tuple[int, int]
-    split: int | None  # the dim that tensor-parallel ranks share out
-    rows: tuple[int, ...]  # that its matrices have in turn
-    transposed: bool = False  # its matrices are stored as [inputs, outputs]
-    expert: bool = False  # its shards are on the axes of experts
+    split: int | None
+    rows: tuple[int, ...]
+    transposed: bool = False
+    expert: bool = False
 
 
 def layer_matrices(model: nn.Module, tp_size: int, ep_size: int = 1) -> list[LayerMatrix]:
-    """The trained matrices of a model's layers, plain tensors or shards, in the order of `named_parameters`."""
+    """Return the parameters of the model that Muon trains, in the order of `named_parameters`.
+
+    They are the trainable parameters whose `ParameterSpec` names matrices. They may be sharded already.
+
+    Args:
+        model: model or its part on this rank.
+        tp_size: number of tensor-parallel ranks.
+        ep_size: number of expert-parallel ranks.
+    """
     found = []
     for name, module, attribute, spec in owned_parameters(model):
         parameter = getattr(module, attribute)
@@ -42,12 +57,16 @@ def layer_matrices(model: nn.Module, tp_size: int, ep_size: int = 1) -> list[Lay
 
 
 class MatrixBlock(NamedTuple):
-    """The rows that some nodes have together of one matrix, the `part`-th of a parameter's.
+    """The rows of one matrix that are orthogonalized together: the rows on one node, or on all nodes in a full step.
 
     Attributes:
-        shape: of what is orthogonalized, on all tensor-parallel ranks.
-        counts: [local rank][node] rows; each tensor-parallel rank has as many, of `columns` elements.
-        owner: the rank along the node axis that orthogonalizes it.
+        parameter: index of the parameter that holds the matrix.
+        part: index of the matrix in the parameter.
+        shape: shape of the block over all tensor-parallel ranks.
+        counts: number of rows by [local rank][node], equal on each tensor-parallel rank.
+        columns: number of columns on a tensor-parallel rank.
+        split: dimension that is split over tensor-parallel ranks.
+        owner: rank along the node axis that orthogonalizes the block.
     """
 
     parameter: int
@@ -62,7 +81,14 @@ class MatrixBlock(NamedTuple):
 
 @functools.cache
 def rows_of_parts(num_rows: int, num_shards: int, shard: int, rows: tuple[int, ...]) -> tuple[Sequence[int], ...]:
-    """The rows, as indices into one shard, of each matrix that takes turns in a parameter [num_rows, ...]."""
+    """Return for each matrix of a parameter the indices of its rows in one shard.
+
+    Args:
+        num_rows: number of rows of the parameter on a tensor-parallel rank.
+        num_shards: number of shards into which FSDP2 splits these rows.
+        shard: index of the shard.
+        rows: numbers of consecutive rows of each matrix, in a pattern that repeats (`LayerMatrix.rows`).
+    """
     count, first = own_rows(num_rows, num_shards, shard), shard * -(-num_rows // num_shards)
     if len(rows) == 1:
         return (range(count),)
@@ -72,10 +98,17 @@ def rows_of_parts(num_rows: int, num_shards: int, shard: int, rows: tuple[int, .
 
 
 def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequence[int]) -> list[list[MatrixBlock]]:
-    """The blocks that `nodes` (of one copy of the model) have together, in groups of one shape and kind, by owner.
+    """Return the blocks of all matrices, in groups of one shape and orientation; each group is sorted by owner.
 
-    The costliest goes first to the rank that has the least to do. A matrix of which the nodes have no row is left out.
+    Blocks are assigned to owners in the order of falling cost, each to the rank with the least work until then.
+
+    Args:
+        parameters: parameters that hold the matrices.
+        layout: sizes of the parallel axes.
+        nodes: nodes of one copy of the model whose rows are orthogonalized together. A matrix without rows on these
+            nodes has no block.
     """
+    # ---- blocks
     tp, shards, found = layout.tp, layout.shard, []
     for index, parameter in enumerate(parameters):
         (num_rows, columns), split = parameter.shape, parameter.split or 0
@@ -92,6 +125,7 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
             shape = (tp * total, columns) if split == 0 else (total, tp * columns)
             if total:
                 found.append(MatrixBlock(index, part, shape, counts, columns, split, parameter.transposed, owner=0))
+    # ---- owners
     work = [0] * (tp * layout.local)
     groups: dict[tuple[tuple[int, int], bool], list[MatrixBlock]] = {}
     for block in sorted(found, key=lambda block: -block_cost(block.shape)):
@@ -102,11 +136,11 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
 
 
 def products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
-    """(m, n, k) of the three products in a Newton-Schulz iteration on a matrix."""
+    """Return the sizes (m, n, k) of the three matrix products in one Newton-Schulz iteration."""
     low, high = sorted((rows, columns))
     return (low, low, high), (low, low, low), (low, high, low)
 
 
 def block_cost(shape: tuple[int, int]) -> int:
-    """Multiplications of a Newton-Schulz iteration on a matrix."""
+    """Return the number of scalar multiplications in one Newton-Schulz iteration on a matrix of this shape."""
     return sum(m * n * k for m, n, k in products(*shape))

@@ -1,9 +1,9 @@
-"""The optimizer, torch's or apex's, and its parameter groups.
+"""Optimizers for sharded parameters, and their parameter groups.
 
-torch's fused AdamW runs on the local tensors of the DTensors that FSDP2 makes (an empty one does no harm): it takes
-DTensors too, but then the host works out placements for each of them. Its fused SGD does not take DTensors (torch 2.13:
-"no sharding strategy registered"), so SGD runs the multi-tensor path. Learning rate and weight decay are set before
-every step by `set_rates_`, from the schedule. Muon is here as an optimizer; its work on matrices is muon.py's.
+AdamW calls torch's fused kernel on the local tensors of FSDP2's DTensors, which may be empty. The kernel
+accepts DTensors too, but the host would then compute placements for each of them. Torch's fused SGD does not accept
+DTensors (torch 2.13: "no sharding strategy registered"), so SGD uses the multi-tensor implementation. `set_rates_` sets
+learning rate and weight decay before every step. The matrix operations of Muon are in muon.py.
 """
 
 from __future__ import annotations
@@ -32,35 +32,41 @@ ADAM = "--optimizer adam muon"
 class OptimizerConfig(MuonConfig):
     """Optimizer.
 
-    Its kernels, its constants and the gradient clipping threshold.
+    Kind of optimizer, its implementation and parameters, and gradient clipping.
     """
 
     optimizer: Literal["adam", "sgd", "muon"] = flag(
         "adam",
-        "adam (AdamW: decoupled weight decay), sgd with momentum, or muon (matrices of the layers; the rest by AdamW)",
+        "kind of optimizer: adam (AdamW, with decoupled weight decay), sgd (with momentum), or muon (Muon for the "
+        "matrices of the layers, AdamW for all other parameters)",
     )
     optimizer_backend: Literal["torch", "apex"] = flag(
         "torch",
-        "whose fused kernels run the optimizer: torch, or apex (NVIDIA apex with its CUDA extensions)",
+        "library whose fused kernels the optimizer uses: torch, or apex (NVIDIA apex with its CUDA extensions)",
     )
-    weight_decay: float = flag(0.01, "weight decay coefficient; biases and one-dimensional parameters are exempt")
-    adam_beta1: float = flag(0.9, "decay of Adam's running average of the gradient", needs=ADAM)
-    adam_beta2: float = flag(0.999, "decay of Adam's running average of the squared gradient", needs=ADAM)
-    adam_eps: float = flag(1e-8, "added to the root of the squared gradient in Adam's denominator", needs=ADAM)
-    sgd_momentum: float = flag(0.9, "momentum factor", needs="--optimizer sgd")
-    clip_grad: float = flag(1.0, "gradients are scaled down to this global L2 norm; 0 turns clipping off")
+    weight_decay: float = flag(
+        0.01, "coefficient of weight decay, which does not apply to biases and one-dimensional parameters"
+    )
+    adam_beta1: float = flag(0.9, "decay rate of Adam's running average of the gradient", needs=ADAM)
+    adam_beta2: float = flag(0.999, "decay rate of Adam's running average of the squared gradient", needs=ADAM)
+    adam_eps: float = flag(1e-8, "constant that Adam adds to the denominator of its update", needs=ADAM)
+    sgd_momentum: float = flag(0.9, "momentum of SGD", needs="--optimizer sgd")
+    clip_grad: float = flag(
+        1.0, "largest global L2 norm of the gradients, to which they are scaled down; 0 for no limit"
+    )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values out of their range, and for apex with an optimizer that it does not support."""
         check_words(self)
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{spelling(self, name)} {value} is not in [0, 1)")
-        check_positive(self, "adam_eps")  # 0 / 0 where a gradient is 0: the embedding of a token that does not occur
+        check_positive(self, "adam_eps")  # with 0, elements whose gradients are all 0 (unused tokens) would become NaN
         check_not_negative(self, "weight_decay", "clip_grad")
         self.check_muon()
         if self.optimizer_backend == "apex" and self.optimizer != "adam":
-            raise ValueError(f"--optimizer-backend apex runs --optimizer adam only, not --optimizer {self.optimizer}")
+            raise ValueError(f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}")
 
 
 def build_optimizer(
@@ -70,18 +76,22 @@ def build_optimizer(
     *,
     orthogonalizer: Orthogonalizer | JointOrthogonalizer | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of `config` over sharded parameters; those that need no gradient are left out.
-
-    The learning rate is 0 until `set_rates_` is called. Raises ValueError if apex is asked for and is not here.
+    """Build the optimizer that `config` selects; its learning rate is 0 until `set_rates_` is called.
 
     Args:
-        orthogonalizer: of --optimizer muon, for the matrices among the parameters.
+        named_parameters: names and sharded parameters; parameters that do not require a gradient are left out.
+        config: flags of the optimizer.
+        device: device of the parameters.
+        orthogonalizer: result of `build_orthogonalizer`; None without --optimizer muon.
+
+    Raises:
+        ValueError: --optimizer-backend apex, but apex is not installed or the device is not CUDA.
     """
     if config.optimizer_backend == "apex":
         check_apex(device.type)
     betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "muon":
-        assert orthogonalizer is not None, "--optimizer muon needs to know the matrices"
+        assert orthogonalizer is not None, "--optimizer muon needs an orthogonalizer"
         return Muon(dict(named_parameters), orthogonalizer, config, betas=betas, eps=config.adam_eps)
     groups = parameter_groups(named_parameters, config.weight_decay)
     if config.optimizer == "sgd":
@@ -94,7 +104,14 @@ def build_optimizer(
 def build_orthogonalizer(
     model: nn.Module, config: OptimizerConfig, dims: ParallelDims, dtype: torch.dtype
 ) -> Orthogonalizer | JointOrthogonalizer | None:
-    """Make the part of --optimizer muon that knows the sharded model, which computes in `dtype`; None without it."""
+    """Build the part of --optimizer muon that orthogonalizes matrices; return None for other optimizers.
+
+    Args:
+        model: sharded model.
+        config: flags of the optimizer.
+        dims: parallel axes.
+        dtype: dtype in which the model computes.
+    """
     if config.optimizer != "muon":
         return None
     matrices, rows = layer_matrices(model, dims.tp.size, dims.layout.ep), row_dtype(dtype)
@@ -111,9 +128,9 @@ def build_orthogonalizer(
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW on the local tensors of parameters that may be DTensors.
+    """AdamW by torch's fused kernel, called on the local tensors of parameters that may be DTensors.
 
-    State per parameter as torch has it: "step", and "exp_avg" and "exp_avg_sq", placed like the parameter.
+    The state of a parameter has torch's entries: "step", and "exp_avg" and "exp_avg_sq", sharded like the parameter.
     """
 
     @torch.no_grad()
@@ -124,12 +141,17 @@ class ShardedAdamW(torch.optim.AdamW):
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        """Update every parameter that has a gradient; no closure is supported.
+        """Update every parameter that has a gradient.
 
-        Gradients are divided by `grad_scale` first, in place. `found_inf` 1 leaves parameters and state as they are,
-        "step" too, and 0 does not. Both are fp32 scalars on the device, so that the host need not know.
+        The scalars are on the device, so that the host does not have to wait for them.
+
+        Args:
+            closure: not supported; must be None.
+            grad_scale: fp32 scalar by which gradients are divided, in place, before the update; None for 1.
+            found_inf: fp32 scalar; 1 skips the update and leaves parameters and state, "step" included, unchanged. 0 or
+                None does not skip it.
         """
-        assert closure is None, "the update has its gradients"
+        assert closure is None, "a closure is not supported"
         for group in self.param_groups:
             _adamw_(group, self.state, grad_scale, found_inf)
 
@@ -140,6 +162,8 @@ def _adamw_(
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> None:
+    """Update the parameters of one group by torch's fused AdamW; see `ShardedAdamW.step` for the scalars."""
+    # ---- state, created at the first update
     trained = [parameter for parameter in group["params"] if parameter.grad is not None]
     for parameter in trained:
         if not state_of[parameter]:
@@ -148,6 +172,7 @@ def _adamw_(
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+    # ---- fused update of the local tensors
     states = [state_of[parameter] for parameter in trained]
     adamw(
         [local(parameter) for parameter in trained],
@@ -170,10 +195,18 @@ def _adamw_(
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the matrices of `orthogonalizer` and fused AdamW for all other parameters, which may be DTensors.
+    """Muon for the matrices of the layers, and fused AdamW for all other parameters. Parameters may be DTensors.
 
-    State of a matrix: "momentum_buffer", placed like the parameter; of the others AdamW's. The first group, of which
-    "matrices" is True, has the matrices; the others have their rate times --muon-adam-lr-multiple.
+    The state of a matrix has the entry "momentum_buffer", sharded like the parameter. Other parameters have AdamW's
+    state. The first group, with the entry "matrices" True, holds Muon's matrices. The learning rate of the other groups
+    is multiplied by --muon-adam-lr-multiple.
+
+    Args:
+        named: all parameters by name.
+        orthogonalizer: orthogonalization of the matrices; its `parameters` are those that Muon trains.
+        config: flags of the optimizer.
+        betas: decay rates of AdamW's averages.
+        eps: constant in AdamW's denominator.
     """
 
     def __init__(
@@ -202,11 +235,16 @@ class Muon(torch.optim.Optimizer):
         found_inf: torch.Tensor | None = None,
         iteration: int = 1,
     ) -> None:
-        """Update every parameter, as `ShardedAdamW.step` does; matrices have gradients.
+        """Update every parameter. Each matrix must have a gradient; other parameters may have none.
 
-        At multiples of --muon-full-interval, `iteration` makes matrices whole that span nodes.
+        Args:
+            closure: not supported; must be None.
+            grad_scale: fp32 scalar by which gradients are divided before the update; None for 1.
+            found_inf: fp32 scalar; 1 skips the update and leaves parameters and state unchanged.
+            iteration: number of the step. At multiples of --muon-full-interval, matrices that span nodes are
+                orthogonalized as a whole.
         """
-        assert closure is None, "the update has its gradients"
+        assert closure is None, "a closure is not supported"
         for group in self.param_groups:
             if group["matrices"]:
                 self._update_matrices_(group, grad_scale, found_inf, iteration)
@@ -220,6 +258,8 @@ class Muon(torch.optim.Optimizer):
         found_inf: torch.Tensor | None,
         iteration: int,
     ) -> None:
+        """Update the matrices of `group` by Muon; see `step` for the other arguments."""
+        # ---- momentum
         updates, momentum = list[torch.Tensor](), self._config.muon_momentum
         taken = None if found_inf is None else found_inf == 0.0
         for parameter in group["params"]:
@@ -229,10 +269,12 @@ class Muon(torch.optim.Optimizer):
             buffer, gradient = local(state["momentum_buffer"]), local(parameter.grad)
             if grad_scale is not None:
                 gradient = gradient / grad_scale
-            if taken is not None:  # averaged with itself, the momentum stays as it is, to the bit
+            if taken is not None:
+                # in a skipped step the momentum is averaged with itself, which leaves it bit-identical
                 gradient = gradient.where(taken, buffer)
             buffer.lerp_(gradient, 1.0 - momentum)
             updates.append(gradient.lerp(buffer, momentum) if self._config.muon_use_nesterov else buffer)
+        # ---- weights
         decay, rate = 1.0 - group["lr"] * group["weight_decay"], group["lr"]
         for parameter, x in zip(group["params"], self._orthogonalizer(updates, iteration=iteration), strict=True):
             weight = local(parameter)
@@ -241,9 +283,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Megatron's two groups: parameters that decay, and biases and one-dimensional ones, which do not.
+    """Split parameters into Megatron-LM's two groups: with weight decay, and without (biases, one-dimensional ones).
 
-    "wd_mult", 1 or 0, scales the scheduled weight decay, "lr_mult", 1, the rate. An empty group is left out.
+    `set_rates_` multiplies the scheduled weight decay by a group's "wd_mult" (1 or 0), and the scheduled learning rate
+    by its "lr_mult" (1). Parameters that do not require a gradient, and empty groups, are left out.
+
+    Args:
+        named_parameters: names and parameters.
+        weight_decay: weight decay of the first group until `set_rates_` is called.
     """
     groups: dict[float, list[nn.Parameter]] = {1.0: [], 0.0: []}
     for name, parameter in named_parameters:
@@ -257,7 +304,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
 
 
 def set_rates_(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight_decay: float) -> None:
-    """Write the schedule's values into every group, times the group's multiples."""
+    """Set learning rate and weight decay of every group to the given values times the group's multiples."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_mult"]
         group["weight_decay"] = weight_decay * group["wd_mult"]
@@ -270,30 +317,38 @@ def update_(
     *,
     iteration: int = 1,
 ) -> None:
-    """Step with gradients divided by `grad_divisor`; both are fp32 scalars, `found_inf` is for `skips_on_device`."""
+    """Update the parameters with their gradients divided by `grad_divisor`.
+
+    Args:
+        optimizer: result of `build_optimizer`.
+        grad_divisor: fp32 scalar on the device, the product of loss scale and clipping factor.
+        found_inf: fp32 scalar on the device, 1 if the step is to be skipped; only for optimizers for which
+            `skips_on_device` returns True, and otherwise None.
+        iteration: number of the step, which Muon needs.
+    """
     if isinstance(optimizer, Muon):
         optimizer.step(grad_scale=grad_divisor, found_inf=found_inf, iteration=iteration)
         return
     if isinstance(optimizer, ShardedAdamW):
         optimizer.step(grad_scale=grad_divisor, found_inf=found_inf)
         return
-    assert found_inf is None, f"{type(optimizer).__name__} cannot skip a step by itself"
+    assert found_inf is None, f"{type(optimizer).__name__} cannot skip a step on the device"
     divide_grads_((p for group in optimizer.param_groups for p in group["params"]), grad_divisor)
     optimizer.step()
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the optimizer skips a non-finite step on the device, so that the host need not wait."""
+    """Return True if the optimizer can skip a step with non-finite gradients without making the host wait."""
     return isinstance(optimizer, (ShardedAdamW, Muon))
 
 
 def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) of the optimizer for the table of back ends."""
+    """Return the optimizer's rows (part, implementation, reason) for the table of implementations in the log."""
     implementation, why = "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}"
     if config.optimizer_backend == "apex":
-        implementation, why = "apex.optimizers.FusedAdam", "asked for by --optimizer-backend apex"
+        implementation, why = "apex.optimizers.FusedAdam", "selected by --optimizer-backend apex"
     elif config.optimizer == "sgd":
-        implementation, why = "torch.optim.SGD(foreach=True)", "torch's fused SGD does not take DTensors"
+        implementation, why = "torch.optim.SGD(foreach=True)", "torch's fused SGD does not support DTensors"
     elif config.optimizer == "muon":
-        implementation = "Muon of the layers' matrices in batches, " + implementation
+        implementation = "Muon for the layers' matrices, in batches of one shape; " + implementation
     return [("optimizer", implementation, why)]

@@ -1,9 +1,9 @@
-"""Learning rate and weight decay as pure functions of the samples consumed so far.
+"""Schedule of learning rate and weight decay, as pure functions of the number of samples consumed so far.
 
-Formulas and unit are Megatron's: flags given in iterations are turned into samples by the global batch size, so a run
-and its continuation on another number of ranks see the same values. Where a run of --train-iters resumes with another
-global batch size, its position on the curves is converted, too (`schedule_ratio` of checkpoint/metadata.py). The rate
-of a step is the one at the samples consumed before it: with warm-up the first step has `--lr-warmup-init`.
+Formulas and unit are Megatron-LM's. Flags in iterations are converted to samples by the global batch size, so the
+schedule does not depend on the number of ranks. If a run with --train-iters resumes with another global batch size, its
+position in the schedule is converted as well (`schedule_ratio` in checkpoint/metadata.py). A step uses the values for
+the samples consumed before it, so the first step of a warm-up has the learning rate --lr-warmup-init.
 """
 
 from __future__ import annotations
@@ -21,32 +21,48 @@ from megazpp.base.flags import check_not_negative, check_positive, check_words, 
 class ScheduleConfig:
     """Learning rate schedule.
 
-    Peak, minimum, warm-up and decay of the learning rate, and the ramp of the weight decay.
+    Warm-up, peak, decay and minimum of the learning rate, and the increase of the weight decay.
     """
 
     lr: float | None = flag(None, "peak learning rate", common=True)
-    min_lr: float = flag(0.0, "learning rate after the decay, and the lower bound of inverse-square-root")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay; a lower bound with inverse-square-root")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
-        "linear", "shape of the learning rate after warm-up; WSD holds the peak and anneals at the end"
+        "linear",
+        "shape of the learning rate after the warm-up; WSD (warm-up, stable, decay) holds the peak until a final decay",
     )
-    lr_decay_iters: int | None = flag(None, "iterations until --min-lr is reached; default: --train-iters")
-    lr_decay_samples: int | None = flag(None, "samples until --min-lr is reached; default: --train-samples")
-    lr_warmup_fraction: float | None = flag(None, "linear warm-up as a fraction of the decay iterations or samples")
-    lr_warmup_iters: int = flag(0, "iterations of linear warm-up")
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up")
+    lr_decay_iters: int | None = flag(
+        None, "length of warm-up and decay together, in iterations (default: --train-iters)"
+    )
+    lr_decay_samples: int | None = flag(
+        None, "length of warm-up and decay together, in samples (default: --train-samples)"
+    )
+    lr_warmup_fraction: float | None = flag(
+        None, "length of the linear warm-up, as a fraction of --lr-decay-iters or --lr-decay-samples"
+    )
+    lr_warmup_iters: int = flag(0, "length of the linear warm-up, in iterations")
+    lr_warmup_samples: int = flag(0, "length of the linear warm-up, in samples")
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", "shape of the final anneal", needs="--lr-decay-style WSD"
+        "exponential", "shape of the final decay", needs="--lr-decay-style WSD"
     )
-    lr_wsd_decay_iters: int | None = flag(None, "iterations of the final anneal", needs="--lr-decay-style WSD")
-    lr_wsd_decay_samples: int | None = flag(None, "samples of the final anneal", needs="--lr-decay-style WSD")
-    start_weight_decay: float | None = flag(None, "weight decay at the first step; needs an increasing style")
-    end_weight_decay: float | None = flag(None, "weight decay at the last step; needs an increasing style")
+    lr_wsd_decay_iters: int | None = flag(
+        None, "length of the final decay, in iterations", needs="--lr-decay-style WSD"
+    )
+    lr_wsd_decay_samples: int | None = flag(None, "length of the final decay, in samples", needs="--lr-decay-style WSD")
+    start_weight_decay: float | None = flag(
+        None, "weight decay of the first step with --weight-decay-incr-style linear or cosine"
+    )
+    end_weight_decay: float | None = flag(
+        None, "weight decay of the last step with --weight-decay-incr-style linear or cosine"
+    )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "how the weight decay goes from start to end"
+        "constant",
+        "shape of the weight decay from --start-weight-decay to --end-weight-decay; constant: --weight-decay",
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values out of their range and for conflicting flags."""
+        # ---- learning rate
         check_words(self)
         check_not_negative(self, "lr", "min_lr")
         if self.lr is not None and self.lr < self.min_lr:
@@ -58,7 +74,8 @@ class ScheduleConfig:
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
             if (value := getattr(self, name)) and self.lr_warmup_fraction is not None:
                 fraction = f"--lr-warmup-fraction {self.lr_warmup_fraction}"
-                raise ValueError(f"{fraction} and {spelling(self, name)} {value}: give only one")
+                raise ValueError(f"{fraction} and {spelling(self, name)} {value} exclude each other: set only one")
+        # ---- weight decay
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
         for name in ("start_weight_decay", "end_weight_decay"):
             if style == "constant" and (value := getattr(self, name)) is not None:
@@ -67,12 +84,27 @@ class ScheduleConfig:
             needed = f"--start-weight-decay and --end-weight-decay (given: {start}, {end})"
             raise ValueError(f"--weight-decay-incr-style {style} needs {needed}")
         if start is not None and end is not None and not 0.0 <= start <= end:
-            raise ValueError(f"--start-weight-decay {start} and --end-weight-decay {end}: 0 <= start <= end is needed")
+            raise ValueError(f"--start-weight-decay {start} is not between 0 and --end-weight-decay {end}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The two curves. Every length is in samples; `build_schedule` makes it from flags."""
+    """Schedule of learning rate and weight decay, built from flags by `build_schedule`.
+
+    Attributes:
+        max_lr: peak learning rate.
+        min_lr: learning rate after the decay.
+        init_lr: learning rate at the start of the warm-up.
+        warmup_samples: length of the warm-up in samples.
+        decay_samples: length of warm-up and decay together in samples.
+        decay_style: shape of the decay.
+        anneal_samples: length of the final decay of WSD in samples; None for other styles.
+        anneal_style: shape of the final decay of WSD.
+        start_weight_decay: weight decay of the first step.
+        end_weight_decay: weight decay after `ramp_samples`.
+        ramp_samples: length of the weight decay's increase in samples.
+        ramp_style: shape of the weight decay's increase.
+    """
 
     max_lr: float
     min_lr: float
@@ -88,7 +120,7 @@ class Schedule:
     ramp_style: str
 
     def learning_rate(self, consumed_samples: int) -> float:
-        """The rate of the step that starts after `consumed_samples`."""
+        """Return the learning rate of the step that starts after `consumed_samples` samples."""
         if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
             return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.warmup_samples
         if self.decay_style == "constant":
@@ -108,7 +140,7 @@ class Schedule:
         return self.min_lr + height * (self.max_lr - self.min_lr)
 
     def weight_decay(self, consumed_samples: int) -> float:
-        """The weight decay of the step that starts after `consumed_samples`, before a group's `wd_mult`."""
+        """Return the weight decay of the step that starts after `consumed_samples` samples, for a "wd_mult" of 1."""
         if self.ramp_style == "constant" or consumed_samples > self.ramp_samples:
             return self.end_weight_decay
         progress = consumed_samples / self.ramp_samples
@@ -117,10 +149,11 @@ class Schedule:
         return self.start_weight_decay + progress * (self.end_weight_decay - self.start_weight_decay)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return all attributes by name, for a checkpoint."""
         return dataclasses.asdict(self)
 
     def stretched(self, ratio: Fraction) -> Schedule:
-        """Return the schedule with every length multiplied by `ratio`, rounded down to whole samples."""
+        """Return the schedule with every length multiplied by `ratio`; whole lengths are rounded down."""
         if ratio == 1:
             return self
         whole = {"decay_samples": self.decay_samples, "ramp_samples": self.ramp_samples}
@@ -131,7 +164,7 @@ class Schedule:
 
 
 def _fall(style: str, progress: float) -> float:
-    """From 1 at progress 0 to 0 at progress 1."""
+    """Return the height of a decay of the given style, which falls from 1 at progress 0 to 0 at progress 1."""
     if style == "linear":
         return 1.0 - progress
     if style == "cosine":
@@ -149,12 +182,19 @@ def build_schedule(
     train_samples: int | None,
     global_batch_size: int,
 ) -> Schedule:
-    """The schedule of a run of `train_iters` steps or of `train_samples` samples: exactly one is given.
+    """Build the schedule of a run. Exactly one of `train_iters` and `train_samples` is None.
 
     Args:
-        weight_decay: the constant weight decay, used unless the config ramps it.
-        global_batch_size: samples per step after any ramp-up; turns iterations into samples.
+        config: flags of the schedule.
+        weight_decay: constant weight decay, used unless --weight-decay-incr-style increases it.
+        train_iters: length of the run in steps.
+        train_samples: length of the run in samples.
+        global_batch_size: samples per step, after any batch-size ramp-up; it converts iterations into samples.
+
+    Raises:
+        ValueError: flags are missing, mix iterations with samples, or do not fit the length of the run.
     """
+    # ---- unit of all lengths: samples or iterations
     if config.lr is None:
         raise ValueError("--lr is required")
     unit, other = ("samples", "iters") if train_iters is None else ("iters", "samples")
@@ -162,8 +202,9 @@ def build_schedule(
     assert train is not None
     for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
         if value := getattr(config, name):
-            raise ValueError(f"{spelling(config, name)} {value} cannot be mixed with --train-{unit} {train}")
+            raise ValueError(f"{spelling(config, name)} {value} cannot be combined with --train-{unit} {train}")
 
+    # ---- lengths
     decay, fraction = getattr(config, f"lr_decay_{unit}"), config.lr_warmup_fraction
     decay_flag = f"--train-{unit} {train}" if decay is None else f"--lr-decay-{unit} {decay}"
     decay = train if decay is None else decay
@@ -178,6 +219,7 @@ def build_schedule(
         if not 0 < anneal <= decay - warmup:
             raise ValueError(f"--lr-wsd-decay-{unit} {anneal} does not fit between {warmup_flag} and {decay_flag}")
 
+    # ---- conversion to samples
     samples = 1 if train_iters is None else global_batch_size
     constant = config.weight_decay_incr_style == "constant"
     return Schedule(

@@ -1,18 +1,19 @@
-"""Frozen units: weights that nobody trains, kept packed inside each node and unpacked around each use.
+"""Frozen units: weights that are not trained, kept packed and sharded inside each node, and unpacked around each use.
 
-    checkpoint --this rank's rows--> pack --> message [M]        once; each node reads for itself, nothing crosses nodes
-    message [M] --local all-gather--> [L, M] --unpack--> weights   before each use, forward and backward; freed after it
+    checkpoint --this rank's rows--> pack --> message [M]        once; each node reads its own copy, none crosses nodes
+    message [M] --local all-gather--> [L, M] --unpack--> weights   before each use in forward and backward; then freed
 
-L ranks of a node share a tensor-parallel index. A frozen weight is a plain tensor in the place of the module's
-parameter, which FSDP2, the optimizer, the norm and checkpoints do not see: no fp32 master, no moments. Unless fewer
-bits are asked for, the message holds the compute dtype, so that a forward computes with the bits of trained weights.
+The L ranks of a node with the same tensor-parallel index share a unit. A frozen weight is a plain tensor that replaces
+the module's parameter. FSDP2, the optimizer, the gradient norm and checkpoints therefore do not include it, and it has
+neither an fp32 master copy nor moments. By default the message holds the compute dtype, so a forward is bit-identical
+to a forward with trained weights.
 
-Of P weights a rank keeps 2 P / L bytes in 16 bits, 1.0312 P / L in 8 and 0.5625 P / L in 4, and sends L - 1 times as
-much inside the node per use.
+For P weights, a rank keeps 2 P / L bytes in 16 bits, 1.0312 P / L in 8 bits and 0.5625 P / L in 4 bits. Per use it
+sends L - 1 times as many bytes inside the node.
 
-A use in backward is one through which a gradient flows: of a unit below the first trained weight there is none. As
-frozen weights never change, the next unit's gather runs ahead beside the compute, and what has arrived stays valid.
-The axis has a process group and a queue of its own, so it never waits for the training's hops.
+The backward uses a unit only if a gradient flows through it, so units below the first trained weight are not gathered
+again. Frozen weights never change. The gather of the next unit therefore runs ahead during the compute, and its result
+stays valid. The axis has its own process group and queue, so it never waits for the collectives of the training.
 """
 
 from __future__ import annotations
@@ -53,21 +54,25 @@ def freeze(
     bits: int | None = None,
     trained: Callable[[str], bool] = lambda name: False,
 ) -> FrozenUnits:
-    """Make the parameters of `model` frozen units, one after the other; it computes as before.
+    """Turn the parameters of `model` into frozen units, one after the other.
 
     Args:
-        model: on the meta device, with the shapes of this tensor-parallel rank's part.
-        units: modules whose weights are used together, in the order of use; `model` takes what is left.
-        axis: the ranks of a node that share units; one of size 1 is a whole copy on this rank.
-        load: (name, rows) -> these rows of dim 0 of the part, in any dtype; each is asked for once, on one rank of the
-            axis, a few megabytes at a time.
-        device: where messages are kept and weights unpacked.
-        dtype: in which the model computes.
-        bits: of an element of a matrix at rest; None: as the model computes.
-        trained: whether a parameter of this name is left alone.
+        model: model on the meta device, with this tensor-parallel rank's shapes.
+        units: lists of modules whose weights are used together, in the order of use. Weights outside of them form a
+            unit of the whole model.
+        axis: the ranks of a node that share the units. With one rank, this rank keeps whole copies.
+        load: function (name, rows) that returns rows of dim 0 of this rank's part of a weight, in any dtype. Each row
+            is loaded once, on one rank of the axis, a few megabytes at a time.
+        device: device on which messages are kept and weights unpacked.
+        dtype: dtype in which the model computes.
+        bits: bits per element of packed matrices. None: the compute dtype.
+        trained: returns True for the name of a parameter that stays a parameter.
+    Returns:
+        the handle on the units.
     Raises:
-        ValueError: `load` gave another shape, or units share a weight.
+        ValueError: `load` returned another shape, or two units share a weight.
     """
+    # assign each weight to a unit
     slots, names = parameter_slots(model), {parameter: name for name, parameter in model.named_parameters()}
     titles = {module: name for name, module in model.named_modules()}
     taken = {name for name in slots if trained(name)}
@@ -77,13 +82,17 @@ def freeze(
         inside = {each for module in modules for each in module.modules()}
         for name in shapes:
             if any(module not in inside for module, _ in slots[name]):
-                raise ValueError(f"{name} is used in several units: leave them to the model's own")
+                raise ValueError(
+                    f"{name} is used in several units: leave its modules out of `units`, so that the unit of the whole "
+                    "model takes it"
+                )
         taken.update(shapes)
         groups.append((modules, shapes))
+    # load and pack each unit
     *of_units, rest = groups
     frozen = FrozenUnits(axis, outermost=bool(rest[1]))
     with torch.inference_mode(False), torch.no_grad():
-        for modules, shapes in (rest, *of_units):  # the model's own are used around all others
+        for modules, shapes in (rest, *of_units):  # the unit of the whole model first: its use surrounds the others
             if shapes:
                 title = ", ".join(titles[module] or "the rest" for module in modules)
                 plan = _plan_unit(shapes, axis.size, dtype, bits, title)
@@ -97,7 +106,13 @@ def freeze(
 
 
 class FrozenBytes(NamedTuple):
-    """Bytes of a frozen unit on one rank: always; of all ranks' messages until they are unpacked; of weights in use."""
+    """Bytes of a frozen unit on one rank.
+
+    Attributes:
+        kept: bytes that the rank always keeps.
+        received: bytes of all ranks' messages, from the gather until they are unpacked.
+        unpacked: bytes of the unpacked weights during a use.
+    """
 
     kept: int
     received: int
@@ -107,7 +122,14 @@ class FrozenBytes(NamedTuple):
 def frozen_bytes(
     shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, bits: int | None = None
 ) -> FrozenBytes:
-    """The bytes of a unit of these weights on each of `num_ranks` ranks of a node; arguments as for `freeze`."""
+    """Calculate the bytes of a frozen unit on each of `num_ranks` ranks of a node.
+
+    Args:
+        shapes: shapes of this tensor-parallel rank's parts of the weights, by name.
+        num_ranks: ranks of a node that share the unit.
+        dtype: dtype in which the model computes.
+        bits: bits per element of packed matrices. None: the compute dtype.
+    """
     plan = _plan_unit(shapes, num_ranks, dtype, bits)
     if not _packs(plan, dtype):
         return FrozenBytes(plan.num_bytes, 0, 0)
@@ -118,18 +140,23 @@ def frozen_bytes(
 def _plan_unit(
     shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, bits: int | None, name: str = ""
 ) -> MessagePlan:
+    """Return the layout of a frozen unit's message."""
     return plan_message(name, shapes, num_ranks, *at_rest(bits, dtype), vectors=dtype, align=16)
 
 
 def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
-    """True if weights are unpacked for a use; else modules compute with views of the message."""
+    """Return True if weights must be unpacked for a use; otherwise modules compute with views of the message."""
     return plan.num_parts > 1 or any(w.rows is not None and not w.rows.holds(dtype) for w in plan.weights)
 
 
 class FrozenUnits:
-    """The `WeightHandle` on frozen units, which unpack and free themselves around modules' forwards and backwards.
+    """The `WeightHandle` on frozen units.
 
-    With `outermost` the first is used around all others, as the root module's own weights are.
+    The units unpack before the forward and backward of their modules, and free their memory afterwards.
+
+    Args:
+        axis: the ranks of a node that share the units.
+        outermost: True if the first unit belongs to the whole model, so that its use surrounds the other units.
     """
 
     keeps_gathered = True
@@ -137,11 +164,11 @@ class FrozenUnits:
     def __init__(self, axis: MeshAxis, *, outermost: bool) -> None:
         self.axis, self._outermost, self.backward = axis, outermost, -1
         self.units: list[FrozenUnit] = []  # in the order of use
-        self.keeps = False  # units stay unpacked after their use
+        self.keeps = False  # whether units stay unpacked after a use
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Keep each unit unpacked after its first use, for the forwards of a generation; afterwards free all."""
+        """Keep each unit unpacked after its first use, for the forwards of a generation; free all units afterwards."""
         before, self.keeps = self.keeps, True
         try:
             yield
@@ -151,26 +178,30 @@ class FrozenUnits:
                 self.reshard()
 
     def reshard(self) -> None:
+        """Free the unpacked weights of all units."""
         for unit in self.units:
             unit.free()
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that this rank holds all the time."""
+        """Bytes of packed weights that this rank always keeps."""
         return sum(unit.message.nbytes for unit in self.units)
 
     def following(self, unit: FrozenUnit) -> FrozenUnit | None:
-        """The unit that is used next, in this forward or backward."""
+        """Return the unit that is used after `unit` in the current forward or backward; None without one."""
         index = self.units.index(unit)
         if not in_backward():
             return self.units[index + 1] if index + 1 < len(self.units) else None
         if index == 0 and not self._outermost:
             return None
-        before = self.units[index - 1]  # of the outermost unit the last one
+        before = self.units[index - 1]  # index 0, the outermost unit, precedes the last unit in a backward
         return before if before.expects_backward else None
 
     def end_backward(self) -> None:
-        """Free what no gradient of an input has freed: of a first unit nobody wants one."""
+        """Free the units that are still unpacked at the end of a backward.
+
+        The first unit is one of them if no input of it requires a gradient.
+        """
         self.backward = -1
         for unit in self.units:
             unit.expects_backward = False
@@ -182,11 +213,14 @@ class FrozenUnits:
 class FrozenUnit:
     """Weights that are gathered together, and the hooks on the modules that use them.
 
-    `message` [M] uint8 is this rank's part of all weights, `dtype` the one in which the model computes.
-
+    Args:
+        model: handle on all frozen units of the model.
+        plan: layout of the message.
+        message: [M] uint8, this rank's part of the weights.
+        dtype: dtype in which the model computes.
     Attributes:
-        weights: of each its place in the message, all of it flat (no memory between uses), and the view of that which
-            modules compute with.
+        weights: for each weight its place in the message, its flat storage (without memory between uses), and the view
+            of that storage with which modules compute.
     """
 
     def __init__(self, model: FrozenUnits, plan: MessagePlan, message: torch.Tensor, dtype: torch.dtype) -> None:
@@ -201,16 +235,16 @@ class FrozenUnit:
             self.weights.append((placed, whole, whole[: math.prod(placed.shape)].view(placed.shape)))
             if self._packs:
                 whole.untyped_storage().resize_(0)
-        self.is_unpacked = False  # has memory beside the message
-        self.expects_backward = False  # a gradient may flow through it before its next forward
-        self.in_backward: set[object] = set()  # forwards whose backward runs
+        self.is_unpacked = False  # whether the weights have memory in addition to the message
+        self.expects_backward = False  # whether a gradient may flow through the unit before its next forward
+        self.in_backward: set[object] = set()  # identities of forwards whose backward is running
         self._received: Work[torch.Tensor] | None = None  # a gather that was started ahead of its use
         self._modules: frozenset[nn.Module] = frozenset()
-        self._to_run: set[nn.Module] = set()
-        self._forward = object()  # names the forward that runs
+        self._to_run: set[nn.Module] = set()  # modules that still have to run in the current forward
+        self._forward = object()  # identity of the current forward
 
     def unpack(self) -> None:
-        """Have the weights in memory, and start to gather those of the unit that follows."""
+        """Gather and unpack the weights if they are not unpacked, and start the gather of the next unit."""
         if self.is_unpacked:
             return
         received = self._received or self._start_gather()
@@ -224,24 +258,32 @@ class FrozenUnit:
         done.wait()
 
     def free(self) -> None:
+        """Free the memory of the unpacked weights."""
         if self.is_unpacked:
             self.is_unpacked = False
             for _, whole, _ in self.weights:
                 whole.untyped_storage().resize_(0)
 
     def free_unless_used(self) -> None:
-        """Free the unit, unless it is kept or a backward through it runs, in which the forward was recomputed."""
+        """Free the unpacked weights, unless the handle keeps them or a backward through the unit is running.
+
+        Recomputation runs a forward inside such a backward, which still needs the weights after that forward.
+        """
         if not self._model.keeps and not self.in_backward:
             self.free()
 
     def _start_gather(self) -> Work[torch.Tensor]:
+        """Start the all-gather of the unit's messages inside the node."""
         axis, message = self._model.axis, self.message.unsqueeze(0)
         if axis.size == 1:
             return Work(message)
         return axis.queue.submit(functools.partial(axis.all_gather, message, of=self.name))
 
     def _unpack(self, received: Work[torch.Tensor]) -> None:
-        """[L, M] -> every weight, without autograd taking it for a change of what it has saved."""
+        """Unpack the gathered messages [L, M] into all weights.
+
+        The version counters are preserved, because autograd must not report the unpacked weights as changed in place.
+        """
         messages = received.join()
         with torch.autograd._unsafe_preserve_version_counter(tuple(whole for _, whole, _ in self.weights)):
             for placed, whole, _ in self.weights:
@@ -250,7 +292,7 @@ class FrozenUnit:
                 placed.rows.unpack(placed.rows_in(messages), out)
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
-        """Unpack before the forward of the first of `modules`, free after that of the last."""
+        """Register hooks that unpack before the first of `modules` runs, and free after the last of them."""
         if not self._packs:
             return
         self._modules = frozenset(modules)
@@ -259,7 +301,9 @@ class FrozenUnit:
             module.register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # none has finished: the last forward was left by an exception, as a recomputation may be
+        """Unpack before a module's forward, and register the end of the backward through the unit."""
+        # This module starts a new forward if it has already run in the current one. It also does if no module of the
+        # current one has finished, because then an exception has interrupted that forward, as a recomputation may.
         first = module not in self._to_run or len(self._to_run) == len(self._modules)
         if first:
             self._to_run, self._forward = set(self._modules), object()
@@ -269,6 +313,7 @@ class FrozenUnit:
             register_multi_grad_hook(inputs, functools.partial(self._finish_backward, self._forward))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free after the last module's forward, and register the beginning of the backward through the unit."""
         self._to_run.discard(module)
         if not self._to_run:
             self.free_unless_used()
@@ -278,7 +323,7 @@ class FrozenUnit:
                 tensor.register_hook(functools.partial(self._begin_backward, self._forward))
 
     def _begin_backward(self, forward: object, gradient: torch.Tensor) -> None:
-        """A gradient has arrived at the output of `forward`."""
+        """Unpack the unit, because a gradient has arrived at an output of `forward`."""
         backward, model = torch._C._current_graph_task_id(), self._model
         if backward != model.backward:
             model.backward = backward
@@ -287,10 +332,11 @@ class FrozenUnit:
         self.unpack()
 
     def _finish_backward(self, forward: object, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of the inputs of `forward` are complete."""
+        """Free the unit, because the gradients of the inputs of `forward` are complete."""
         self.in_backward.discard(forward)
         self.free_unless_used()
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nested structure that require a gradient."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -1,9 +1,9 @@
-"""Models that are only used, built from a checkpoint: of frozen units, or with layers that stream.
+"""Build models for inference from a checkpoint: with frozen units, or with layers whose weights are streamed.
 
-| --weights-on | packed weights are in       | the device holds                                                 |
+| --weights-on | location of packed weights  | weights in the device's memory                                   |
 |--------------|-----------------------------|------------------------------------------------------------------|
-| device       | the device's memory         | all of them                                                      |
-| host         | pinned memory of the host   | the ends of the model and 1 + --prefetch-layers layers           |
+| device       | device memory               | all packed weights                                               |
+| host         | pinned host memory          | both ends of the model, and 1 + --prefetch-layers layers         |
 | disk         | a store (store.py)          | the same                                                         |
 """
 
@@ -43,20 +43,24 @@ from megazpp.zero.config import PrecisionConfig
 class WeightsConfig:
     """Weight storage.
 
-    Where the weights of a model that is only used are kept between uses, and in how many bits.
+    Where the weights of a model that is not trained are kept between uses, and in how many bits.
     """
 
     weights_on: Literal["device", "host", "disk"] = flag(
-        "device", "where weights lie between uses; of host and disk the device holds the ends and a few layers"
+        "device",
+        "memory that holds the weights between uses; with host or disk, the device holds the embedding, the output "
+        "layer and a few layers",
     )
     weight_bits: Literal[32, 16, 8, 4] | None = flag(
         None,
-        "bits of an element of the weights at rest (default: as the model computes, so none is rounded)",
+        "bits per element of packed weights (default: the bits of the compute dtype, without rounding)",
     )
     weight_store: str | None = flag(
-        None, "folder of packed weights for --weights-on disk, written once (default: in the user's cache)"
+        None, "folder of packed weights for --weights-on disk, written once (default: a folder in the user's cache)"
     )
-    prefetch_layers: int = flag(1, "layers that are fetched ahead of their use; each costs its packed bytes")
+    prefetch_layers: int = flag(
+        1, "layers that are fetched ahead of their use; each one occupies its packed bytes on the device"
+    )
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -66,19 +70,30 @@ class WeightsConfig:
 
     @property
     def packs(self) -> bool:
-        """True if weights are kept packed; else they are shards, as in a training."""
+        """True if --weights-on or --weight-bits selects packed weights, which are streamed layer by layer."""
         return self.weights_on != "device" or self.weight_bits is not None
 
     def at_rest(self, precision: PrecisionConfig) -> tuple[int, torch.dtype]:
-        """Bits of an element at rest, and the dtype of 32 and 16 bits, for a model that computes in `precision`."""
+        """Return the bits per element of packed weights, and the dtype of weights that are not quantized.
+
+        Args:
+            precision: dtypes of the model.
+        """
         return at_rest(self.weight_bits, precision.param_dtype)
 
 
 def check_base_bits(config: GPTConfig, bits: int | None, dtype: torch.dtype, *, tp: int) -> None:
-    """Refuse a base whose rounding would depend on tensor parallelism, because blocks would be cut.
+    """Check that tensor parallelism does not split quantization blocks of LoRA's base weights.
 
+    Otherwise their rounding would depend on the tensor-parallel size.
+
+    Args:
+        config: shape of the model.
+        bits: value of --base-weight-bits.
+        dtype: dtype in which the model computes.
+        tp: tensor-parallel size.
     Raises:
-        ValueError: columns that --tensor-model-parallel-size splits are no multiple of a block of --base-weight-bits.
+        ValueError: the columns of a split matrix are not a multiple of the block size.
     """
     attention = "--num-attention-heads x --kv-channels"
     for name, columns in (("--ffn-hidden-size", config.ffn_size), (attention, config.heads * config.head_size)):
@@ -86,14 +101,26 @@ def check_base_bits(config: GPTConfig, bits: int | None, dtype: torch.dtype, *, 
         if tp > 1 and fmt is not None and columns % (tp * fmt.block_size):
             raise ValueError(
                 f"--base-weight-bits {bits}: {name} {columns} / --tensor-model-parallel-size {tp} is no multiple of "
-                f"{fmt.block_size}, the elements that share a scale"
+                f"{fmt.block_size}, the number of elements that share a scale"
             )
 
 
 def load_used_model(
     config: WeightsConfig, spec: ModelSpec, place: FrozenPlace, source: LoadSource, record: CheckpointMetadata
 ) -> tuple[GPTModel, FrozenUnits | StreamedUnits]:
-    """Build a model that is only used, packed or frozen as `config` says, and the handle on its weights."""
+    """Build a model for inference from a checkpoint, streamed or frozen as `config` says.
+
+    Args:
+        config: the flags for packed weights.
+        spec: shape and compute dtype of the model.
+        place: mesh axes and device of this rank.
+        source: the checkpoint.
+        record: the checkpoint's metadata.
+    Returns:
+        the model and the handle on its weights.
+    Raises:
+        ValueError: the checkpoint or the store is damaged or belongs to another model, or the disk is full.
+    """
     if config.packs:
         return load_streamed_model(config, spec, place, source, record)
     return load_frozen_model(spec, place, source, record)[:2]
@@ -108,17 +135,20 @@ def load_frozen_model(
     bits: int | None = None,
     trained: Callable[[str], bool] = lambda name: False,
 ) -> tuple[GPTModel, FrozenUnits, str]:
-    """Build a model unit by unit from a checkpoint, on all ranks; each reads only what it keeps.
-
-    Also returns the handle, and a checksum of the weights, whatever layout wrote or reads them.
+    """Build a model of frozen units from a checkpoint, unit by unit, on all ranks; each rank reads only its own rows.
 
     Args:
-        spec: its shape and the dtype it computes in.
-        source, record: the checkpoint, see `find_weights`.
-        bits: of an element of a matrix at rest; None: as the model computes.
-        trained: parameters of such names stay on the meta device, and are not read.
+        spec: shape and compute dtype of the model.
+        place: mesh axes and device of this rank.
+        source: the checkpoint, see `find_weights`.
+        record: the checkpoint's metadata.
+        bits: bits per element of packed matrices. None: the compute dtype.
+        trained: returns True for names of parameters that stay on the meta device and are not read.
+    Returns:
+        the model, the handle on its weights, and a checksum of the weights. The checksum does not depend on the layouts
+        that wrote or read the checkpoint.
     Raises:
-        ValueError: the checkpoint is damaged, or another model's or tokenizer's.
+        ValueError: the checkpoint is damaged, or belongs to another model or tokenizer.
     """
     model, dtype = model_on_meta(spec, place.dims, place.device), spec.precision.param_dtype
     load = _open_reader(model, spec, place, source, record, trained)
@@ -136,6 +166,7 @@ def _open_reader(
     record: CheckpointMetadata,
     trained: Callable[[str], bool] = lambda name: False,
 ) -> WeightReader:
+    """Open the reader of the checkpoint's weights."""
     known = (model, source.checkpoint, record, place)
     return WeightReader(*known, lora_base=source.lora_base, vocab_size=spec.vocab_size, trained=trained)
 
@@ -143,18 +174,30 @@ def _open_reader(
 def load_streamed_model(
     config: WeightsConfig, spec: ModelSpec, place: FrozenPlace, source: LoadSource, record: CheckpointMetadata
 ) -> tuple[GPTModel, StreamedUnits]:
-    """Build a model whose layers come from where `config` says; nothing is compiled, no sequence split over tp.
+    """Build a model whose layers are streamed from the place that `config` selects.
 
-    Arguments as for `load_frozen_model`. On every rank it raises ValueError if checkpoint or store is damaged or
-    another model's, or the disk is full.
+    Nothing is compiled, and sequences are not split over tensor-parallel ranks.
+
+    Args:
+        config: the flags for packed weights.
+        spec: shape and compute dtype of the model.
+        place: mesh axes and device of this rank.
+        source: the checkpoint, see `find_weights`.
+        record: the checkpoint's metadata.
+    Returns:
+        the model and the handle on its weights.
+    Raises:
+        ValueError: checkpoint or store is damaged or belongs to another model, or the disk is full; on every rank.
     """
     (device, axis, files), dtype = (place.device, place.axis, place.files), spec.precision.param_dtype
-    # packed weights are no tensors that a compiler or the gradients of a split sequence could take
+    # Build the model on the meta device. A compiler and sequence parallelism cannot use packed weights, because these
+    # are not ordinary tensors.
     plain = dataclasses.replace(spec.config, compile=False)
     model = model_on_meta(dataclasses.replace(spec, config=plain, sequence_parallel=False), place.dims, device)
     layers, (bits, exact) = list(model.layers), config.at_rest(spec.precision)
     plan = plan_stream(model, layers, axis.size, bits, exact)
 
+    # Pack the weights, or open the store. `held` are the messages of layers in memory.
     open_reader = functools.partial(_open_reader, model, spec, place, source, record)
     on_disk, pin = config.weights_on == "disk", config.weights_on == "host" and device.type == "cuda"
     held: list[torch.Tensor] = []
@@ -173,18 +216,20 @@ def load_streamed_model(
     def take(index: int) -> Work[torch.Tensor]:
         return Work(held[index])
 
+    # fetch layers ahead of their use, if they are not on the device
     fetch = take
     if on_disk or pin:
         sizes, ring = [message.num_bytes for message in plan.streamed], min(1 + config.prefetch_layers, len(layers))
         queue = ThreadQueue("fetch", place.dims.timeline)
         fetch = FetchRing(read, sizes, ring=ring, queue=queue, device=device, fills=on_disk).fetch
     handle = StreamedUnits(model, layers, plan, kept, fetch, axis, dtype=dtype, prefetch=config.prefetch_layers)
+    # report the memory and the bytes per pass
     rounded = "" if bits >= 8 * dtype.itemsize else " (rounded: tokens may differ)"
     most = plan.device_bytes(config.prefetch_layers, fetched=on_disk or pin)
     where = f"disk ({store.path})" if on_disk else config.weights_on
     place.say(
-        f" weights: {bits} bits{rounded} from {where}; at most {most / GIGA:.3f} GB of them are in memory "
-        f"at a time ({plan.kept.num_bytes / GIGA:.3f} GB stay), {plan.pass_bytes} bytes are fetched per pass"
+        f" weights: {bits} bits{rounded} from {where}; at most {most / GIGA:.3f} GB are in memory at a time, "
+        f"{plan.kept.num_bytes / GIGA:.3f} GB of them permanently; {plan.pass_bytes} bytes are fetched per pass"
     )
     return model, handle
 
@@ -198,10 +243,21 @@ def _open_store(
     place: FrozenPlace,
     open_reader: Callable[[], WeightReader],
 ) -> WeightStore:
-    """This rank's store; written if it is not there. Every rank calls this."""
+    """Open this rank's store, and write it first if it does not exist; called on every rank.
+
+    Args:
+        config: the flags for packed weights.
+        source: the checkpoint.
+        plan: layout of the messages.
+        bits: bits per element of packed matrices.
+        model: the model on the meta device.
+        place: mesh axes and device of this rank.
+        open_reader: opens the reader of the checkpoint's weights.
+    """
     tp, axis, files = model.tp, place.axis, place.files
     digest = checkpoint_digest(source.checkpoint)
-    identity = {  # all that the content follows from
+    # the identity, which determines the content of the store, and the path
+    identity = {
         "checkpoint": digest,
         "bits": bits,
         "tensor-parallel rank": [tp.rank, tp.size],
@@ -213,6 +269,7 @@ def _open_store(
         folder = Path(config.weight_store).expanduser()
     path = folder / f"tp{tp.rank}of{tp.size}-part{axis.rank}of{axis.size}.weights"
 
+    # open the store, if it exists on all ranks
     def find() -> WeightStore | None:
         try:
             return WeightStore(path, identity)
@@ -223,6 +280,7 @@ def _open_store(
     missing = files.share_object(files.gather_objects(found is None))
     if found is not None and not any(missing):
         return found
+    # write the missing stores
     load, started = open_reader(), time.perf_counter()
 
     def write() -> WeightStore:
@@ -243,9 +301,17 @@ def _open_store(
 def pack_where_they_stay(
     plan: StreamPlan, load: LoadRows, part: int, device: torch.device, *, pin: bool
 ) -> list[torch.Tensor]:
-    """[M] uint8 each: what stays, on `device`; the messages of all units, there or (`pin`) in page-locked memory.
+    """Load and pack all messages, and return them as [M] uint8 tensors in their final memory.
 
-    One at a time is anywhere else.
+    The first message stays on `device`. The messages of units follow, on `device` or in page-locked host memory
+    (`pin`). At most one message at a time is elsewhere.
+
+    Args:
+        plan: layout of the messages.
+        load: function that reads rows of dim 0 of a weight.
+        part: index of this rank among the ranks that share the units.
+        device: device of the model.
+        pin: whether the messages of units stay in page-locked host memory.
     """
 
     def filled(message: MessagePlan, *, pin: bool) -> torch.Tensor:
@@ -256,7 +322,7 @@ def pack_where_they_stay(
 
 
 def bf16_note(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Advice where a model computes in bf16 on a CPU that has no instructions for it; else None."""
+    """Return advice for a model that computes in bf16 on a CPU without bf16 instructions; None in other cases."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return None
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():

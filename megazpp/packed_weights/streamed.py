@@ -1,15 +1,16 @@
-"""Streamed units: layers whose packed weights come from elsewhere for each use (ZeRO-Inference).
+"""Streamed units: layers whose packed weights are fetched from host memory or disk for each use (ZeRO-Inference).
 
     host or disk: message [M], 1/L of a layer --fetch--> [M] --local all-gather--> [L, M]
-    weight [rows, columns] --a piece of rows--> compute dtype, in one small buffer --product--> columns of the result
+    weight [rows, columns] --some rows at a time--> compute dtype, in one small buffer --product--> columns of the
+    result
 
-L ranks of a node share a tensor-parallel index; each fetches its part of a layer over its own link, and the rest comes
-over the node's wires. Nothing crosses nodes. What is in memory is a ring of 1 + `prefetch` messages, and what does not
-stream: the two ends of the model (a tied embedding is used at both) and all vectors, whole on every rank. While a layer
-computes, those behind it in the order of use are fetched; behind the last comes the first, for the next pass.
+The L ranks of a node with the same tensor-parallel index share a layer. Each fetches its part over its own link, and
+gathers the other parts inside the node. Nothing crosses nodes. The device holds a ring of 1 + `prefetch` messages, and
+the weights that are not streamed: the embedding, the output layer and all vectors, whole on every rank. While a layer
+computes, the next layers in the order of use are fetched. After the last layer, the first is fetched for the next pass.
 
-A matrix is never unpacked as a whole: a piece lies in the cache when it is multiplied, and no memory is freed and
-mapped again for each use. The same arithmetic runs wherever the messages lie, so that the results are the same bits.
+A matrix is never unpacked as a whole. Its pieces stay in the cache while they are multiplied, and one buffer is reused
+for all of them. The arithmetic does not depend on the location of the messages, so the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -29,11 +30,16 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 
 PAGE = 4096
-_CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # elements that are unpacked at once
+_CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # elements of a matrix that are unpacked at once
 
 
 class StreamPlan(NamedTuple):
-    """The message that stays, with the ends and all vectors whole; and of each unit that streams this rank's part."""
+    """The layouts of a streamed model's messages.
+
+    Attributes:
+        kept: message that stays on the device, with the ends of the model and all vectors whole.
+        streamed: for each unit, the message with this rank's part of its matrices.
+    """
 
     kept: MessagePlan
     streamed: tuple[MessagePlan, ...]
@@ -44,9 +50,13 @@ class StreamPlan(NamedTuple):
         return sum(message.num_bytes for message in self.streamed)
 
     def device_bytes(self, prefetch: int, *, fetched: bool) -> int:
-        """Bytes of weights on the device at most: what stays, the ring, and of several ranks that of gathered units.
+        """Return the largest number of bytes of weights on the device.
 
-        Unless they are fetched from elsewhere, all messages are there.
+        They are the kept message, the ring, and with several ranks a ring of gathered units.
+
+        Args:
+            prefetch: units that are fetched ahead.
+            fetched: False if all messages stay on the device, which then holds them instead of the ring.
         """
         ahead, largest = min(prefetch, len(self.streamed) - 1), max(message.num_bytes for message in self.streamed)
         ring, parts = (ahead + 1) * largest, self.streamed[0].num_parts
@@ -56,12 +66,14 @@ class StreamPlan(NamedTuple):
 def plan_stream(
     model: nn.Module, units: Sequence[nn.Module], num_parts: int, bits: int, dtype: torch.dtype
 ) -> StreamPlan:
-    """Plan which weights of `model`, this tensor-parallel rank's part, stream, and how they are packed.
+    """Plan which weights are streamed, and how they are packed.
 
     Args:
-        units: modules whose matrices stream, in the order of use.
+        model: this tensor-parallel rank's part of the model.
+        units: modules whose matrices are streamed, in the order of use.
         num_parts: ranks of a node that share a unit.
-        dtype: of 32 or 16 bits.
+        bits: bits per element of packed matrices.
+        dtype: dtype of matrices that are not quantized.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     titles = {module: name for name, module in model.named_modules()}
@@ -76,21 +88,22 @@ def plan_stream(
 
 
 class StreamedUnits:
-    """The `WeightHandle` on a model whose layers stream; it makes the modules' parameters packed weights.
+    """The `WeightHandle` on a model whose layers are streamed; it replaces the modules' parameters by packed weights.
 
     Args:
-        model: on the meta device.
-        units: as they were planned.
-        kept: [bytes] the message that stays, on the device.
-        fetch: begins to bring a unit's message, [M] uint8, onto the device, where it stays until 1 + `prefetch` others
-            have been fetched.
-        axis: the ranks of the node that share the units.
-        dtype: in which the model computes.
+        model: model on the meta device.
+        units: the streamed modules, as they were planned.
+        plan: layouts of the messages.
+        kept: [bytes] uint8, the message that stays, on the device.
+        fetch: function that starts to bring a unit's message, [M] uint8, to the device. The message stays valid until
+            1 + `prefetch` other messages have been fetched.
+        axis: the ranks of a node that share the units.
+        dtype: dtype in which the model computes.
         prefetch: units that are fetched ahead.
     Attributes:
-        passes: over the weights, begun so far.
-        waited_seconds: for which the compute was held by messages that were not there yet (on CUDA: the host).
-        keeps_gathered: False, each use fetches anew.
+        passes: number of passes over the weights that have begun.
+        waited_seconds: time for which the compute waited for messages (on CUDA: time for which the host waited).
+        keeps_gathered: False, because each use fetches the weights again.
     """
 
     keeps_gathered = False
@@ -107,6 +120,7 @@ class StreamedUnits:
         dtype: torch.dtype,
         prefetch: int,
     ) -> None:
+        # fetches, and buffers for gathered units
         self.plan, self.passes, self.waited_seconds = plan, 0, 0.0
         self._fetch, self._axis, self._ahead = fetch, axis, min(prefetch, len(units) - 1)
         self._started: dict[int, Work[torch.Tensor]] = {}
@@ -115,6 +129,7 @@ class StreamedUnits:
         if axis.size > 1:
             size = axis.size * max(message.num_bytes for message in plan.streamed)
             self._gathered = [torch.empty(size, dtype=torch.uint8, device=kept.device) for _ in range(self._ahead + 1)]
+        # replace the parameters
         slots = parameter_slots(model)
 
         def place(weight: Placed) -> PackedMatrix:
@@ -129,39 +144,42 @@ class StreamedUnits:
             else:
                 place(weight).take(kept.view(1, -1))
         self._matrices = [[place(weight) for weight in message.weights] for message in plan.streamed]
+        # fetch around each forward
         for index, unit in enumerate(units):
             unit.register_forward_pre_hook(functools.partial(self._before, index))
             unit.register_forward_hook(functools.partial(self._after, index))
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Nothing is kept: each use fetches anew."""
+        """Keep nothing: each use fetches the weights again."""
         yield
 
     def reshard(self) -> None:
-        """Nothing is kept but the ring."""
+        """Do nothing, because only the ring holds weights between uses."""
 
     def describe_speed(self, num_tokens: int, seconds: float) -> str:
-        """One line about all uses so far, which generated `num_tokens` in `seconds`."""
+        """Return one line about all uses so far, which generated `num_tokens` in `seconds`."""
         speed, waited = (x / seconds if seconds else 0.0 for x in (num_tokens, self.waited_seconds))
         return (
             f" {self.passes} passes fetched {self.passes * self.plan.pass_bytes} bytes; {speed:.1f} tokens/s; "
-            f"{waited:.0%} of the time waited for weights"
+            f"{waited:.0%} of the time spent waiting for weights"
         )
 
     def _before(self, index: int, module: nn.Module, args: Any) -> None:
-        """Have the unit's weights, and start to fetch those behind it."""
+        """Wait for the unit's weights, and start to fetch the units after it."""
         self.passes += index == 0
-        if index not in self._started:  # the last forward was left by an exception, or this is the first
+        if index not in self._started:  # the first forward, or the last one was interrupted by an exception
             for work in self._started.values():
                 work.wait()
             self._started.clear()
             self._start(index)
+        # fetch ahead
         received = self._started.pop(index)
         for ahead in range(1, self._ahead + 1):
             following = (index + ahead) % len(self._matrices)
             if following not in self._started:
                 self._start(following)
+        # wait for this unit's message
         if not self._axis.queue.blocks_host:
             received = self._gather(received, index)
         started = time.perf_counter()
@@ -171,16 +189,19 @@ class StreamedUnits:
             matrix.take(messages)
 
     def _after(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        """Drop the unit's weights, whose buffer will be reused."""
         for matrix in self._matrices[index]:
             matrix.parts = None
 
     def _start(self, index: int) -> None:
+        """Start to fetch a unit, and to gather it if the queue runs in a thread."""
         fetched = self._fetch(index)
-        # a stream's queue would hold the host until the message is there: it gathers when the message is used
+        # A queue that is a CUDA stream would block the host here until the message has arrived. Its gather therefore
+        # starts when the unit is used.
         self._started[index] = self._gather(fetched, index) if self._axis.queue.blocks_host else fetched
 
     def _gather(self, fetched: Work[torch.Tensor], index: int) -> Work[torch.Tensor]:
-        """[M] -> [L, M]"""
+        """Start the all-gather of a fetched message inside the node, [M] -> [L, M]."""
         if self._axis.size == 1:
             return fetched
         message = self.plan.streamed[index]
@@ -193,7 +214,15 @@ class StreamedUnits:
 
 
 class PackedMatrix:
-    """A matrix whose packed rows lie in `parts`, [P, part_rows, row_bytes] uint8; None while it is not there."""
+    """A matrix of packed rows.
+
+    Args:
+        weight: its place in a message.
+        dtype: dtype in which the model computes.
+        device: device of the model.
+    Attributes:
+        parts: [P, part_rows, row_bytes] uint8, the packed rows in P parts; None while they are not in memory.
+    """
 
     def __init__(self, weight: Placed, dtype: torch.dtype, device: torch.device) -> None:
         assert weight.rows is not None
@@ -203,11 +232,17 @@ class PackedMatrix:
         self._at_once = max((_CUDA_PIECE if device.type == "cuda" else _CPU_PIECE) // self.columns, 1)
 
     def take(self, messages: torch.Tensor) -> None:
-        """[P, M] uint8."""
+        """Use the rows of this matrix in `messages` [P, M] uint8."""
         self.parts = self.weight.rows_in(messages)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, rows: range) -> torch.Tensor:
-        """x [..., columns] -> x W^T + bias [..., rows], of some rows."""
+        """Return x [..., columns] times the transpose of some rows, plus the bias: [..., number of rows].
+
+        Args:
+            x: [..., columns] in the compute dtype.
+            bias: [number of rows]; None for no bias.
+            rows: the rows of the matrix.
+        """
         flat = x.reshape(-1, self.columns)
         out = flat.new_empty(len(flat), len(rows))
         for first, piece in self._pieces(rows):
@@ -217,19 +252,23 @@ class PackedMatrix:
         return out.view(*x.shape[:-1], len(rows))
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [...] -> rows [..., columns]."""
+        """Return the rows of `ids` [...] as [..., columns] in the compute dtype."""
         flat, part_rows = ids.reshape(-1), self.weight.part_rows
         packed = self._require_parts()[flat // part_rows, flat % part_rows]
         out = torch.empty(len(flat), self.columns, dtype=self.dtype, device=self.device)
         return self._format.unpack(packed, out).view(*ids.shape, self.columns)
 
     def _require_parts(self) -> torch.Tensor:
+        """Return the packed rows; raises RuntimeError if they are not in memory."""
         if self.parts is None:
-            raise RuntimeError(f"{self.weight.name} is not in memory: it is used outside of its unit's forward")
+            raise RuntimeError(f"{self.weight.name} is not in memory, because it is used outside of its unit's forward")
         return self.parts
 
     def _pieces(self, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first row of each piece of `rows`, and it in the compute dtype, which the next one overwrites."""
+        """Yield pieces of `rows` in the compute dtype, each with the index of its first row.
+
+        All pieces may use the same buffer, so a piece is valid until the next one.
+        """
         parts, part_rows = self._require_parts(), self.weight.part_rows
         as_is = self._format.holds(self.dtype)
         size = (0 if as_is else min(self._at_once, part_rows), self.columns)
@@ -244,9 +283,10 @@ class PackedMatrix:
 
 
 class PackedWeight(torch.Tensor):
-    """Stands for a `PackedMatrix`, or some of its rows, where a module expects its weight.
+    """A tensor that replaces a module's weight and refers to a `PackedMatrix`, or to some of its rows.
 
-    It can be multiplied with, a whole one can be looked up in, and a slice of rows is such a weight again.
+    It supports `F.linear`, a slice of rows (again a `PackedWeight`), and `F.embedding` on a whole matrix. Other
+    operations raise NotImplementedError.
     """
 
     matrix: PackedMatrix
@@ -254,6 +294,7 @@ class PackedWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, matrix: PackedMatrix, rows: range | None = None) -> PackedWeight:
+        """Make a tensor without memory, with the shape of the rows."""
         make: Any = torch.Tensor._make_wrapper_subclass
         rows = range(matrix.num_rows) if rows is None else rows
         weight: PackedWeight = make(cls, (len(rows), matrix.columns), dtype=matrix.dtype, device=matrix.device)
@@ -264,6 +305,7 @@ class PackedWeight(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run the supported functions on the packed matrix."""
         kwargs = kwargs or {}
         if func is F.linear and len(args) >= 2 and isinstance(args[1], cls):
             return args[1].matrix.linear(args[0], *args[2:], rows=args[1].rows, **kwargs)
@@ -279,4 +321,5 @@ class PackedWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NotImplementedError(f"{func} of packed weights: they can be multiplied with and looked up")
+        """Refuse all other operations."""
+        raise NotImplementedError(f"{func} is not supported for packed weights: only F.linear and F.embedding are")

@@ -1,11 +1,16 @@
-"""One process group as an axis of the mesh: the one file, of more than 300 lines, that calls collectives.
+"""`MeshAxis`: one process group as an axis of the device mesh.
 
-Everything that communicates is handed a `MeshAxis`. An axis of size 1 is the identity and needs no process group, so
-layers and collectives run (and are tested) in one process. Each call counts the bytes this rank sends, by what a
-bandwidth-optimal ring sends: (n-1)/n of the buffer for a gather or a scatter, twice that for an all-reduce.
+This is the one file that calls torch.distributed's collectives; it has more than 300 lines to keep all of them here.
 
-A graph of torch.compile names an axis by its `key` and calls these methods from operators of its own (`megazpp::...`),
-when it runs, so bytes and spans are counted there too; eager code does not go through them.
+Code that communicates receives a `MeshAxis` as an argument. On an axis of one rank every collective is the identity and
+needs no process group, so layers run (and are tested) in a single process.
+
+Each collective counts the bytes that this rank sends. The count assumes a bandwidth-optimal ring over n ranks: a gather
+or a scatter sends (n-1)/n of the full buffer, an all-reduce sends twice as much.
+
+In a graph of torch.compile a collective becomes a custom operator (`megazpp::...`). The operator looks up the axis by
+its `key` and calls the same method when the graph runs, so bytes and timeline spans are recorded there as well. Eager
+code calls the methods directly.
 """
 
 from __future__ import annotations
@@ -28,21 +33,27 @@ from megazpp.parallel.timeline import Timeline
 
 
 class Traffic(NamedTuple):
-    """Calls and bytes sent by this rank."""
+    """The number of calls of one collective, and the bytes that this rank sent in them."""
 
     calls: int
     sent_bytes: int
 
 
 class TrafficCounter:
-    """Bytes this rank has sent, by (wire, axis, collective); shared by all axes of a job."""
+    """A counter of the bytes that this rank has sent, by (wire, axis, collective). All axes of a job share one.
+
+    A wire is a class of traffic: "tp", "local" (intra-node), "cross" (inter-node) or "world" (logging, barriers).
+    """
 
     def __init__(self) -> None:
         self._traffic: dict[tuple[str, str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count what is sent, or submitted to a queue, inside: evaluations, samples, the counting itself."""
+        """Return a context that excludes traffic from the count, for evaluations and link measurements for instance.
+
+        Tasks submitted to a communication queue inside the context are not counted either, even if they run later.
+        """
         before = _paused.set((*_paused.get(), self))
         try:
             yield
@@ -51,27 +62,31 @@ class TrafficCounter:
 
     @property
     def is_paused(self) -> bool:
+        """True inside the context that `paused` returns."""
         return self in _paused.get()
 
     def add(self, wire: str, axis: str, collective: str, sent_bytes: int) -> None:
+        """Count one call of `collective` in which this rank sent `sent_bytes` bytes, unless counting is paused."""
         if self.is_paused:
             return
         calls, total = self._traffic[wire, axis, collective]
         self._traffic[wire, axis, collective] = Traffic(calls + 1, total + sent_bytes)
 
     def sent_bytes(self, wire: str) -> int:
-        """Bytes sent so far on one wire: "tp", "local" or "cross"."""
+        """Return the bytes that this rank has sent so far on one wire ("tp", "local", "cross" or "world")."""
         return sum(t.sent_bytes for (w, _, _), t in self._traffic.items() if w == wire)
 
     def sent_on_axis(self, axis: str) -> int:
-        """Bytes sent so far along one axis, whatever the wire."""
+        """Return the bytes that this rank has sent so far along the axis named `axis`, summed over all wires."""
         return sum(t.sent_bytes for (_, a, _), t in self._traffic.items() if a == axis)
 
     def table(self) -> dict[tuple[str, str, str], Traffic]:
+        """Return a copy of all counts, by (wire, axis, collective)."""
         return dict(self._traffic)
 
 
-# Counters that do not count now. A queue's task has the context in which it was submitted.
+# The counters that are paused. A context variable, because a queue's task runs in the context of its submission: a task
+# submitted while a counter is paused stays uncounted, even if it runs after the pause.
 _paused: ContextVar[tuple[TrafficCounter, ...]] = ContextVar("paused", default=())
 
 
@@ -79,13 +94,18 @@ class MeshAxis:
     """The ranks that differ from this one in a single mesh coordinate, and the collectives among them.
 
     Args:
-        name: "tp", "shard", "replicate", ...; the track of its collectives in the timeline.
+        name: name of the axis ("tp", "shard", "replicate", ...), and of the timeline track that shows its collectives.
         ranks: global ranks along the axis, in axis order.
         rank: this rank's index in `ranks`.
-        group: the process group of exactly these ranks; None if and only if there is one rank.
-        wire: the wire under this rank's link to its successor: "tp", "local" (inside a node) or "cross".
-        queue: where its collectives run beside the compute; None: in a thread (CPU) or on a stream (CUDA), made on use.
-        shares_queue: whether all axes of this group have one queue, as they must where models share process groups.
+        group: process group of exactly these ranks; None if and only if there is one rank.
+        counter: counter of the bytes that this rank sends; None creates a new one.
+        wire: class under which the counter adds up this axis's bytes: "tp", "local" (intra-node), "cross"
+            (inter-node) or "world".
+        timeline: recorder of a span for each collective; None creates a new one.
+        queue: communication queue in which the axis's collectives overlap with compute. None creates one on first use,
+            a separate thread (CPU) or stream (CUDA).
+        shares_queue: True if all axes over this process group must use the same queue. This is required when several
+            models share process groups, because a group may have at most one queue.
     """
 
     def __init__(
@@ -111,12 +131,13 @@ class MeshAxis:
 
     @property
     def queue(self) -> CommQueue:
-        """The axis's communication queue; while tasks are pending in it, nothing else may use the axis's group."""
+        """The axis's communication queue. While tasks are pending, no other code may use the axis's process group."""
         if self._queue is None and self._shares_queue and self.group is not None:
             self._queue = _queues.get(self.group)
         if self._queue is None:
             if self.timeline.device_type == "cuda":
-                self._queue = StreamQueue(priority=0 if self.wire == "cross" else -1)  # slow hops have the whole step
+                # Intra-node collectives get the high priority: inter-node hops have a whole optimizer step to finish.
+                self._queue = StreamQueue(priority=0 if self.wire == "cross" else -1)
             else:
                 self._queue = ThreadQueue(self.name, self.timeline)
             if self._shares_queue and self.group is not None:
@@ -135,14 +156,17 @@ class MeshAxis:
         return self._all_reduce_(x, dist.ReduceOp.MAX)
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """[n, ...] on each rank -> [size * n, ...], in axis order; `of` names the tensor's owner in the span.
+        """Concatenate the tensors `x`, [n, ...] on each rank, to [size * n, ...] in axis order.
 
-        `out` may alias `x` in this rank's slot.
+        Args:
+            x: this rank's part; all ranks have the same shape.
+            out: optional [size * n, ...] buffer for the result. `x` may be this rank's slice of it.
+            of: label in the timeline that says which tensor is gathered, for instance the name of a layer.
         """
         if self.size == 1:
             return x if out is None else out.copy_(x)
         if torch.compiler.is_compiling():
-            assert out is None, "a compiled all-gather has an output of its own"
+            assert out is None, "a compiled all-gather allocates its result and cannot write to `out`"
             return _all_gather_operator(x, self.key)
         if out is None:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -152,11 +176,17 @@ class MeshAxis:
         return out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """[size * n, ...] on each rank -> [n, ...], the sum over the axis of this rank's slice; `of` as above."""
+        """Sum `x`, [size * n, ...] on each rank, over the axis and return this rank's slice of the sum, [n, ...].
+
+        Args:
+            x: this rank's contribution to every slice.
+            out: optional [n, ...] buffer for the result.
+            of: label in the timeline that says which tensor is reduced.
+        """
         if self.size == 1:
             return x if out is None else out.copy_(x)
         if torch.compiler.is_compiling():
-            assert out is None, "a compiled reduce-scatter has an output of its own"
+            assert out is None, "a compiled reduce-scatter allocates its result and cannot write to `out`"
             return _reduce_scatter_operator(x, self.key)
         if out is None:
             out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
@@ -166,7 +196,10 @@ class MeshAxis:
         return out
 
     def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
-        """[size, ...] -> [size, ...]: slice i goes to rank i, slice i of the result came from rank i; `of` as above."""
+        """Send slice i of `x`, [size, ...], to rank i, and return [size, ...] whose slice i was sent by rank i.
+
+        `of` labels the tensor in the timeline.
+        """
         if self.size == 1:
             return x
         if torch.compiler.is_compiling():
@@ -179,7 +212,16 @@ class MeshAxis:
         return out
 
     def exchange(self, x: torch.Tensor, send: list[int], receive: list[int], *, of: str = "") -> torch.Tensor:
-        """An all-to-all of unequal parts: `send` elements of x [n] to each rank, `receive` from each; `of` as above."""
+        """Exchange parts of unequal lengths between all ranks (an all-to-all).
+
+        Args:
+            x: [sum(send)] elements: the part for rank 0, then the part for rank 1, and so on.
+            send: number of elements that go to each rank.
+            receive: number of elements that each rank sends to this one.
+            of: label of the tensor in the timeline.
+        Returns:
+            The received parts, [sum(receive)], in rank order.
+        """
         if self.size == 1:
             return x
         out = x.new_empty(sum(receive))
@@ -189,7 +231,7 @@ class MeshAxis:
         return out
 
     def broadcast_(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace `x` in place by that of the axis's first rank and return it."""
+        """Overwrite `x` on every rank with the first rank's `x`, and return it."""
         if self.size > 1:
             with self.timeline.span(self.name, "broadcast"):
                 dist.broadcast(x, src=self.ranks[0], group=self.group)
@@ -197,7 +239,11 @@ class MeshAxis:
         return x
 
     def gather_objects(self, value: object) -> list[Any]:
-        """The picklable `value` of every rank on the axis's first rank, in axis order; elsewhere nothing."""
+        """Collect the picklable `value` of every rank on the axis's first rank.
+
+        Returns:
+            On the first rank, all values in axis order. On the other ranks, an empty list.
+        """
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.rank == 0 else []
@@ -206,7 +252,7 @@ class MeshAxis:
         return values
 
     def share_object(self, value: object) -> Any:
-        """The picklable `value` of the axis's first rank, on every rank."""
+        """Return the first rank's picklable `value` on every rank. The other ranks' `value` is ignored."""
         values = [value]
         if self.size > 1:
             with self.timeline.span(self.name, "share_object"):
@@ -214,6 +260,7 @@ class MeshAxis:
         return values[0]
 
     def _all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """All-reduce `x` in place with the operation `op` and return it."""
         if self.size > 1:
             with self.timeline.span(self.name, "all_reduce"):
                 dist.all_reduce(x, op=op, group=self.group)
@@ -221,39 +268,48 @@ class MeshAxis:
         return x
 
     def _span(self, collective: str, of: str) -> AbstractContextManager[object]:
+        """Return the context of a timeline span for a collective on the tensor labeled `of`."""
         return self.timeline.span(self.name, f"{collective} {of}" if of else collective)
 
     def ring_bytes(self, full: torch.Tensor) -> int:
-        """Bytes one rank sends when a ring gathers or scatters the buffer `full`."""
+        """Return the bytes that one rank sends when a ring all-gathers or reduce-scatters the buffer `full`."""
         return full.numel() * full.element_size() * (self.size - 1) // self.size
 
     def count(self, collective: str, sent_bytes: int) -> None:
+        """Count one call of `collective` on this axis, in which this rank sent `sent_bytes` bytes."""
         self.counter.add(self.wire, self.name, collective, sent_bytes)
 
 
 _numbers = itertools.count()
-# An operator's arguments are tensors and plain values, so compiled code names its axis by a string, as torch does its
-# process groups. Read by these operators alone, and it keeps no axis alive.
+# Axes by key. An operator can only take tensors and plain values, so compiled code passes its axis as a string, as
+# torch does with process groups. Only the operators below read this dict. Its references are weak.
 _axes: weakref.WeakValueDictionary[str, MeshAxis] = weakref.WeakValueDictionary()
-# The queues of groups that several models share: a group has at most one queue. They live as long as their groups.
+# Queues of process groups that several models share, because a group may have at most one queue. A queue lives as long
+# as its group.
 _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CommQueue] = weakref.WeakKeyDictionary()
 
 
 def axis_of_key(key: str) -> MeshAxis:
-    """The axis that an operator in a compiled graph was given by its `key`."""
+    """Return the live axis whose `key` was compiled into a graph.
+
+    Raises:
+        KeyError: the axis has been garbage-collected.
+    """
     return _axes[key]
 
 
 def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Define the operator megazpp::`schema`, which calls `function` on tensors of any device, and return it.
+    """Register `function` as a torch operator in the namespace `megazpp`, and return the operator.
 
-    `torch.library.custom_op` puts seven Python frames and checks of aliases around each call of an operator, which
-    take more host time than a collective. An operator of this function has no gradient: a compiled graph, where it
-    stands, has its backward already.
+    This replaces `torch.library.custom_op`, which adds seven Python frames and alias checks to each call. They take
+    more host time than launching a collective. The operator has no autograd formula, because it appears only in
+    compiled graphs whose backward has already been traced.
 
     Args:
-        schema: name, arguments and results in torch's syntax; an argument that is written to is marked as such.
-        fake: returns results of the right shapes for tensors without memory.
+        schema: operator name, arguments and results in torch's schema syntax. Arguments that are written to need the
+            mutation mark, as in `Tensor(a!)`.
+        function: implementation, called for tensors of any device.
+        fake: implementation for tracing. It returns tensors of the right shape and dtype for inputs without data.
     """
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.partition("(")[0]
@@ -264,6 +320,7 @@ def define_operator(schema: str, function: Callable[..., Any], fake: Callable[..
 
 
 def _all_reduce_in_graph(x: torch.Tensor, axis: str) -> None:
+    """All-reduce `x` in place: the implementation of the operator megazpp::all_reduce_, which returns nothing."""
     axis_of_key(axis).all_reduce_(x)
 
 
@@ -298,14 +355,20 @@ def make_group(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """This rank's group of a partition of all ranks; rank i of a group is the i-th rank of its part.
+    """Create a process group for each part of a partition of all ranks, and return the group of this rank's part.
 
-    Every rank calls this with the same parts in the same order. Parts that do not ascend need torch 2.13's new_group.
+    Every rank calls this function with the same parts in the same order. Parts whose ranks do not ascend need a torch
+    whose `new_group` has the argument `sort_ranks` (2.13), see `can_order_groups`.
 
     Args:
-        options: the back end's, for the one group that this rank is in.
-        backend: another one than the first group's.
-        timeout: of the groups' collectives; None: the back end's default, whatever the first group has.
+        partition: disjoint parts that cover all ranks. Rank i of a group is the i-th rank of its part.
+        name: description of the groups, `group_desc` in torch.
+        options: the back end's options for this rank's group, for instance ProcessGroupNCCL.Options.
+        backend: back end of the groups; None uses the default process group's.
+        timeout: timeout of the groups' collectives. None uses the back end's default, not the default group's timeout.
+    Returns:
+        A new group, or the default group if this rank's part is all ranks in ascending order and neither `options` nor
+        `backend` is given.
     """
     mine = next(ranks for ranks in partition if dist.get_rank() in ranks)
     ascending = all(list(ranks) == sorted(ranks) for ranks in partition)
@@ -314,13 +377,15 @@ def make_group(
     if options is backend is None and mine == tuple(range(dist.get_world_size())):
         return world
     if len(mine) == 1:
-        own = "gloo" if nccl else None  # not a communicator that nobody talks through; only this rank knows of it
+        # A group of one rank sends nothing, so it needs no NCCL communicator. The other ranks need not take part.
+        own = "gloo" if nccl else None
         return dist.new_group(list(mine), timeout=timeout, backend=own, group_desc=name, use_local_synchronization=True)
     if backend is None and ascending and nccl and world.bound_device_id is not None:
-        # into all parts at once: splitting one off takes all ranks, and one by one a thousand would take a minute
+        # Split into all parts in one call. Each split is a collective over all ranks, so a thousand separate ones would
+        # take about a minute.
         parts = [list(ranks) for ranks in partition]
         group = dist.split_group(split_ranks=parts, timeout=timeout, pg_options=options, group_desc=name)
-        assert group is not None, "this rank is in a part"
+        assert group is not None, "split_group returned no group, although this rank is in one of the parts"
         return group
     settings: dict[str, Any] = {"backend": backend, "timeout": timeout, "pg_options": options, "group_desc": name}
     settings |= {} if ascending else {"sort_ranks": False}
@@ -328,15 +393,16 @@ def make_group(
 
 
 def find_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup | None:
-    """Return the process group of exactly these ranks, in this order, that `make_group` has made under this name."""
+    """Return an existing process group of exactly these ranks, in this order, with the description `name`, or None."""
     groups = dist.distributed_c10d._world.pg_map
-    mine = (group for group in groups if isinstance(group, dist.ProcessGroup))  # others are -100
+    # Groups that this rank is not in are the integer -100.
+    mine = (group for group in groups if isinstance(group, dist.ProcessGroup))
     named = (group for group in mine if group.group_desc == name)
     return next((group for group in named if tuple(dist.get_process_group_ranks(group)) == ranks), None)
 
 
 def first_group_timeout(device_type: str) -> timedelta | None:
-    """Return the timeout that `init_process_group` was given for collectives of this device; None if unknown."""
+    """Return the default process group's timeout for collectives of tensors on this device type, None if unknown."""
     world = dist.group.WORLD
     assert world is not None
     options = getattr(world._get_backend(torch.device(device_type)), "options", None)
@@ -344,10 +410,10 @@ def first_group_timeout(device_type: str) -> timedelta | None:
 
 
 def can_order_groups() -> bool:
-    """True if this torch can number a group's ranks in any order; older ones sort them."""
+    """Return True if torch can create groups whose ranks are in any order. Versions before 2.13 sort the ranks."""
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
-# torch 2.13 renamed these two; 2.11 and 2.12 have only the old names.
+# torch 2.13 renamed these two functions. torch 2.11 and 2.12 have only the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,15 +1,16 @@
-"""Communication queues: an axis's collectives run in them, in order, beside the compute.
+"""Communication queues, in which the collectives of a mesh axis run in order and overlap with compute.
 
-A queue runs its tasks one after the other and returns a `Work` for each. A task may wait for works of other queues.
+A queue runs its tasks one after the other. `submit` returns a `Work`, the handle on which a caller waits. A task may
+depend on works of other queues.
 
-    CommQueue     at once, in the caller: no overlap
-    ThreadQueue   CPU: in a thread; gloo and torch's kernels release the interpreter lock
-    StreamQueue   CUDA: on a stream; the host never waits
+    CommQueue     runs each task immediately in the caller, without overlap
+    ThreadQueue   CPU: runs tasks in a thread. gloo and torch's kernels release the interpreter lock
+    StreamQueue   CUDA: launches tasks on a stream. The host never blocks
 
-Why queues cannot deadlock. Every rank submits the same tasks in the same order (it runs the same program), each queue
-keeps that order, and a task depends only on tasks submitted before it. So the first task, in the order of submission,
-that is not finished on all its ranks has everything it needs on each of them. A process group must therefore have at
-most one queue, and collectives must not be called on the group elsewhere while tasks are pending.
+Queues cannot deadlock. Every rank runs the same program, so it submits the same tasks in the same order. Each queue
+keeps that order, and a task depends only on tasks that were submitted earlier. Consider the earliest task that is
+unfinished on some rank: all its dependencies are finished on all ranks, so it can run. This argument needs two rules:
+a process group has at most one queue, and no other code calls collectives on the group while tasks are pending.
 """
 
 from __future__ import annotations
@@ -26,48 +27,60 @@ import torch
 from megazpp.parallel.timeline import Timeline
 
 T = TypeVar("T")
-Moment = Any  # what `CommQueue.moment` returns
+Moment = Any  # a CUDA event as returned by `CommQueue.record_event`, or None
 
 
 class Work(Generic[T]):
-    """A handle on a task of a queue, as torch's `dist.Work` is one on a collective. This base class is completed."""
+    """A handle on a task in a communication queue, comparable to torch's `dist.Work`.
+
+    The base class holds the result of a task that has already run. Subclasses wait for a thread or a stream.
+    """
 
     def __init__(self, result: T) -> None:
         self._result = result
 
     def wait(self) -> T:
-        """Hold the caller (on CUDA: its current stream) until the task is done, and return the task's result.
+        """Wait until the task is done and return its result.
+
+        With a `StreamQueue` only the caller's current stream waits, not the host.
 
         Raises:
-            Exception: what the task raised.
+            Exception: the exception that the task raised, if any.
         """
         return self.join()
 
     def join(self) -> T:
-        """`wait` from inside a task of another queue: the time is not recorded as a wait of the compute."""
+        """Wait like `wait`, but without recording a "wait" span. For tasks that wait for tasks of another queue."""
         return self._result
 
 
 class CommQueue:
-    """A queue that runs each task at once in the caller: the base class, and the queue without overlap.
+    """A queue that runs each task immediately in the caller: the base class, and the queue without overlap.
 
     Attributes:
-        blocks_host: whether `Work.wait` blocks the host and not only the current stream.
+        blocks_host: True if `Work.wait` blocks the host, False if it blocks only the current CUDA stream.
     """
 
     blocks_host = True
 
     def record_event(self) -> Moment:
-        """Mark the end of what the caller's current stream holds now; None where there are no streams."""
+        """Record an event after the work now queued on the caller's current CUDA stream; None on the CPU.
+
+        Pass the event to `submit` as `since`.
+        """
         return None
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
-        """Run `task` without gradients when this queue's earlier tasks and the works of `after` are done.
+        """Queue `task`, which runs after this queue's earlier tasks, and return the handle on it.
 
-        A task runs in inference mode if its caller does, because only then can it write to the caller's tensors.
+        The task runs without autograd. It runs in inference mode if the caller does, because only then can it write
+        to inference tensors of the caller.
 
         Args:
-            since: on CUDA, what the task waits for in the place of all that the caller's current stream holds.
+            task: function to run. Its return value becomes the result of the `Work`.
+            after: works that must be done before the task starts, usually tasks of other queues.
+            since: on CUDA, an event from `record_event`. The task starts after this event instead of after everything
+                that the caller's current stream now holds. Ignored on the CPU.
         """
         for work in after:
             work.join()
@@ -76,11 +89,11 @@ class CommQueue:
 
 
 class ThreadQueue(CommQueue):
-    """A queue that runs tasks in a thread of its own.
+    """A queue that runs its tasks in a separate thread, for CPU tensors.
 
     Args:
-        name: of the thread.
-        timeline: records the time for which callers of `Work.wait` are held.
+        name: name of the axis; it becomes part of the thread's name, and the label of "wait" spans in the timeline.
+        timeline: recorder of the time for which callers of `Work.wait` are blocked.
     """
 
     def __init__(self, name: str, timeline: Timeline) -> None:
@@ -88,6 +101,7 @@ class ThreadQueue(CommQueue):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"megazpp-{name}")
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
+        """Queue `task` for the thread, in a copy of the caller's context variables; see `CommQueue.submit`."""
         inference = torch.is_inference_mode_enabled()
 
         def run() -> T:
@@ -101,32 +115,40 @@ class ThreadQueue(CommQueue):
 
 
 class StreamQueue(CommQueue):
-    """A queue that launches tasks on a CUDA stream of its own.
+    """A queue that launches its tasks on a separate CUDA stream.
 
-    A task starts after what the caller's current stream holds, or held at the `moment` that it is given. Memory that a
-    task allocates belongs to the queue's stream. The caller of `Work.wait` may use the tensor that it returns until the
-    last reference is gone, because the waiting stream is recorded. Other memory of a task, the caller's included, must
-    live until its work was waited for. One thread at a time submits tasks, and no task submits to its own queue.
+    A task starts after the work that the caller's current stream held at `submit`, or after the event `since`.
+
+    Memory rules: The caching allocator assigns memory that a task allocates to the queue's stream. A tensor returned
+    by `Work.wait` is safe to use and to free, because `wait` records it on the waiting stream. All other tensors that a
+    task uses, the caller's included, must stay alive until someone has waited for the task's work.
+
+    Only one thread at a time may submit tasks. A task must not submit to its own queue.
 
     Args:
-        priority: of the stream; lower numbers first.
+        priority: CUDA priority of the stream; lower numbers are served first.
     """
 
     blocks_host = False
 
     def __init__(self, *, priority: int = 0) -> None:
         self._stream = torch.cuda.Stream(priority=priority)
-        self._submitted = torch.cuda.Event()  # of the last task; a wait keeps what the event was when it was called
+        # Reused for every submission: a stream that waits for an event waits for its latest recording at that moment,
+        # so recording it again does not affect earlier waits.
+        self._submitted = torch.cuda.Event()
 
     def record_event(self) -> Moment:
+        """Record an event after the work now queued on the caller's current stream, and return it."""
         return current_stream().record_event()
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
+        """Launch `task` on the queue's stream, without blocking the host; see `CommQueue.submit`."""
         if since is None:
             self._submitted.record(current_stream())
             since = self._submitted
         since.wait(self._stream)
-        with self._stream, _without_gradients():  # the stream itself: torch.cuda.stream takes ten times as long
+        # Entering the stream object directly takes a tenth of the host time of `torch.cuda.stream`.
+        with self._stream, _without_gradients():
             for work in after:
                 work.join()
             result = task()
@@ -136,6 +158,8 @@ class StreamQueue(CommQueue):
 
 
 class _ThreadWork(Work[T]):
+    """The handle on a task in a thread. Waiting blocks the calling thread."""
+
     def __init__(self, future: Future[T], queue: str, timeline: Timeline) -> None:
         self._future, self._queue, self._timeline = future, queue, timeline
 
@@ -150,6 +174,8 @@ class _ThreadWork(Work[T]):
 
 
 class _StreamWork(Work[T]):
+    """The handle on a task on a stream. Waiting blocks only the caller's current stream."""
+
     def __init__(self, result: T, event: torch.cuda.Event) -> None:
         super().__init__(result)
         self._event = event
@@ -158,17 +184,19 @@ class _StreamWork(Work[T]):
         waiting = current_stream()
         self._event.wait(waiting)
         if isinstance(self._result, torch.Tensor):
-            self._result.record_stream(waiting)  # freed, it must not go back to its own stream before this one is done
+            # Without this, a freed result's memory could be reused on the queue's stream while this stream reads it.
+            self._result.record_stream(waiting)
         return self._result
 
 
 def current_stream() -> torch.cuda.Stream:
-    """Return `torch.cuda.current_stream()`, an object that is made once per stream: for a tenth of the host time."""
+    """Return `torch.cuda.current_stream()` from a cache of one object per stream, in a tenth of the host time."""
     return _current_stream(torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice()))
 
 
 @functools.cache
 def _current_stream(identity: tuple[int, int, int]) -> torch.cuda.Stream:
+    """Return the current stream, cached by its identity."""
     return torch.cuda.current_stream()
 
 
@@ -176,5 +204,5 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def _without_gradients() -> AbstractContextManager[object]:
-    """Return a context in which autograd records nothing."""
+    """Return a context in which autograd records nothing; a no-op context if it is already off."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

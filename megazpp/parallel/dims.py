@@ -1,24 +1,26 @@
-"""Degrees in, mesh and axes out: the one place that creates process groups.
+"""Parallel degrees, the device mesh that they define, and this rank's mesh axes. Only this file creates process groups.
 
-| axis      | ranks along it                                | what travels                              |
+| axis      | ranks along it                                | data communicated                         |
 |-----------|-----------------------------------------------|-------------------------------------------|
 | tp        | split one layer's matrices                    | activations, several times per layer      |
 | cp        | split one sample's tokens: a part of shard    | queries, keys, values, outputs, per layer |
 | shard     | split one model copy's parameters and moments | weights and gradients, once per use       |
-| local     | the part of shard inside a node               | the fast hop of weights and gradients     |
-| cross     | the part of shard across nodes                | the slow hop, once per optimizer step     |
-| replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per optimizer step|
-| island    | hold the same shards of different models      | diloco/outer.py, once per synchronization  |
-| node      | tp x local, made for Muon alone               | rows of matrices, once per optimizer step   |
-| ep        | hold different experts: a part of tp x local  | tokens on their way to experts, per layer   |
+| local     | the intra-node part of shard                  | ZeRO++: the intra-node hop, once per use  |
+| cross     | the inter-node part of shard                  | ZeRO++: the inter-node hop, once per step |
+| replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per step          |
+| island    | hold equal shards of different models (DiLoCo)| outer gradients, once per synchronization |
+| node      | tp x local, created only for Muon             | rows of matrices, once per step           |
+| ep        | hold different experts: a part of tp x local  | tokens, to their experts and back         |
 
-Parameters of experts are sharded over the same ranks as all others, along other axes (`ParallelDims.experts`): ep
-takes the place of tp, `expert shard` and `expert local` the places of shard and local. An axis that has the same ranks
-on both is one object.
+Parameters of experts are sharded over the same ranks as all other parameters, along other axes
+(`ParallelDims.experts`): ep replaces tp, `expert shard` and `expert local` replace shard and local. An axis with the
+same ranks in both is one object.
 
-A rank's index along shard is cross index x local size + local index. Each rank is in at most one group per axis (an
-axis of one rank has none), and every group is made once, by all ranks in the same order. Where shard is over all ranks
-it takes the group of all ranks. The groups of local, cross and node are made on first use: plain ZeRO has none.
+A step is an optimizer step. A rank's index along shard is (cross index) x (local size) + (local index).
+
+Each rank is in at most one process group per axis; an axis of one rank has no group. All ranks create each group once,
+in the same order. If the shard axis spans all ranks, it uses the default process group. The groups of local, cross and
+node are created on first use, because ZeRO without two-hop communication never needs them.
 """
 
 from __future__ import annotations
@@ -63,56 +65,73 @@ class ParallelConfig:
     The degrees of tensor, context and data parallelism.
     """
 
-    tensor_model_parallel_size: int = flag(1, "ranks that split every layer's matrices", common=True)
-    pipeline_model_parallel_size: int = flag(1, "only 1 is supported")
+    tensor_model_parallel_size: int = flag(1, "number of ranks that split the matrices of every layer", common=True)
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages; only 1 is supported")
     context_parallel_size: int = flag(
         1,
-        "ranks of a node that split every sample's tokens; for attention they exchange them for heads (Ulysses, "
-        "arXiv 2309.14509). Divides the data-parallel size; parameters are sharded over as many ranks as without",
+        "number of ranks of a node that split the tokens of every sample and exchange them for heads in attention "
+        "(Ulysses, arXiv 2309.14509); divides the data-parallel size, but not the number of parameter shards",
     )
-    allow_cp_across_nodes: bool = flag(False, "let --context-parallel-size leave the node: activations cross nodes")
+    allow_cp_across_nodes: bool = flag(
+        False, "allow context-parallel groups that span nodes, whose activations then cross the network"
+    )
     expert_model_parallel_size: int = flag(
         1, "ranks of a node that share out the experts of each layer; divides --num-experts"
     )
     sequence_parallel: bool = flag(False, "split activations along the sequence between tensor-parallel regions")
     num_distributed_optimizer_instances: int = flag(
-        1, "copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
+        1, "number of copies of the sharded model (HSDP): shard inside a copy, all-reduce gradients between copies"
     )
-    hsdp: bool = flag(False, "one copy of the sharded model per node (per NVLink domain, where that is larger)")
+    hsdp: bool = flag(False, "keep one copy of the sharded model per node (per NVLink domain, if that is larger)")
 
     def __post_init__(self) -> None:
         if (size := self.pipeline_model_parallel_size) != 1:
-            raise ValueError(f"--pipeline-model-parallel-size {size} is not supported: only 1 is")
+            raise ValueError(f"--pipeline-model-parallel-size {size} is not supported; use 1")
         check_positive(self, "tensor_model_parallel_size", "context_parallel_size")
         check_positive(self, "num_distributed_optimizer_instances", "expert_model_parallel_size")
 
 
 def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, islands: int = 1) -> Layout:
-    """The layout that the flags ask for on `cluster`; ZeRO stage 0 is one replica per data rank.
+    """Return the layout of ranks that the flags request on `cluster`.
 
+    Args:
+        config: parallel degrees.
+        cluster: nodes and ranks of the job.
+        zero_stage: ZeRO stage, 0 to 3. Stage 0 shards nothing, so every data rank is a replica.
+        islands: number of models that train in parallel with local steps (DiLoCo).
     Raises:
-        ValueError: naming the flags that do not fit the cluster or each other.
+        ValueError: flags do not fit the cluster or each other, or torch is too old for the order of the ranks.
     """
+    # Islands hold one sharded copy each, so flags that ask for several copies conflict with them.
     instances, tp = config.num_distributed_optimizer_instances, config.tensor_model_parallel_size
     copies = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
     if islands > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
         asked = copies if config.hsdp or instances > 1 else "--zero-stage 0"
-        raise ValueError(f"{asked} with --diloco-steps: an island has one copy of the model, in shards over its ranks")
+        raise ValueError(
+            f"{asked} cannot be combined with --diloco-steps: an island has one copy of the model, sharded over its "
+            "ranks"
+        )
+
+    # --hsdp fixes the number of copies.
     if config.hsdp and instances not in (1, cluster.num_local_domains):
         raise ValueError(
-            f"--hsdp makes one copy per node ({cluster.num_local_domains}), --num-distributed-optimizer-instances "
-            f"asks for {instances}"
+            f"--hsdp makes one copy per node ({cluster.num_local_domains} copies), but "
+            f"--num-distributed-optimizer-instances asks for {instances}; give one of the two flags"
         )
     if config.hsdp and tp > cluster.local_domain_size:
         raise ValueError(
-            f"--hsdp makes one copy per node of {cluster.local_domain_size} ranks, and --tensor-model-parallel-size "
-            f"{tp} spreads a copy over several"
+            f"--hsdp makes one copy per node of {cluster.local_domain_size} ranks, but --tensor-model-parallel-size "
+            f"{tp} spreads a copy over several nodes"
         )
+
+    # Stage 0 replicates the model on every data rank.
     replicas = cluster.num_local_domains if config.hsdp else instances
     if zero_stage == 0:
         if replicas != 1:
             raise ValueError(f"{copies} needs --zero-stage 1 or more: stage 0 shards nothing")
         replicas = cluster.world_size // max(tp, 1)
+
+    # Fit the degrees onto the cluster, and check that torch can create the groups.
     layout = plan_layout(
         cluster,
         tp=tp,
@@ -124,27 +143,34 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, isla
     )
     if not can_order_groups() and not layout.groups_ascend:
         raise ValueError(
-            f"ranks are placed in an order for which torch {torch.__version__} cannot make process groups (its "
-            "new_group has no sort_ranks); use torch 2.13, or have the launcher number the ranks node by node"
+            f"torch {torch.__version__} cannot create process groups for this placement of ranks (its new_group has no "
+            "sort_ranks); use torch 2.13 or newer, or let the launcher number the ranks node by node"
         )
     return layout
 
 
 class ParallelDims:
-    """The device mesh of a job and this rank's axes.
+    """The device mesh of a job, and this rank's axis along each of its dimensions.
 
     Args:
-        timeout: of every collective; None: torch's, 10 minutes on NCCL and 30 on gloo; with `mesh`, the first group's.
-        threads: whether the hops of CPU tensors run in threads; False: at once, in the thread that submits them.
-        mesh: one that is there already, [shard] or [shard, tp], whose dims may have other names; None: a new one. With
-            it, groups with equal members are reused, because they outlive the model, and the mesh's stay as they are.
-        dense: the axes of the other parameters, where these are the axes of experts (`experts`); their counter and
-            timeline are used, and every axis that has the same ranks.
+        layout: sizes of the axes and placement of the ranks.
+        device_type: "cuda" or "cpu".
+        nccl: options of the NCCL process groups; None uses the defaults.
+        timeout: timeout of every collective. None uses torch's default (10 minutes on NCCL, 30 on gloo), or with `mesh`
+            the default group's timeout.
+        threads: True runs the hops of CPU tensors in threads, where they overlap with compute. False runs each hop in
+            the thread that submits it.
+        mesh: existing mesh of the caller, [shard] or [shard, tp], under any dimension names. Its groups are used and
+            left unchanged, and groups that an earlier model created for equal ranks are reused. None creates a mesh.
+        dense: axes of the other parameters if these are the axes of experts (`experts`). Their counter and timeline are
+            used, and each of their axes that has the same ranks.
     Attributes:
-        mesh: DeviceMesh [island, replicate, shard, tp], of which only shard is there where it has one rank.
-        tp, cp, shard, replicate, island: this rank's axes; they share `counter`, with `local` and `cross`.
-        timeline: where all axes record what they do.
-        world: the axis of all ranks, for logging and barriers; it counts on the "world" wire.
+        layout: the given layout.
+        mesh: DeviceMesh [island, replicate, shard, tp] without the dimensions of size 1, except shard.
+        tp, cp, shard, replicate, island: this rank's axes. They share `counter` with the axes `local` and `cross`.
+        counter: counter of the bytes that this rank sends.
+        timeline: recorder of the collectives of all axes.
+        world: axis of all ranks, for logging and barriers. Its bytes count under the wire "world".
     """
 
     def __init__(
@@ -168,11 +194,13 @@ class ParallelDims:
             self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         else:
             self.counter, self.timeline = dense.counter, dense.timeline
-        # FSDP2 cannot do without shard; groups number their ranks as the axes do, as it takes shard indices from them
+        # FSDP2 needs a shard dimension even of size 1. It reads its shard index from the process group, so each group
+        # numbers its ranks in axis order.
         self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
         if mesh is None:
             ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
-            # hops between islands run over many steps, so they never share the group of all ranks
+            # Exchanges between islands stay pending for many steps, so they must not use the default group, on which
+            # other collectives run meanwhile.
             groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
             mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(map(self._name, names)))
         self.mesh = mesh
@@ -195,12 +223,20 @@ class ParallelDims:
         return ParallelDims(layout, device_type=self.timeline.device_type, dense=self, **settings)
 
     def twin(self, axis: str, name: str) -> MeshAxis:
-        """A further axis `name` of the ranks of `axis`, with a process group and a queue of its own; on all ranks."""
+        """Return another axis over the ranks of `axis`, with a separate process group and queue. All ranks call this.
+
+        Args:
+            axis: name of an axis of the layout.
+            name: name of the new axis in the timeline and the byte counts.
+        """
         group = self._make_group(axis, name, own=True) if self.layout.axis_size(axis) > 1 else None
         return self._axis(axis, name, group)
 
     def host_axes(self, *axes: str) -> list[MeshAxis]:
-        """Further axes of the same ranks over gloo groups, for small messages of hosts, on the "world" wire."""
+        """Return a gloo axis over the ranks of each given axis, for small messages between hosts. All ranks call this.
+
+        Their bytes count under the wire "world".
+        """
         rank, found = dist.get_rank(), []
         for axis in axes:
             name, ranks = f"hosts of {axis}", self.layout.axis_ranks(axis, rank)
@@ -211,17 +247,20 @@ class ParallelDims:
 
     @functools.cached_property
     def local(self) -> MeshAxis:
-        """The part of shard inside a node; made on first use, on all ranks."""
+        """The intra-node part of the shard axis. Its group is created on first use, which all ranks must make."""
         return self._axis("local", self._name("local"), self._group("local"))
 
     @functools.cached_property
     def cross(self) -> MeshAxis:
-        """The part of shard across nodes; made on first use, on all ranks."""
+        """The inter-node part of the shard axis. Its group is created on first use, which all ranks must make."""
         return self._axis("cross", "cross", self._group("cross"))
 
     @functools.cached_property
     def node(self) -> MeshAxis:
-        """The ranks of this node in this copy of the model, tp index innermost; made on first use, on all ranks."""
+        """The ranks of this node that share a model copy, tensor-parallel index innermost.
+
+        The group is created on first use, which all ranks must make.
+        """
         return self.twin(NODE, NODE)
 
     def _name(self, axis: str) -> str:
@@ -237,13 +276,14 @@ class ParallelDims:
         return frozenset(a for a in AXES if [*self.layout.axis_groups(a)] == [*theirs.axis_groups(a)])
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
+        """Return this rank's axis `axis` of the layout under the name `name`, over the given process group."""
         if self._dense is not None and axis in self._shared_axes:
             shared: MeshAxis = getattr(self._dense, axis)
             return shared
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
         if group is not None and self._timeout is not None and not self._is_guest:
-            _set_pg_timeout(self._timeout, group)  # new groups do not take it from the first one
+            _set_pg_timeout(self._timeout, group)  # a new group does not inherit the default group's timeout
         return MeshAxis(
             name,
             ranks=ranks,
@@ -257,24 +297,38 @@ class ParallelDims:
         )
 
     def _group(self, axis: str) -> dist.ProcessGroup | None:
-        """The mesh's group; cp, local and cross have their own, but in one domain, where local is shard."""
+        """Return this rank's group along `axis`, None for an axis of one rank.
+
+        Axes of the mesh use the mesh's groups. local uses shard's group if all shards are in one node. For cp, for
+        cross, and otherwise for local, a new group is created.
+        """
         if self.layout.axis_size(axis) == 1:
             return None
         of_mesh = axis if axis in MESH_AXES else "shard" if axis == "local" and self.layout.cross == 1 else None
-        if of_mesh is None:  # the first group is the user's, who may communicate while hops are pending
+        if of_mesh is None:
+            # With a caller's mesh the caller may use the default group while hops are pending, so never take that one.
             return self._make_group(axis, axis, own=self._is_guest)
         return self.mesh.get_group(self._mesh_axes.index(of_mesh))
 
     def _make_group(self, axis: str, name: str, *, own: bool = False, backend: str | None = None) -> dist.ProcessGroup:
-        """Make the groups of `axis` and return this rank's; `own`: even where all ranks have one already."""
+        """Create the groups of `axis` and return this rank's group.
+
+        Args:
+            axis: axis of the layout.
+            name: description of the groups.
+            own: True never returns the default process group, even if the group has the same ranks.
+            backend: back end of the groups; None uses the default group's.
+        """
         if self._dense is not None and axis in self._shared_axes:
             shared: dist.ProcessGroup = getattr(self._dense, axis).group
             return shared
         options = axis_options(axis, self.layout, self._nccl) if backend is None else None
         if axis == "shard" and not own and self.layout.shard == self.layout.cluster.world_size:
-            options = None  # all ranks have a communicator; of a priority, only a stream that no step uses has any
+            # Without options make_group returns the default group, which saves a communicator. A high priority would
+            # only affect the group's own stream, which no training step uses.
+            options = None
         if own and options is None:
-            backend = backend or dist.get_backend()  # named, it is none of those that there are
+            backend = backend or dist.get_backend()  # an explicit back end prevents reuse of the default group
         if not self._is_guest:
             return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
         name, ranks = f"megazpp {name}", self.layout.axis_ranks(axis, dist.get_rank())
@@ -285,7 +339,7 @@ class ParallelDims:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The mesh for `fully_shard`: [shard], or [replicate, shard] when there are copies; of this rank's island."""
+        """The mesh for `fully_shard` within this rank's island: [shard], or [replicate, shard] with several copies."""
         shard = self._name("shard")
         return self.mesh["replicate", shard] if self.layout.replicate > 1 else self.mesh[shard]
 
@@ -296,44 +350,54 @@ class ParallelDims:
 
     @property
     def data_rank(self) -> int:
-        """The index of the slice of the samples that this rank sees, 0 to data_size - 1."""
+        """The index of this rank's share of each batch's samples, 0 to data_size - 1. Ranks of a cp group share it."""
         return self.dropout_rank // self.cp.size
 
     @property
     def dropout_rank(self) -> int:
-        """The index among ranks with other activations, of other samples or another part of them: data rank, cp."""
+        """The index of this rank among all ranks that compute different activations, for seeding dropout.
+
+        Two ranks differ in it if they have different samples, or different tokens of the same samples (cp).
+        """
         return (self.island.rank * self.replicate.size + self.replicate.rank) * self.shard.size + self.shard.rank
 
     @property
     def data_size(self) -> int:
+        """The number of shares into which each batch's samples are split, over all islands."""
         return self.layout.data
 
     def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over all data ranks that take a step together: those of this rank's island.
+        """Sum `x` in place over the data ranks of this rank's island, which take optimizer steps together.
 
-        Ranks of a cp group have the same numbers, which count once.
+        All ranks of a context-parallel group hold the same `x`, which is added once.
         """
         if self.cp.rank > 0:
             x.zero_()
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
 
     def sum_over_islands_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over all data ranks of all islands."""
+        """Sum `x` in place over the data ranks of all islands. A context-parallel group's equal `x` is added once."""
         return self.island.all_reduce_(self.sum_over_data_(x))
 
 
 def open_axis(dims: ParallelDims) -> MeshAxis:
-    """All ranks, with a gloo group of their own: files are the CPU's, and a save may run beside the training."""
+    """Return an axis over all ranks with a separate gloo group, for checkpoint files.
+
+    Files are read and written on the CPU. A separate group lets a save run in the background during training.
+    """
     world = dims.world
     group = make_group([world.ranks], "checkpoint", backend="gloo") if world.size > 1 else None
     return MeshAxis("checkpoint", ranks=world.ranks, rank=world.rank, group=group, wire="world")
 
 
 def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
-    """Do `work` on every rank and return its result, so that no rank waits for one that has given up.
+    """Run `work` on every rank of `axis` and return its result. If it fails on one rank, raise on all.
+
+    This keeps the other ranks from waiting in a collective for a rank that has failed.
 
     Raises:
-        ValueError: on every rank, if it raised an OSError or a ValueError on any; a DamagedError if all of them are.
+        ValueError: on all ranks, if `work` raised a ValueError or an OSError on any rank. The message joins the
+            different messages. It is a DamagedError if all failures were.
     """
     result: T | None = None
     failure: tuple[type[ValueError], str] | None = None

@@ -1,29 +1,34 @@
-"""Variables that CUDA, torch's allocator, Triton and NCCL read once, and NCCL's options of each process group.
+"""Environment variables for CUDA, PyTorch, Triton and NCCL, and the NCCL options of each process group.
 
-| variable                      | here                       | because                                           |
-|-------------------------------|----------------------------|---------------------------------------------------|
-| CUDA_DEVICE_MAX_CONNECTIONS=1 | unset                      | with one queue to the GPU a collective that waits |
-|                               |                            | for the network holds back all that is launched   |
-|                               |                            | after it; Megatron's scripts export it for an     |
-|                               |                            | order of kernels that nothing here depends on     |
-| PYTORCH_ALLOC_CONF            | expandable_segments:True   | streams have pools of their own, which fragment   |
-| TRITON_CACHE_DIR              | the user's, on the node    | a home directory is often on a network            |
-| NCCL_LAUNCH_ORDER_IMPLICIT=1  | set where several axes     | collectives hold SMs until their peers have come: |
-|                               | have more than one rank    | GPUs that start two in another order wait for     |
-|                               |                            | ever; NCCL 2.26 keeps the host's order            |
+CUDA, PyTorch's allocator, Triton and NCCL read these variables once, so they are set before the first use:
 
-A user's own setting stays, but for the first.
+| variable                      | setting                    | reason                                              |
+|-------------------------------|----------------------------|-----------------------------------------------------|
+| CUDA_DEVICE_MAX_CONNECTIONS=1 | unset                      | with a single hardware queue, a collective that     |
+|                               |                            | waits for the network delays every later kernel.    |
+|                               |                            | Megatron-LM's scripts set it to fix an order of     |
+|                               |                            | kernels, on which this code does not depend         |
+| PYTORCH_ALLOC_CONF            | expandable_segments:True   | each stream has its own memory pool, and the pools  |
+|                               |                            | fragment                                            |
+| TRITON_CACHE_DIR              | per user, on the node      | home directories are often on a network file system |
+| NCCL_LAUNCH_ORDER_IMPLICIT=1  | set if several axes have   | a collective occupies SMs until its peers join. Two |
+|                               | more than one rank         | GPUs that start two collectives in different orders |
+|                               |                            | can deadlock; with this, NCCL 2.26 and newer start  |
+|                               |                            | them in the host's order                            |
 
-| group  | priority | channels | because                                                                             |
-|--------|----------|----------|-------------------------------------------------------------------------------------|
-| tp     | high     | NCCL's   | the next matmul waits for it, several times per layer                               |
-| local  | high     | NCCL's   | just in time for the next layer; so is shard where all data ranks are in one domain |
-| cross  | normal   | the flag | has a whole step's time; must not take SMs from matmuls for as long as it runs      |
-| island | normal   | the flag | the same, and the time of several steps                                             |
-| others | normal   | NCCL's   | plain ZeRO's ring over all data ranks, all-reduces between copies                   |
+Values that the user has set are kept, except the first.
 
-Since torch 2.8 a blocking collective runs on the caller's stream, a hop on its queue's (comm_queue.py), which has the
-same priority; the group's own stream has only asynchronous ones, of which a step has none.
+| group  | priority | channels  | reason                                                                              |
+|--------|----------|-----------|-------------------------------------------------------------------------------------|
+| tp, cp | high     | NCCL's    | the next matmul waits for it, several times per layer                               |
+| local  | high     | NCCL's    | the next layer waits for it. The same holds for shard if all shards are in one node |
+| cross  | normal   | from flag | it has a whole step to finish, and should leave SMs to the matmuls meanwhile        |
+| island | normal   | from flag | the same as cross, with several steps to finish                                     |
+| others | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                         |
+
+"From flag" is --nccl-cross-max-ctas. Since torch 2.8 a blocking collective runs on the caller's stream. A hop's caller
+is its communication queue, whose stream has the same priority (comm_queue.py). The process group's own stream runs only
+asynchronous collectives, and a training step has none.
 """
 
 from __future__ import annotations
@@ -43,27 +48,30 @@ from megazpp.base.flags import flag
 from megazpp.topology.layout import AXES, Layout
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # today's name, older ones
-TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each says where compiled kernels are kept
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # current name, older names
+TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each selects where compiled kernels are cached
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
-MOST_CTAS = 64  # of NCCL 2.25 and newer; 32 before
+MOST_CTAS = 64  # NCCL's upper limit since version 2.25 (32 before)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NcclConfig:
     """NCCL.
 
-    Priority and channels of the process groups; no effect on gloo.
+    Stream priority and channels of the NCCL process groups. No effect with gloo.
 
-    A CTA of NCCL's is a channel and occupies an SM while its collective runs; NCCL takes up to 32 or 64 of an H100's
-    132. The network is a small part of NVLink's rate, so the cross axis may need few (try 8; none is measured).
+    A channel of NCCL is one CTA, which occupies an SM while its collective runs. NCCL may use up to 32 or 64 of the
+    132 SMs of an H100. The network is much slower than NVLink, so inter-node collectives may need only a few channels.
+    8 is a value to try; no value has been measured.
     """
 
     nccl_high_priority: bool = flag(
-        True, "streams of high priority for tensor-parallel and node-local groups: their kernels start first"
+        True, "give tensor-parallel and intra-node groups high-priority streams, so that their kernels start first"
     )
     nccl_cross_max_ctas: int | None = flag(
-        None, "SMs that a collective between nodes may occupy; fewer leave more to the matmuls (NCCL decides)"
+        None,
+        "largest number of SMs that an inter-node collective may occupy; a lower number leaves more SMs to the matmuls "
+        "(default: chosen by NCCL)",
     )
 
     def __post_init__(self) -> None:
@@ -72,12 +80,17 @@ class NcclConfig:
 
 
 def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Set the table's variables but NCCL's, where torch is built for GPUs; call before anything asks CUDA for a device.
+    """Set the variables for CUDA, PyTorch's allocator and Triton, if torch is built with CUDA.
 
-    Returns a line for each choice of a user's that does not stand.
+    Call this before the first use of CUDA. `order_launches` sets NCCL's variable, which depends on the layout.
 
+    Args:
+        env: environment to change.
+    Returns:
+        A notice for each value of the user that was overridden.
     Raises:
-        ValueError: CUDA has started with a single connection, or the folder for Triton is somebody else's.
+        ValueError: CUDA is already initialized with CUDA_DEVICE_MAX_CONNECTIONS=1, or Triton's cache folder belongs to
+            another user.
     """
     if not torch.backends.cuda.is_built():
         return ()
@@ -85,7 +98,7 @@ def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str
     notices = []
     if env.get(CONNECTIONS) == "1":
         del env[CONNECTIONS]
-        notices.append(f"{CONNECTIONS}=1 is unset: with it no collective would overlap with the computation")
+        notices.append(f"{CONNECTIONS}=1 was unset: with it, no collective would overlap with compute")
     if not any(name in env for name in ALLOCATOR):
         env[ALLOCATOR[0]] = "expandable_segments:True"
     if not any(name in env for name in TRITON) and (folder := node_folder("triton")) is not None:
@@ -94,17 +107,19 @@ def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str
 
 
 def check_connections(env: Mapping[str, str] = os.environ) -> None:
-    """Raise a ValueError if CUDA has started with a single connection."""
+    """Raise a ValueError if CUDA is already initialized with CUDA_DEVICE_MAX_CONNECTIONS=1."""
     if env.get(CONNECTIONS) == "1" and torch.cuda.is_initialized():
-        why = "no collective would overlap with the computation"
-        raise ValueError(f"{CONNECTIONS}=1, and CUDA has started: {why}; unset it before the program starts")
+        why = "no collective would overlap with compute"
+        raise ValueError(f"CUDA was initialized with {CONNECTIONS}=1: {why}; unset it before the program starts")
 
 
 def node_folder(name: str) -> Path | None:
-    """A folder on this node of this user alone; None where no program, as compiled kernels are, may be run from it.
+    """Return a private folder for this user in the node's temporary directory, and create it if needed.
 
+    Returns:
+        The folder, or None if the file system forbids executing files. Compiled kernels could not be loaded from it.
     Raises:
-        ValueError: somebody else has made it, or others can write to it.
+        ValueError: the folder belongs to another user, or others have access to it.
     """
     base = Path(tempfile.gettempdir())
     if os.statvfs(base).f_flag & os.ST_NOEXEC:
@@ -114,20 +129,30 @@ def node_folder(name: str) -> Path | None:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            problem = "is not a folder of this user alone, and kernels are run from it"
-            raise ValueError(f"{folder} {problem}: remove it, or set {TRITON[0]}")
+            problem = "must be a folder that only this user can access, because compiled kernels are loaded from it"
+            raise ValueError(f"{folder} {problem}; remove it, or set {TRITON[0]}")
     return own / name
 
 
 def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:
-    """Have NCCL keep the order of launches where several axes have more than one rank; before the first collective."""
-    # islands of one rank count too: their hops are in flight beside collectives of all ranks
+    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1 if several axes have more than one rank. Call before the first collective.
+
+    NCCL then starts collectives of different groups in the host's launch order, so they cannot deadlock.
+
+    Args:
+        layout: sizes of the axes.
+        env: environment to change. An existing value is kept.
+    """
+    # Islands of one rank count as well: exchanges between islands run at the same time as collectives of all ranks.
     if layout.island > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
         env.setdefault(LAUNCH_ORDER, "1")
 
 
 def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
-    """New `pg_options` for a group of `axis`, which keeps and changes them; None on gloo and for one rank."""
+    """Return new `pg_options` for one group of `axis`, None with gloo and for an axis of one rank.
+
+    The group keeps and modifies the object, so each group needs a separate one.
+    """
     if dist.get_backend() != "nccl" or layout.axis_size(axis) == 1:
         return None
     inside = axis in ("tp", "cp", "local") or (axis == "shard" and layout.cross == 1)

@@ -1,9 +1,13 @@
-"""The cluster as its ranks find it: each describes its host, the first one puts the answers together.
+"""Discovery of the cluster by its ranks: each rank describes its host, and rank 0 combines the answers.
 
-The launcher's environment is enough to refuse wrong flags before workers start; only the ranks know where they really
-are and what joins their GPUs. They use the process group's store, which works also while ranks disagree about devices
-and back ends, and JSON, because others may reach that store (launch.py). What NVLink joins a GPU to comes from NVIDIA's
-management library; without the optional `nvidia-ml-py` a node counts as one fast domain, and a notice says so.
+The launcher's environment is enough to reject wrong flags before workers start. Only the ranks themselves can find out
+which host they are on and how their GPUs are connected.
+
+Ranks exchange their descriptions through the rendezvous store, which works even if they disagree about devices or back
+ends. The format is JSON, because other processes may be able to write to that store (launch.py).
+
+NVLink connections come from NVIDIA's management library (NVML). Without the optional package `nvidia-ml-py` each node
+counts as one fast domain, and a notice says so.
 """
 
 from __future__ import annotations
@@ -27,19 +31,23 @@ from megazpp.topology.cluster_file import ClusterConfig
 from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, cluster_from_hosts, describe_hosts
 
 T = TypeVar("T")
-UNKNOWN_LINKS = "which GPUs NVLink joins is not known, so a node counts as one fast domain"
+UNKNOWN_LINKS = "the NVLink connections are unknown, so each node counts as one fast domain"
 
 
 def resolve_cluster(
     worker: Worker, config: ClusterConfig, announced: Cluster, *, on_one_machine: Callable[[], Cluster]
 ) -> Cluster:
-    """The cluster to plan for: as the flags describe it, else as the ranks find it; all ranks return the same.
+    """Return the cluster to plan for: the one that flags describe, otherwise the one that the ranks discover.
+
+    All ranks call this and return equal clusters.
 
     Args:
-        announced: what `detect_cluster` made of flags and the launcher's environment.
-        on_one_machine: returns the cluster for --emulate-nodes auto where all ranks are on one machine.
+        worker: this rank.
+        config: flags that may describe the cluster.
+        announced: the cluster that `detect_cluster` derived from flags and the launcher's environment.
+        on_one_machine: function that returns the cluster for --emulate-nodes auto if all ranks are on one machine.
     Raises:
-        ValueError: on all ranks, what is wrong with a host.
+        ValueError: the hosts do not form a usable cluster. All ranks raise it with the same message.
     """
     if config.cluster_file is not None or isinstance(config.emulate_nodes, int):
         return announced
@@ -51,10 +59,16 @@ def resolve_cluster(
 
 
 def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) -> Cluster:
-    """Every rank brings its `info` and gets the cluster that rank 0 makes of all of them.
+    """Exchange all ranks' host descriptions through the store, and return the cluster that rank 0 derives from them.
 
+    Args:
+        store: rendezvous store of the job.
+        rank: this rank.
+        world_size: number of ranks.
+        info: description of this rank's host.
     Raises:
-        ValueError: on all ranks, with the same words.
+        ValueError: the hosts do not form a usable cluster, or a rank's entry is malformed. All ranks raise it with the
+            same message.
     """
     store = dist.PrefixStore("megazpp/survey", store)
     store.set(f"host/{rank}", json.dumps(dataclasses.asdict(info)))
@@ -73,27 +87,36 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
 
 
 def _read(text: bytes, name: str, make: Callable[[Any], T]) -> T:
-    """Read what another rank wrote; nothing is constructed but three records, of fields of their types.
+    """Parse the JSON that another rank wrote to the store, and convert it with `make`.
 
+    The store may hold data from an attacker. `make` therefore constructs only plain records whose field types have
+    been checked.
+
+    Args:
+        text: JSON text.
+        name: name of the expected record, for the error message.
+        make: function that converts the parsed JSON.
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is not JSON or not such a record.
     """
     try:
         return make(json.loads(text))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{text[:80]!r} is no {name}: {error}") from None
+        raise ValueError(f"a rank wrote {text[:80]!r} to the store, which is not a {name}: {error}") from None
 
 
 def _cluster(answer: Any) -> Cluster | str:
-    """Rank 0's answer: the cluster, or what is wrong with the hosts."""
+    """Convert rank 0's answer: return the cluster, or the message that says why the hosts form none."""
     return str(answer["problem"]) if "problem" in answer else _make(Cluster, answer)
 
 
 def _host_info(answer: Any) -> HostInfo:
+    """Convert the JSON of a rank's host description."""
     return _make(HostInfo, answer | {"gpu": answer["gpu"] and _make(Gpu, answer["gpu"])})
 
 
 def _make(kind: type[T], fields: dict[str, Any]) -> T:
+    """Construct a record after checking the types of its fields; lists become tuples."""
     for problem in wrong_types(kind, fields):
         raise ValueError(problem)
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
@@ -102,9 +125,14 @@ def _make(kind: type[T], fields: dict[str, Any]) -> T:
 def describe_host(
     local_rank: int, device: torch.device, *, uses_gpu: bool | None = None, root: Path = Path("/")
 ) -> HostInfo:
-    """This process's machine, from the /proc of `root`; the GPU only where collectives use it.
+    """Describe the machine of this process, and its GPU if collectives run on it.
 
-    Over gloo no byte takes NVLink. `uses_gpu` None: as the process group does.
+    Args:
+        local_rank: the launcher's index of this rank on its node.
+        device: device on which this rank computes.
+        uses_gpu: True if collectives run on the GPU. With gloo they do not, so NVLink does not matter. None asks the
+            process group.
+        root: folder that contains `proc`; tests use another one.
     """
     if uses_gpu is None:
         uses_gpu = device.type == "cuda" and dist.get_backend() == "nccl"
@@ -121,7 +149,7 @@ def describe_host(
 
 
 def describe_gpu(device: torch.device) -> tuple[Gpu, str]:
-    """The GPU behind a CUDA device, and a line for the user where something about it could not be found out."""
+    """Return the GPU behind a CUDA device, and a notice for the user if its connections are unknown ("" otherwise)."""
     properties = torch.cuda.get_device_properties(device)
     uuid, name = str(properties.uuid), properties.name
     try:
@@ -132,45 +160,56 @@ def describe_gpu(device: torch.device) -> tuple[Gpu, str]:
         pynvml.nvmlInit()
         return query_gpu(pynvml, uuid, name), ""
     except pynvml.NVMLError as error:
-        return Gpu(uuid, name), f"NVML does not describe {name} {uuid} ({error}): {UNKNOWN_LINKS}"
+        return Gpu(uuid, name), f"NVML cannot describe {name} {uuid} ({error}): {UNKNOWN_LINKS}"
 
 
 def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
-    """Ask `nvml`, the module pynvml, about the GPU that CUDA calls `uuid`; what it does not know stays empty."""
+    """Query NVML for the PCI address, the NVLink peers and the NVLink fabric of a GPU. Unknown fields stay empty.
+
+    Args:
+        nvml: the module pynvml; tests pass a substitute.
+        uuid: the GPU's UUID as CUDA reports it, without the prefix "GPU-".
+        name: the GPU's product name.
+    """
     handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def ask(function: str, *args: Any) -> Any:
+        """Return the answer to an NVML query about this GPU, None if the query is not supported."""
         try:
             return getattr(nvml, function)(handle, *args)
-        except (nvml.NVMLError, AttributeError):  # not of this GPU, driver or version of the package
+        except (nvml.NVMLError, AttributeError):  # this GPU, driver or package version does not support the query
             return None
 
+    # Direct NVLinks. They also report peers that are not visible to this process.
     peers: set[str] = set()
-    for link in range(nvml.NVML_NVLINK_MAX_LINKS):  # links know peers that this process may not see
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) if ask("nvmlDeviceGetNvLinkState", link) == 1 else None
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             peers.add(SWITCH)
         elif kind == nvml.NVML_NVLINK_DEVICE_TYPE_GPU:
             remote = ask("nvmlDeviceGetNvLinkRemotePciInfo", link)
             peers |= {_address(remote)} if remote is not None else set()
-    for index in range(nvml.nvmlDeviceGetCount()):  # the driver's paths, where a virtual machine hides the ends
-        with contextlib.suppress(nvml.NVMLError):  # a GPU of somebody else's
+
+    # NVLink paths as the driver reports them, because a virtual machine may hide the ends of its links.
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(nvml.NVMLError):  # this process may not be allowed to use that GPU
             other = nvml.nvmlDeviceGetHandleByIndex(index)
             if ask("nvmlDeviceGetP2PStatus", other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
                 peers.add(_address(nvml.nvmlDeviceGetPciInfo(other)))
+
+    # The multi-node NVLink fabric. The NVSwitches of a single node report a cluster UUID of zeros.
     fabric = ""
     if hasattr(nvml, "c_nvmlGpuFabricInfoV_t"):
         info = nvml.c_nvmlGpuFabricInfoV_t()
         answered = ask("nvmlDeviceGetGpuFabricInfoV", ctypes.byref(info)) is not None
         cluster = bytes(info.clusterUuid)
-        # the NVSwitches of one node report the cluster 0
         if answered and info.state == nvml.NVML_GPU_FABRIC_STATE_COMPLETED and any(cluster):
             fabric = f"{cluster.hex()}/{info.cliqueId}"
     return Gpu(uuid, name, _address(nvml.nvmlDeviceGetPciInfo(handle)), fabric, tuple(sorted(peers)))
 
 
 def _address(pci: Any) -> str:
-    """Write an address as the kernel does: 0000:1b:00.0 for NVML's 00000000:1B:00.0."""
+    """Convert NVML's PCI address (00000000:1B:00.0) to the Linux kernel's notation (0000:1b:00.0)."""
     text = pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId
     domain, _, rest = text.partition(":")
     return f"{int(domain, 16):04x}:{rest.lower()}"

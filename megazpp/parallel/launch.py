@@ -1,21 +1,23 @@
-"""The start of a job: who starts the workers, the store in which they find each other, the launcher of local workers.
+"""The start of a job: detect the launcher, open the store for the rendezvous, and launch local workers if needed.
 
-| started by                      | store                          | reachable from                                    |
-|---------------------------------|--------------------------------|---------------------------------------------------|
-| nobody: one process             | in the process                 | nowhere                                           |
-| this program                    | in the launcher                | this machine                                      |
-| torchrun                        | torchrun's                     | the network: torch listens on every interface     |
-| srun, mpirun, ..., by hand      | in rank 0, at MASTER_ADDR      | the network; this machine if that is its loopback |
+| workers started by              | location of the store     | reachable from                                         |
+|---------------------------------|---------------------------|--------------------------------------------------------|
+| no launcher: a single process   | in the process            | nowhere                                                |
+| this program                    | in the launching process  | this machine                                           |
+| torchrun                        | in torchrun               | the network: torch listens on every interface          |
+| srun, mpirun, ..., or manually  | in rank 0, at MASTER_ADDR | the network, or this machine if MASTER_ADDR is loopback|
 
-Which variables launchers set: base/launcher.py. mpirun and its like say nothing of addresses: where they have started
-ranks on several nodes, MASTER_ADDR and MASTER_PORT have to be given.
+base/launcher.py lists the environment variables of each launcher. mpirun and similar launchers set no address. If they
+start ranks on several nodes, the user must set MASTER_ADDR and MASTER_PORT.
 
-torch's store asks nobody who they are: whoever reaches it can stop the job, or take part in it. On the network it
-belongs behind a firewall (SECURITY.md). A worker's own side of the start is worker.py.
+Security: torch's store has no authentication. Any process that can connect to it can stop the job or join it, so on a
+network it needs a firewall (SECURITY.md).
 
-The launcher is ours rather than torch's elastic agent (which torchrun is), because that ends workers by SIGTERM, which
-means "finish your step and save" to ours, and takes up to 30 seconds about it. The launcher's store outlives every
-worker, so the ranks that are left can say in it who failed first.
+This program has its own launcher instead of torch's elastic agent (torchrun) for two reasons. The elastic agent ends
+workers with SIGTERM, on which our workers finish their step and save, and it may take 30 seconds. And our launcher's
+store outlives every worker, so the remaining ranks can still record in it which rank failed first.
+
+worker.py holds the part of the start that runs in each worker.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
 from megazpp.base.program import EXIT_ERROR, EXIT_HANG, EXIT_READER_GONE, EXIT_SECONDARY, EXIT_USER_ERROR, LAUNCHER_PID
 
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 3.0  # for the rank that failed first, when all that is seen is that another rank's collective broke
-MOST_CPU_WORKERS = 4  # by default; two at least, so that what would cross a network is seen
-LARGEST_SEED = 2**32 - 1  # that numpy takes
-YEAR_SECONDS = 366 * 24 * 3600.0  # clocks can add waits up to that to the present time
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # finish the step, save, exit with 0
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by us
+# A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
+# first to exit, before it ends the job.
+GRACE_SECONDS = 3.0
+MOST_CPU_WORKERS = 4  # default limit; the default is at least 2, so that collectives are exercised
+LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
+YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout: adding it to the current time cannot overflow a clock
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # workers finish the step, save and exit with 0
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # torchrun and our launcher both set this variable
 LOOPBACK_NAMES = (LOOPBACK, "localhost")
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": whoever started the workers has the store
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is in the launching process, not in rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +62,29 @@ class LaunchConfig:
     Worker processes, the communication back end and the seed.
     """
 
-    nproc: int | None = flag(None, "local workers to start (default: one per GPU; on a CPU 2 to 4)", common=True)
+    nproc: int | None = flag(
+        None, "number of local worker processes (default: one per GPU; without GPUs 2 to 4)", common=True
+    )
     max_restarts: int = flag(
-        0, "times that the local workers are started again after one has failed (under torchrun, give it to torchrun)"
+        0,
+        "number of times to restart all local workers after one has failed (under torchrun, use torchrun's "
+        "--max-restarts)",
     )
     distributed_backend: Literal["nccl", "gloo"] | None = flag(
-        None, "collectives library (default: nccl with GPUs, gloo without)"
+        None, "communication library (default: nccl with GPUs, gloo without)"
     )
-    distributed_timeout_minutes: float = flag(10, "minutes without any progress after which the job is taken to hang")
+    distributed_timeout_minutes: float = flag(
+        10, "minutes without progress, up to the end of the first step, after which the job counts as hung and is ended"
+    )
     distributed_timeout_seconds_after_init: float | None = flag(
         None,
-        "the same in seconds from the second step on, when everything is compiled and connected (default: half of it, "
-        "more than a slow read or a busy neighbour keeps a rank away)",
+        "seconds without progress after the first step, once kernels are compiled and ranks connected, after which the "
+        "job counts as hung and is ended (default: half of --distributed-timeout-minutes)",
     )
-    local_rank: int | None = flag(None, "for old launchers; the environment decides", aliases=("--local_rank",))
-    seed: int = flag(1234, "seed of the weights, the data order and dropout")
+    local_rank: int | None = flag(
+        None, "ignored; accepted because old launchers pass it (the environment decides)", aliases=("--local_rank",)
+    )
+    seed: int = flag(1234, "seed for the initial weights, the data order and dropout")
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -87,14 +99,21 @@ class LaunchConfig:
 
     @property
     def hang_seconds(self) -> tuple[float, float]:
-        """Seconds for which nothing may move: until the first step is done, and later."""
+        """The seconds without progress after which the job counts as hung: during the first step, and after it."""
         first, later = 60 * self.distributed_timeout_minutes, self.distributed_timeout_seconds_after_init
         return first, first / 2 if later is None else later
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """A process's place in the job; `started`: it is a worker already and need not start them."""
+    """The place of a process in the job.
+
+    Attributes:
+        started: True if this process is a worker itself, False if it has to launch the workers.
+        world_size: number of ranks in the job.
+        rank: this process's rank, 0 if it is not a worker.
+        local_rank: this process's index among the ranks of its node.
+    """
 
     started: bool
     world_size: int
@@ -103,14 +122,17 @@ class RankInfo:
 
 
 def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> RankInfo:
-    """Read the launcher's environment (`find_launcher`).
+    """Find out from the launcher's environment which rank this process is, or how many workers it has to launch.
 
+    Args:
+        config: number of workers, restarts and back end.
+        env: environment of this process.
     Raises:
-        ValueError: --nproc or --max-restarts is given although a launcher has started the workers, an address is
-            missing, or --distributed-backend nccl without a GPU.
+        ValueError: --nproc or --max-restarts is given although a launcher started the workers; the launcher left out
+            an address; or --distributed-backend nccl is given without a GPU.
     """
     if config.distributed_backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError("--distributed-backend nccl needs a GPU, and torch finds none here")
+        raise ValueError("--distributed-backend nccl needs a GPU, but torch finds none on this machine")
     launched = find_launcher(env)
     if launched is None:
         cores = len(os.sched_getaffinity(0))
@@ -120,19 +142,27 @@ def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) 
         for name, value in (("--nproc", config.nproc), ("--max-restarts", config.max_restarts or None)):
             if value is not None:
                 raise ValueError(
-                    f"{name} {value} conflicts with {launched.launcher}, which starts and restarts the workers"
+                    f"{name} {value} conflicts with {launched.launcher}, which starts and restarts the workers; remove "
+                    "the flag"
                 )
         find_address(launched, env)
     return RankInfo(started=True, world_size=launched.world_size, rank=launched.rank, local_rank=launched.local_rank)
 
 
 def device_type() -> str:
-    """The device of this machine's workers: "cuda" or "cpu"."""
+    """Return the device type of this machine's workers, "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """A store in this process that listens on the loopback only (torch's own: everywhere); port 0: any free one."""
+    """Create a TCPStore server in this process that listens only on the loopback interface.
+
+    torch's own constructor would listen on all interfaces.
+
+    Args:
+        port: TCP port; 0 chooses a free one, see the store's `port`.
+        timeout: timeout of the store's operations.
+    """
     listener = socket.create_server((LOOPBACK, port))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -143,7 +173,13 @@ def loopback_store(port: int = 0, *, timeout: timedelta = timedelta(minutes=5)) 
 def open_store(
     place: RankInfo, timeout: timedelta, env: MutableMapping[str, str] = os.environ
 ) -> tuple[dist.Store, int, int]:
-    """This worker's store, its rank and the number of ranks; sets MASTER_ADDR and MASTER_PORT if they are not set."""
+    """Open the store for the rendezvous, and return it with this worker's rank and the number of ranks.
+
+    Args:
+        place: this process's place in the job.
+        timeout: timeout of the rendezvous and of the store's operations.
+        env: environment; MASTER_ADDR and MASTER_PORT are added if the launcher has left them out.
+    """
     if place.world_size == 1:
         return dist.HashStore(), 0, 1
     _set_missing_address(env)
@@ -153,13 +189,19 @@ def open_store(
 
 
 def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> bool:
-    """True where no other machine can take part, as far as the environment says once the store is open."""
+    """Return True if the environment shows that all ranks are on this machine.
+
+    Call this after `open_store`, which completes MASTER_ADDR.
+    """
     local = env.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     return place.world_size == 1 or local or env.get("MASTER_ADDR") in LOOPBACK_NAMES
 
 
 def _set_missing_address(env: MutableMapping[str, str]) -> None:
-    """Give `env://` an address where the launcher, unlike torchrun, has left that to the program."""
+    """Set MASTER_ADDR and MASTER_PORT for torch's `env://` rendezvous if the launcher has not set them.
+
+    With Slurm the address is the first host of the job, and the port follows from the job ID.
+    """
     launched = find_launcher(env)
     if launched is not None and launched.launcher not in ("torchrun", "srun"):
         env.update(find_address(launched, env))
@@ -174,13 +216,18 @@ def _set_missing_address(env: MutableMapping[str, str]) -> None:
 
 
 def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
-    """Run `command` in `nproc` local worker processes; when one fails, end the others and start all again.
+    """Run `command` in `nproc` local worker processes. When one fails, end the others and restart all of them.
 
-    What the user has to fix is not tried again. SIGTERM, SIGUSR1 and the first Ctrl-C are passed on, and whatever the
-    workers make of them, nothing is started any more. The second Ctrl-C ends all at once.
+    A user error is final and causes no restart. SIGTERM, SIGUSR1 and the first Ctrl-C are forwarded to the workers,
+    which finish their step and save. After a forwarded signal nothing is restarted. A second Ctrl-C kills all workers.
 
+    Args:
+        command: program and arguments of each worker.
+        nproc: number of workers.
+        max_restarts: number of times that all workers are restarted after a failure.
     Returns:
-        The exit code for this process: 0, 2 for a user error, 128 + n after signal n or a closed pipe, else 1.
+        The exit code for this process: 0 on success, 2 for a user error, 128 + n after signal n or a closed pipe, and
+        1 for any other failure.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     workers = Workers(command, nproc)
@@ -199,7 +246,8 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
                     return 0
                 if passed:
                     return _ended_by(passed[0])
-                for final in (EXIT_USER_ERROR, EXIT_READER_GONE):  # not tried again, and nothing to add
+                # A restart would not help in these cases, and the worker has already printed its message.
+                for final in (EXIT_USER_ERROR, EXIT_READER_GONE):
                     if final in failures.values():
                         return final
                 what_next = f"restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else "the job is over"
@@ -210,7 +258,16 @@ def launch_workers(command: Sequence[str], nproc: int, *, max_restarts: int = 0)
 
 
 class Workers:
-    """Runs one process per rank of `nodes` nodes, which are on this machine; `processes` are those that are started."""
+    """The worker processes of a job on this machine, one per rank. Several nodes can be emulated.
+
+    Args:
+        command: program and arguments of each worker.
+        ranks_per_node: number of workers per node.
+        nodes: number of emulated nodes.
+    Attributes:
+        processes: the started processes, by rank.
+        command: the given command.
+    """
 
     def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -218,7 +275,11 @@ class Workers:
         self._deadline: float | None = None
 
     def start(self, env: Mapping[str, str]) -> Self:
-        """Start all ranks, with the variables `env` added to each; MASTER_ADDR and MASTER_PORT are among them."""
+        """Start all ranks and return self.
+
+        Args:
+            env: variables that are added to each rank's environment; they include MASTER_ADDR and MASTER_PORT.
+        """
         self.processes.clear()
         self._deadline = None
         world_size = self._nodes * self._ranks_per_node
@@ -236,9 +297,15 @@ class Workers:
         return self
 
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start one rank in a session of its own: Ctrl-C reaches only the launcher, which then ends all.
+        """Start one rank in a separate session, so that Ctrl-C in the terminal reaches only the launcher.
 
-        SIGINT waits until `run_worker` lets it through: an interpreter that starts would answer with a traceback.
+        SIGINT is blocked in the new process until `run_worker` unblocks it. Otherwise a SIGINT during the start of the
+        interpreter would print a traceback.
+
+        Args:
+            rank: rank of the process. Subclasses may use it.
+            node: index of the rank's node. Subclasses may use it.
+            env: complete environment of the process.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -247,7 +314,11 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def failures(self) -> dict[int, int] | None:
-        """Look at the ranks once: None while the job runs, then the exit codes, by rank, of those that failed."""
+        """Check the processes once, without blocking.
+
+        Returns:
+            None while the job runs. Once it is over, the nonzero exit codes by rank, {} if all ranks succeeded.
+        """
         codes = {rank: code for rank, process in enumerate(self.processes) if (code := process.poll()) is not None}
         failures = {rank: code for rank, code in codes.items() if code != 0}
         if failures and self._deadline is None:
@@ -257,9 +328,9 @@ class Workers:
         return failures if over else None
 
     def stop(self) -> None:
-        """End every rank and what it has started."""
+        """Kill every rank and its child processes, and wait until the ranks have ended."""
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):  # the group is the rank and its children
+            with contextlib.suppress(ProcessLookupError):  # each rank leads a process group that holds its children
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
@@ -267,10 +338,14 @@ class Workers:
 
 @contextlib.contextmanager
 def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[signal.Signals]]:
-    """Send the signals that end a run in good order on to the workers; yields those that came."""
+    """Forward the signals that stop a run in an orderly way to `workers`, and yield the list of forwarded signals.
+
+    A second SIGINT raises KeyboardInterrupt instead.
+    """
     passed: list[signal.Signals] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
+        """Forward the signal to all workers."""
         if signum == signal.SIGINT and signal.SIGINT in passed:
             raise KeyboardInterrupt
         passed.append(signal.Signals(signum))
@@ -286,20 +361,29 @@ def _passing_signals_to(workers: list[subprocess.Popen[bytes]]) -> Iterator[list
 
 
 def _ended_by(signum: signal.Signals) -> int:
-    print(f"\nended by {signum.name}", file=sys.stderr)  # on a line of its own after a progress bar or the ^C
+    """Print that the signal ended the job, and return the exit code for it."""
+    print(f"\nended by {signum.name}", file=sys.stderr)  # starts a new line after a progress bar or the terminal's ^C
     return 128 + signum
 
 
 def describe_failure(failures: Mapping[int, int]) -> str:
-    """Name the rank that ended the job and how it did, from exit codes by rank."""
+    """Return a sentence that names the rank which failed first and how it ended.
+
+    Args:
+        failures: nonzero exit codes by rank, negative for a signal as in `subprocess`.
+    """
     rank = first_failure(failures)
     code = failures[rank]
     if code == EXIT_HANG:
-        return "the job hung, see above"
+        return "the job hung, see the watchdog's report above"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} {how}"
 
 
 def first_failure(failures: Mapping[int, int]) -> int:
-    """The rank that ended the job: one that was killed, else one that reported."""
+    """Return the rank that most likely failed first, from nonzero exit codes by rank.
+
+    Ranks that were killed by a signal take precedence, then ranks with an error of any other kind. Ranks whose
+    collective broke because another rank had failed come last.
+    """
     return min(failures, key=lambda rank: (failures[rank] == EXIT_SECONDARY, failures[rank] >= 0))

@@ -1,8 +1,11 @@
-"""`--measure-links`: how fast each axis's wire is, from all-gathers of two sizes at start-up.
+"""`--measure-links`: measure bandwidth and latency of each axis's links at start-up, from all-gathers of two sizes.
 
-An all-gather over n ranks of b bytes each takes (n-1) (latency + b / bandwidth) around a ring, and two values of b give
-both. All groups of an axis run at once, as in training: ranks of a node that share an adapter share it here too, and
-the bandwidth is one rank's part. gloo or NCCL may send otherwise; the result is the ring that would take as long.
+The model is a ring: an all-gather over n ranks with b bytes each takes (n-1) (latency + b / bandwidth). Measurements
+with two values of b determine latency and bandwidth. gloo or NCCL may use another algorithm. The result then describes
+the ring that would take the same time.
+
+All groups of an axis run at once, as in training. Ranks that share a network adapter therefore share it in the
+measurement too, and the measured bandwidth is one rank's part.
 """
 
 from __future__ import annotations
@@ -17,16 +20,20 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.cluster import LINK_KINDS, MEASURED, Link, LinkKind, Links
 
-REPEATS = 5
-SMALL_BYTES = 256  # so few that a limited uplink lets them pass at once: what they take is latency
-LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # of all ranks: seconds at 100 Mbit/s, 5 ms at 50 GB/s
+REPEATS = 5  # timed all-gathers per size
+SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that its time is only latency
+LARGE_TOTAL_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # total of the large one; 256 MiB take about 5 ms at 50 GB/s
 
 
 def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list[str]]:
-    """Time the tp, cp, local, cross and island axes; every rank calls it. Counts no traffic.
+    """Measure the links of the tp, cp, local, cross and island axes. All ranks call this; traffic is not counted.
 
+    Args:
+        dims: axes of the job.
+        device: device of the messages.
     Returns:
-        The cluster's links with those measured, of two axes on one kind the slower; and a line for each axis.
+        The cluster's links updated with the measured ones, and a log line for each axis. If two axes use the same kind
+        of link, the slower measurement is kept.
     """
     layout, found, lines = dims.layout, dict[LinkKind, Link](), []
     with dims.counter.paused():
@@ -36,11 +43,13 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
             sizes = SMALL_BYTES, LARGE_TOTAL_BYTES[device.type] // axis.size
             small, large = ((size, _time_all_gather(axis, dims.world, size, device)) for size in sizes)
             kind = max((layout.link(axis.name, rank) for rank in axis.ranks), key=LINK_KINDS.index)
-            link, figures = fit_link(axis.size, small, large), "too noisy to tell"
+            link, figures = fit_link(axis.size, small, large), "too noisy to measure"
             if link is not None:
                 figures = f"{link.gigabytes_per_second:.3g} GB/s per rank, {link.microseconds:.3g} us"
                 senders = 1
-                if kind == "network":  # a rank's part of it, times the ranks of the node whose successors are elsewhere
+                if kind == "network":
+                    # A network link describes a whole node: multiply one rank's bandwidth by the number of this node's
+                    # ranks that send to another node.
                     cluster, node = layout.cluster, layout.cluster.node_of(axis.ranks[axis.rank])
                     beside = range(node * cluster.ranks_per_node, (node + 1) * cluster.ranks_per_node)
                     senders = sum(layout.link(axis.name, cluster.rank_at(p)) == "network" for p in beside) or 1
@@ -54,12 +63,14 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
 
 
 def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float]) -> Link | None:
-    """Bandwidth of a rank and latency of a message; None where the large all-gather was not slower.
+    """Return the bandwidth of one rank and the latency of one message, None if the large all-gather was not slower.
 
     Args:
-        small, large: bytes per rank of an all-gather, and its seconds on the slowest rank.
+        num_ranks: number of ranks of the all-gather.
+        small: bytes per rank of the small all-gather, and its seconds on the slowest rank.
+        large: the same for the large all-gather.
     """
-    slope = (large[1] - small[1]) / (large[0] - small[0])  # seconds per byte, n-1 times
+    slope = (large[1] - small[1]) / (large[0] - small[0])  # (n-1) / bandwidth, in seconds per byte
     if slope <= 0:
         return None
     latency = max(0.0, small[1] - slope * small[0]) / (num_ranks - 1)
@@ -67,7 +78,10 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
 
 
 def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
-    """Seconds on the slowest rank: the median of a few after one to connect and warm up."""
+    """Return the seconds of one all-gather on the slowest rank.
+
+    The first all-gather, which connects and warms up, is dropped. Each rank takes the median of the others.
+    """
     mine = torch.zeros(bytes_per_rank, dtype=torch.uint8, device=device)
     out = torch.empty(bytes_per_rank * axis.size, dtype=torch.uint8, device=device)
     moments = [time.perf_counter()]

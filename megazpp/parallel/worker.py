@@ -1,13 +1,15 @@
-"""The start and the end of a worker process: device, process group, seeds, and how it leaves.
+"""The start and the end of a worker process: device, process group, seeds and exit code.
 
-Every worker, whoever started it, enters and leaves through `run_worker`:
+Every worker starts and ends in `run_worker`, no matter which launcher started it:
 
-- the first rank that fails claims the failure in the store and prints its traceback; the others, whose collectives
-  then break, leave without a word, so that a user reads one traceback: the right one. A rank whose collective breaks
-  first waits for the launcher to end it, because a rank that was killed could not claim anything;
-- every exit is barrier, destroy, flush, `os._exit`: an ordinary interpreter exit races with gloo's threads and
-  aborts about one run in six (torch 2.13);
-- the kernel ends a worker that we started when its launcher is gone (`kill -9` included).
+- One traceback. The first rank that fails claims the failure in the store and prints its traceback. The other ranks,
+  whose collectives then break, exit silently. A rank whose collective breaks waits a second before it tries to claim
+  the failure, so that the rank which caused it comes first. If that rank was killed and cannot claim anything, the
+  launcher ends the job in this second and names it.
+- Safe exit. A worker that succeeds passes a barrier and destroys the process group. Every worker then flushes its
+  output and calls `os._exit`, because an ordinary interpreter exit races with gloo's threads and aborts about one run
+  in six (torch 2.13).
+- No orphans. The kernel kills a worker of our launcher when the launcher ends, even after `kill -9`.
 """
 
 from __future__ import annotations
@@ -38,43 +40,54 @@ from megazpp.base.launcher import find_launcher
 from megazpp.base.program import EXIT_ERROR, EXIT_READER_GONE, EXIT_SECONDARY, LAUNCHER_PID, JobError, end_with
 from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, LaunchConfig, RankInfo, is_on_one_machine, open_store
 
-REPORT_SECONDS = 1.0  # that the rank which failed first is given to say so
-WATCHDOG_SECONDS = 30.0  # collectives time out that much after the watchdog's limit, so that it can speak first
-FAILURES = "megazpp/failures/{}"  # a count in the store, by restart: who makes it 1 reports
-TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # of <malloc.h>
-NEVER = 2**31 - 1
+REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure, before other ranks may
+WATCHDOG_SECONDS = 30.0  # collectives time out this much after the watchdog's limit, so that the watchdog reports first
+FAILURES = "megazpp/failures/{}"  # store key of a counter, one per restart; the rank that raises it to 1 reports
+TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # M_TRIM_THRESHOLD, M_MMAP_MAX and M_ARENA_MAX of <malloc.h>
+NEVER = 2**31 - 1  # trim threshold that is never reached
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker once the process group stands."""
+    """A worker process after its process group has been initialized."""
 
     device: torch.device
     rank: int
     world_size: int
-    local_rank: int
-    store: dist.Store  # the process group's
-    timeout: timedelta  # of its collectives
-    restarts: int = 0  # how often the launcher has started the job again before this time
+    local_rank: int  # index among the ranks of the node, as the launcher numbers them
+    store: dist.Store  # store of the default process group
+    timeout: timedelta  # timeout of the default process group's collectives
+    restarts: int = 0  # number of times that the launcher has restarted the job
 
 
 def run_worker(place: RankInfo, config: LaunchConfig, main: Callable[[Worker], None]) -> NoReturn:
-    """Set up the device and the process group, run `main`, and leave the process with its exit code."""
+    """Set up the device and the process group, run `main`, and exit the process with its exit code.
+
+    Args:
+        place: this process's place in the job.
+        config: back end and timeouts.
+        main: the work of the rank.
+    """
+    # Signals, and the end of the launcher.
     if LAUNCHER_PID in os.environ:
         end_with(int(os.environ[LAUNCHER_PID]))
     if place.world_size > 1:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C must not wait for a blocked collective
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has had it wait
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a blocked collective ends
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher has blocked it during the start
+
+    # Threads and device.
     if "OMP_NUM_THREADS" not in os.environ:
         launched = find_launcher()
         local = None if launched is None else launched.local_size
         if launched is not None and launched.launcher == "srun":
-            local = 1  # srun gives each rank cores of its own
+            local = 1  # srun binds each rank to its own cores, so the affinity mask already is this rank's share
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (local or 1)))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+
+    # The process group.
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=config.distributed_timeout_minutes, seconds=WATCHDOG_SECONDS)
     store, rank, world_size = open_store(place, timeout)
@@ -85,6 +98,8 @@ def run_worker(place: RankInfo, config: LaunchConfig, main: Callable[[Worker], N
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
     restarts = int(os.environ.get(RESTART_COUNT, "0"))
     worker = Worker(device, rank, world_size, place.local_rank, store, timeout, restarts)
+
+    # The work and the exit.
     try:
         main(worker)
         dist.barrier()
@@ -95,17 +110,25 @@ def run_worker(place: RankInfo, config: LaunchConfig, main: Callable[[Worker], N
 
 
 def leave(code: int) -> NoReturn:
-    """Flush and end the process at once; `sys.exit` races with gloo's threads, and takes seconds on a busy machine."""
+    """Flush the output and exit the process immediately with `os._exit`.
+
+    `sys.exit` would race with gloo's threads, and would take seconds on a busy machine.
+    """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it may be gone
+        with contextlib.suppress(OSError):  # the reader of a pipe may have ended
             stream.flush()
     os._exit(code)
 
 
 def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
-    """Seed the default generators so that every rank draws differently; used for dropout only.
+    """Seed the default generators of Python, numpy and torch, differently on every rank. Only dropout uses them.
 
-    Weights come from (seed, name) and data order from the seed, so neither depends on this.
+    Initial weights depend only on the seed and the parameter's name, the data order only on the seed.
+
+    Args:
+        seed: the run's seed.
+        data_rank: index of the rank's samples.
+        tp_rank: index of the rank along the tp axis.
     """
     mixed = (seed * 1_000_003 + data_rank * 1_009 + tp_rank) % 2**63
     random.seed(mixed)
@@ -114,19 +137,27 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
 
 
 def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolExecutor:
-    """Threads that work on `device`: CUDA's current device is each thread's own, and in a new one the first GPU."""
+    """Return an executor whose threads have `device` as their current CUDA device.
+
+    CUDA's current device is per thread, and a new thread starts with the first GPU.
+
+    Args:
+        device: CUDA device or CPU.
+        num_threads: largest number of threads.
+        name: prefix of the threads' names.
+    """
     if device.type != "cuda":
         return ThreadPoolExecutor(num_threads, name)
     return ThreadPoolExecutor(num_threads, name, initializer=torch.cuda.set_device, initargs=(device,))
 
 
 def _report_once(error: BaseException, worker: Worker) -> int:
-    """Print the traceback if this is the first rank to fail; returns the exit code."""
+    """Print the error if this is the first rank to fail, and return the exit code."""
     if _broke_in_a_collective(error):
         time.sleep(REPORT_SECONDS)
     try:
         first = worker.store.add(FAILURES.format(worker.restarts), 1) == 1
-    except Exception:  # the store's host is gone, so somebody else failed before
+    except Exception:  # the process that hosts the store has ended, so another rank failed first
         first = worker.rank == 0
     if not first:
         return EXIT_SECONDARY
@@ -134,53 +165,54 @@ def _report_once(error: BaseException, worker: Worker) -> int:
         error.show()
         return error.exit_code
     if isinstance(error, BrokenPipeError) and _reader_is_gone():
-        return EXIT_READER_GONE  # `| head` has seen enough
+        return EXIT_READER_GONE  # the reader of stdout has ended, as in `| head`
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     text = "".join(traceback.format_exception(error))
-    print(f"\nrank {worker.rank} failed:\n{text}", file=sys.stderr, end="")  # below a progress bar
+    print(f"\nrank {worker.rank} failed:\n{text}", file=sys.stderr, end="")  # starts a new line after a progress bar
     return EXIT_ERROR
 
 
 def _reader_is_gone() -> bool:
-    """True where stdout is a pipe that nobody reads."""
+    """Return True if stdout is a pipe whose reading end is closed."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _broke_in_a_collective(error: BaseException) -> bool:
-    """True where torch.distributed raised it, most likely because another rank is gone."""
+    """Return True if torch.distributed raised the error, most likely because another rank has ended."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent)
 
 
 def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
-    """From here on the gloo groups of this process share a device; without gloo in torch this does nothing.
+    """Make all gloo groups that this process creates from now on share one gloo device (a listener and its thread).
 
-    Each device has a thread that wakes up a hundred times a second: 2.4 % of a core for 10 idle groups, 0.4 % for one
-    device (torch 2.13). `new_group` takes no gloo options, so the class that it calls is replaced.
+    By default each group creates a device, whose thread wakes up a hundred times per second. Measured with torch 2.13,
+    10 idle groups take 2.4 % of a core, one shared device takes 0.4 %. `new_group` has no argument for gloo's options,
+    so this function replaces the class that it instantiates. If torch is built without gloo, nothing happens.
 
     Args:
-        loopback: listen there and nowhere else, unless GLOO_SOCKET_IFNAME names interfaces.
-        lazy: connect two ranks when one first sends to the other, rather than all at once (a million connections of
-            1024 ranks). For groups that only pass small messages to and from one rank.
+        loopback: True listens only on the loopback interface, unless GLOO_SOCKET_IFNAME names interfaces.
+        lazy: True connects two ranks when one of them first sends to the other. False connects all pairs at once, which
+            makes a million connections for 1024 ranks. For groups that only pass small messages to and from one rank.
     """
     if not dist.is_gloo_available():
         return
     gloo: Any = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # as torch reads it
     places = [{"interface": name} for name in interfaces.split(",")] if interfaces else [{"hostname": LOOPBACK}]
-    own = lazy or None  # None: as TORCH_GLOO_LAZY_INIT says
+    own = lazy or None  # None leaves the choice to TORCH_GLOO_LAZY_INIT
     with _threads_that_wait_their_turn():
         if interfaces or loopback:
             devices = [gloo.create_device(**place, lazy_init=own) for place in places]
         else:
             devices = [gloo.create_default_device(lazy_init=own)]
 
-    class OneDeviceGroup(abc.ABC):  # noqa: B024 (the registry of isinstance is all that is used)
-        """Creates gloo groups on the shared device; torch takes them for its own class's."""
+    class OneDeviceGroup(abc.ABC):  # noqa: B024 (an ABC only so that isinstance can be extended by `register`)
+        """A substitute for ProcessGroupGloo that creates ordinary gloo groups, but on the shared device."""
 
         def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
             options = gloo._Options()
@@ -192,10 +224,11 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have this process reuse the memory that it frees, where its C library is glibc; for the start of a process.
+    """Make glibc's malloc keep freed memory for reuse. Call this when the process starts; other C libraries ignore it.
 
-    glibc gives large buffers back to the kernel, which clears every page of the next one: 30 % of all CPU time of 8
-    gloo ranks, 8 % with this. A thread's own arena cannot use what another thread has freed.
+    By default glibc returns large buffers to the kernel, which then clears the pages of the next buffer. With 8 gloo
+    ranks this took 30 % of all CPU time, with these settings 8 %. All threads use one arena, because a thread cannot
+    reuse memory that another thread has freed in a different arena.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -205,14 +238,15 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def _threads_that_wait_their_turn() -> Iterator[None]:
-    """Threads made inside do not preempt others when they wake up: a new thread has its maker's policy.
+    """Return a context in which new threads get the scheduling policy SCHED_BATCH, so they preempt no other thread.
 
-    A message wakes gloo's thread while another one holds the connection's lock, and it asks again at once until its
-    time slice is over; without preemption a step with TP 4 on 2 cores took a third less CPU time.
+    A new thread inherits the policy of the thread that creates it. Without this, an incoming message wakes gloo's
+    thread while another thread holds the connection's lock. gloo's thread then retries in a loop until its time slice
+    ends. With SCHED_BATCH, a step with TP 4 on 2 cores took a third less CPU time.
     """
     policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    if policy == os.SCHED_OTHER:  # anything else was somebody's choice
-        with contextlib.suppress(OSError):  # gVisor's kernel has no other policy
+    if policy == os.SCHED_OTHER:  # keep any policy that the user has chosen
+        with contextlib.suppress(OSError):  # gVisor supports only SCHED_OTHER
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield

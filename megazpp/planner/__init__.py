@@ -1,1 +1,1 @@
-"""Estimates of a run's memory, traffic and time, made from its config before anything is allocated."""
+"""Estimates of a run's memory, communication and time, computed from its config before anything is allocated."""

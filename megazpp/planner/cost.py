@@ -1,20 +1,23 @@
-"""Seconds of a step's pieces: alpha-beta for every collective, a roofline for every operation, and calibrations.
+"""Cost model: seconds of collectives (alpha-beta) and operations (roofline), and calibrations by published figures.
 
-A collective of n ranks is so many messages one after the other, each with a latency, and so many bytes that each rank
-sends, at the rate of the slowest link it rides. Ranks of a node that send over the network at once share its adapters;
-each brings its bytes there on a path of its own, first the one, then the other.
+The cost of a collective has two parts: the latency of its messages, which follow one another, and the bytes that each
+rank sends, at the rate of the slowest link on the axis. Ranks of a node that send over the network at the same time
+share its network adapters. The bytes of each rank first cross that rank's own path to the adapters, and then the
+network.
 
-    ring        all-gather, reduce-scatter    n - 1 messages,        (n - 1)/n of the buffer
-                all-reduce                    2 (n - 1) messages,    twice that
-    tree        all-reduce                    up and down a chain inside each of m domains and a tree of log2(m) levels
-                                              between them, twice that               whichever of both is faster
-    pairwise    all-to-all                    n - 1 messages,        (n - 1)/n of the buffer
+    algorithm   collective                    messages         bytes per rank
+    ring        all-gather, reduce-scatter    n - 1            (n - 1) / n of the buffer
+    ring        all-reduce                    2 (n - 1)        2 (n - 1) / n of the buffer
+    tree        all-reduce                    see below        2 (n - 1) / n of the buffer
+    pairwise    all-to-all                    n - 1            (n - 1) / n of the buffer
 
-Each message of a ring has the latency of its own link (NCCL's tuning.cc counts the same way): of 384 ranks in 24 nodes
-23 links are the network's.
+n is the number of ranks. A tree all-reduce passes messages along a chain inside each of m domains (a node or an NVLink
+domain), and over log2(m) levels between the domains, once up and once down. An all-reduce uses the faster of ring and
+tree. Each message of a ring has the latency of the link that it uses, as in NCCL's tuning.cc: a ring of 384 ranks in 24
+nodes has 23 network links.
 
-A cluster file names its calibration (`device: {shares: h100}`): the shares of data sheets that programs reach.
-tests/planner/test_published.py has every published figure, and what the planner predicts of it.
+A cluster file names a calibration (`device: {shares: h100}`). A calibration says which shares of the data sheet's
+figures programs reach. tests/planner/test_published.py lists the published figures and the planner's predictions.
 """
 
 from __future__ import annotations
@@ -25,23 +28,29 @@ from typing import NamedTuple
 from megazpp.topology.cluster import Device, LinkKind
 from megazpp.topology.layout import AXES, NODE, Layout
 
-TILE = 128  # cuBLAS's usual thread block; NVIDIA, Matrix Multiplication Background User's Guide, "tile quantization"
+# Rows and columns of the tiles in which cuBLAS usually computes a product. Source: NVIDIA, Matrix Multiplication
+# Background User's Guide, "tile quantization".
+TILE = 128
 
-# Until a message has gone from one rank to the next, in microseconds, where a cluster file does not say: NCCL's own
-# model (src/graph/tuning.cc, hwLat, protocol Simple, 2.18): NVLink ring and tree, PCI, network.
+# Latency of a message from one rank to the next, in microseconds, if the cluster file gives none. Source: NCCL 2.18,
+# src/graph/tuning.cc, hwLat, protocol Simple; the keys mean NVLink, PCI and network.
 RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
 TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
-CALL_MICROSECONDS = 8.4  # of every collective (the same file, baseLat)
+CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (the same file, baseLat)
 
 
 class Shares(NamedTuple):
-    """Parts of data sheets' figures that programs reach.
+    """Shares of the data sheet's figures that programs reach, between 0 and 1.
 
     Attributes:
-        matrix, memory: of the peak in a product of full tiles, and of the memory's rate in a pass over it.
-        domain, node, network: of the links' rates, in a long message.
-        beside: of the device, that a collective takes from the compute: NCCL's kernels occupy multiprocessors.
-        uplink: no share: GB/s at which one rank brings bytes to its node's adapters, however many those are.
+        matrix: share of the peak FLOP/s in a matrix product of full tiles.
+        memory: share of the memory bandwidth in a pass over memory.
+        domain: share of the bandwidth inside an NVLink domain, for long messages.
+        node: share of the bandwidth inside a node, for long messages.
+        network: share of the bandwidth between nodes, for long messages.
+        beside: share of the device that a running collective takes from the compute that overlaps with it, because
+            NCCL's kernels occupy multiprocessors.
+        uplink: not a share: rate in GB/s at which one rank brings bytes to its node's network adapters.
     """
 
     matrix: float = 1.0
@@ -54,9 +63,13 @@ class Shares(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Shares, where they come from with the errors against published figures, and the fewest tokens compared.
+    """Calibration of the cost model for a device.
 
-    With fewer `tokens` per rank and micro-batch, what is no product counts more.
+    Attributes:
+        shares: shares of the data sheet's figures.
+        rests_on: origin of the shares, and the errors against published figures; printed by --plan.
+        tokens: fewest tokens per rank and micro-batch of the runs that were compared. With fewer tokens, operations
+            other than matrix products take a larger part of the time, and estimates are less reliable.
     """
 
     shares: Shares
@@ -64,62 +77,68 @@ class Calibration(NamedTuple):
     tokens: float = math.inf
 
 
-# 83 TFLOP/s of 125: Markidis et al., NVIDIA Tensor Core Programmability, Performance & Precision (arXiv 1803.04014).
+# Share of the peak that products reach on V100: 83 of 125 TFLOP/s. Source: Markidis et al., NVIDIA Tensor Core
+# Programmability, Performance & Precision (arXiv 1803.04014).
 V100_MATRIX_SHARE = 0.664
-NCCL_BLOCKS = 32  # most that a collective runs on, a multiprocessor each (MAXCHANNELS); V100 has 80, H100 132
-# Assumed before anything was compared: products reach what they do on V100, memory and links four fifths.
+# Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). V100 has 80 multiprocessors, H100 has 132.
+NCCL_BLOCKS = 32
+# Shares that were assumed before any comparison: products reach V100's measured share, memory and links reach 0.8.
 ASSUMED_SHARES = Shares(
     matrix=V100_MATRIX_SHARE, memory=0.8, domain=0.8, node=0.8, network=0.8, beside=round(NCCL_BLOCKS / 132, 3)
 )
-# Fitted to the published rows of tests/planner/test_published.py, which has the errors. Few figures fix them, so each
-# is what makes those come out, not what a benchmark of that part would show: V100's "memory" holds every pass over
-# memory that DeepSpeed makes and FSDP2 does not, H800's "matrix" everything that is no product.
+# Shares that are fitted to published figures; tests/planner/test_published.py lists them with the errors. The figures
+# are few, so a fitted share also absorbs effects that the model lacks, and a benchmark of that part alone would show
+# another value. V100's "memory" includes passes over memory that DeepSpeed makes and FSDP2 does not. H800's "matrix"
+# includes the time of all operations that are not products.
 DGX2_SHARES = ASSUMED_SHARES._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)
 H100_SHARES = ASSUMED_SHARES._replace(matrix=0.428)
-H800_SHARES = ASSUMED_SHARES._replace(matrix=0.152, network=0.179)  # of eight adapters of 400 Gbit/s
+H800_SHARES = ASSUMED_SHARES._replace(matrix=0.152, network=0.179)  # network: eight adapters of 400 Gbit/s per node
 
 CALIBRATIONS = {
     "v100": Calibration(
         DGX2_SHARES,
-        "v100: fitted to two published runs of ZeRO-3 and ZeRO++ on DGX-2 (arXiv 2306.10209); on the eight others "
-        "TFLOP/s and speed-up are 7 % off in the median, the speed-up at most 39 %",
+        "v100: fitted to two published runs of ZeRO-3 and ZeRO++ on DGX-2 (arXiv 2306.10209); for the eight other "
+        "runs, the median error of TFLOP/s and speed-up is 7 %, and the largest error of the speed-up is 39 %",
         1024,
     ),
     "a100": Calibration(
         ASSUMED_SHARES,
-        "a100: fitted to nothing; five published runs of FSDP2 on 64 A100, Llama 8B to 70B, come out within 5 %",
+        "a100: not fitted; the errors for five published runs of FSDP2 on 64 A100, Llama 8B to 70B, are at most 5 %",
         8192,
     ),
     "h100": Calibration(
         H100_SHARES,
         "h100: fitted to a published run of FSDP2 on 8 H100 of 500 W (Llama 8B, 16,384 tokens per GPU and "
-        "micro-batch); that on 128 GPUs comes out 2.5 % too fast (with h800's share of the network 4 % too slow), "
-        "and nothing else was compared",
+        "micro-batch); the same run on 128 GPUs is estimated 2.5 % too fast (4 % too slow with h800's share of the "
+        "network), and no other run was compared",
         16384,
     ),
     "h800": Calibration(
         H800_SHARES,
-        "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit), where "
-        "all that is no product takes most of the time; on its two other models TFLOP/s are 8 to 18 % off",
+        "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit), in "
+        "which operations other than products take most of the time; for two other models TFLOP/s are 8 to 18 % off",
         0,
     ),
 }
-UNCHECKED = Calibration(ASSUMED_SHARES, "shares of the data sheet that came out on A100")
+UNCHECKED = Calibration(ASSUMED_SHARES, "shares of the data sheet that agree with published runs on A100")
 
 
 def calibration_for(device: Device | None) -> Calibration:
-    """The calibration that the cluster file names, or the assumed one."""
+    """Return the calibration that the cluster file names, or the assumed one if it names none."""
     return UNCHECKED if device is None or device.shares is None else CALIBRATIONS[device.shares]
 
 
 class Operation(NamedTuple):
-    """One operation: a product [m, k] x [k, n], `batch` times; a pass over memory; or a collective.
+    """One operation of a step: a batch of matrix products [m, k] x [k, n], a pass over memory, or a collective.
 
     Attributes:
         kind: "matrix", "memory" or the name of a collective.
-        bytes: read and written, or sent by this rank.
-        m, n, k, batch: of a product; a causal one counts half.
-        axis: of a collective.
+        bytes: bytes that a product or a pass reads and writes, or that this rank sends in a collective.
+        m: rows of a product's result.
+        n: columns of a product's result.
+        k: size over which a product sums.
+        batch: number of products; for causal attention only the computed share counts.
+        axis: axis of a collective.
     """
 
     kind: str
@@ -132,39 +151,46 @@ class Operation(NamedTuple):
 
 
 class Costs:
-    """Seconds that the pieces of a step take. This base class is for counting: they take none.
+    """Interface of the cost model. This base class makes everything take 0 seconds, to count bytes only.
 
-    `beside` is the share of a collective's seconds that it takes from the compute beside it.
+    Attributes:
+        beside: share of a collective's seconds by which it delays the compute that overlaps with it.
     """
 
     beside = 0.0
 
     def operation(self, operation: Operation) -> float:
+        """Return the seconds of a matrix product or a pass over memory."""
         return 0.0
 
     def memory(self, touched_bytes: int) -> float:
+        """Return the seconds of a pass that reads and writes `touched_bytes` in all."""
         return 0.0
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
+        """Return the seconds of a collective on `axis` in which each rank sends `sent_bytes`."""
         return 0.0
 
 
 class ClusterCosts(Costs):
-    """The costs of a step on a cluster whose file names links and device.
+    """Cost model of a cluster whose file describes the device and the links.
 
-    A product is computed in tiles of 128 x 128, the last of each row and column not full; it takes as long as its full
-    tiles at a share of the peak, or as its bytes from memory, whichever is longer.
+    A product is computed in tiles of 128 x 128; tiles at the edge cost as much as full ones. It takes the time of its
+    tiles at the reachable share of the peak, or the time of its memory traffic, whichever is longer.
 
     Args:
-        free: axes whose collectives take no time, to see what they cost.
+        layout: sizes and links of the parallel axes.
+        shares: shares of the data sheet's figures that programs reach.
+        free: axes whose collectives take no time, to measure how much they cost.
+
     Raises:
-        ValueError: a figure that is needed is not in the cluster file.
+        ValueError: the cluster file lacks the device, or a link that an axis uses.
     """
 
     def __init__(self, layout: Layout, shares: Shares, *, free: tuple[str, ...] = ()) -> None:
         device = layout.cluster.device
         if device is None:
-            raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
+            raise ValueError("--cluster-file: device is missing (name, teraflops, gigabytes, gigabytes_per_second)")
         self.beside = shares.beside
         self._flops_per_second = 1e12 * device.teraflops * shares.matrix
         self._bytes_per_second = 1e9 * device.gigabytes_per_second * shares.memory
@@ -186,19 +212,25 @@ class ClusterCosts(Costs):
 
 
 class AxisCost:
-    """Seconds of the collectives of one axis.
+    """Cost model of the collectives on one axis.
+
+    Args:
+        layout: sizes and links of the parallel axes.
+        axis: name of the axis.
+        shares: shares of the data sheet's figures that programs reach.
 
     Raises:
-        ValueError: a link that the axis rides is not in the cluster file.
+        ValueError: the cluster file does not describe a link that the axis uses.
     """
 
     def __init__(self, layout: Layout, axis: str, shares: Shares) -> None:
         cluster = layout.cluster
         known = {} if cluster.links is None else cluster.links.known
         self._size, self._byte_seconds = layout.axis_size(axis), 0.0
+        # ---- seconds per byte, on the slowest link
         for kind, count in layout.links(axis).items():
             if kind not in known:
-                raise ValueError(f"--cluster-file: links.{kind} is not given, and axis {axis} rides it")
+                raise ValueError(f"--cluster-file: links.{kind} is missing, and axis {axis} uses it")
             link, is_network = known[kind], kind == "network"
             senders = max(count / cluster.num_nodes, 1.0) if is_network else 1.0
             share: float = 1.0 if link.is_measured else getattr(shares, kind)
@@ -207,8 +239,9 @@ class AxisCost:
                 byte_seconds += 1.0 / shares.uplink
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
 
+        # ---- latency of a ring and of a tree
         def latency(kind: LinkKind, default: dict[str, float]) -> float:
-            """Seconds until a message has gone over a link."""
+            """Return the seconds that a message takes over a link of this kind."""
             microseconds = known[kind].microseconds
             return 1e-6 * (default[kind] if microseconds is None else microseconds)
 
@@ -220,7 +253,7 @@ class AxisCost:
         self._tree = (self._size / domains - 1) * inside + math.log2(domains) * across
 
     def seconds(self, collective: str, sent_bytes: int) -> float:
-        """A collective in which each rank sends `sent_bytes`."""
+        """Return the seconds of a collective in which each rank sends `sent_bytes`."""
         if self._size == 1:
             return 0.0
         latency = min(2 * self._ring, 2 * self._tree) if collective == "all_reduce" else self._ring

@@ -1,12 +1,15 @@
-"""`--dry-run`: the program itself as one rank of a cluster that is not there, against its plan.
+"""Dry run (--dry-run): run one optimizer step of one rank without a cluster, and compare it with the plan.
 
-The mesh, the model, FSDP2 with our comms installed, and one optimizer step run as in training; of many micro-batches
-the first, a middle and the last one, and with local steps a synchronization of all fragments. Two things are pretended:
-the process groups are torch's back end "fake", which sends nothing, and tensors have shapes and no memory
-(FakeTensorMode on top of the meta device, because FSDP2 refuses parameters that are on it), so that `.item()` is 1. The
-process is a CPU's, whatever the plan is for: bytes do not depend on that, and RMSNorm keeps what CUDA's kernel keeps.
-Not run: data loading, checkpoints, and comparing kept weights. With --reset-attention-mask every sample is one
-document, and attention inside it takes a CPU's way, a mask.
+The mesh, the model, FSDP2 with this project's collectives, and the step run as in training. Of many micro-batches only
+the first, a middle one and the last are run. With local steps, a synchronization of all fragments follows. Two things
+are replaced:
+
+- Process groups use torch's back end "fake", which sends nothing.
+- Tensors have shapes but no memory (FakeTensorMode). `.item()` returns 1.
+
+The process simulates a CPU, whatever device is planned. The bytes sent are the same on every device, and RMSNorm keeps
+the same tensors as CUDA's kernel. Data loading, checkpoints and the verification of gathered weights do not run. With
+--reset-attention-mask every sample is one document, and attention uses a mask, as on a CPU.
 """
 
 from __future__ import annotations
@@ -55,15 +58,18 @@ from megazpp.training.setup import ModelSpec, ShardedModel, shard_on_meta
 from megazpp.training.step import TrainStep
 
 CPU = torch.device("cpu")
-LOSS_BYTES = 4  # of each micro-batch, until the step ends
+LOSS_BYTES = 4  # bytes of a micro-batch's loss, which is kept until the end of the step
 
 
 class DryTask(NamedTuple):
-    """The part of a dry run in which trainings differ: the model on fake tensors, and each micro-batch.
+    """The part of a dry run that depends on the kind of training.
 
     Attributes:
-        objective: None: the language model's loss. Its metrics are not asked for: no tensor has values.
-        before_step: is called before each step, for forwards of other models.
+        built: sharded model on fake tensors.
+        batch: micro-batch, the same for all micro-batches.
+        objective: objective of the training; None for the loss of a language model. Its metrics are not computed,
+            because fake tensors have no values.
+        before_step: function that is called before each step, for forwards of other models.
     """
 
     built: ShardedModel
@@ -76,12 +82,16 @@ MakeTask = Callable[[ModelSpec, ParallelDims, FakeTensorMode], DryTask]
 
 
 class DryRun(NamedTuple):
-    """One optimizer step of one rank.
+    """Result of a dry run: planned and counted communication and memory of one optimizer step of one rank.
 
     Attributes:
-        planned, counted: calls and bytes of the step, and of a synchronization of islands; {} without those.
-        memory: planned for this rank.
-        live_bytes: of the tensors that live at the fullest moment, counted.
+        plan: layout, wire formats and batch sizes of the run.
+        rank: global rank.
+        micro_batches: number of micro-batches of the step.
+        planned: planned calls and bytes of the step, and of a synchronization of islands ({} without local steps).
+        counted: counted calls and bytes of both.
+        memory: planned bytes by kind at the memory peak.
+        live_bytes: counted bytes of all tensors at the memory peak.
     """
 
     plan: RunPlan
@@ -94,11 +104,13 @@ class DryRun(NamedTuple):
 
     @property
     def agrees(self) -> bool:
+        """True if planned and counted communication are equal."""
         return self.planned == self.counted
 
     def describe(self) -> str:
+        """Return the report: plan, tables of planned and counted communication, and memory."""
         rest, memory = self.micro_batches - SIMULATED_MICRO_BATCHES, self.memory.total()
-        note = f" ({SIMULATED_MICRO_BATCHES} micro-batches run, the middle one counts {rest + 1} times)"
+        note = f" ({SIMULATED_MICRO_BATCHES} micro-batches are run; the middle one counts {rest + 1} times)"
         titles = [f"rank {self.rank} of {self.plan.layout.cluster.world_size}, one optimizer step{note * (rest > 0)}:"]
         if (diloco := self.plan.of(DilocoPlan)) is not None:
             titles.append(f"and one synchronization of all fragments, every {diloco.steps} steps:")
@@ -106,14 +118,14 @@ class DryRun(NamedTuple):
         for title, planned, counted in zip(titles, self.planned, self.counted, strict=False):
             lines += [title, *_compared(planned, counted)]
         lines.append(
-            f"tensors live at the fullest moment: {self.live_bytes / MEGA:.3f} MB, planned "
+            f"tensors at the memory peak: {self.live_bytes / MEGA:.3f} MB, planned "
             f"{memory / MEGA:.3f} MB ({100 * (memory / self.live_bytes - 1):+.1f} %)"
         )
         return "\n".join(lines)
 
 
 def _compared(planned: TrafficTable, counted: TrafficTable) -> Iterator[str]:
-    """Both tables side by side, and whether they are equal."""
+    """Yield planned and counted communication side by side, and a line that says whether they are equal."""
     header = ("wire", "axis", "collective", "calls planned", "counted", "bytes planned", "counted", "")
     rows: list[tuple[str, ...]] = [header]
     for key in sorted(planned | counted):
@@ -126,10 +138,15 @@ def _compared(planned: TrafficTable, counted: TrafficTable) -> Iterator[str]:
 
 
 def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
-    """Plan the optimizer step of `rank`, and run it.
+    """Plan one optimizer step of a rank, and run it with fake tensors.
+
+    Args:
+        config: flags of the run.
+        cluster: cluster of the run.
+        rank: global rank to run.
 
     Raises:
-        ValueError: flags that do not fit each other or the cluster, a rank that it does not have, or no --vocab-size.
+        ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size, or the rank does not exist.
     """
     config, plan = plan_dry_run(config, cluster, rank)
     paper = paper_step(config, plan, device_type=CPU.type, rank=rank, on_cpu=True)
@@ -147,16 +164,27 @@ def dry_run(config: RunConfig, cluster: Cluster, *, rank: int) -> DryRun:
 
 
 def plan_dry_run(config: RunConfig, cluster: Cluster, rank: int) -> tuple[RunConfig, RunPlan]:
-    """The run that a dry run takes a step of, and its plan on CPUs; raises as `dry_run` does."""
+    """Check the flags of a dry run; return the run, with mock data if it has none, and its plan on CPUs.
+
+    Args:
+        config: flags of the run.
+        cluster: cluster of the run.
+        rank: global rank to run.
+
+    Raises:
+        ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size, or the rank does not exist.
+    """
     config = for_planning(config, "--dry-run")
     if not 0 <= rank < cluster.world_size:
-        raise ValueError(f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to {cluster.world_size - 1}")
+        raise ValueError(
+            f"--dry-run-rank {rank} is not a rank of the cluster, which has ranks 0 to {cluster.world_size - 1}"
+        )
     return config, check_run_config(config, cluster, device_type=CPU.type)
 
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """This process is `rank` of a job whose other ranks do not exist."""
+    """Make this process, inside the context, `rank` of a job whose other `world_size` - 1 ranks do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the back end
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -167,6 +195,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def language_model_task(config: RunConfig, plan: RunPlan, built: ShardedModel) -> DryTask:
+    """Return the task of pretraining: the model `built`, and a micro-batch of the run's size."""
     seq_length = config.data.seq_length
     assert seq_length is not None
     samples = torch.zeros(plan.batches.micro_batch_size, seq_length + 1, dtype=torch.int64)
@@ -180,11 +209,18 @@ def language_model_task(config: RunConfig, plan: RunPlan, built: ShardedModel) -
 def count_step(
     config: RunConfig, plan: RunPlan, rank: int, make_task: MakeTask
 ) -> tuple[tuple[TrafficTable, TrafficTable], int]:
-    """Take a short step (for moments, error feedback, the order of use) and then a whole one.
+    """Run a step of one micro-batch, which creates moments and error feedback, and then the step that is counted.
+
+    Args:
+        config: flags of the run.
+        plan: layout, wire formats and batch sizes of the run.
+        rank: global rank to run.
+        make_task: function that builds the model and a micro-batch.
 
     Returns:
-        The traffic of a step, that of a synchronization of islands, and the most bytes that live.
+        ((communication of the step, communication of a synchronization of islands), bytes at the memory peak).
     """
+    # ---- model
     vocab_size = config.tokenizer.vocab_size
     assert vocab_size is not None
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -192,12 +228,13 @@ def count_step(
     if config.model.fp8_format is not None:
         spec = dataclasses.replace(spec, product=FLOAT8_ON_PAPER)
     with fake_ranks(rank, plan.layout.cluster.world_size):
-        # a thread would not see the modes that make its tensors fake
+        # no threads in queues: FakeTensorMode applies only to the thread that enters it
         dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
         task = make_task(spec, dims, fake)
         if task.objective is not None:
             task.objective.metrics = dict  # type: ignore[method-assign]
         with fake, FusedNorm(), FakeScalars(), PeakBytes() as live:
+            # ---- training step
             islands = None
             if (diloco := plan.of(DilocoPlan)) is not None:
                 islands = Islands(task.built.sharding, dims, diloco, config.precision)
@@ -211,18 +248,21 @@ def count_step(
                 clip_grad=config.optimizer.clip_grad,
                 objective=task.objective,
             )
+            # ---- a first step, and the messages of islands that are in flight
             step([task.batch], learning_rate=1.0, weight_decay=0.0, iteration=1)
             if islands is not None:
                 _send_what_is_under_way(islands)
+            # ---- the counted steps: with many micro-batches, the difference between two steps gives the cost of one
             micro_batches = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
             rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
             for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
                 before = dims.counter.table()
-                gc.collect()  # building a model leaves cycles
+                gc.collect()  # building a model leaves reference cycles that hold tensors
                 live.peak = 0
                 task.before_step()
                 step([task.batch] * count, learning_rate=1.0, weight_decay=0.0, iteration=1)
                 sent.append(traffic_between(before, dims.counter.table()))
+            # ---- synchronization of islands
             before = dims.counter.table()
             if islands is not None:
                 islands.finish()
@@ -231,16 +271,16 @@ def count_step(
 
 
 def _send_what_is_under_way(islands: Islands) -> None:
-    """Have as many messages under way as there are at most during a step."""
+    """Bring islands to the state with the most bytes of messages in flight during a step."""
     plan = islands.plan
     if plan.delay:
         _, last = most_under_way(islands.fragments, plan)
-        for turn in range(1, plan.fragments + last + 2):  # all fragments, and then those up to the last of them
+        for turn in range(1, plan.fragments + last + 2):  # each fragment once, and then again up to `last`
             islands.after_step(turn * plan.steps // plan.fragments)
 
 
 class FakeScalars(TorchDispatchMode):
-    """Makes `.item()` of a fake tensor 1."""
+    """Dispatch mode in which `.item()` of a fake tensor returns 1 and `equal` returns True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -251,10 +291,14 @@ class FakeScalars(TorchDispatchMode):
 
 
 class PeakBytes(TorchDispatchMode):
-    """`peak`: the most bytes that lived at once since it was set to 0, of tensors that operations of this thread had.
+    """Dispatch mode that measures the memory peak of all tensors that operations of this thread read or write.
 
-    FSDP2 empties storages by resizing them, of which no operation tells. So what is known only grows, until it would
-    be a new peak: then all sizes are read anew. `fullest` has them at the peak, by the storage's `_cdata`.
+    FSDP2 frees storages by resizing them, which no operation shows. Therefore the mode keeps an upper bound that only
+    grows. When the bound exceeds the peak, it reads the sizes of all storages again.
+
+    Attributes:
+        peak: most bytes in use at once since the attribute was set to 0.
+        fullest: bytes of each storage at the peak, by the storage's `_cdata`.
     """
 
     def __init__(self) -> None:
@@ -267,7 +311,7 @@ class PeakBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-            # the device of a fake tensor is a slow question
+            # `isinstance` first, because reading the device of a fake tensor is slow
             if isinstance(tensor, FakeTensor) or (isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"):
                 storage = tensor.untyped_storage()
                 grown = storage.nbytes() - self._sizes.get(storage, 0)

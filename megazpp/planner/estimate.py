@@ -1,4 +1,4 @@
-"""One run, estimated: bytes by wire, memory by kind, time."""
+"""Estimate of a run: bytes sent by kind of link, memory by kind, and time per step."""
 
 from __future__ import annotations
 
@@ -21,26 +21,32 @@ from megazpp.topology.cluster import Cluster, Device
 from megazpp.topology.layout import NODE, WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
 
-EXPOSED = 0.05  # of the steps' time that a synchronization of islands may take
-USABLE_MEMORY = 0.9  # assumed: the rest is for CUDA's context, NCCL's buffers and what the allocator cannot use
-BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # how the names of devices without flash attention begin
+EXPOSED = 0.05  # share of the training time that synchronizations of islands may take in `sufficient_gigabits`
+USABLE_MEMORY = 0.9  # assumed share of device memory for tensors; CUDA, NCCL and fragmentation take the rest
+BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # first words of names of devices without flash attention
 
 
 class Estimate(NamedTuple):
-    """Needs and speed of a run. With local steps, bytes and times are means over steps and a synchronization.
+    """Estimated memory, communication and time of a run.
+
+    With local steps (DiLoCo), bytes and times per step include a share of the synchronization of islands, which takes
+    place once in many steps.
 
     Attributes:
-        memory: of rank 0, where it is most.
-        wires: bytes that rank 0 sends per optimizer step, by wire.
-        exchanged: of these, what context parallelism exchanges.
+        config: flags of the run.
+        plan: layout, wire formats and batch sizes of the run.
+        memory: bytes on rank 0 by kind at the memory peak.
+        wires: bytes that rank 0 sends per optimizer step, by kind of link.
+        exchanged: bytes of these that context parallelism sends.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
-        node_island_bytes: of one synchronization of all that islands have, as many; 0 without local steps.
-        micro_batches: of a step.
-        seconds: of a step; None where the cluster file does not say enough. So are those below.
-        held_up: seconds by which a synchronization holds the steps up; 0 without local steps.
-        busy: seconds by axis, and of the compute.
-        exposed: seconds that the step would be shorter if an axis took no time, by axis; {} if not asked for.
-        muon: what Muon does in a step, and sends in addition at its interval; "" without it.
+        node_island_bytes: bytes that a node sends in one synchronization of all fragments; 0 without local steps.
+        micro_batches: number of micro-batches per step.
+        seconds: seconds per step; None if the cluster file lacks the device or the links.
+        held_up: seconds by which a synchronization delays training; 0 without local steps.
+        busy: seconds per step by axis, and for the key "compute"; {} without times.
+        exposed: for each axis, the seconds per step that would be saved if its collectives took no time; {} if not
+            requested or without times.
+        muon: description of Muon's work and communication; "" for other optimizers.
     """
 
     config: RunConfig
@@ -59,35 +65,39 @@ class Estimate(NamedTuple):
 
     @property
     def gigabytes(self) -> float:
+        """Memory of rank 0 at the peak, in GB."""
         return self.memory.total() / 1e9
 
     @property
     def usable_gigabytes(self) -> float:
-        """Room for tensors on a rank; infinite where the device is not known."""
+        """Memory for tensors on a device, in GB; infinite if the cluster file does not describe the device."""
         device = self.plan.layout.cluster.device
         return math.inf if device is None else USABLE_MEMORY * device.gigabytes
 
     @property
     def fits(self) -> bool:
+        """True if the run fits into the device's usable memory."""
         return self.gigabytes <= self.usable_gigabytes
 
     @property
     def tokens(self) -> int:
+        """Number of tokens per optimizer step over all ranks."""
         return self.plan.batches.global_batch_size * (self.config.data.seq_length or 0)
 
     @property
     def days(self) -> float:
-        """The days that all samples of the run take at this speed, without evaluations, checkpoints and restarts."""
+        """Days that the whole run takes, without evaluations, checkpoints and restarts; 0 without times."""
         batches = self.plan.batches
         return (self.seconds or 0.0) * batches.total_samples / batches.global_batch_size / 86400
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens per second over all ranks; 0 without times."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def teraflops(self) -> float:
-        """Model TFLOP/s of a GPU: forward and backward once, however much is recomputed (training/flops.py)."""
+        """Model TFLOP/s per GPU, from one forward and one backward without recomputation (training/flops.py)."""
         model, layout = self.config.model, self.plan.layout
         padded = model.padded_vocab_size(self.config.tokenizer.vocab_size or 0, layout.tp)
         length = self.config.data.seq_length or 0
@@ -96,10 +106,10 @@ class Estimate(NamedTuple):
 
     @property
     def sufficient_gigabits(self) -> float:
-        """The rate of a node's links, each way, from which on sending takes no longer than the compute of a step.
+        """Network bandwidth of a node, in Gbit/s each way, with which communication takes no longer than compute.
 
-        With local steps sending takes no longer than the steps that hide it, or than EXPOSED of all steps.
-        0 where the times are not known.
+        With local steps, a synchronization may take as long as the steps that overlap with it. Without overlap it may
+        take the share EXPOSED of the steps' time. The result is 0 without times.
         """
         compute, islands = self.busy.get("compute", 0.0), self.plan.of(DilocoPlan)
         sent = self.node_cross_bytes
@@ -110,20 +120,28 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Estimates runs on one cluster; `device_type` is whose checks apply."""
+    """Estimator of runs on one cluster.
+
+    Args:
+        cluster: cluster, with the device and links of its file if there is one.
+        device_type: "cuda" or "cpu", which selects the checks of the flags.
+    """
 
     def __init__(self, cluster: Cluster, *, device_type: str) -> None:
         self.cluster, self._device_type = cluster, device_type
         self.calibration = calibration_for(cluster.device)
 
     def estimate(self, config: RunConfig, *, exposed: bool = False) -> Estimate:
-        """Bytes, memory and time of a run with these flags.
+        """Estimate bytes, memory and time of a run.
 
         Args:
-            exposed: also find out what each axis costs the step.
+            config: flags of the run.
+            exposed: also estimate how much longer each axis makes the step, by one more simulation per axis.
+
         Raises:
-            ValueError: the flags do not fit each other or the cluster.
+            ValueError: the flags conflict, or do not fit the cluster.
         """
+        # ---- plan of the run
         plan = check_run_config(config, self.cluster, device_type=self._device_type)
         layout, shares = plan.layout, self.calibration.shares
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
@@ -131,8 +149,9 @@ class Estimator:
         every = 1 if diloco is None else diloco.steps
         timed = self.cluster.device is not None and self.cluster.links is not None
 
+        # ---- simulations
         def run(costs: Costs | None) -> tuple[StepSimulator, SimulatedStep, SimulatedStep]:
-            """A step and a synchronization."""
+            """Simulate an optimizer step and a synchronization of islands."""
             paper = paper_step(config, plan, costs, device_type=self._device_type)
             step = measure(paper, count)
             return paper, step, paper.synchronize(step.seconds)
@@ -143,7 +162,8 @@ class Estimator:
             _, faster, sooner = run(ClusterCosts(layout, shares, free=(axis,)))
             hidden[axis] = seconds - faster.seconds - sooner.seconds / every
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
-        muon = _describe_muon(config, paper, layout)  # before the memory: a step on whole matrices needs more
+        # ---- results
+        muon = _describe_muon(config, paper, layout)  # first, because a full step of Muon raises the memory peak
         return Estimate(
             config=config,
             plan=plan,
@@ -171,9 +191,17 @@ def paper_step(
     on_cpu: bool = False,
     **others: Any,
 ) -> StepSimulator:
-    """The run's step on one rank; `on_cpu` whatever is planned for. `others` are arguments of `StepSimulator`.
+    """Return the simulator of the run's optimizer step on one rank.
 
-    A dry run, which is on a CPU, has no weights from which the size of differences could be known: they are whole.
+    Args:
+        config: flags of the run.
+        plan: layout, wire formats and batch sizes of the run.
+        costs: cost model; None to count bytes without times.
+        device_type: "cuda" or "cpu".
+        rank: global rank to simulate.
+        on_cpu: simulate a CPU process, whatever device the cluster file describes. A dry run compares with such a
+            simulation. It has no real weights, so lossless differences have their largest size.
+        others: further arguments of `StepSimulator`.
     """
     assert config.data.seq_length is not None
     assert config.tokenizer.vocab_size is not None
@@ -191,6 +219,7 @@ def paper_step(
 
 
 def _describe_muon(config: RunConfig, paper: StepSimulator, layout: Layout) -> str:
+    """Return a line on Muon's work and communication; simulates a step of its orthogonalization for it."""
     if paper.muon is None:
         return ""
     text, interval = paper.muon.describe(), config.optimizer.muon_full_interval
@@ -198,12 +227,12 @@ def _describe_muon(config: RunConfig, paper: StepSimulator, layout: Layout) -> s
     text += f"; a rank sends {sent / MEGA:.3f} MB inside its node"
     if interval and paper.muon.is_full(interval):
         crossing = _of_node(paper.orthogonalize(iteration=interval).traffic, layout)
-        text += f"; in one of {interval} steps a node sends {crossing / MEGA:.3f} MB more to others, for whole matrices"
+        text += f"; in one of {interval} steps a node sends {crossing / MEGA:.3f} MB to other nodes, for whole matrices"
     return text
 
 
 def _documents(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> Documents | None:
-    """The way to keep attention inside documents and windows on the device that is planned for."""
+    """Return how the planned device keeps attention inside documents or a window; None if it does not have to."""
     window, seq_length = config.model.window, config.data.seq_length or 0
     if not config.data.reset_attention_mask and (window is None or seq_length <= window):
         return None
@@ -220,9 +249,10 @@ def _documents(config: RunConfig, device: Device | None, device_type: str, *, on
 
 
 def _of_node(table: TrafficTable, layout: Layout) -> int:
-    """Bytes that all ranks of a node send to others.
+    """Return the bytes that all ranks of a node send to other nodes, from the traffic of rank 0.
 
-    Counted on rank 0's axes: no rank sends more on an axis, over the network those do whose link is one.
+    On each axis rank 0 sends at least as many bytes as any other rank. The ranks of a node that send over the network
+    are those with a network link on that axis.
     """
     senders = {axis: layout.links(axis).get("network", 0) / layout.cluster.num_nodes for _, axis, _ in table}
     return round(sum(senders[axis] * t.sent_bytes for (_, axis, _), t in table.items()))

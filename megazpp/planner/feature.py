@@ -1,4 +1,4 @@
-"""`--plan` and `--dry-run` as an optional feature of pretraining."""
+"""Optional feature of pretraining: the flags --plan and --dry-run."""
 
 from __future__ import annotations
 
@@ -18,26 +18,31 @@ from megazpp.run.ranks import planned_cluster
 class PlanConfig(FeatureConfig):
     """Planning.
 
-    Estimate a run instead of starting it.
+    Flags that estimate a run instead of starting it.
     """
 
-    plan: bool = flag(False, "print estimates of memory, traffic and time, and stop", common=True)
+    plan: bool = flag(
+        False, "print estimates of the run's memory, communication and time, and exit without training", common=True
+    )
     dry_run: bool = flag(
         False,
-        "simulate one step of one rank with fake tensors, compare its traffic with the plan, and stop",
+        "run one optimizer step of one rank with fake tensors and process groups, compare its communication with the "
+        "plan, and exit",
     )
-    dry_run_rank: int = flag(0, "rank that --dry-run simulates")
+    dry_run_rank: int = flag(0, "global rank that --dry-run simulates")
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a negative rank."""
         check_not_negative(self, "dry_run_rank")
 
 
 class Planner(Feature):
-    """Print estimates instead of training."""
+    """Feature that prints estimates or a dry run instead of training."""
 
     config = PlanConfig
 
     def command(self, parsed: ParsedRun) -> int | None:
+        """Run --plan or --dry-run and return the exit status; return None, to train, without these flags."""
         flags = parsed.config.section(PlanConfig)
         if flags.plan:
             print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type()))

@@ -1,4 +1,4 @@
-"""`--plan`: what a run will need and how fast it will be, as text."""
+"""Report of --plan: a run's memory, communication and time, and a comparison with other settings, as text."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ from megazpp.run.checks import RunPlan
 from megazpp.topology.cluster import Cluster, nested_sizes
 from megazpp.topology.layout import WIRES
 
-PAYS = 1.02  # ZeRO++ is said to pay from this much faster than the next scheme on
-SHOWN = 10  # candidates of the search
+PAYS = 1.02  # speed ratio to the next scheme from which on the report says that ZeRO++ pays
+SHOWN = 10  # number of the search's candidates that the report lists
 COLUMNS = ("MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3", "Gbit/s*")
 
 
 def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str:
-    """Tables for the run on `cluster`: nothing is started or allocated.
+    """Return the report about a run. Nothing is started or allocated.
+
+    Args:
+        config: flags of the run.
+        cluster: cluster, with the device and links of its file if there is one.
+        device_type: "cuda" or "cpu", which selects the checks of the flags.
 
     Raises:
-        ValueError: flags that do not fit each other or the cluster, or no --vocab-size.
+        ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size.
     """
     config, estimator = for_planning(config, "--plan"), Estimator(cluster, device_type=device_type)
     own = estimator.estimate(config, exposed=True)
@@ -51,19 +56,24 @@ def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str
 
 
 def describe_plan(plan: RunPlan, micro_batches: int) -> Iterator[str]:
-    """Layout, notes and batches of a run."""
+    """Yield lines about a run: parallel layout, wire formats, features, notes, and batch sizes."""
     yield f"{plan.layout.describe()}; {plan.wire.describe()}"
     for feature in plan.features:
         yield feature.describe()
     yield from (f"note: {notice}" for notice in plan.notices)
     yield (
-        f"{plan.batches.global_batch_size} samples per optimizer step, per data rank in {micro_batches} "
-        f"micro-batch(es) of {plan.batches.micro_batch_size}"
+        f"{plan.batches.global_batch_size} samples per optimizer step; each data rank computes {micro_batches} "
+        f"micro-batch(es) of {plan.batches.micro_batch_size} samples"
     )
 
 
 def memory_rows(title: str, columns: Mapping[str, Counter[Memory]]) -> list[tuple[str, ...]]:
-    """GB by kind, and their sums; kinds of which no column has any are left out."""
+    """Return the rows of a table of memory in GB: a row for each kind that occurs, and a row of totals.
+
+    Args:
+        title: title of the first column.
+        columns: bytes by kind, for each column's title.
+    """
     found = list(columns.values())
     rows = [(title, *columns)]
     rows += [(kind, *(f"{c[kind] / GIGA:.3f}" for c in found)) for kind in Memory if any(c[kind] for c in found)]
@@ -71,74 +81,81 @@ def memory_rows(title: str, columns: Mapping[str, Counter[Memory]]) -> list[tupl
 
 
 def _memory(estimator: Estimator, own: Estimate) -> Iterator[str]:
+    """Yield the table of memory by kind, with a column for each granularity of recomputation."""
     estimates = {f"recompute {r or 'none'}": estimator.estimate(with_recompute(own.config, r)) for r in RECOMPUTE}
-    rows = memory_rows("GB on rank 0 at the fullest moment", {name: e.memory for name, e in estimates.items()})
+    rows = memory_rows("GB on rank 0 at the memory peak", {name: e.memory for name, e in estimates.items()})
     if estimator.cluster.device is not None:
-        usable = f"into {own.usable_gigabytes:.1f} GB"
+        usable = f"usable: {own.usable_gigabytes:.1f} GB"
         rows.append((usable, *("fits" if e.fits else "does not fit" for e in estimates.values())))
     yield from aligned(rows)
     if not own.fits and own.plan.wire.reduce is not None:
-        yield "less memory: --no-zero-error-feedback, --zero-accumulate-in-bf16, --no-overlap-grad-reduce"
+        yield "flags that save memory: --no-zero-error-feedback, --zero-accumulate-in-bf16, --no-overlap-grad-reduce"
 
 
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
+    """Yield lines about the run's communication, time per step, exposed communication and total time."""
+    # ---- communication
     sent = ", ".join(f"{wire} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
-    yield f"a rank sends per optimizer step: {sent}; a node to others {own.node_cross_bytes / MEGA:.3f} MB"
+    yield f"a rank sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
     if own.muon:
         yield own.muon
     islands, device, gpus = own.plan.of(DilocoPlan), estimator.cluster.device, estimator.cluster.world_size
     if islands is not None:
         yield (
-            "these are means that include what a node sends to other islands: "
+            "these are means per step, synchronizations included; a node sends to other islands: "
             f"{own.node_island_bytes / MEGA:.3f} MB every {islands.steps} steps, "
             f"{own.node_island_bytes / islands.steps / MEGA:.3f} MB per step"
         )
+    # ---- times and their calibration
     if own.seconds is None or device is None:
-        yield "no times: the cluster file names no links or no device"
+        yield "no times: the cluster file does not describe both links and device"
         return
     calibration = estimator.calibration
-    yield f"times rest on {calibration.rests_on}"
+    yield f"calibration of times: {calibration.rests_on}"
     if own.tokens / own.micro_batches / gpus < calibration.tokens:
         yield (
-            "warning: that was not checked for this device or so few tokens per rank and micro-batch; a run of 2048 "
-            "on H800 was 2.2 to 4.4 times slower than shares of A100 say"
+            "warning: this calibration was not compared with runs on this device, or with so few tokens per rank and "
+            "micro-batch; with 2048 tokens on H800, runs took 2.2 to 4.4 times as long as A100's shares predict"
         )
     if own.config.model.fp8_format is not None:
         yield (
-            f"--fp8-format {own.config.model.fp8_format}: products are counted at the device's 16-bit peak and casts "
-            "not at all, for nothing of either was measured"
+            f"--fp8-format {own.config.model.fp8_format}: matrix products are estimated at the device's 16-bit peak, "
+            "and casts are left out, because neither was measured"
         )
-    yield f"a step takes {own.seconds:.3f} s, of which {own.busy.get('compute', 0.0):.3f} s compute"
+    yield f"a step takes {own.seconds:.3f} s, of which {own.busy.get('compute', 0.0):.3f} s are compute"
     if islands is not None:
         yield (
-            f"of these, {own.held_up / islands.steps:.3f} s are the mean of a synchronization, "
-            f"which holds every {islands.steps} steps up by {own.held_up:.3f} s; its bytes "
-            f"{_takes(islands)} from {own.sufficient_gigabits:.3g} Gbit/s of a node's links on"
+            f"of these, {own.held_up / islands.steps:.3f} s are the step's share of a synchronization, "
+            f"which every {islands.steps} steps delays training by {own.held_up:.3f} s; its bytes "
+            f"{_takes(islands)} with at least {own.sufficient_gigabits:.3g} Gbit/s of network bandwidth per node"
         )
+    # ---- exposed communication by axis
     rows = [("axis", "busy", "hidden", "exposed")]
     for axis, exposed in own.exposed.items():
         busy = own.busy.get(axis, 0.0)
         rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
     yield from aligned(rows)
+    # ---- whole run
     price = device.price_per_hour
     cost = "" if price is None else f", {24 * price * gpus * own.days:,.0f} at {price:g} a GPU-hour"
     yield (
         f"{own.plan.batches.total_samples:,} samples take {own.days:.1f} days on {gpus} GPU(s)"
-        f"{cost}; evaluations, checkpoints and restarts come on top"
+        f"{cost}; evaluations, checkpoints and restarts are not included"
     )
 
 
 def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
-    """The run with its samples split among more and more ranks of a node."""
+    """Yield the table of context parallelism: the run with each context-parallel size that fits into a node."""
     titles = (
         "--context-parallel-size",
         "MB exchanged by a rank",
         "GB",
-        "of activations",
+        "GB of activations",
         "tokens/s",
         "longest context",
     )
     rows: list[tuple[str, ...]] = [titles]
+    # ---- a row for each size
     cluster, size, length = estimator.cluster, own.plan.batches.micro_batch_size, own.config.data.seq_length or 0
     inside = max(cluster.local_domain_size // own.plan.layout.tp, 1)
     for cp in sorted({*nested_sizes(inside, inside), own.plan.layout.cp}):
@@ -152,15 +169,20 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
         sizes = (f"{found.exchanged / MEGA:.1f}", f"{found.gigabytes:.1f}", f"{activations:.1f}")
         rows.append((str(cp), *sizes, f"{found.tokens_per_second:.0f}" if found.seconds else "-", longest))
     yield from aligned(rows)
-    yield f"samples of {length} tokens, {size} in a micro-batch; the longest is of these and their doubles what fits"
+    yield (
+        f"samples of {length} tokens, {size} in a micro-batch; the longest context is this length doubled as often as "
+        "it fits into memory, and 0 if it does not fit"
+    )
 
 
 def _takes(islands: DilocoPlan) -> str:
-    return "hide under the steps of its delay" if islands.delay else f"take at most {100 * EXPOSED:g} % of the time"
+    """Return the condition on a synchronization's bytes for which a bandwidth is sufficient, as a phrase."""
+    return "overlap with the steps of its delay" if islands.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
 
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
-    """Every scheme with the same batch, whether ZeRO++ pays, and local steps beside them."""
+    """Yield the table of sharding schemes with the same batch, a row of local steps, and whether ZeRO++ pays."""
+    # ---- a row for each scheme
     rows: list[tuple[str, ...]] = [("scheme", *COLUMNS)]
     named, islands = schemes(config), local_steps(config, estimator.cluster)
     device, found = estimator.cluster.device, dict[str, Estimate]()
@@ -180,50 +202,53 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
                 f"{estimate.tokens_per_second / found['ZeRO-3'].tokens_per_second:.2f}" if "ZeRO-3" in found else "-",
                 f"{estimate.sufficient_gigabits:.3g}",
             ]
-        size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (too much)")
+        size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (does not fit)")
         rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
+    # ---- notes and verdict
     note = "* per-node bandwidth, each way, above which the network is no longer the bottleneck"
     for name in islands:
         if name in found and (plan := found[name].plan.of(DilocoPlan)) is not None:
             note += f" ({name}: a synchronization's bytes {_takes(plan)})"
             yield (
                 f"{name} is another algorithm, not the same training faster: between synchronizations every island "
-                "trains a model of its own; bytes and seconds are means that include them"
+                "trains its own copy of the model; bytes and seconds are means per step, synchronizations included"
             )
     if device is not None and any(estimate.seconds for estimate in found.values()):
         yield note
         yield (
-            "TFLOP/s and MFU count what the model needs: forward and backward once, half of the attention matrix, no "
-            f"recomputation; MFU is their share of {device.teraflops:g} TFLOP/s, the device's dense 16-bit peak"
+            "TFLOP/s and MFU count only operations that the model needs: one forward and one backward, half of the "
+            f"attention matrix, no recomputation; MFU is their share of {device.teraflops:g} TFLOP/s, the "
+            "device's dense 16-bit peak"
         )
         fitting = {name: each for name, each in found.items() if name in named and each.fits and name != LOSSLESS}
         yield _verdict({name: each.tokens_per_second for name, each in fitting.items()})
 
 
 def _verdict(speeds: dict[str, float]) -> str:
-    """Say whether ZeRO++ pays, of the schemes that fit."""
+    """Return a sentence that says whether ZeRO++ pays, given the tokens per second of the schemes that fit."""
     if "--zeropp" not in speeds:
-        others = f"{', '.join(speeds)} would" if speeds else "no scheme does"
-        return f"--zeropp does not fit into memory as it is; {others}"
+        others = f"{', '.join(speeds)} would fit" if speeds else "nor does any other scheme"
+        return f"--zeropp does not fit into memory with these flags; {others}"
     if len(speeds) == 1:
         return "--zeropp is the only scheme that fits into memory"
     zeropp = speeds.pop("--zeropp")
     rival = max(speeds, key=lambda name: speeds[name])
     ratio = zeropp / speeds[rival]
     if ratio >= PAYS:
-        return f"ZeRO++ pays: {ratio:.2f} times as fast as the next that fits, {rival}"
+        return f"ZeRO++ pays: {ratio:.2f} times as fast as the fastest other scheme that fits, {rival}"
     return f"ZeRO++ does not pay here: {rival} is {1 / ratio:.2f} times as fast as --zeropp"
 
 
 def _best(choices: list[Choice]) -> Iterator[str]:
+    """Yield the best candidates of the search; `choices` are all candidates, the best first."""
     best = choices[0]
     if not best.fits:
-        yield "nothing that was tried fits; the smallest:"
+        yield "no candidate fits into memory; the smallest are:"
     elif not best.speed:
-        yield "without links and a device nothing says what is fastest:"
+        yield "candidates; their speed is unknown, because the cluster file does not describe both links and device:"
     else:
-        yield f"best with these flags otherwise: {best.name}, {best.speed:.0f} tokens/s"
+        yield f"fastest with all other flags as given: {best.name}, {best.speed:.0f} tokens/s"
     for choice in choices[:SHOWN]:
         verdict = choice.problem or "taken"
         if choice.estimate is not None and not choice.fits:

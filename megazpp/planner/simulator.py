@@ -1,13 +1,14 @@
-"""A rank on paper: clocks, queues and memory; axes, units and codecs on which the hops of zero/ run.
+"""Simulation of one rank: clocks, communication queues, memory, and the axes, units and codecs that megazpp/zero uses.
 
-One file of more than 300 lines: tensors are meta tensors, and all that they would cost is told to one Simulation.
+The real communication code of megazpp/zero runs on these classes with meta tensors, which have shapes but no memory. It
+calls `CommQueue.submit`, `Work.wait` and collectives as in training. The classes report bytes and seconds to one
+`Simulation`, which is why they are all in this file.
 
-A queue of parallel/comm_queue.py runs tasks in the order of submission, so no list of events is needed: a task starts
-when the queue is free, when the submitting clock has come to it, and when the works that it waits for are done; it ends
-as many seconds later as its hops and passes over memory cost. An axis counts what it would send as a real one does, and
-takes as long as the link would; a codec takes as long as a pass over the memory it touches. Code that calls
-`CommQueue.submit`, `Work.wait` and collectives runs here unchanged. A clock stands for whatever keeps an order of its
-own: the compute, a stream, a queue.
+A clock holds the simulated time of something that works in order: the compute, a CUDA stream, or a queue. A queue runs
+tasks in the order of submission, so the simulation needs no list of events. A task starts when the queue is free, when
+the clock that submits it has reached that point, and when the works that it waits for are done. It ends after the
+seconds of its collectives and passes over memory. An axis counts bytes as a real axis does, and takes the seconds of
+its links. A codec takes the seconds of a pass over the memory that it reads and writes.
 """
 
 from __future__ import annotations
@@ -40,27 +41,32 @@ from megazpp.zero.units import Fingerprint, Unit, UnitParameter
 from megazpp.zero.wire import ROOM, Codec, LosslessCodec, own_rows, plan_segments
 
 T = TypeVar("T")
-Parameters = Sequence[tuple[str, tuple[int, ...]]]  # name and shape on one tensor-parallel rank
+Parameters = Sequence[tuple[str, tuple[int, ...]]]  # names and shapes of parameters on one tensor-parallel rank
 META = torch.device("meta")
 _NOWHERE = nn.Module()
 
 
 class Clock:
-    """One order of events; `now` is seconds since the simulation began."""
+    """Simulated time of something that works in order; `now` is in seconds since the simulation began."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
 
     def wait_until(self, moment: float) -> None:
+        """Advance to `moment`, if it is later than now."""
         self.now = max(self.now, moment)
 
 
 class Simulation:
-    """All clocks of a rank; one of them is running.
+    """All clocks of a rank. Costs are added to the clock that is currently running.
+
+    Args:
+        costs: cost model.
 
     Attributes:
-        compute: the clock of the model's kernels (on a CPU, the process's).
-        busy: seconds of this step by axis that collectives take, and under "compute" what its clock does beside them.
+        compute: clock of the model's kernels; on a CPU, of the process.
+        running: clock to which costs are added.
+        busy: seconds of collectives in this step by axis, and for the key "compute" the seconds of the compute clock.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -70,12 +76,15 @@ class Simulation:
         self.busy: dict[str, float] = defaultdict(float)
 
     def new_clock(self) -> Clock:
-        """A clock that the others meet at the beginning of a step."""
+        """Return a new clock, which `begin_step` synchronizes with all others."""
         self._clocks.append(Clock())
         return self._clocks[-1]
 
     def begin_step(self) -> float:
-        """All clocks meet; returns the moment. Time goes on: works may be older than the step."""
+        """Set all clocks to the latest of them, reset `busy`, and return the time.
+
+        The time is not reset to 0, because works of an earlier step may still be awaited.
+        """
         moment = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
             clock.now = moment
@@ -84,7 +93,7 @@ class Simulation:
 
     @contextmanager
     def on(self, clock: Clock) -> Iterator[None]:
-        """Have `clock` run inside."""
+        """Make `clock` the running clock inside the context."""
         before, self.running = self.running, clock
         try:
             yield
@@ -92,11 +101,12 @@ class Simulation:
             self.running = before
 
     def spend(self, seconds: float, *, axis: str | None = None, taken: float = 0.0) -> None:
-        """Keep the running clock busy.
+        """Advance the running clock by the seconds of a collective or of a kernel.
 
         Args:
-            axis: whose collective it is; None for kernels.
-            taken: seconds that go off the compute where that is another clock.
+            seconds: duration.
+            axis: axis of the collective; None for a kernel.
+            taken: seconds by which the compute clock is delayed meanwhile, if another clock is running.
         """
         clock, start = self.running, self.running.now
         clock.now += seconds
@@ -107,7 +117,7 @@ class Simulation:
                 self.spend(taken)
 
     def send(self, axis: str, collective: str, sent_bytes: int) -> None:
-        """A collective on the running clock: those of an axis run one at a time, in the order of their start."""
+        """Run a collective on the running clock. The collectives of one axis run one after another."""
         link, seconds = self._links[axis], self._costs.collective(axis, collective, sent_bytes)
         self.running.wait_until(link.now)
         self.spend(seconds, axis=axis, taken=self._costs.beside * seconds)
@@ -115,16 +125,24 @@ class Simulation:
 
 
 class SimulatedQueue(CommQueue):
-    """`blocks_host`: waiting holds the host (CPU), not only a stream."""
+    """Communication queue with a clock of simulated time.
+
+    Args:
+        simulation: simulation of the rank.
+        name: name of the queue.
+        blocks_host: True if waiting for a task blocks the host, as on a CPU, and not only a stream.
+    """
 
     def __init__(self, simulation: Simulation, name: str, *, blocks_host: bool = True) -> None:
         self.name, self._simulation, self._clock = name, simulation, simulation.new_clock()
         self.blocks_host = blocks_host
 
     def record_event(self) -> Moment:
+        """Return the time of the running clock."""
         return self._simulation.running.now
 
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
+        """Run `task` at once, on this queue's clock, from the time at which a real queue would start it."""
         self._clock.wait_until(self.record_event() if since is None else since)
         with self._simulation.on(self._clock):
             for work in after:
@@ -133,19 +151,20 @@ class SimulatedQueue(CommQueue):
 
 
 class SimulatedWork(Work[T]):
-    """Done at the moment to which its queue's clock has come."""
+    """Task of a simulated queue, done at the time that the queue's clock had when it was created."""
 
     def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
         super().__init__(result)
         self._done, self._simulation = clock.now, simulation
 
     def join(self) -> T:
+        """Advance the running clock to the end of the task, and return the task's result."""
         self._simulation.running.wait_until(self._done)
         return self._result
 
 
 class Memory(StrEnum):
-    """Kinds of memory by their use."""
+    """Kinds of memory by use. The values are the names in reports."""
 
     PARAMETERS = "parameters"
     MOMENTS = "moments"
@@ -169,27 +188,43 @@ class Memory(StrEnum):
 
 
 class Ledger:
-    """Bytes that live now, by kind; `peak` has them at the fullest moment."""
+    """Ledger of allocated bytes by kind.
+
+    Attributes:
+        peak: bytes by kind at the moment of the largest total.
+    """
 
     def __init__(self) -> None:
         self._now: Counter[Memory] = Counter()
         self.peak: Counter[Memory] = Counter()
 
     def add(self, kind: Memory, size: int) -> None:
+        """Allocate `size` bytes, or free them if `size` is negative."""
         self._now[kind] += size
         if size > 0 and self._now.total() > self.peak.total():
             self.peak = self._now.copy()
 
     def free(self, kind: Memory) -> None:
+        """Free all bytes of this kind."""
         self._now[kind] = 0
 
     def pass_through(self, kind: Memory, size: int) -> None:
+        """Allocate `size` bytes and free them at once, for temporary buffers."""
         self.add(kind, size)
         self.add(kind, -size)
 
 
 class SimulatedAxis(MeshAxis):
-    """The axis of a global rank, without a process group; `cost` is told of each collective and its bytes."""
+    """Mesh axis without a process group: collectives count bytes and return tensors of the right shape.
+
+    Args:
+        layout: sizes and links of the parallel axes.
+        name: name of the axis.
+        rank: global rank that is simulated.
+        counter: counter of calls and bytes.
+        cost: function that is called with the name and the sent bytes of each collective.
+        queue: communication queue of the axis.
+    """
 
     def __init__(
         self,
@@ -236,25 +271,33 @@ class SimulatedAxis(MeshAxis):
         return x
 
     def count(self, collective: str, sent_bytes: int) -> None:
+        """Count a collective's bytes, and report them to `cost`."""
         super().count(collective, sent_bytes)
         self._cost(collective, sent_bytes)
 
 
 class SimulatedUnit(Unit):
-    """A unit whose shards are described and not there; FSDP2's state of it; and its comms.
+    """Sharding unit (FSDP2's parameter group) without tensors: sizes, FSDP2's state, gather and reduction.
 
     Args:
-        num_ranks, rank: over how many `parameters` are sharded, and whose shards these are.
+        parameters: names and shapes of the trained parameters on one tensor-parallel rank.
+        num_ranks: number of ranks over which they are sharded.
+        rank: rank whose shards are described.
 
     Attributes:
-        size: elements of one rank's shard; `elements` of the parameters, without padding.
-        shapes: of this rank's shard of each parameter, without padding.
-        version: stands for the contents of its weights.
-        gathered: whether its parameters are there; `ready` is when those on the way will be.
-        gather_buffer, reduce_buffer, cross_buffer: bytes of messages that the gather, the local hop and the cross hop
-            of the reduction hold while they last.
-        frozen: bytes of its parameters that are not trained.
-        secondary_bytes, partial_bytes, feedback_bytes: of hpZ, of sums that wait for qgZ's cross hop, of the feedback.
+        size: number of elements of a rank's shard, with padding.
+        elements: number of elements of the parameters, without padding.
+        shapes: shapes of this rank's shards, without padding.
+        version: number of optimizer steps so far, used to detect that the weights have changed.
+        gathered: True if the whole parameters are in memory.
+        ready: time at which a gather in flight ends; None without one.
+        gather_buffer: bytes of messages that a gather holds while it runs.
+        reduce_buffer: bytes of messages that the local hop of a reduction holds while it runs.
+        cross_buffer: bytes of messages that the cross hop of a reduction holds while it runs.
+        frozen: bytes of the unit's frozen parameters.
+        secondary_bytes: bytes of hpZ's secondary partition.
+        partial_bytes: bytes of the partial sums that wait for qgZ's cross hop.
+        feedback_bytes: bytes of the error feedback.
     """
 
     is_sharded = True
@@ -272,14 +315,14 @@ class SimulatedUnit(Unit):
             for name, shape in parameters
         )
         super().__init__(modules=(), parameters=found, segments=segments)
-        self.size = segments[-1].stop if segments else 0  # of nothing, where all of a unit is frozen
+        self.size = segments[-1].stop if segments else 0  # 0 if all parameters of the unit are frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
         self.shapes = tuple(own_shapes(parameters, num_ranks, rank))
         self.version, self.gathered = 0, False
         self.ready: float | None = None
 
     def connect(self, context: CommContext) -> None:
-        """Make its comms, and note the bytes that they hold."""
+        """Create the unit's gather and reduction, and compute the bytes that they hold."""
         if not self.size:
             return
         self._dtype = context.precision.param_dtype
@@ -298,6 +341,7 @@ class SimulatedUnit(Unit):
             self.feedback_bytes = 0 if errors is None else errors.messages.nbytes
 
     def fingerprint(self) -> Fingerprint:
+        """Return a value that changes when the weights change."""
         return (self.version,)
 
     def shards(self) -> list[torch.Tensor]:
@@ -324,13 +368,13 @@ class SimulatedUnit(Unit):
 
 
 def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:
-    """Shapes of this rank's shards without padding."""
+    """Yield the shapes of a rank's shards of `parameters`, without padding."""
     for _, shape in parameters:
         yield own_rows(shape[0] if shape else 1, num_ranks, rank), *shape[1:]
 
 
 class SimulatedCodec(Codec):
-    """Touches no memory; `touch` is told the bytes that each pass over it would read and write."""
+    """Codec of quantized messages that computes nothing; `touch` gets the bytes that each pass reads and writes."""
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype, touch: Callable[[int], None]) -> None:
         super().__init__(layout, dtype)
@@ -359,13 +403,16 @@ class SimulatedCodec(Codec):
         self._touch(messages.nbytes + (2 if accumulate else 1) * out.nbytes)
 
 
-# By learning rate of AdamW: bytes of lossless differences of bf16 weights as a share of 2 per weight. Measured: 0.4M
-# parameters after 200 steps; docs/benchmarks.md. Large models change less.
+# Size of lossless weight differences as a share of whole bf16 weights, by the learning rate of AdamW. Measured with a
+# model of 0.4M parameters after 200 steps (docs/benchmarks.md). Weights of larger models change less.
 LOSSLESS_SHARES = {1e-6: 0.016, 1e-5: 0.060, 1e-4: 0.131, 3e-4: 0.184, 1e-3: 0.289, 3e-3: 0.413}
 
 
 def lossless_share(learning_rate: float | None) -> float:
-    """The expected size of a lossless difference, as a share of the whole 16-bit weights; 1 without a rate."""
+    """Return the expected size of lossless weight differences, as a share of whole 16-bit weights.
+
+    It is interpolated in the logarithm of the learning rate from `LOSSLESS_SHARES`, and 1 without a learning rate.
+    """
     if not learning_rate:
         return 1.0
     rates = [math.log(rate) for rate in LOSSLESS_SHARES]
@@ -373,7 +420,13 @@ def lossless_share(learning_rate: float | None) -> float:
 
 
 class SimulatedLosslessCodec(LosslessCodec):
-    """Has messages of the expected size; `touch` is told the bytes that each pass would read and write."""
+    """Codec of lossless weight differences that computes nothing.
+
+    Args:
+        size: number of elements of a shard.
+        share: expected size of a message, as a share of the whole 16-bit weights.
+        touch: function that is called with the bytes that each pass would read and write.
+    """
 
     def __init__(self, size: int, *, share: float, touch: Callable[[int], None]) -> None:
         super().__init__(size)
@@ -384,10 +437,10 @@ class SimulatedLosslessCodec(LosslessCodec):
         return message_bytes(self.size, self._capacity)
 
     def pack(self, shard: torch.Tensor, message: torch.Tensor, *, base: torch.Tensor) -> None:
-        self._touch(2 * (shard.nbytes + base.nbytes) + message.nbytes)  # to measure, and to write
+        self._touch(2 * (shard.nbytes + base.nbytes) + message.nbytes)  # one pass measures sizes, the next one writes
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
         self._touch(messages.nbytes + 2 * base.nbytes)
 
     def learn(self, messages: torch.Tensor) -> None:
-        """Nothing arrives on paper."""
+        """Do nothing: simulated messages have no contents from which to learn the next size."""

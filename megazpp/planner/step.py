@@ -1,12 +1,13 @@
-"""One optimizer step on paper: the hops of zero/, the calls of FSDP2 and the work of the model, in simulated time.
+"""Simulation of one optimizer step of one rank: communication, memory and time.
 
-One file of more than 300 lines: FSDP2's order of calls is told in one piece, as FSDP2 has it.
+The gathers and reductions of megazpp/zero, their schedules, and `OuterUnit` of diloco/outer.py run unchanged, on
+simulated axes and meta tensors. Only FSDP2's part is reimplemented here: when it gathers, prefetches, waits, reduces
+and frees (as in torch 2.13, _fsdp_param_group.py). FSDP2 itself cannot be simulated: on CUDA, streams define its order,
+and meta tensors have none. It would also be too slow: three layers take 2 s, and a plan simulates about a hundred
+steps.
 
-The hops of zero/, FSDP2's counted collectives, both schedules and diloco/outer.py's OuterUnit run as they are, on
-paper axes and meta tensors. Only FSDP2's own part is written down a second time: when it gathers, prefetches, waits,
-reduces and frees (torch 2.13, _fsdp_param_group.py). FSDP2 itself cannot run here: on CUDA its order is that of
-streams, which tensors without memory do not have, and three layers of it take 2 s where a plan has a hundred steps.
-On CUDA the host runs ahead and streams keep the order; on a CPU the process does everything that no queue does.
+On CUDA the host runs ahead and streams keep the order. On a CPU the process itself executes everything outside queues.
+The file is longer than others to keep FSDP2's order of calls in one place.
 """
 
 from __future__ import annotations
@@ -49,18 +50,19 @@ from megazpp.zero.config import plan_comm
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
-MASTER_BYTES = 4  # parameters, their gradients and moments are fp32
-SIMULATED_MICRO_BATCHES = 3  # the first, one like all those in between, the last
+MASTER_BYTES = 4  # bytes of an element of master weights, sharded gradients and moments, which are fp32
+SIMULATED_MICRO_BATCHES = 3  # the first, the last, and one for all micro-batches in between, which are alike
 NOTHING = Traffic(0, 0)
-TrafficTable = dict[tuple[str, str, str], Traffic]  # by (wire, axis, collective)
+TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and bytes by (kind of link, axis, collective)
 
 
 class SimulatedStep(NamedTuple):
-    """One optimizer step on paper, or one synchronization of islands: exact calls and bytes of this rank, and seconds.
+    """Result of simulating one optimizer step, or one synchronization of islands (local steps).
 
     Attributes:
-        seconds: of the step, or by which a synchronization holds steps up.
-        busy: seconds by axis that collectives take, and under "compute" what the compute's clock does beside them.
+        traffic: exact calls and bytes of this rank.
+        seconds: seconds of the step, or by which the synchronization delays training.
+        busy: seconds of collectives by axis, and for the key "compute" the seconds of the compute.
     """
 
     traffic: TrafficTable
@@ -69,23 +71,32 @@ class SimulatedStep(NamedTuple):
 
 
 class StepSimulator:
-    """The steps of one rank.
+    """Simulator of the optimizer steps of one rank.
 
     Args:
-        documents, with_entropy, prepare: see `trace_model`; what is not trained is in frozen units.
-        costs: how long things take; None for counting.
-        on_cpu: whether the process itself computes; for times also that nothing runs beside the compute.
-        moments: of the optimizer, per parameter; one less of a matrix with Muon.
-        muon: settings of --optimizer muon.
-        frozen_bits: of frozen units' matrices at rest; None: as the model computes.
-        islands: local steps; None where every step is synchronized.
-        lossless_share: the size of lossless differences against that of the weights.
+        spec: model, precision, ZeRO flags and wire formats.
+        layout: sizes and links of the parallel axes.
+        seq_length: tokens per sample.
+        micro_batch_size: samples per micro-batch.
+        documents: how attention stays inside documents, see `trace_model`; None if it does not.
+        costs: cost model; None to count bytes without times.
+        rank: global rank to simulate.
+        on_cpu: simulate a CPU process, which computes and copies on its own thread, instead of CUDA streams.
+        moments: number of fp32 moments per parameter; matrices that Muon trains have one less.
+        muon: flags of Muon; None for other optimizers.
+        with_entropy: also compute the entropy of the predictions.
+        prepare: function that changes the model before it is traced, for example freezes parameters.
+        frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
+        islands: plan of local steps; None without them.
+        lossless_share: size of lossless weight differences as a share of the whole weights.
 
     Attributes:
-        counter: bytes of this rank by (wire, axis, collective), as a run counts them.
-        units: in the order of use.
-        fragments: outer weights, by what synchronizes together; [] where every step is synchronized.
-        ledger: memory of the last step, and of what has followed it.
+        trace: operations and memory of the model.
+        counter: calls and bytes of this rank by (kind of link, axis, collective), as training counts them.
+        units: sharding units in the order of use.
+        fragments: outer weights of local steps, grouped by synchronization; [] without local steps.
+        ledger: memory since the beginning of the last step.
+        muon: orthogonalization of matrices; None without Muon.
     """
 
     def __init__(
@@ -109,6 +120,7 @@ class StepSimulator:
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
         self._on_cpu = on_cpu
+        # ---- operations and memory of the model
         self.trace = trace_model(
             spec.config,
             vocab_size=spec.vocab_size,
@@ -122,6 +134,7 @@ class StepSimulator:
             with_entropy=with_entropy,
             prepare=prepare,
         )
+        # ---- axes
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
         self.counter, self.ledger = TrafficCounter(), Ledger()
@@ -137,6 +150,7 @@ class StepSimulator:
             for name in (*AXES, NODE)
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
+        # ---- gathers and reductions of the units
         self._stage = zero.stage_over(self._shard.size)
         wire = plan_comm(zero, layout, precision.param_dtype) if spec.wire is None else spec.wire
         self._context = CommContext(
@@ -151,6 +165,7 @@ class StepSimulator:
         for unit, frozen in zip(self.units, self.trace.frozen, strict=True):
             unit.connect(self._context)
             unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype, frozen_bits)
+        # ---- optimizer and local steps
         self.muon: Orthogonalizer | None = None
         if muon is not None and self.trace.matrices:
             self.muon = Orthogonalizer(
@@ -164,19 +179,23 @@ class StepSimulator:
                 iterate=self._newton_schulz,
             )
         self._islands, self.fragments = islands, [] if islands is None else self._outer_units(islands)
-        self._received: SimulatedUnit | None = None  # whose frozen weights were gathered ahead of their use
+        # ---- state of FSDP2's streams and buffers
+        self._received: SimulatedUnit | None = None  # unit whose frozen weights were gathered ahead of their use
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
-        self._copied_out = 0.0  # when the last gather's parameters had been
+        self._copied_out = 0.0  # time at which the last gather's parameters had been copied out of its buffer
         self._copied_from = self._sent_from = 0  # bytes of the buffers of the last gather and of the last reduction
         self._partial_sums_wait = False
 
     def run(self, micro_batches: int) -> SimulatedStep:
-        """One step; the first one learns the order of use."""
+        """Simulate an optimizer step of `micro_batches` micro-batches.
+
+        The schedules learn the order in which units are used during the first step, so that its times are not typical.
+        """
         before, start = self.counter.table(), self._simulation.begin_step()
         self._copied_out, self._copied_from, self._sent_from = start, 0, 0
         self._partial_sums_wait = micro_batches > 1 and not self._zero.zero_cross_every_microbatch
         self._open_ledger()
-        self._sum_over_data()  # tokens
+        self._sum_over_data()  # all-reduce of the number of tokens
         for index in range(micro_batches):
             last = index == micro_batches - 1
             for unit in self.units:
@@ -184,21 +203,24 @@ class StepSimulator:
                     unit.reduce.begin_micro_batch(last=last)
             self._forward()
             self._backward(first=index == 0, last=last)
-        self._sum_over_data()  # the loss
+        self._sum_over_data()  # all-reduce of the loss
         self._optimizer()
         traffic = traffic_between(before, self.counter.table())
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
 
     def run_forward(self) -> None:
+        """Simulate a forward without backward; its memory is in `ledger` and its bytes in `counter`."""
         self._simulation.begin_step()
         self._open_ledger()
         self._forward()
 
     def synchronize(self, step_seconds: float = 0.0) -> SimulatedStep:
-        """A synchronization of all fragments, one after the other, behind the last step; nothing without local steps.
+        """Simulate a synchronization of all fragments, one after another, after the last step.
+
+        The result is empty without local steps.
 
         Args:
-            step_seconds: of each step under which messages travel.
+            step_seconds: seconds of an optimizer step, with which the messages of a delayed synchronization overlap.
         """
         plan, compute, axis = self._islands, self._simulation.compute, self._axes["island"]
         if plan is None:
@@ -208,9 +230,11 @@ class StepSimulator:
             self.ledger.free(kind)
         for units in self.fragments:
             sizes = [unit.rows.nbytes for unit in units]
-            self._touch(8 * sum(sizes))  # the difference: zeros, the weights into them, R less that, times a weight
+            # the outer gradient: write zeros (1), copy weights (2), subtract from the common copy (3), scale (2)
+            self._touch(8 * sum(sizes))
             send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
-            for unit, size in zip(units, sizes, strict=True):  # at the end of a run all fragments are under way at once
+            # messages of all fragments add up, because at the end of a run all are in flight at once
+            for unit, size in zip(units, sizes, strict=True):
                 self.ledger.add(Memory.OUTER_MESSAGES, unit.sent_bytes)
                 received = unit.sent_bytes + axis.size * unit.common.crossing_bytes(keyframe=False)
                 self.ledger.pass_through(Memory.BUFFERS, size + received + unit.outer.nbytes)
@@ -221,9 +245,10 @@ class StepSimulator:
         seconds = compute.now - start - len(self.fragments) * hidden
         return SimulatedStep(traffic_between(before, self.counter.table()), seconds, self._simulation.busy)
 
-    # ---- the model ------------------------------------------------------------------------------------------------
+    # ---- forward, backward and optimizer --------------------------------------------------------------------------
 
     def _forward(self) -> None:
+        """Simulate the forward of a micro-batch: gather, compute and release each unit."""
         units, tied = self.units, self.trace.tied
         for index, (unit, following) in enumerate(zip(units, [*units[1:], None], strict=True)):
             self._unpack(unit, following)
@@ -233,18 +258,21 @@ class StepSimulator:
             if not (tied and index == 0):
                 self._release(unit, when=self._stage == 3)
                 self._free_unpacked(unit)
-        if tied:  # the head uses the first unit again
+        if tied:  # the output layer uses the word embedding again, which is in the first unit
             self._work(FORWARD, len(units))
             self._release(units[0], when=self._stage == 3)
             self._free_unpacked(units[0])
-        self.ledger.add(Memory.BUFFERS, -self._copied_from)  # the last gather's
+        self.ledger.add(Memory.BUFFERS, -self._copied_from)  # buffer of the last gather
         self._copied_from = 0
 
     def _backward(self, *, first: bool, last: bool) -> None:
+        """Simulate the backward of the first, last or another micro-batch, with prefetched gathers and reductions."""
+        # ---- order of the units
         tied, units, segment = self.trace.tied, self.units, self.trace.num_segments - 1
         for unit in units:
             unit.is_sharded = False
         order = [units[0], *units[:0:-1]] if tied else units[::-1]
+        # ---- units
         for unit, following in zip(order, [*order[1:], None], strict=True):
             reached = self._has_backward(segment)
             if reached:
@@ -263,7 +291,8 @@ class StepSimulator:
             self._work(BACKWARD, 0)
             self._finish_unit(order[0], first=first, last=last)
             self._free_unpacked(order[0])
-        for clock in (self._reductions, self._copies):  # the root's last hook waits for all reductions
+        # ---- end of backward: the hook of the root module waits for all reductions
+        for clock in (self._reductions, self._copies):
             self._simulation.running.wait_until(clock.now)
         self._context.reduce_schedule.end_backward()
         self.ledger.free(Memory.BUFFERS)
@@ -272,7 +301,7 @@ class StepSimulator:
             unit.is_sharded = True
 
     def _work(self, phase: str, index: int) -> None:
-        """Run a segment of the model: memory that it keeps, frees and needs meanwhile, and then its operations."""
+        """Simulate a segment of the model in forward or backward: its memory, and then its operations."""
         segment = self.trace.segments[phase, index]
         self.ledger.pass_through(Memory.ACTIVATIONS, segment.peak)
         self.ledger.add(Memory.ACTIVATIONS, segment.kept - segment.gradients)
@@ -284,29 +313,35 @@ class StepSimulator:
                 self._axes[operation.axis].count(operation.kind, operation.bytes)
 
     def _has_backward(self, segment: int) -> bool:
-        """False below the first layer that has something trained, to which no gradient comes."""
+        """Return True if backward reaches the segment; it ends at the first segment with trained parameters."""
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
     def _outer_units(self, plan: DilocoPlan) -> list[list[OuterUnit]]:
+        """Create the outer weights of all units, grouped into fragments."""
         axis, codec = self._axes["island"], functools.partial(SimulatedCodec, touch=self._touch)
         common: dict[str, Any] = {"plan": plan, "precision": self._precision, "device": META, "codec": codec}
         return plan.in_fragments([OuterUnit(unit, unit.shapes, axis, **common) for unit in self.units])
 
     def _sum_over_data(self) -> None:
+        """All-reduce one fp64 number over all data ranks."""
         for axis in (self._shard, self._replicate):
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 
     def _optimizer(self) -> None:
+        """Simulate the end of a step: partial gradients, gradient norm, update, and the units' new weights."""
+        # ---- sum over tp of gradients that each tp rank computes in part
         partial = sum(map(math.prod, own_shapes(self.trace.partial, self._shard.size, self._shard.rank)))
         if self._axes["tp"].size > 1 and partial:
             flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
             self.ledger.pass_through(Memory.BUFFERS, flat.nbytes)
             self._touch(4 * flat.nbytes)
-        for name in ("tp", "shard"):  # the norm
+        # ---- gradient norm
+        for name in ("tp", "shard"):
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
         if self.muon is not None:
             self.orthogonalize(iteration=1)
-        passes = 1 + 8  # norm; AdamW reads four values and writes them, the gradient clipped
+        # ---- update: 1 pass for the norm, 8 for AdamW, which reads and writes weight, gradient and both moments
+        passes = 1 + 8
         self._touch(passes * 4 * sum(unit.size for unit in self.units))
         for unit in self.units:
             gather = unit.gather if isinstance(unit.gather, TwoHopGather) else None
@@ -317,7 +352,7 @@ class StepSimulator:
                 gather.after_step(keyframe=False)
 
     def orthogonalize(self, *, iteration: int) -> SimulatedStep:
-        """Muon's part of a step: rows to their owners and back, Newton-Schulz there."""
+        """Simulate Muon's orthogonalization in the step `iteration`: communication of rows and Newton-Schulz."""
         assert self.muon is not None
         before, start = self.counter.table(), self._simulation.running.now
         updates = [torch.empty(shape, device=META) for shape in self._matrix_shards]
@@ -328,6 +363,7 @@ class StepSimulator:
         return SimulatedStep(traffic_between(before, self.counter.table()), self._simulation.running.now - start, {})
 
     def _newton_schulz(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        """Simulate `newton_schulz` of optim/muon.py: its matrix products and its buffers."""
         for m, n, k in products(*x.shape[1:]) * steps:
             size = x.element_size() * len(x) * (m * k + k * n + 2 * m * n)
             self._simulation.spend(self._costs.operation(Operation("matrix", size, m, n, k, len(x))))
@@ -338,15 +374,17 @@ class StepSimulator:
 
     @property
     def _matrix_shards(self) -> list[tuple[int, ...]]:
+        """Shapes of this rank's shards of the matrices that Muon trains."""
         named = [(matrix.name, matrix.shape) for matrix in self.trace.matrices]
         return list(own_shapes(named, self._shard.size, self._shard.rank))
 
     @property
     def unpacked_bytes(self) -> int:
+        """Bytes of all frozen weights after unpacking."""
         return sum(unit.frozen.unpacked for unit in self.units)
 
     def _unpack(self, unit: SimulatedUnit, following: SimulatedUnit | None) -> None:
-        """`FrozenUnit.unpack`: the messages of all ranks become weights, while those of what follows are gathered."""
+        """Account for `FrozenUnit.unpack`: unpack a unit's frozen weights while the following unit's are gathered."""
         if not unit.frozen.unpacked:
             return
         if unit is not self._received:
@@ -356,16 +394,17 @@ class StepSimulator:
         self.ledger.add(Memory.UNPACKED, -unit.frozen.received)
 
     def _free_unpacked(self, unit: SimulatedUnit) -> None:
+        """Free a unit's unpacked frozen weights."""
         self.ledger.add(Memory.UNPACKED, -unit.frozen.unpacked)
 
     # ---- FSDP2 ----------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: SimulatedUnit) -> None:
-        """`unshard`: hand the shard to the gather, whose clock waits for it."""
+        """Simulate FSDP2's `unshard`: start the gather of a unit, unless it is gathered or in flight."""
         if unit.gathered or unit.ready is not None or unit.gather is None:
             return
         clock = self._gathers
-        if self._on_cpu:  # the process, or with overlap something that only the queues hold up
+        if self._on_cpu:  # without overlap the process waits for the gather; with overlap only the queues do
             compute = self._simulation.compute
             clock = Clock(compute.now) if self._context.overlap_gather else compute
         if self._shard.size > 1:
@@ -380,7 +419,10 @@ class StepSimulator:
         unit.ready = clock.now
 
     def _wait_for_gather(self, unit: SimulatedUnit, *, forward: bool) -> None:
-        """`wait_for_unshard`: copy out; the next gather but one may start after it in forward, the next in backward."""
+        """Simulate FSDP2's `wait_for_unshard`: wait for a unit's gather and copy its parameters out of the buffer.
+
+        In forward the gather after the next one may start after this copy. In backward the next one may.
+        """
         if unit.gathered or unit.gather is None:
             return
         assert unit.ready is not None
@@ -388,7 +430,7 @@ class StepSimulator:
         compute.wait_until(unit.ready)
         if forward:
             self._gathers.wait_until(self._copied_out)
-        if self._shard.size > 1 and forward:  # the buffer of the gather before is free now, this one's later
+        if self._shard.size > 1 and forward:  # frees the previous gather's buffer; the next copy frees this one's
             self.ledger.add(Memory.BUFFERS, -self._copied_from)
             self._copied_from = size
         self.ledger.add(Memory.GATHERED, size)
@@ -401,22 +443,28 @@ class StepSimulator:
         unit.gathered, unit.ready, unit.is_sharded = True, None, False
 
     def _release(self, unit: SimulatedUnit, *, when: bool) -> None:
-        """`reshard`."""
+        """Simulate FSDP2's `reshard`: free a unit's gathered parameters, if `when` is True and they are in memory."""
         if when and unit.gathered:
             self.ledger.add(Memory.GATHERED, -self._whole(unit).nbytes)
             unit.gathered, unit.is_sharded = False, True
 
     def _finish_unit(self, unit: SimulatedUnit, *, first: bool, last: bool) -> None:
-        """`post_backward`: reshard and reduce; one reduction at a time is in flight."""
+        """Simulate FSDP2's `post_backward`: reshard a unit and reduce its gradients.
+
+        One reduction at a time is in flight: the next one waits for it.
+        """
+        # ---- reshard
         if unit.reduce is None:
             return
         self._release(unit, when=self._stage == 3 or last)
         unit.is_sharded = False
         computed = unit.elements * self._precision.param_dtype.itemsize
         accumulated = unit.elements * self._precision.reduce_dtype.itemsize
-        if self._stage <= 1 and not last:  # accumulated in the format of the reduction
+        # ---- stages 0 and 1 before the last micro-batch: accumulate whole gradients, in the dtype of the reduction
+        if self._stage <= 1 and not last:
             self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return
+        # ---- copy gradients into the buffer of the reduction
         simulation, compute, whole = self._simulation, self._simulation.compute, self._whole(unit, reduced=True)
         reductions, copies = (compute, compute) if self._on_cpu else (self._reductions, self._copies)
         compute.wait_until(reductions.now)
@@ -426,15 +474,16 @@ class StepSimulator:
         self._touch(2 * whole.nbytes)
         reductions.wait_until(compute.now)
         result = whole.new_empty(unit.size)
-        # what the reduction of a unit leaves behind and holds meanwhile
+        # ---- memory of the reduction
         partial = 0 if self._partial_sums_wait else unit.partial_bytes
         self.ledger.pass_through(Memory.BUFFERS, unit.reduce_buffer + partial + result.nbytes)
         if last or self._zero.zero_cross_every_microbatch:
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + result.nbytes)
-            if self._context.overlap_reduce:  # at worst, sums and results of all units wait for the cross hop
+            if self._context.overlap_reduce:  # at worst the sums and results of all units wait for the cross hop
                 self.ledger.add(Memory.BUFFERS, partial + result.nbytes)
         if first or (self._stage <= 1 and last):
             self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)
+        # ---- reduction
         if self._shard.size > 1:
             with simulation.on(reductions):
                 unit.reduce(result, whole, self._shard.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
@@ -444,6 +493,7 @@ class StepSimulator:
                 self._replicate.all_reduce_(result)
 
     def _open_ledger(self) -> None:
+        """Start a new ledger with the memory that persists between steps."""
         self.ledger, units = Ledger(), self.units
         own = sum(math.prod(shape) for unit in units for shape in unit.shapes)
         self.ledger.add(Memory.PARAMETERS, MASTER_BYTES * sum(unit.size for unit in units))
@@ -462,19 +512,22 @@ class StepSimulator:
             self.ledger.add(Memory.OUTER_FEEDBACK, 0 if outer.errors is None else outer.errors.messages.nbytes)
 
     def _whole(self, unit: SimulatedUnit, *, reduced: bool = False) -> torch.Tensor:
-        """The unit's gathered parameters, or its gradients as they are reduced."""
+        """Return a meta tensor like the unit's gathered parameters or, with `reduced`, like its whole gradients."""
         dtype = self._precision.reduce_dtype if reduced else self._precision.param_dtype
         return torch.empty(unit.size * self._shard.size, dtype=dtype, device=META)
 
     def _touch(self, touched_bytes: int) -> None:
-        """A pass over memory on the running clock; on a CPU the process that computes does it, in any queue."""
+        """Simulate a pass over memory on the running clock. On a CPU it also delays the compute."""
         seconds = self._costs.memory(touched_bytes)
         self._simulation.spend(seconds, taken=seconds if self._on_cpu else 0.0)
 
 
 def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
-    """A step of any number of micro-batches, from three at most: those between the first and the last are alike."""
-    step.run(1)  # learns the order of use
+    """Simulate a step of any number of micro-batches, by running three at most.
+
+    The micro-batches between the first and the last are alike, so their costs are extrapolated.
+    """
+    step.run(1)  # the schedules learn the order of use
     if micro_batches <= SIMULATED_MICRO_BATCHES:
         return step.run(micro_batches)
     fewer, more = (step.run(k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))
@@ -487,14 +540,19 @@ def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
 
 
 def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:
-    """The most bytes of outer gradients' messages that a rank keeps during a step, and the last fragment of them."""
+    """Return the most bytes of outer gradients' messages in flight during a step, and the index of their last fragment.
+
+    Args:
+        fragments: outer weights, grouped by synchronization.
+        plan: plan of local steps, with the delay between sending and merging.
+    """
     sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
     count = math.ceil(plan.delay * plan.fragments / plan.steps)
     return max((sum(sizes[last - before] for before in range(count)), last) for last in range(len(sizes)))
 
 
 def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
-    """The sum of tables, each so many times; entries that come to nothing are left out."""
+    """Add up tables of traffic, each multiplied by its number; entries that become zero are left out."""
     found: dict[tuple[str, str, str], Traffic] = {}
     for times, table in parts:
         for key, traffic in table.items():
@@ -503,10 +561,10 @@ def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
 
 
 def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
-    """Calls and bytes counted since `before`."""
+    """Return the calls and bytes counted between two tables of the same counter."""
     return summed((1, after), (-1, before))
 
 
 def sent_on(table: TrafficTable, wire: str) -> int:
-    """Bytes that this rank sends over a wire."""
+    """Return the bytes that this rank sends over links of the kind `wire`."""
     return sum(traffic.sent_bytes for key, traffic in table.items() if key[0] == wire)

@@ -1,8 +1,10 @@
-"""The model's own code, run once on the meta device: what it computes, sends over tp and cp and keeps for backward.
+"""Trace of the model: operations, communication on tp and cp, and memory for backward, by segment of the model.
 
-One file of more than 300 lines: one recorder files operations, traffic and storages by the same segments (the
-embedding, a layer or the head, in forward or backward), so that they are those of the code and not of a formula beside
-it. At most three layers are run, since all are alike.
+The model's own code runs once on the meta device, so the trace always agrees with the code. A segment is the embedding,
+a layer or the head (final norm and output layer), in forward or in backward. Layers are alike, so at most three are
+run.
+
+The file is longer than others because one recorder assigns operations, communication and memory to the same segments.
 """
 
 from __future__ import annotations
@@ -38,19 +40,22 @@ from megazpp.topology.layout import plan_layout
 from megazpp.training.flops import keys_per_token
 
 FORWARD, BACKWARD = "forward", "backward"
-Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside them
-FLOAT8_ON_PAPER: Product = F.linear  # keeps what float8 products keep, where they stand between tp's collectives
+Documents = Literal["kernel", "mask", "CPU's mask"]  # how attention stays inside documents
+# Stands for float8 products: it keeps the same tensors for backward, at the same point between the collectives on tp.
+FLOAT8_ON_PAPER: Product = F.linear
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 FREE = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::_unsafe_view")
 
 
 @dataclass
 class TraceSegment:
-    """One part of the model in forward or backward.
+    """Operations and memory of one segment of the model, in forward or backward.
 
     Attributes:
-        kept: bytes that live when it is done, less those before it; `gradients` of them are whole gradients.
-        peak: most bytes that live while it runs, above those before it.
+        operations: matrix products, passes over memory and collectives, in order.
+        kept: bytes in use after the segment minus bytes in use before it; negative if it frees memory.
+        peak: most bytes in use during the segment minus bytes in use before it.
+        gradients: bytes of `kept` that are whole gradients of parameters.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -60,15 +65,16 @@ class TraceSegment:
 
 
 class Trace(NamedTuple):
-    """One micro-batch.
+    """Trace of one micro-batch.
 
     Attributes:
-        segments: by (FORWARD or BACKWARD, index); embedding 0, layers 1 to n, head n + 1.
+        segments: segments by (FORWARD or BACKWARD, index); index 0 is the embedding, 1 to n the layers, n + 1 the head.
         units: trained parameters of each sharding unit, in the order of use.
-        frozen: its parameters that are not trained.
-        partial: parameters of whose gradient each tp rank has a part.
-        matrices: those of the layers that are trained, as Muon takes them.
-        tied: the first unit holds embedding, final norm and output, and is in use from the first to the last segment.
+        frozen: frozen parameters of each sharding unit.
+        partial: parameters whose gradient each tp rank computes only in part.
+        matrices: matrices of the layers that Muon would train.
+        tied: True if embeddings are tied. The first unit then holds the embedding and the final norm, and is in use
+            from the first to the last segment.
     """
 
     segments: dict[tuple[str, int], TraceSegment]
@@ -80,6 +86,7 @@ class Trace(NamedTuple):
 
     @property
     def num_segments(self) -> int:
+        """Number of segments in forward, and in backward."""
         return len(self.segments) // 2
 
 
@@ -98,17 +105,29 @@ def trace_model(
     with_entropy: bool = False,
     prepare: Callable[[GPTModel], None] | None = None,
 ) -> Trace:
-    """Run one micro-batch on paper, once for all calls with equal arguments.
+    """Trace one micro-batch of the model. The result is cached for calls with equal arguments.
 
     Args:
-        documents: how attention stays inside documents, each of which is as long as a sample; None if it need not.
-        with_entropy: also ask for the entropy of the predictions.
-        prepare: changes the model, or which of its parameters are trained; where none is there is no backward.
+        config: config of the model.
+        vocab_size: number of tokens in the vocabulary, without padding.
+        seq_length: tokens per sample.
+        micro_batch_size: samples per micro-batch.
+        tp: number of tensor-parallel ranks.
+        cp: number of context-parallel ranks.
+        sequence_parallel: True if the residual stream is split along the sequence over tp.
+        dtype: dtype in which the model computes.
+        documents: how attention stays inside documents, which are assumed to be as long as a sample; None if attention
+            does not stay inside documents.
+        with_entropy: also compute the entropy of the predictions.
+        prepare: function that changes the model before it runs, for example freezes parameters. Without trained
+            parameters there is no backward.
     """
-    again = 1 if config.recompute_method == "block" else None  # the first layer is run again, the second is not
-    # where something is frozen: no gradient leaves the first layer, and its input is freed in the second
+    # ---- a model of at most three layers
+    again = 1 if config.recompute_method == "block" else None  # only the first of the layers is recomputed
+    # With frozen parameters the first two layers differ from later ones: no gradient leaves the first layer, and its
+    # input is freed in the second.
     most = 2 if prepare is None else 3
-    alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}  # layers differ in products alone
+    alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}  # these change only operations
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
     keys = sum(keys_per_token(seq_length, span) for span in config.attention_span) / config.layers
     recorder = TraceRecorder()
@@ -131,6 +150,7 @@ def trace_model(
         starts = torch.empty(micro_batch_size + 1, dtype=torch.int32) if documents else None
         tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64)
         mask = torch.empty(micro_batch_size, seq_length)
+    # ---- forward and backward of a micro-batch
     recorder.watch(model)
     with recorder, attention, FusedNorm(recorder):
         trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -141,10 +161,11 @@ def trace_model(
         if trained:
             loss.backward()
         recorder.enter((BACKWARD, -1))
+    # ---- extend the trace from the layers that were run to all layers
     units, frozen = (_units(model, config.layers, trained=trained) for trained in (True, False))
-    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # the same parameter's name there
+    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # name of the same parameter in layer 0
     partial = {first_layer(name) for name in partial_parameters(model)}
-    twice = shape.layers > 1 and config.recompute_method == "block"  # the second stands for those not run again
+    twice = shape.layers > 1 and config.recompute_method == "block"  # layer 1 represents layers not recomputed
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     if prepare is not None and not twice:
         like = [min(index + 1, most) for index in range(config.layers)]
@@ -168,7 +189,11 @@ def trace_model(
 
 
 def _units(model: GPTModel, num_layers: int, *, trained: bool) -> tuple[Parameters, ...]:
-    """Parameters of the units in FSDP2's flat order, which is `named_parameters()`'s; the root's first."""
+    """Return the trained, or the frozen, parameters of each sharding unit, with the root's unit first.
+
+    Inside a unit they have FSDP2's order, which equals the order of `named_parameters()`. The parameters of layer 0 are
+    repeated for all `num_layers` layers.
+    """
     rest = dict(model.named_parameters())
     names = {parameter: name for name, parameter in rest.items()}
     units: list[Parameters] = []
@@ -177,6 +202,7 @@ def _units(model: GPTModel, num_layers: int, *, trained: bool) -> tuple[Paramete
         return [(names[p], tuple(p.shape)) for p in parameters if p.requires_grad == trained]
 
     for modules in model.sharding_units():
+        # ---- each unit of the model; layer 0 represents all layers
         parameters = [p for module in modules for p in module.parameters()]
         unit, first = chosen(parameters), names[parameters[0]]
         for p in parameters:
@@ -190,16 +216,17 @@ def _units(model: GPTModel, num_layers: int, *, trained: bool) -> tuple[Paramete
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Notes every operation and every storage, by segment of the model that it watches."""
+    """Dispatch mode that records every operation and the memory of every storage, by segment of a model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.segments: dict[tuple[str, int], TraceSegment] = defaultdict(TraceSegment)
         self._now = self.segments[FORWARD, 0]
-        self._live = self._before = 0  # bytes of the storages that have been seen, now and when the segment began
+        self._live = self._before = 0  # bytes of all known storages, now and at the beginning of the segment
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def watch(self, model: GPTModel) -> None:
+        """Register the hooks on `model` that start a new segment."""
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(self._accumulated)
         for index, module in enumerate([model.embedding, *model.layers]):
@@ -207,14 +234,15 @@ class TraceRecorder(TorchDispatchMode):
             module.register_forward_hook(self._leaving(index))
 
     def note(self, kind: str, size: int, *, axis: str = "tp") -> None:
-        """A collective, or one kernel that reads and writes `size` bytes of "memory"."""
+        """Record a collective of `size` sent bytes, or, for the kind "memory", a kernel that touches `size` bytes."""
         self._now.operations.append(Operation(kind, size, axis=axis))
 
     def product(self, m: int, n: int, k: int, batch: float, touched: int) -> None:
+        """Record `batch` matrix products [m, k] x [k, n] that read and write `touched` bytes in all."""
         self._now.operations.append(Operation("matrix", touched, m, n, k, batch))
 
     def enter(self, key: tuple[str, int], *_: object) -> None:
-        """Begin a segment, or go on with it."""
+        """Start the segment `key`, or continue it."""
         self._now.kept += self._live - self._before
         self._now, self._before = self.segments[key], self._live
 
@@ -222,6 +250,8 @@ class TraceRecorder(TorchDispatchMode):
         self._now.gradients += parameter.nbytes
 
     def _leaving(self, index: int) -> Callable[..., None]:
+        """Return the forward hook that ends segment `index`, in forward now and in backward when its gradient comes."""
+
         def leave(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
             self.enter((FORWARD, index + 1))
             if output.requires_grad:
@@ -246,7 +276,7 @@ class TraceRecorder(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage while it lives; its size does not change."""
+        """Count the bytes of a storage until it is freed. Storages keep their size on the meta device."""
 
         def count(size: int) -> None:
             self._live += size
@@ -258,13 +288,14 @@ class TraceRecorder(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as the fused kernels do it, which meta tensors do not choose: no scores of S x S are kept.
+    """Function mode that records attention with the memory of fused kernels, which keep no S x S scores.
 
-    A mask is kept, in the dtype of the queries.
+    torch does not choose fused kernels for meta tensors. A mask is kept for backward, in the dtype of the queries.
 
     Args:
-        repeats_groups: whether keys and values of a group are repeated: CUDA's kernels take no groups beside a mask.
-        share: share of scores that is computed where there is no mask, on average over the layers.
+        recorder: recorder of operations and memory.
+        repeats_groups: True if keys and values are repeated for each query head, as CUDA's kernels need with a mask.
+        share: share of the S x S scores that is computed without a mask, averaged over the layers.
     """
 
     def __init__(self, recorder: TraceRecorder, *, repeats_groups: bool, share: float = 0.5) -> None:
@@ -289,21 +320,25 @@ class FusedAttention(TorchFunctionMode):
         window: int | None = None,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """A DocumentKernel: as if every document were `longest` tokens long."""
+        """Stand for a `DocumentKernel` (model/backends.py), with documents of `longest` tokens each."""
         batch = q.shape[0] // longest
         k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
         q, k, v = (x.unflatten(0, (batch, longest)).transpose(1, 2) for x in (q, k, v))
         return self._attend(q, k, v, mask=None).transpose(1, 2).flatten(0, 1)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None) -> Any:
-        """q [B, heads, S, D], k, v [B, groups, S, D] -> [B, heads, S, D]; keeps these, one fp32 per query, the mask."""
+        """Record attention: q [B, heads, S, D], k and v [B, groups, S, D] -> [B, heads, S, D].
+
+        For backward it keeps inputs, output and mask, and one fp32 number per query.
+        """
         batch, heads, seq, channels = q.shape
         kept = [q.new_empty(batch, heads, seq, dtype=torch.float32)]
         if mask is not None:
             kept.append(q.new_empty(mask.shape))
         count, touched = batch * heads * (self._share if mask is None else 1.0), _nbytes([q, k])
 
-        def note(phase: str) -> None:  # scores and weighted sum; scores again, and gradients of scores, q, k and v
+        def note(phase: str) -> None:
+            # 2 products in forward: scores, weighted sum; 5 in backward: scores again, gradients of scores, q, k and v
             for _ in range(2 if phase == FORWARD else 5):
                 self._recorder.product(seq, seq, channels, count, touched)
 
@@ -311,9 +346,12 @@ class FusedAttention(TorchFunctionMode):
 
 
 class FusedNorm(TorchFunctionMode):
-    """RMSNorm as CUDA's fused kernel does it: its input and one fp32 per row are kept.
+    """Function mode that gives RMSNorm the memory of CUDA's fused kernel, which keeps its input and one fp32 per row.
 
-    Meta and CPU tensors take torch's composite, which keeps four times as much.
+    For meta and CPU tensors torch uses a composition of operations, which keeps four times as much.
+
+    Args:
+        recorder: recorder of operations; None to record none.
     """
 
     def __init__(self, recorder: TraceRecorder | None = None) -> None:
@@ -325,14 +363,14 @@ class FusedNorm(TorchFunctionMode):
             x, _, weight = (*args, *(kwargs or {}).values())[:3]
             scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
             touched = {FORWARD: _nbytes([x, weight, scale, x])}
-            touched[BACKWARD] = touched[FORWARD] + _nbytes([x, weight])  # the gradients' are as large
+            touched[BACKWARD] = touched[FORWARD] + _nbytes([x, weight])  # gradients have the sizes of x and weight
 
             def note(phase: str) -> None:
                 if self._recorder:
                     self._recorder.note("memory", touched[phase])
 
             return _Fused.apply(note, [scale], False, x, weight)
-        if func is torch.Tensor.backward:  # would turn this mode off, which recomputation needs
+        if func is torch.Tensor.backward:  # it would disable this mode, which recomputation in backward needs
             loss = args[0]
             with self:
                 return Variable._execution_engine.run_backward(
@@ -342,7 +380,10 @@ class FusedNorm(TorchFunctionMode):
 
 
 class _Fused(torch.autograd.Function):
-    """A fused kernel: its output is like its first input and lies as that in memory; it keeps its inputs and `kept`."""
+    """Fused kernel without computation. Its output has the shape and the strides of its first input.
+
+    For backward it keeps its inputs, the tensors `kept` and, if asked, its output.
+    """
 
     @staticmethod
     def forward(
@@ -361,8 +402,10 @@ class _Fused(torch.autograd.Function):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Return all tensors in a nested structure."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:
+    """Return the bytes of all tensors together."""
     return sum(tensor.nbytes for tensor in tensors)

@@ -1,7 +1,7 @@
-"""The same run with other flags: another scheme, tensor parallelism, batch or recomputation; and which is fastest.
+"""Variants of a run (scheme, tensor parallelism, batch, recomputation), and the search for the fastest one.
 
-Schemes compute the same steps and differ in what they send. Local steps of islands are another algorithm, so the
-search keeps the run's own and never adds or drops them.
+Sharding schemes compute the same optimizer steps and differ in communication and memory. Local steps (DiLoCo) are
+another algorithm. The search therefore keeps the run's local steps, and never adds or removes them.
 """
 
 from __future__ import annotations
@@ -32,36 +32,45 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "hpZ": {"zero_hpz_partition_size": "auto"},
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
-    LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},  # where the weights have 16 bits
+    LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},  # only for 16-bit weights
 }
 SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-USUAL_STEPS = 30  # from one synchronization of islands to the next, to compare where a run has none
+USUAL_STEPS = 30  # interval of synchronizations, in steps, of the row for local steps if the run has none
 Recompute = Literal["selective", "full"] | None
-RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")  # what keeps less and less, and computes more and more
+RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")  # in the order of less memory and more computation
 
 
 def changed(config: RunConfig, **parts: dict[str, Any]) -> RunConfig:
-    """The run with other values in some of its parts: `changed(config, zero={"zeropp": True})`."""
+    """Return the run with other values in some of its configs: `changed(config, zero={"zeropp": True})`.
+
+    Args:
+        config: flags of the run.
+        parts: new values of fields, for each config to change.
+    """
     values = {part: dataclasses.replace(getattr(config, part), **fields) for part, fields in parts.items()}
     return dataclasses.replace(config, **values)
 
 
 def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
-    """The run with mock data if it names none, because a plan needs none.
+    """Return the run, with mock data if it names no data, because a plan reads none.
+
+    Args:
+        config: flags of the run.
+        asked_by: flag that asks for the plan, for the error.
 
     Raises:
-        ValueError: the tokenizer's size is not given, naming the flag that needs it.
+        ValueError: --vocab-size is missing.
     """
     if config.tokenizer.vocab_size is None:
-        raise ValueError(f"{asked_by} needs --vocab-size: it opens no tokenizer")
+        raise ValueError(f"{asked_by} needs --vocab-size, because it does not read the tokenizer")
     data = config.data
     named = data.mock_data or data.data_path or data.text_path or data.train_data_path
     return config if named else changed(config, data={"mock_data": True})
 
 
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
-    """The run, without local steps, with every way to shard and send beside each other, by flags."""
+    """Return the run without local steps, once for each sharding scheme, by the scheme's name."""
     bits = 8 * config.precision.param_dtype.itemsize
     alone = config.with_section(DilocoConfig())
     return {
@@ -76,9 +85,10 @@ def schemes(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
-    """The run with local steps, its own or USUAL_STEPS; {} where there are no islands.
+    """Return the run with local steps, by their flags; {} on a single node, where they do not apply.
 
-    Inside islands of several nodes with --zeropp if the run asks for it, otherwise ZeRO-3.
+    The local steps are the run's own, or every USUAL_STEPS steps. Inside islands of several nodes the run uses --zeropp
+    if it is set. Otherwise islands use ZeRO-3.
     """
     if cluster.num_local_domains == 1:
         return {}
@@ -90,7 +100,7 @@ def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
 
 
 def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
-    """The same run with another --recompute-granularity; method and modules stay where they mean something."""
+    """Return the run with another --recompute-granularity, without flags that the granularity does not use."""
     fields: dict[str, Any] = {"recompute_granularity": granularity, "recompute_activations": False}
     if granularity != "full":
         fields |= {"recompute_method": None, "recompute_num_layers": None}
@@ -100,7 +110,10 @@ def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
 
 
 def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> RunConfig:
-    """The same run with this micro-batch, or a smaller one, and the nearest batch of whole ones on every rank."""
+    """Return the run with another micro-batch size, and the nearest global batch size that it divides.
+
+    The micro-batch size is reduced if the global batch has fewer samples per data rank.
+    """
     batches, data = config.batches, cluster.world_size // _ranks_of_a_sample(config)
     total = batches.global_batch_size or micro_batch_size * data
     size = min(micro_batch_size, max(total // data, 1))
@@ -110,7 +123,7 @@ def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> Ru
 
 
 def with_context(config: RunConfig, cluster: Cluster, cp: int, seq_length: int, micro_batch_size: int) -> RunConfig:
-    """The same run on samples of this length, split among `cp` ranks, with the nearest batch."""
+    """Return the run with `cp` context-parallel ranks, samples of `seq_length` tokens and the nearest batch."""
     longest = config.model.max_position_embeddings
     sized = changed(
         config,
@@ -122,7 +135,10 @@ def with_context(config: RunConfig, cluster: Cluster, cp: int, seq_length: int, 
 
 
 def longest_context(estimator: Estimator, config: RunConfig, cp: int, micro_batch_size: int) -> int:
-    """The most tokens of a sample, of the run's own length and its doubles, that fit on `cp` ranks; 0 for none."""
+    """Return the longest sample, in tokens, that fits into memory with `cp` context-parallel ranks.
+
+    The lengths tried are the run's own length, its double, and so on. The result is 0 if its own length does not fit.
+    """
     found, length = 0, config.data.seq_length or 0
     while estimator.estimate(with_context(config, estimator.cluster, cp, length, micro_batch_size)).fits:
         found, length = length, 2 * length
@@ -130,11 +146,18 @@ def longest_context(estimator: Estimator, config: RunConfig, cp: int, micro_batc
 
 
 def _ranks_of_a_sample(config: RunConfig) -> int:
+    """Return the number of ranks that work on the same sample."""
     return config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
 
 
 class Choice(NamedTuple):
-    """One candidate of the search; `estimate` is None and `problem` says why where it cannot run."""
+    """Candidate of the search.
+
+    Attributes:
+        name: settings that the search varies.
+        estimate: estimate of the run; None if its flags are not possible.
+        problem: reason why they are not possible; "" otherwise.
+    """
 
     name: str
     estimate: Estimate | None
@@ -142,23 +165,26 @@ class Choice(NamedTuple):
 
     @property
     def fits(self) -> bool:
+        """True if the candidate is possible and fits into memory."""
         return self.estimate is not None and self.estimate.fits
 
     @property
     def speed(self) -> float:
+        """Tokens per second; 0 without an estimate or without times."""
         return self.estimate.tokens_per_second if self.estimate else 0.0
 
     @property
     def order(self) -> tuple[bool, float]:
-        """First what fits, the fastest first; then what does not, the smallest first."""
+        """Sorting key: first the candidates that fit, by falling speed, then the others, by rising memory."""
         size = self.estimate.gigabytes if self.estimate else math.inf
         return not self.fits, -self.speed if self.fits else size
 
 
 def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
-    """Every scheme, tensor parallelism and micro-batch, with as little recomputation as fits; the best first.
+    """Estimate candidates with every scheme, tensor-parallel size and micro-batch size; the best comes first.
 
-    The local domain follows: the local axis has the ranks of a node or NVLink domain that tensor parallelism leaves.
+    Candidates with more recomputation are added only while the previous one does not fit. The local axis is not
+    searched: it always has all ranks in a node, or NVLink domain, that differ in their data.
     """
     domain, choices = estimator.cluster.ranks_per_domain, []
     for tp in nested_sizes(domain, domain):
@@ -170,7 +196,10 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
 
 
 def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
-    """The run, and schemes that differ from it on its islands, each of which has one copy of the model."""
+    """Return the runs that the search varies, by scheme: the run itself, and the run with other sharding schemes.
+
+    Each island holds one copy of the model, so with local steps only schemes inside an island of several nodes differ.
+    """
     named = schemes(config)
     zero = dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero
     own = next((n for n, other in named.items() if (other.zero, other.parallel) == (zero, config.parallel)), "as given")
@@ -183,12 +212,12 @@ def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
 
 
 def _has_wide_islands(islands: DilocoConfig, cluster: Cluster) -> bool:
-    """True where an island has several nodes."""
+    """Return True if an island has several nodes."""
     return islands.number(cluster) != cluster.num_local_domains
 
 
 def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: int) -> list[Choice]:
-    """Candidates without recomputation, and with more and more of it while that does not fit."""
+    """Return candidates with more and more recomputation, up to the first that fits or is not possible."""
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * _ranks_of_a_sample(config):
         return []

@@ -1,7 +1,8 @@
 """The curves and the tables of a report.
 
-A curve is cut where the iterations go back: at a restart. Training time is the seconds of all steps so far, also those
-that a restart did again. Of every bucket of neighbours the lowest and the highest stay, so that no spike disappears.
+A curve is interrupted where a restart has gone back to an earlier iteration. Training time is the sum over all steps so
+far, including those that a restart has repeated. Long curves are thinned in buckets of neighboring points. The lowest
+and the highest point of each bucket are kept, so that no spike disappears.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from megazpp.report.runs import Row, Run, number
 Segment = list[list[float | None]]
 Table = list[list[str]]
 
-DIGITS = 6  # significant, of a point
-NOTHING = "-"
-COMPLETIONS = 16  # of a run, in the page
-DIFFERENCES = 3  # that a legend names
-PLACES = ("--save", "--load", "--data-cache-path")  # which say little of a run
-TILES = ("training time", "tokens per second, median", "MFU, median", "bytes between nodes than ZeRO-3")
+DIGITS = 6  # significant digits of a point's coordinates
+NOTHING = "-"  # cell for an unknown value
+COMPLETIONS = 16  # number of completions shown per run
+DIFFERENCES = 3  # number of differing flags shown in the legend
+PLACES = ("--save", "--load", "--data-cache-path")  # flags left out of the legend, because paths say little about a run
+TILES = ("training time", "tokens per second, median", "MFU, median", "inter-node bytes, compared with ZeRO-3")
 
 
 class Chart(NamedTuple):
-    """One picture."""
+    """The definition of a chart with one curve per run."""
 
-    key: str  # of metrics.jsonl
+    key: str  # key in metrics.jsonl
     title: str
-    unit: str  # of the vertical axis
-    scale: str  # "fit": the values' range, "zero": from zero, "log"
-    factor: float = 1.0  # from what is recorded to `unit`
+    unit: str  # unit of the vertical axis
+    scale: str  # vertical axis: "fit" covers the range of the values, "zero" begins at zero, "log" is logarithmic
+    factor: float = 1.0  # factor from recorded values to `unit`
 
 
 CHARTS = (
     Chart("lm_loss", "Loss", "nats per token", "fit"),
-    Chart("reward", "Reward", "mean of the drawn completions", "fit"),
+    Chart("reward", "Reward", "mean over the sampled completions", "fit"),
     Chart("rewards/accuracies", "Preferences", "share of pairs in the right order", "fit"),
     Chart("accuracy", "Preferences of the reward model", "share of pairs in the right order", "fit"),
     Chart("kl", "Divergence from the reference", "nats per token", "fit"),
@@ -51,9 +52,9 @@ CHARTS = (
     Chart("tokens_per_second", "Throughput", "tokens per second", "zero"),
     Chart("grad_norm", "Gradient norm", "L2 norm before clipping", "log"),
     Chart("learning_rate", "Learning rate", "", "zero"),
-    Chart("cross_bytes", "Sent between nodes", "MB per step and node", "zero", 1 / MEGA),
-    Chart("local_bytes", "Sent inside nodes (data parallel)", "MB per step and node", "zero", 1 / MEGA),
-    Chart("tp_bytes", "Sent inside nodes (tensor parallel)", "MB per step and node", "zero", 1 / MEGA),
+    Chart("cross_bytes", "Inter-node traffic", "MB per step and node", "zero", 1 / MEGA),
+    Chart("local_bytes", "Intra-node traffic (data parallel)", "MB per step and node", "zero", 1 / MEGA),
+    Chart("tp_bytes", "Intra-node traffic (tensor parallel)", "MB per step and node", "zero", 1 / MEGA),
     Chart("peak_memory_bytes", "Peak memory", "GB, rank 0", "zero", 1 / GIGA),
 )
 
@@ -61,28 +62,32 @@ CHARTS = (
 
 
 def times(run: Run) -> np.ndarray:
-    """Steps, tokens and seconds at the rows of metrics.jsonl: [3, rows]."""
+    """Return the steps, tokens and training seconds at each row of metrics.jsonl, [3, rows]."""
     before, total, tokens, places = 0, 0.0, 0.0, []
     for row in run.rows:
         iteration = row["iteration"]
         steps = number(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
         total += steps * max(0.0, _finite(row.get("step_seconds")))
-        tokens += _finite(row.get("tokens"))  # where samples differ in length, those of all steps so far
+        tokens += _finite(row.get("tokens"))  # runs whose samples differ in length record tokens instead of a total
         places.append([iteration, _finite(row.get("consumed_tokens", tokens)), total])
         before = iteration
     return np.array(places, dtype=np.float64).reshape(-1, 3).T
 
 
 def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
-    """The points of every chart that the run has something for, and of its validations.
+    """Return the curves of a run, without the charts for which it has no values.
 
+    Args:
+        run: the run.
+        max_points: approximate number of points to which a curve is thinned.
     Returns:
-        by the chart's key, and "validation": segments, each [steps, tokens, seconds, values], where None is a value
-        that is not finite.
+        The segments of each curve, by the chart's key. "validation" and "validation_reward" are the curves of
+        validations. A segment is [steps, tokens, seconds, values]. None replaces a value that is not finite.
     """
     at = times(run)
     found = {chart.key: _curve(run.rows, chart.key, at, max_points, chart.factor) for chart in CHARTS}
-    # Validations stand along the rows that no restart has done again: those with no later row of no higher iteration.
+    # Interpolate tokens and seconds of validations between training rows. Only rows that no restart has repeated count:
+    # rows that no later row of the same or a lower iteration follows.
     latest = np.minimum.accumulate(np.append(at[0, 1:], np.inf)[::-1])[::-1][: at.shape[1]] > at[0]
     steps = np.array([row["iteration"] for row in run.validations], dtype=np.float64)
     known = np.insert(at[:, latest], 0, 0.0, axis=1)
@@ -92,12 +97,15 @@ def curves(run: Run, max_points: int) -> dict[str, list[Segment]]:
     found["validation_reward"] = _curve(run.validations, "reward", there, max_points)
     for key in ("cross_bytes", "local_bytes", "tp_bytes"):
         if not any(value for segment in found[key] for value in segment[3]):
-            found[key] = []  # a wire that the run does not use
+            found[key] = []  # the run sends nothing of this kind, so the chart would show only zeros
     return {key: segments for key, segments in found.items() if segments}
 
 
 def thin(values: np.ndarray, max_points: int) -> np.ndarray:
-    """Indices of about `max_points` values: both ends, and of each bucket the extremes and what is not finite."""
+    """Return the ascending indices of about `max_points` values that represent a curve.
+
+    They include both ends, and for each bucket of neighbors the lowest, the highest and the first non-finite value.
+    """
     if len(values) <= max_points:
         return np.arange(len(values))
     kept = {0, len(values) - 1}
@@ -114,6 +122,15 @@ def thin(values: np.ndarray, max_points: int) -> np.ndarray:
 
 
 def _curve(rows: Sequence[Row], key: str, at: np.ndarray, max_points: int, factor: float = 1.0) -> list[Segment]:
+    """Return the thinned segments of one curve.
+
+    Args:
+        rows: rows of a .jsonl file.
+        key: key of the values; rows without it are skipped.
+        at: [3, rows] steps, tokens and seconds at each row.
+        max_points: approximate number of points of all segments together.
+        factor: factor of the values.
+    """
     has = np.array([i for i, row in enumerate(rows) if number(row.get(key)) is not None], dtype=np.int64)
     segments: list[Segment] = []
     for index in np.split(has, np.flatnonzero(np.diff(at[0, has]) <= 0) + 1) if len(has) else ():
@@ -126,10 +143,12 @@ def _curve(rows: Sequence[Row], key: str, at: np.ndarray, max_points: int, facto
 
 
 def _finite(value: Any) -> float:
+    """Return the value if it is a finite number, 0.0 otherwise."""
     return float(value) if number(value) is not None and math.isfinite(value) else 0.0
 
 
 def _short(value: float) -> float | None:
+    """Return the value rounded to a few digits, to keep the page small; None if it is not finite."""
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.{DIGITS}g}")
@@ -140,14 +159,14 @@ def _short(value: float) -> float | None:
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
-    """A column per run; lines in which no run has anything are left out."""
+    """Return the summary with a column per run, without rows that are empty for all runs."""
     columns = [_came_out(run) for run in runs]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     return [["", *(run.name for run in runs)], *(row for row in rows if set(row[1:]) != {NOTHING})]
 
 
 def tiles(run: Run) -> list[tuple[str, str]]:
-    """The few numbers that a reader looks for first, each with its name; those that are not known are left out."""
+    """Return the most important results of a run as (name, value), without unknown ones."""
     came_out = _came_out(run)
     loss = "validation loss" if came_out["validation loss"] != NOTHING else "training loss"
     found = [(name, came_out[name].partition(" (")[0]) for name in (loss, *TILES)]
@@ -155,20 +174,20 @@ def tiles(run: Run) -> list[tuple[str, str]]:
 
 
 def differences_in_words(runs: Sequence[Run]) -> list[str]:
-    """The first flags of each run that it does not share with the others, for a legend."""
+    """Return a text for the legend per run, with the first few flags in which the runs differ."""
     rows = [row for row in flag_differences(runs)[1:] if row[0] not in PLACES][:DIFFERENCES]
     return [", ".join(f"{row[0]} {row[1 + index]}" for row in rows) for index in range(len(runs))]
 
 
 def flag_differences(runs: Sequence[Run]) -> Table:
-    """A row for every flag of which the runs have recorded different values."""
-    names = sorted({name for run in runs for name in run.flags} - {"run_dir"})  # of course that differs
+    """Return a table with a row for each flag for which the runs have recorded different values."""
+    names = sorted({name for run in runs for name in run.flags} - {"run_dir"})  # the run folder always differs
     rows = [[f"--{name.replace('_', '-')}", *(_flag(run.flags.get(name, NOTHING)) for run in runs)] for name in names]
     return [["flag", *(run.name for run in runs)], *(row for row in rows if len({*row[1:]} - {NOTHING}) > 1)]
 
 
 def completions_table(run: Run) -> Table:
-    """The latest completions that the run has kept, with their rewards."""
+    """Return a table of the latest completions that the run has recorded, with their rewards."""
     rows = []
     for row in run.completions[-COMPLETIONS:]:
         texts = [text if isinstance(text, str) else json.dumps(text) for text in map(row.get, ("prompt", "completion"))]
@@ -179,7 +198,7 @@ def completions_table(run: Run) -> Table:
 
 
 def traffic_table(run: Run) -> Table:
-    """The bytes that every collective put on each wire, of the run's last process."""
+    """Return a table of the bytes sent by axis, wire and collective, counted since the run's last start."""
     steps = max(1, number(run.summary.get("iterations"), 1))
     rows = []
     for row in _traffic(run):
@@ -191,25 +210,28 @@ def traffic_table(run: Run) -> Table:
 
 
 def traffic_line(run: Run) -> str:
-    """Name the steps that were counted, and what ZeRO-3 would have sent between nodes for the same ones."""
-    line = f"Counted over the {run.summary.get('iterations')} steps of the last start."
+    """Return a sentence with the number of counted steps, and the inter-node bytes of ZeRO-3 for the same steps."""
+    line = f"Counted over the {run.summary.get('iterations')} steps since the last start."
     if (would := _zero3_bytes(run)) is None:
         return line
     return f"{line} ZeRO-3 would have sent {would / MEGA:,.3f} MB between nodes: {run.summary['zero3'].get('formula')}"
 
 
 def _traffic(run: Run) -> list[Row]:
+    """Return the well-formed rows of the traffic that the run's summary has recorded."""
     counted = run.summary.get("traffic")
     return [row for row in counted if isinstance(row, dict)] if isinstance(counted, list) else []
 
 
 def _zero3_bytes(run: Run) -> float | None:
+    """Return the bytes that ZeRO-3 would have sent between nodes, None if the summary lacks them."""
     zero3 = run.summary.get("zero3")
     return number(zero3.get("cross_bytes")) if isinstance(zero3, dict) else None
 
 
 def _came_out(run: Run) -> dict[str, str]:
-    """The cells of a run by their line."""
+    """Return the cells of the summary table for a run, by the name of their row."""
+    # Steps, samples and time.
     rows, at = run.rows, times(run)
     cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
     summary = {key: number(value) for key, value in run.summary.items()}
@@ -221,12 +243,16 @@ def _came_out(run: Run) -> dict[str, str]:
         steps += f", {consumed:,}" + (f" of {samples:,}" if samples != consumed else "") + " samples"
     seconds = float(at[2, -1]) if rows else 0.0
     duration = f"{seconds:,.1f} s" if seconds < 3600 else str(datetime.timedelta(seconds=round(seconds)))
+
+    # Losses, speed and memory.
     losses, speeds = _numbers(run.validations, "lm_loss"), _numbers(rows, "tokens_per_second")
     mfu = _numbers(rows, "mfu")
     validation = losses[-1] if losses else summary.get("validation_loss")
     lowest = min(filter(math.isfinite, losses), default=None)
     also = f" (lowest {lowest:.4f})" if lowest not in (None, validation) else ""
     peak = max([*_numbers(rows, "peak_memory_bytes"), summary.get("peak_memory_bytes") or 0])
+
+    # Incidents.
     went_back = int((at[0, 1:] <= at[0, :-1]).sum())
     not_finite = sum(not math.isfinite(loss) for loss in _numbers(rows, "lm_loss"))
     return {
@@ -241,34 +267,37 @@ def _came_out(run: Run) -> dict[str, str]:
         "tokens per second, median": _decimal(statistics.median_high(speeds) if speeds else None, 0),
         "MFU, median": f"{100 * statistics.median_high(mfu):.1f} %" if mfu else NOTHING,
         "peak memory, GB": _decimal(peak / GIGA, 3) if peak else NOTHING,
-        "MB per step and node: between nodes": _megabytes(rows, "cross_bytes"),
-        "MB per step and node: inside, data parallel": _megabytes(rows, "local_bytes"),
-        "MB per step and node: inside, tensor parallel": _megabytes(rows, "tp_bytes"),
-        "bytes between nodes than ZeRO-3": times_fewer(cross, _zero3_bytes(run) or 0) or NOTHING,
+        "inter-node MB per step and node": _megabytes(rows, "cross_bytes"),
+        "intra-node MB per step and node, data parallel": _megabytes(rows, "local_bytes"),
+        "intra-node MB per step and node, tensor parallel": _megabytes(rows, "tp_bytes"),
+        "inter-node bytes, compared with ZeRO-3": times_fewer(cross, _zero3_bytes(run) or 0) or NOTHING,
         "skipped steps": _decimal(sum(_numbers(rows, "skipped")) or None, 0),
-        "losses that are not finite": _decimal(not_finite or None, 0),
-        "times it went back (restarts)": _decimal(went_back or None, 0),
+        "non-finite losses": _decimal(not_finite or None, 0),
+        "restarts from an earlier step": _decimal(went_back or None, 0),
         "layout": run.layout.describe() if run.layout else NOTHING,
         "notes": "; ".join(run.notes) or NOTHING,
     }
 
 
 def _numbers(rows: Sequence[Row], key: str) -> list[float]:
+    """Return the values of `key` that are numbers."""
     return [row[key] for row in rows if number(row.get(key)) is not None]
 
 
 def _megabytes(rows: Sequence[Row], key: str) -> str:
-    """The mean over the steps."""
+    """Return the mean of `key` per step in MB, weighted by the steps of each row; "-" if it is zero."""
     steps = [number(row.get("steps"), 1) for row in rows]
     sent = sum(count * number(row.get(key), 0) for count, row in zip(steps, rows, strict=True))
     return f"{sent / max(1, sum(steps)) / MEGA:,.3f}" if sent else NOTHING
 
 
 def _decimal(value: Any, digits: int) -> str:
+    """Return a number with this many decimals, "-" for anything else."""
     return NOTHING if number(value) is None else f"{value:,.{digits}f}"
 
 
 def _flag(value: Any) -> str:
+    """Return the recorded value of a flag as text."""
     if value is None:
         return "none"
     return value if isinstance(value, str) and value else json.dumps(value)

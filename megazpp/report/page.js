@@ -1,5 +1,5 @@
 "use strict";
-// Draws the curves of #data into .charts: SVG, drawn as the page loads, redrawn when its width or the axis changes.
+// Draws the curves in #data as SVG elements into .charts. Redraws them when the width or the horizontal axis changes.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const COLOURS = 7, LEFT = 56, RIGHT = 14, TOP = 8, BOTTOM = 40, NEAR = 24;
@@ -29,7 +29,7 @@
     return element;
   }
 
-  // units: [size, name, from which largest value on]
+  // Choose the unit of an axis. units: [divisor, name, smallest maximum of the values for which the unit is used]
   function unitFor(largest, units) {
     const [divisor, name] = units.filter((unit) => largest >= unit[2]).at(-1);
     return { divisor, name };
@@ -75,7 +75,7 @@
     return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
   }
 
-  // all curves of a chart: { run, kind, segments: [{ x, y }] }
+  // Return all curves of a chart: { run, kind, segments: [{ x, y }] }.
   function curvesOf(chart) {
     const held_out = { lm_loss: "validation", reward: "validation_reward" }[chart.key];
     const kinds = held_out ? [[chart.key, "training"], [held_out, "validation"]] : [[chart.key, ""]];
@@ -89,7 +89,7 @@
     return found;
   }
 
-  // the same for all charts, so that they stand below each other
+  // The horizontal range is the same for all charts, so that charts below each other are comparable.
   function acrossRange() {
     let low = Infinity, high = -Infinity;
     for (const run of data.runs) for (const segment of Object.values(run.curves).flat()) for (const value of segment[axis]) {
@@ -152,7 +152,7 @@
           if (drawable(value)) {
             path += `${pen ? "L" : "M"}${px(x[i]).toFixed(1)} ${py(value).toFixed(1)}`;
             pen = true;
-            const alone = !drawable(y[i - 1]) && !drawable(y[i + 1]); // no line shows it
+            const alone = !drawable(y[i - 1]) && !drawable(y[i + 1]); // a single point, which no line would show
             if (alone || (kind === "validation" && px(x[i]) - lastDot > 14)) {
               lastDot = px(x[i]);
               svg("circle", { cx: px(x[i]), cy: py(value), r: 3.5, class: `dot ${style(run)}` }, root);
@@ -192,7 +192,7 @@
   const nearest = (flat, at) =>
     flat.reduce((best, point) => (Math.abs(point[0] - at) <= Math.abs(best[0] - at) ? point : best));
 
-  // the values of all curves where the pointer is, snapped to the nearest point
+  // Show the values of all curves at the recorded point nearest to the pointer.
   function show(pointer, points, marks, tip, { py, bottom, unit, width, drawable }) {
     marks.replaceChildren();
     if (!points.length) return;
@@ -217,7 +217,7 @@
       if (drawable(point[2])) svg("circle", { cx: point[0], cy: py(point[2]), r: 4, class: `dot ${style(run)}` }, marks);
     }
     tip.hidden = false;
-    const right = at > width / 2, narrow = width < 480; // there it would cover what it explains
+    const right = at > width / 2, narrow = width < 480; // if narrow, the tip goes below the chart, so as not to cover the curves
     tip.style.left = narrow ? "0" : right ? "auto" : `${at + 28}px`;
     tip.style.right = narrow ? "0" : right ? `${width - at + 28}px` : "auto";
     tip.style.top = narrow ? "calc(100% + 3px)" : "36px";
@@ -235,7 +235,7 @@
     if (values.includes(null)) key.push("\u00d7 not finite");
     if (key.length) html("span", "key", title, key.join(" \u2002"));
     if (values.length > 1 && values[0] !== null && values.every((value) => value === values[0])) {
-      html("p", "constant", card, `${short(values[0], 5)} throughout`); // a line would say no more
+      html("p", "constant", card, `${short(values[0], 5)} throughout`); // a constant curve is shown as a number
       continue;
     }
     const plot = html("div", "plot", card), tip = html("div", "tip", card);

@@ -1,6 +1,6 @@
-"""One HTML file that holds a whole report: tables and pictures as they are, curves as numbers that its script draws.
+"""The report as a single HTML file: tables as HTML, curves as numbers that the page's script plots.
 
-Nothing is fetched. Text from the runs is escaped; `page.css` and `page.js` are written into the file.
+The page loads nothing from the network: `page.css` and `page.js` are part of the file. Text from the runs is escaped.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ from megazpp.report.runs import Run
 from megazpp.topology.show import topology_text
 
 MARK = "<!doctype html><!-- MegaZ++ report -->"
-POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200  # of a curve; the first is shared by the runs
-COLOURS = 7  # page.css has them
-RUNS_WITH_TILES = 4
+# A curve has POINTS_OF_PAGE / number of runs points, but at least FEWEST_POINTS and at most MOST_POINTS.
+POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200
+COLOURS = 7  # number of colors that page.css defines for runs
+RUNS_WITH_TILES = 4  # largest number of runs for which tiles with the main results are shown
 
 
 def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime) -> None:
-    """Write the page, all of it or nothing; an older report of that name is replaced.
+    """Write the report atomically. An older report at the same path is replaced.
 
+    Args:
+        runs: runs to report.
+        output: path of the HTML file.
+        now: time of the report, shown in the page.
     Raises:
-        ValueError: the file is there and is no report, or cannot be written.
+        ValueError: the path exists and is not a report, or the file cannot be written.
     """
     if output.exists() and not (output.is_file() and output.read_bytes().startswith(MARK.encode())):
-        raise ValueError(f"--output {output} exists and is no report: it is left as it is")
+        raise ValueError(f"--output {output} exists and is not a report; it was not overwritten, choose another path")
     try:
         write_whole(output, report_html(runs, now).encode())
     except OSError as error:
@@ -49,7 +54,8 @@ def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime) -> N
 
 
 def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
-    """The page."""
+    """Return the HTML of the report on `runs`, with the time `now` in its header."""
+    # The sections with tables.
     names = [_named(index, run.name) for index, run in enumerate(runs)]
     named = list(zip(names, runs, strict=True))
     traffic, completions, topology, flags = list[str](), list[str](), list[str](), list[str]()
@@ -68,14 +74,17 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
         "Flags that differ": flags,
         "Completions": completions,
         "Bytes by axis, wire and collective": traffic,
-        "Who gets which rank": topology,
+        "Placement of ranks": topology,
     }
-    title = "What the run did" if len(runs) == 1 else f"What {len(runs)} runs did"
+
+    # The data of the curves. "<" is escaped, so that no text can end the script element that holds the data.
+    title = "Report on one run" if len(runs) == 1 else f"Report on {len(runs)} runs"
     max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
     drawn = [{"name": run.name, "curves": curves(run, max_points)} for run in runs]
     data = {"charts": [chart._asdict() for chart in CHARTS], "runs": drawn}
-    # no "<" in the data, so that nothing ends the element that they stand in
     numbers = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+    # The page.
     assets = files("megazpp.report")
     return "\n".join(
         [
@@ -97,7 +106,7 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
 
 
 def _tiles(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    """A line of tiles for each run, if there are few."""
+    """Yield the HTML of a row of tiles with the main results for each run, unless there are too many runs."""
     for name, run in zip(names, runs, strict=True) if len(runs) <= RUNS_WITH_TILES else ():
         found = "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for label, value in tiles(run))
         if found:
@@ -105,6 +114,12 @@ def _tiles(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
 
 
 def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator[str]:
+    """Yield the HTML of the section with the legend, the choice of the horizontal axis and an empty place for curves.
+
+    Args:
+        names: HTML name of each run.
+        differences: text with the flags in which each run differs.
+    """
     yield '<section id="curves"><div class="bar"><div class="switch" role="radiogroup" aria-label="horizontal axis">'
     for index, name in enumerate(("steps", "tokens", "time")):
         checked = " checked" if index == 0 else ""
@@ -113,12 +128,17 @@ def _curve_section(names: Sequence[str], differences: Sequence[str]) -> Iterator
     for name, words in zip(names, differences, strict=True):
         yield f"<li>{name}" + (f"<small>{escape(words)}</small>" if words else "") + "</li>"
     yield "</ul></div>"
-    yield '<div class="charts"></div><noscript>The curves are drawn by a script, which is switched off.</noscript>'
+    yield '<div class="charts"></div><noscript>The curves need JavaScript, which is disabled.</noscript>'
     yield "</section>"
 
 
 def _table(table: Table, names: Sequence[str] = ()) -> str:
-    """A table whose columns after the first are the runs', if their names are given, as HTML."""
+    """Return a table as HTML.
+
+    Args:
+        table: rows of cells; the first row is the header.
+        names: HTML names of the runs, if the columns after the first belong to runs. They replace the header's cells.
+    """
     head, *rows = ([escape(cell) for cell in row] for row in table)
     columns = "".join(f'<th scope="col">{cell}</th>' for cell in ([head[0], *names] if names else head))
     body = "".join(
@@ -129,7 +149,7 @@ def _table(table: Table, names: Sequence[str] = ()) -> str:
 
 
 def _named(index: int, name: str) -> str:
-    """A run's name behind its line as page.js draws it."""
+    """Return the HTML of a run's name after a sample of its line, in the style that page.js uses for its curves."""
     style = f"colour{index % COLOURS} dash{index // COLOURS % 3}"
     line = f'<svg class="swatch {style}" width="26" height="10" aria-hidden="true"><path d="M1 5h24"/></svg>'
     return f'{line}<span class="name" title="{escape(name)}">{escape(name)}</span>'

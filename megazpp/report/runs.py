@@ -1,5 +1,7 @@
-"""Reading a run folder (training/context.py) as it is: of a run that ended well, crashed, went on after a
-restart, or is being written at this moment. Only a folder that is none is refused.
+"""Reader of run folders (training/context.py) for reports.
+
+A folder may belong to a run that has finished, has crashed, was resumed after a restart, or is still running. Missing
+and damaged files are noted and otherwise ignored. Only a folder that is not a run folder is an error.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run."""
+    """The recorded data of one run."""
 
-    name: str  # tells it from the others of a report
-    flags: Mapping[str, Any]  # the last start's; {} where there is no args.json
-    rows: Sequence[Row]  # of metrics.jsonl, in the order of the file: iterations go back where a restart went back
-    validations: Sequence[Row]  # of validation.jsonl
-    completions: Sequence[Row]  # of completions.jsonl, where a post-training has drawn some
-    summary: Mapping[str, Any]  # {} unless a process of this run has come to its end
-    layout: Layout | None  # None where it was not recorded
-    notes: Sequence[str]  # on files that are damaged, or say what ended the run
+    name: str  # unique among the runs of a report
+    flags: Mapping[str, Any]  # flags of the last start; {} without args.json
+    rows: Sequence[Row]  # rows of metrics.jsonl in file order; after a restart the iteration may go back
+    validations: Sequence[Row]  # rows of validation.jsonl
+    completions: Sequence[Row]  # rows of completions.jsonl, which post-training writes
+    summary: Mapping[str, Any]  # contents of summary.json; {} if no process of the run has finished
+    layout: Layout | None  # None if it was not recorded
+    notes: Sequence[str]  # messages about damaged files and about files that tell why the run ended
 
     @property
     def state(self) -> str:
-        """The state of the run, in a few words."""
+        """The state of the run in a few words, for instance "finished"."""
         if not self.rows and not self.summary:
             return "no log line yet"
         if not self.summary or (self.rows and number(self.summary.get("iteration"), 0) < self.rows[-1]["iteration"]):
@@ -40,10 +42,12 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Every folder once; names are the last parts of the paths, as many as it takes for all to differ.
+    """Read run folders, each folder once.
+
+    A run's name is the end of its path, with as many parts as are needed to make all names different.
 
     Raises:
-        ValueError: a path is no run folder, or its metrics are not what a run writes.
+        ValueError: a path is not a run folder, or its metrics have an unknown format.
     """
     folders = list(dict.fromkeys(path.expanduser().resolve() for path in paths))
     names, length = [folder.name for folder in folders], 1
@@ -54,21 +58,28 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read one folder; see `read_runs`."""
+    """Read one run folder.
+
+    Args:
+        folder: the run folder.
+        name: name of the run in the report.
+    Raises:
+        ValueError: the folder is not a run folder, or its metrics have an unknown format.
+    """
     metrics = folder / "metrics.jsonl"
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the run folders that pretrain_gpt.py names at its end")
+        raise ValueError(f"{folder} is not a folder; give run folders, whose paths pretrain_gpt.py prints at its end")
     if not metrics.is_file() and not (folder / "args.json").is_file():
-        raise ValueError(f"{folder} is no run folder: it has neither metrics.jsonl nor args.json")
+        raise ValueError(f"{folder} is not a run folder: it has neither metrics.jsonl nor args.json")
     notes: list[str] = []
     rows, validations = (_rows(folder / f"{file}.jsonl", notes) for file in ("metrics", "validation"))
     endings = sorted(path.name for pattern in ("hang-*.txt", "not-finite-*.json") for path in folder.glob(pattern))
-    notes += [f"{ending} says what ended it at one time" for ending in endings]
+    notes += [f"{ending} tells why the run ended once" for ending in endings]
     topology, layout = _object(folder / "topology.json", notes), None
     try:
         layout = layout_from_record(topology) if topology else None
     except ValueError as error:
-        notes.append(f"topology.json is left out: {error}")
+        notes.append(f"topology.json was ignored: {error}")
     return Run(
         name=name,
         flags=_object(folder / "args.json", notes),
@@ -82,38 +93,42 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def number(value: Any, default: float | None = None) -> Any:
-    """`value` if it is a number (NaN and infinities are), else `default`."""
+    """Return `value` if it is a number (also NaN or infinite, but not a bool), `default` otherwise."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
 def _rows(file: Path, notes: list[str]) -> list[Row]:
-    """The objects of a .jsonl file that have an iteration; other lines are counted in a note.
+    """Return the JSON objects of a .jsonl file that have an iteration; [] if there is no file.
 
+    Args:
+        file: path of the file.
+        notes: list to which a note with the number of other lines is appended.
     Raises:
-        ValueError: it has lines, and none of them is one or the beginning of one.
+        ValueError: the file has lines, but none of them is such an object or the beginning of one.
     """
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     lines = [line for line in text.split("\n") if line.strip()]
     rows = [row for row in map(_parsed, lines) if isinstance(row, dict) and isinstance(row.get("iteration"), int)]
     if not rows and not all(line.startswith("{") for line in lines):
-        raise ValueError(f"{file}: no line is a JSON object with an iteration: not what a run writes")
+        raise ValueError(f"{file}: no line is a JSON object with an iteration, so it is not the file of a run")
     if bad := len(lines) - len(rows):
-        notes.append(f"{file.name}: {bad} line(s) cut or damaged, which are left out")
+        notes.append(f"{file.name}: {bad} line(s) are cut or damaged and were ignored")
     return rows
 
 
 def _object(file: Path, notes: list[str]) -> Mapping[str, Any]:
-    """The object of a .json file; {}, with a note, if it is damaged, and without if there is none."""
+    """Return the object in a .json file; {} if there is no file, or with a note in `notes` if it is damaged."""
     if not file.is_file():
         return {}
     content = _parsed(file.read_text(encoding="utf-8", errors="replace"))
     if isinstance(content, dict):
         return content
-    notes.append(f"{file.name} is damaged and left out")
+    notes.append(f"{file.name} is damaged and was ignored")
     return {}
 
 
 def _parsed(text: str) -> Any:
+    """Return the parsed JSON, None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,18 +1,22 @@
-"""The output layer's product and the cross entropy in one, over a vocabulary split over the tensor-parallel axis.
+"""The output layer and the cross entropy in one operation, for a vocabulary that is split over the tp axis.
 
-Logits are the largest tensor of a step: for 8192 tokens and a vocabulary of 128 thousand, 2.1 GB in 16 bits and 4.2 GB
-in fp32. They are never gathered over tp. A fused kernel (`fuse`) never stores them in fp32; eager code does so for a
-block of tokens at a time. Forward keeps them as the product gives them, and backward turns them into their own gradient
-in place, so a step has three products. Where they are larger than `CHUNK_BYTES`, their columns are worked through in
-chunks, of which one is in memory, and backward multiplies all but the last again. Chunks are cut from the vocabulary
-and not from the tokens, so that each row of the weight's gradient is one product.
+The logits are the largest tensor of a step: 2.1 GB in 16 bits (4.2 GB in fp32) for 8192 tokens and a vocabulary of
+128 thousand. This operation reduces their memory and traffic:
 
-    a chunk                    logits [N, C] = x w^T      normalizer [N] = logsumexp of the logits
-    chunks and ranks together  normalizer [N] = logsumexp of theirs
-    loss                       normalizer - score of the label
-    its gradient               [N, C] = softmax - 1 at the label, in the place of the logits
+- They are never gathered over tp.
+- A fused kernel (`fuse`) never stores them in fp32. Eager code stores only a block of tokens in fp32 at a time.
+- Forward keeps them in the dtype of the matrix product. Backward overwrites them with their gradient, so that a step
+  has three products: the logits, the gradient of x and the gradient of the weight.
+- If they exceed `CHUNK_BYTES`, they are computed in chunks of columns, with one chunk in memory at a time. Backward
+  recomputes all chunks except the last. Chunks divide the vocabulary, not the tokens, so that each row of the weight's
+  gradient comes from a single product.
 
-N tokens, V columns of the padded vocabulary, C of a chunk, H channels, T ranks of tp.
+    per chunk                  logits [N, C] = x w^T, normalizer [N] = logsumexp(logits)
+    over chunks and ranks      normalizer [N] = logsumexp(normalizers of all chunks)
+    loss                       normalizer - logit of the label
+    gradient of the logits     [N, C] = softmax, minus 1 at the label
+
+Letters: N tokens, V columns of the padded vocabulary, C columns of a chunk, H channels, T ranks of tp.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ import torch.nn.functional as F
 
 from megazpp.parallel.axis import MeshAxis
 
-CHUNK_BYTES = 1 << 32  # of a chunk's logits in their own format: in 16 bits, 16384 tokens of 128 thousand
-BLOCKS = 64  # eager: the part of a chunk that is in fp32 at a time, in up to five tensors
-COLUMNS_MULTIPLE = 128  # of a chunk, as of the padded vocabulary: rows are aligned for the products
+CHUNK_BYTES = 1 << 32  # limit of a chunk's logits: 16384 tokens x 128 thousand columns in 16 bits
+BLOCKS = 64  # eager code converts about 1 / BLOCKS of a chunk to fp32 at a time, in up to five tensors
+COLUMNS_MULTIPLE = 128  # chunks have a multiple of this many columns, so that rows are aligned for the matrix products
 
 
 @torch.compiler.disable
@@ -44,30 +48,34 @@ def linear_cross_entropy(
     fuse: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Negative log-likelihood of each label where the logits are x weight^T / temperature.
+    """Return the negative log-likelihood of each label under the logits x weight^T / temperature.
 
-    The last chunk's logits are kept for backward, the first one that runs; all others are multiplied again.
-    Collectives on tp: forward one max and one sum all-reduce of one to three numbers per token; backward none, and the
-    gradient of `x` is this rank's part of a sum over tp.
+    Backward processes the chunks in reverse order. It reuses the logits of the last chunk and recomputes the others.
+
+    Collectives on tp: forward has a max all-reduce of one number per token, and a sum all-reduce of two or three.
+    Backward has none: the gradient of `x` is this rank's part of a sum over tp, which the caller has to add up.
 
     Args:
         x: [..., H], the same on all ranks of tp.
-        weight: [V/T, H] in the dtype of x; the rows of tp rank t are tokens t * V/T and on.
-        labels: [...] int64. One outside [0, vocab_size) has a loss and gradients of NaN.
-        tp: the axis the vocabulary is split over.
-        vocab_size: tokens that exist; rows beyond are padding, finite, which does not count and whose gradient is zero.
-        temperature: what logits are divided by, in fp32.
-        with_entropy: also give the entropy of each distribution, in nats and without a gradient.
-        fuse: compile what is done with a chunk's logits, into one kernel each way.
-        chunk_bytes: the most that a chunk's logits may take, unless that is less than 128 columns of them.
+        weight: [V/T, H] in the dtype of x. Row i of tp rank t belongs to token t * V/T + i.
+        labels: [...] int64. A label outside [0, vocab_size) gives a loss and gradients of NaN.
+        tp: axis over which the vocabulary is split.
+        vocab_size: number of tokens. Rows beyond it are padding: they must be finite, are ignored, and get zero
+            gradients.
+        temperature: divisor of the logits, applied in fp32.
+        with_entropy: True also returns the entropy of each distribution, in nats and without a gradient.
+        fuse: True compiles the elementwise work on a chunk's logits into one kernel for forward and one for backward.
+        chunk_bytes: limit of the memory of a chunk's logits. A chunk always has at least 128 columns.
     Returns:
-        Losses and entropy, [...] fp32 each; entropy is None unless asked for.
+        The losses and the entropies, [...] fp32 each. The entropies are None without `with_entropy`.
     """
     settings = _Settings(tp, vocab_size, temperature, with_entropy, fuse, chunk_bytes)
     return _LinearCrossEntropy.apply(x.flatten(0, -2), weight, labels, settings)
 
 
 class _Settings(NamedTuple):
+    """The arguments of `linear_cross_entropy` that are not tensors."""
+
     tp: MeshAxis
     vocab_size: int
     temperature: float
@@ -77,16 +85,25 @@ class _Settings(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A part of this rank's columns."""
+    """A range of this rank's vocabulary columns."""
 
-    rows: slice  # of the weight; they end at a multiple of `COLUMNS_MULTIPLE` where the weight does
-    real: int  # columns that are no padding, the first
-    first: int  # the token of the first column
+    rows: slice  # rows of the weight; may include padding, so that their number is a multiple of COLUMNS_MULTIPLE
+    real: int  # number of columns that are not padding; these come first
+    first: int  # token of the first column
 
     def at_labels(
         self, logits: torch.Tensor, labels: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Columns of the labels, [N, 1], anywhere for those of other chunks; [N] bool, those of this; [N] scores."""
+        """Look up the labels in this chunk's logits.
+
+        Args:
+            logits: [N, C] logits of the chunk.
+            labels: [N] labels.
+            temperature: divisor of the logits.
+        Returns:
+            The column of each label, [N, 1], arbitrary for labels outside the chunk; a mask of the labels inside the
+            chunk, [N] bool; and the logit at that column divided by the temperature, [N] fp32.
+        """
         column = labels - self.first
         place = column.clamp(0, self.real - 1).unsqueeze(-1)
         return place, (column >= 0) & (column < self.real), _scores(logits.gather(-1, place).squeeze(-1), temperature)
@@ -95,9 +112,16 @@ class _Chunk(NamedTuple):
 def _plan_chunks(
     settings: _Settings, num_rows: int, num_tokens: int, itemsize: int
 ) -> tuple[list[_Chunk], list[slice]]:
-    """Split this rank's `num_rows` of the weight into chunks of similar size, and the tokens into blocks.
+    """Divide this rank's columns into chunks of similar size, and the tokens into blocks.
 
-    Eager code makes fp32 tensors of one block at a time. A fused kernel makes none and takes all tokens as one block.
+    Eager code creates fp32 tensors for one block of tokens at a time. A fused kernel creates none, so it processes all
+    tokens as one block.
+
+    Args:
+        settings: arguments of the operation.
+        num_rows: rows of the weight on this rank, padding included.
+        num_tokens: number of tokens.
+        itemsize: bytes of a logit.
     """
     first, step = settings.tp.rank * num_rows, COLUMNS_MULTIPLE
     real = min(max(settings.vocab_size - first, 0), num_rows)
@@ -113,6 +137,8 @@ def _plan_chunks(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The autograd function of `linear_cross_entropy`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, settings: _Settings
@@ -123,8 +149,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         score = torch.zeros(labels.shape, dtype=torch.float32, device=x.device)
         normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
         distribution = _compiled(_distribution) if settings.fuse else _distribution
+
+        # This rank's chunks: normalizers, entropies and the scores of labels.
         for index, chunk in enumerate(chunks, start=1):
-            logits = None  # before there are others
+            logits = None  # frees the previous chunk before the next one is allocated
             logits = F.linear(x, weight[chunk.rows])
             _, mine, own_score = chunk.at_labels(logits, labels, settings.temperature)
             score += own_score.masked_fill(~mine, 0.0)
@@ -133,13 +161,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 normalizers[index, block] = parts[0]
                 if parts[1] is not None:
                     entropies[index, block] = parts[1]
+
+        # Combine chunks and ranks. Shares are relative to the largest normalizer, so that exp cannot overflow.
         top = tp.max_(normalizers.amax(dim=0))
         shares = (normalizers - top).exp()
         sums = [shares.sum(dim=0), score]
-        if settings.with_entropy:  # H = log Z + sum of P (H - log Z) over the parts
+        if settings.with_entropy:
+            # The entropy of all parts: H = log Z + sum over parts p of share_p (H_p - log Z_p).
             sums.append(torch.where(shares > 0.0, shares * (entropies - (normalizers - top)), 0.0).sum(dim=0))
         total, score, *weighted = tp.all_reduce_(torch.stack(sums))
-        outside = (labels < 0) | (labels >= settings.vocab_size)  # no rank has such a label, none would contradict it
+
+        # Labels outside the vocabulary are in no chunk. Without this their score would be 0 and their loss plausible.
+        outside = (labels < 0) | (labels >= settings.vocab_size)
         normalizer = (top + total.log()).masked_fill_(outside, float("nan"))
         ctx.save_for_backward(x, weight, labels, normalizer)
         ctx.settings, ctx.chunks, ctx.blocks, ctx.logits = settings, chunks, blocks, logits
@@ -147,19 +180,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if weighted:
             entropy = total.log().view(shape) + (weighted[0] / total).view(shape)
             ctx.mark_non_differentiable(entropy)
-        return normalizer.view(shape) - score.view(shape), entropy  # no views: FSDP2 hooks what its modules return
+        # The results are new tensors, not views, because FSDP2 registers hooks on the tensors that a module returns.
+        return normalizer.view(shape) - score.view(shape), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, labels, normalizer = ctx.saved_tensors
         settings, chunks, logits = ctx.settings, ctx.chunks, ctx.logits
-        ctx.logits = None  # they are about to change, and to go
+        ctx.logits = None  # backward overwrites the logits and then frees them
         several, temperature = len(chunks) > 1, settings.temperature
         gradient_ = _compiled(_gradient_) if settings.fuse else _gradient_
         scale = grads[0].flatten() / temperature
         x_grad = torch.zeros_like(x, dtype=torch.float32 if several else x.dtype) if ctx.needs_input_grad[0] else None
         weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for chunk in reversed(chunks):
+            # Overwrite the logits with their gradient: first softmax everywhere, then the columns of the labels.
             if logits is None:
                 logits = F.linear(x, weight[chunk.rows])
             place, mine, score = chunk.at_labels(logits, labels, temperature)
@@ -168,6 +203,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient_(logits[block, : chunk.real], normalizer[block], scale[block], temperature)
             logits.scatter_(-1, place, torch.where(mine.unsqueeze(-1), at_label, logits.gather(-1, place)))
             logits[:, chunk.real :] = 0.0
+
+            # Gradients of x, summed over chunks in fp32, and of the chunk's rows of the weight.
             if x_grad is not None and several:
                 x_grad += logits @ weight[chunk.rows]
             elif x_grad is not None:
@@ -183,7 +220,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _distribution(
     logits: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Normalizer and entropy of each row of logits [n, C]: [n] fp32 each."""
+    """Return the logsumexp and the entropy of each row of logits [n, C], [n] fp32 each.
+
+    The entropy is None without `with_entropy`.
+    """
     scores = _scores(logits, temperature)
     normalizer = scores.logsumexp(dim=-1)
     if not with_entropy:
@@ -194,21 +234,26 @@ def _distribution(
 
 
 def _gradient_(logits: torch.Tensor, normalizer: torch.Tensor, scale: torch.Tensor, temperature: float) -> None:
-    """Overwrite logits [n, C] with their gradient but at the labels: the softmax, each row times its `scale`, [n]."""
+    """Overwrite logits [n, C] with softmax(logits / temperature), each row multiplied by its `scale`, [n].
+
+    This is the gradient of the logits in all columns except the labels' columns.
+    """
     share = (_scores(logits, temperature) - normalizer.unsqueeze(-1)).exp_()
     logits.copy_(share.mul_(scale.unsqueeze(-1)))
 
 
 def _scores(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return logits / temperature in fp32."""
     return logits.float() if temperature == 1.0 else logits.float() / temperature
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One graph for any number of rows."""
+    """Return the compiled function. One graph serves any number of rows, because dimension 0 is marked as dynamic."""
     graph = torch.compile(function)
 
     def marked(*args: Any) -> Any:
+        """Mark dimension 0 of all tensors as dynamic, and call the compiled function."""
         for tensor in filter(torch.is_tensor, args):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return graph(*args)

@@ -1,13 +1,16 @@
-"""Linear layers and the embedding with their matrices split over the tensor-parallel axis.
+"""Linear layers and the embedding, with matrices split over the tensor-parallel axis.
 
-T ranks of the tp axis; activations [S, B, H]. A column-parallel layer splits its outputs, a row-parallel layer its
-inputs: column, then anything elementwise, then row needs one collective at each end. An adapter's product (lora.py) is
-added to the layer's own on each rank.
+Letters: T ranks of the tp axis; activations are [S, B, H] (sequence, batch, hidden).
 
-With sequence parallelism a column-parallel layer keeps its slice of the input for backward and gathers it again there,
-under the product that gives the input's gradient; the collective that sums that gradient runs under the product that
-gives the weight's. Source: Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication.
-With a product of another kind (model/float8.py) it keeps the whole input, and nothing hides the collectives.
+A column-parallel layer splits its outputs, a row-parallel layer its inputs. A column-parallel layer, elementwise
+operations and a row-parallel layer therefore need one collective at the start and one at the end. On each rank the
+product of a LoRA adapter (lora.py) is added to the layer's product.
+
+With sequence parallelism a column-parallel layer saves only its slice of the input and gathers the input again in
+backward. Both collectives of backward are hidden: the gather overlaps with the product for the input's gradient, and
+the reduction of that gradient overlaps with the product for the weight's gradient. Source: Megatron-LM's
+LinearWithGradAccumulationAndAsyncCommunication. With another matrix product (model/float8.py) the layer saves the whole
+input, and the collectives are not hidden.
 """
 
 from __future__ import annotations
@@ -25,18 +28,23 @@ from megazpp.tensor_parallel.lora import Adapter
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, leave_region
 
-# of x [..., K], weight [N, K], bias [N] or None: x W^T + b, as F.linear's
+# A substitute for F.linear: takes x [..., K], weight [N, K] and bias [N] or None, and returns x W^T + b.
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence[torch.Tensor | None]
 
 
 class _SplitLinear(nn.Module):
-    """A linear layer of which each tp rank has some rows (split 0) or columns (split 1) of the weight, [out, in].
+    """A linear layer whose weight [out, in] is split over tp by rows (`split` 0) or columns (`split` 1).
 
     Args:
+        in_features: number of inputs of the whole layer.
+        out_features: number of outputs of the whole layer.
+        tp: tensor-parallel axis.
         std: standard deviation of the weight's initial values.
-        product: multiplies in the place of F.linear.
+        bias: True adds a bias, which starts at zero.
+        sequence_parallel: True if activations outside the tensor-parallel region are split along the sequence.
+        product: substitute for F.linear; None uses F.linear.
     """
 
     split: int
@@ -67,24 +75,35 @@ class _SplitLinear(nn.Module):
 
 
 class ColumnParallelLinear(_SplitLinear):
-    """y = x W^T + b with the rows of W split: [S, B, in] ([S/T, B, in] with sequence parallelism) -> [S, B, out/T].
+    """A linear layer whose outputs are split over tp: [S, B, in] -> [S, B, out/T].
 
-    Collectives on tp: backward all-reduce; with sequence parallelism all-gather forward, and all-gather and
-    reduce-scatter backward. Layers of one input share them: see `column_parallel`.
+    With sequence parallelism the input is [S/T, B, in].
+
+    Collectives on tp: an all-reduce in backward. With sequence parallelism an all-gather in forward, and an all-gather
+    and a reduce-scatter in backward. `column_parallel` applies several layers to one input with the same collectives.
     """
 
     split = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b for this rank's outputs."""
         return column_parallel(x, [self])[0]
 
 
 def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
-    """Apply each of the layers, alike but for their sizes, to x; they enter the tensor-parallel region once."""
+    """Apply several layers to one input, which enters the tensor-parallel region only once.
+
+    Args:
+        x: [S, B, in], or [S/T, B, in] with sequence parallelism.
+        layers: layers with the same input size, axis, product and sequence parallelism, all with or all without a bias.
+            Output sizes may differ.
+    Returns:
+        The output of each layer, [S, B, out/T].
+    """
     tp, split, product = layers[0].tp, layers[0].sequence_parallel, layers[0].product
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
-    adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)  # they read the whole input
+    adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)  # adapters need the whole input
     together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
     if product is None and together and torch.is_grad_enabled() and x.requires_grad and not adapted:
         if torch.compiler.is_compiling():
@@ -98,9 +117,11 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
 
 
 class _Keep(torch.autograd.Function):
-    """x, which is saved with the weights before it is gathered and multiplied; `kept` gets the context that has them.
+    """The identity on x, which saves x and the weights for the backward of `_ColumnParallel`.
 
-    Saved after the products, a recomputation would gather and multiply once more to have them again.
+    Its context is appended to `kept`, from which `_ColumnParallel` reads the saved tensors. They are saved before the
+    gather and the products. With activation recomputation, the recomputed forward may stop as soon as all saved
+    tensors are available; if they were saved after the products, it would repeat the gather and the products.
     """
 
     @staticmethod
@@ -115,7 +136,11 @@ class _Keep(torch.autograd.Function):
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Products with n weights: takes x, tp, whether x is a slice of the sequence, what is kept, weights and biases."""
+    """The products of one input with n weights, with overlapped collectives in backward.
+
+    The arguments are x, the axis, True if x is a slice of the sequence (`split`), the list with the context of `_Keep`,
+    then n weights and n biases (or None).
+    """
 
     @staticmethod
     def forward(
@@ -133,6 +158,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _products(x: torch.Tensor, weights: Tensors, biases: Biases, split: bool, tp: MeshAxis) -> list[torch.Tensor]:
+    """Return x W^T + b for each weight. With `split`, x is first gathered along the sequence."""
     inside = tp.all_gather(x) if split else x
     return [F.linear(inside, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
@@ -140,7 +166,11 @@ def _products(x: torch.Tensor, weights: Tensors, biases: Biases, split: bool, tp
 def _gradients(
     grads: Tensors, x: torch.Tensor, weights: Tensors, needed: Sequence[bool], split: bool, tp: MeshAxis
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of x, and of the weights and biases that are `needed`."""
+    """Return the gradient of x, then the gradients of all weights and biases, None for those that are not `needed`.
+
+    The gather of x overlaps with the product for its gradient, and the reduction of that gradient overlaps with the
+    products for the weights' gradients. On the CPU nothing overlaps.
+    """
     count = len(weights)
     queue = tp.queue if x.is_cuda else CommQueue()
     whole = queue.submit(lambda: tp.all_gather(x)) if split and any(needed[:count]) else Work(x)
@@ -154,19 +184,21 @@ def _gradients(
     return [x_grad.wait(), *weight_grads, *bias_grads]
 
 
-# What torch.compile sees of these layers: one operator each way, so that a graph keeps x as it is and does not merge
-# the all-gather of backward with that of forward, and collectives run beside the products as in eager code.
+# In a graph of torch.compile, these layers are one operator for forward and one for backward. Otherwise the compiler
+# could save the gathered input instead of gathering again in backward, and collectives would not overlap with products.
 
 
 def _column_parallel(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], split: bool, axis: str
 ) -> list[torch.Tensor]:
+    """Run the operator megazpp::column_parallel, see `_products`; `biases` is empty for layers without a bias."""
     return _products(x, weights, biases or [None] * len(weights), split, axis_of_key(axis))
 
 
 def _shapes_of_products(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], split: bool, axis: str
 ) -> list[torch.Tensor]:
+    """Return empty results of megazpp::column_parallel for tracing."""
     seq = x.shape[0] * axis_of_key(axis).size if split else x.shape[0]
     return [x.new_empty((seq, *x.shape[1:-1], weight.shape[0])) for weight in weights]
 
@@ -174,6 +206,7 @@ def _shapes_of_products(
 def _column_parallel_gradients(
     grads: list[torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], needed: list[bool], split: bool, axis: str
 ) -> list[torch.Tensor]:
+    """Run the operator megazpp::column_parallel_backward: `_gradients` without the entries that are None."""
     found = _gradients(grads, x, weights, needed, split, axis_of_key(axis))
     return [grad for grad in found if grad is not None]
 
@@ -181,6 +214,7 @@ def _column_parallel_gradients(
 def _shapes_of_gradients(
     grads: list[torch.Tensor], x: torch.Tensor, weights: list[torch.Tensor], needed: list[bool], split: bool, axis: str
 ) -> list[torch.Tensor]:
+    """Return empty results of megazpp::column_parallel_backward for tracing."""
     shapes = [weight.shape for weight in weights] + [weight.shape[:1] for weight in weights]
     return [torch.empty_like(x), *(x.new_empty(shape) for shape, n in zip(shapes, needed, strict=True) if n)]
 
@@ -199,11 +233,13 @@ _column_parallel_backward = define_operator(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    """Save the input and the weights of megazpp::column_parallel for its backward."""
     x, weights, _, ctx.split, ctx.axis = inputs
     ctx.save_for_backward(x, *weights)
 
 
 def _backward_of_products(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of megazpp::column_parallel, None for those that need none."""
     x, *weights = ctx.saved_tensors
     of_weights, of_biases = ctx.needs_input_grad[1:3]
     needed = [*of_weights, *(of_biases or [False] * len(weights))]
@@ -216,30 +252,43 @@ torch.library.register_autograd("megazpp::column_parallel", _backward_of_product
 
 
 class RowParallelLinear(_SplitLinear):
-    """y = x W^T + b with the columns of W split: [S, B, in/T] -> [S, B, out] ([S/T, B, out] with sequence parallelism).
+    """A linear layer whose inputs are split over tp: [S, B, in/T] -> [S, B, out].
 
-    Collectives on tp: forward all-reduce; or forward reduce-scatter and backward all-gather with sequence parallelism,
-    where each rank has its slice's part of the bias's gradient.
+    With sequence parallelism the output is [S/T, B, out].
+
+    Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an all-gather
+    in backward; each rank then computes only its slice's part of the bias's gradient.
     """
 
     split = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + b, summed over tp."""
         product = self.product or F.linear
         if self.tp.size == 1:
             whole = product(x, local(self.weight), None if self.bias is None else local(self.bias))
             return _adapted(whole, x, self.adapter)
         part = _adapted(product(x, local(self.weight), None), x, self.adapter)
         y = leave_region(part, self.tp, sequence_parallel=self.sequence_parallel)
-        return y if self.bias is None else y + local(self.bias)  # after the sum, so that it is added once
+        return y if self.bias is None else y + local(self.bias)  # the bias is added once, after the sum over tp
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the table split over tp: tokens [S, B] -> [S, B, H] ([S/T, B, H] with sequence parallelism).
+    """An embedding whose vocabulary is split over tp: tokens [S, B] -> [S, B, H].
 
-    Rows from `vocab_size` on are padding and start at zero. Each rank looks up the tokens it owns and the sum over tp
-    completes the rest. Collectives on tp: forward all-reduce, or forward reduce-scatter and backward all-gather with
-    sequence parallelism.
+    With sequence parallelism the output is [S/T, B, H].
+
+    Each rank looks up the tokens in its rows and returns zeros for all others; the sum over tp completes the result.
+    Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an all-gather
+    in backward.
+
+    Args:
+        padded_vocab_size: number of rows of the whole table, a multiple of the number of ranks.
+        hidden_size: number of columns, H.
+        vocab_size: number of tokens. Rows from here on are padding, which starts at zero.
+        tp: tensor-parallel axis.
+        std: standard deviation of the initial values.
+        sequence_parallel: True returns this rank's slice of the sequence.
     """
 
     def __init__(
@@ -260,6 +309,7 @@ class VocabParallelEmbedding(nn.Module):
         self.specs = {"weight": ParameterSpec(split=0, std=std, rows=vocab_size)}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look up the embeddings of tokens [S, B], int64."""
         if self.tp.size == 1:
             return F.embedding(tokens, local(self.weight))
         row = tokens - self.tp.rank * self.rows
@@ -270,4 +320,5 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _adapted(y: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    """Return y plus the output of the adapter for x, or y itself if the adapter is missing or switched off."""
     return y if adapter is None or not adapter.adds else y + adapter(x)

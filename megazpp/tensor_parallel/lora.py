@@ -1,16 +1,18 @@
-"""LoRA beside tensor-parallel linear layers: y + scale (x A) B, of which only A and B are trained.
+"""LoRA adapters for tensor-parallel linear layers: y + scale (x A) B^T, where only A and B are trained.
 
-r the rank, T ranks of the tp axis. What the base layer splits, its adapter splits, and the small matrix in between is
-whole on every rank; its gradient there is partial:
+Letters: r is the rank of the adapter, T the number of ranks of the tp axis. The adapter splits the same dimension as
+its base layer. The other of its two matrices is whole on every tp rank, and each rank computes only a part of the
+gradient of that matrix:
 
-| beside       | A            | B            | x A on a rank         | partial gradient        |
-|--------------|--------------|--------------|-----------------------|-------------------------|
-| column       | [in, r]      | [out / T, r] | whole                 | A's                     |
-| row          | [in / T, r]  | [out, r]     | a part of the sum     | B's                     |
+| base layer      | A            | B            | x A on each rank  | partial gradient |
+|-----------------|--------------|--------------|-------------------|------------------|
+| column-parallel | [in, r]      | [out / T, r] | complete          | of A             |
+| row-parallel    | [in / T, r]  | [out, r]     | part of a sum     | of B             |
 
-A row-parallel layer sums over tp behind the adapter, so the parts need no collective of their own, with sequence
-parallelism neither. A is stored transposed, so that ZeRO shards its long side. Source: LoRA (arXiv 2106.09685); initial
-values have the variance of PEFT's.
+The sum over tp of a row-parallel layer follows the adapter, so the adapter needs no further collective, also with
+sequence parallelism. A is stored as [in, r] because ZeRO shards the first dimension, which is then the long one.
+
+Source: LoRA (arXiv 2106.09685). Initial values have the same variance as in PEFT.
 """
 
 from __future__ import annotations
@@ -26,23 +28,33 @@ from torch import nn
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 
-_AT_ONCE = 1 << 18  # elements that are merged at once, which caches hold
+_AT_ONCE = 1 << 18  # elements that are merged at a time, few enough for the CPU's caches
 
 
 class Adapter(nn.Module):
-    """The term that is added to the product of a linear layer."""
+    """The base class of adapters: a term that is added to the output of a linear layer.
 
-    enabled = True  # see `adapters_off`
-    has_reference = False  # it did not begin at zero: where it is not enabled, it is as it began
+    Attributes:
+        enabled: False inside `adapters_off`, where the adapter acts as before training.
+        has_reference: True if the adapter was not zero before training. It then keeps its initial matrices and uses
+            them while it is not enabled.
+    """
+
+    enabled = True
+    has_reference = False
 
     @property
     def adds(self) -> bool:
+        """True if the adapter currently contributes to the output."""
         return self.enabled or self.has_reference
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes what it did before training: with LoRA it is its own reference."""
+    """Return a context in which `model` computes the same function as before training.
+
+    This lets a model with LoRA serve as its own reference model.
+    """
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
         adapter.enabled = False
@@ -54,12 +66,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class LowRankAdapter(Adapter):
-    """[S, B, in] -> [S, B, out] as the base layer has them on this rank.
+    """An adapter with two matrices: [S, B, in] -> [S, B, out], with the base layer's sizes on this rank.
 
     Args:
-        in_features, out_features: of this tp rank.
-        rank, scale: r, alpha / r.
-        row: whether the base splits its inputs; otherwise it splits its outputs.
+        in_features: number of inputs of the base layer on this tp rank.
+        out_features: number of outputs of the base layer on this tp rank.
+        rank: rank r of the adapter.
+        scale: factor of the adapter's output, alpha / r.
+        tp: tensor-parallel axis.
+        row: True if the base layer is row-parallel, False if it is column-parallel.
+        dropout: module that is applied to the adapter's input.
     """
 
     def __init__(
@@ -79,12 +95,14 @@ class LowRankAdapter(Adapter):
         self.a = nn.Parameter(torch.empty(in_features, rank))
         self.b = nn.Parameter(torch.empty(out_features, rank))
         whole_inputs = in_features * (tp.size if row else 1)
-        # the variance of PEFT's uniform distribution over +-1 / sqrt(inputs); B begins at zero
+        # PEFT initializes A uniformly in +-1 / sqrt(inputs). This is a normal distribution of the same variance. B
+        # starts at zero.
         std, several = 1.0 / math.sqrt(3.0 * whole_inputs), tp.size > 1
         self.specs = {"a": ParameterSpec(std=std, split=0 if row else None, partial=several and not row)}
         self.specs["b"] = ParameterSpec(split=None if row else 0, partial=several and row)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scale (x A) B^T, with the reference matrices and without dropout if the adapter is not enabled."""
         if self.enabled:
             return F.linear(self.dropout(x) @ local(self.a), local(self.b)) * self.scale
         assert self.reference is not None
@@ -92,7 +110,13 @@ class LowRankAdapter(Adapter):
         return F.linear(x @ a, b) * self.scale
 
     def keep_reference(self, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> None:
-        """Be these whole matrices where it is not enabled; this tp rank's parts of them stay on `device`."""
+        """Store the matrices that the adapter uses while it is not enabled.
+
+        Args:
+            a: [in, r] whole matrix A.
+            b: [out, r] whole matrix B.
+            device: device that keeps this tp rank's parts.
+        """
         parts = [
             whole if (split := self.specs[name].split) is None else whole.chunk(self.tp.size, split)[self.tp.rank]
             for name, whole in (("a", a), ("b", b))
@@ -101,9 +125,16 @@ class LowRankAdapter(Adapter):
 
 
 class QkvAdapter(Adapter):
-    """Adapters of queries, keys and values, each with its own A, beside the fused column-parallel projection.
+    """Separate adapters of queries, keys and values for the fused column-parallel projection.
 
-    [S, B, in] -> [S, B, rows of this rank], in the fused order [group of this rank, (Q queries, key, value), D].
+    Maps [S, B, in] to [S, B, rows of this rank]. The rows have the fused order: for each group of this rank its
+    queries, then its key, then its value, with `head_size` rows per head.
+
+    Args:
+        adapters: the adapters of "q", "k" and "v"; each may be missing.
+        groups: number of key-value heads on this rank.
+        queries_per_group: number of query heads per key-value head.
+        head_size: size of a head.
     """
 
     def __init__(
@@ -113,9 +144,10 @@ class QkvAdapter(Adapter):
         for name, adapter in adapters.items():
             self.add_module(name, adapter)
         self.groups, self.head_size = groups, head_size
-        self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # of a group
+        self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # number of heads in a group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the adapters in the fused order, zeros for missing adapters."""
         parts = []
         for name, heads in self.heads.items():
             shape, adapter = (*x.shape[:2], self.groups, heads, self.head_size), getattr(self, name, None)
@@ -126,10 +158,16 @@ class QkvAdapter(Adapter):
 def joined_factors(
     parameters: Mapping[str, torch.Tensor], groups: int, queries: int, head_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [in, R] and B [out, R] beside a whole linear layer, of its adapter's whole parameters: a, b, or q.a, q.b, ...
+    """Return A [in, R] and B [out, R] such that B A^T is the whole adapter of a linear layer.
 
-    R is the sum of the parts' ranks; rows of the fused projection that a part does not reach are zeros in its columns.
-    `groups` and `queries` are the heads of keys and of queries of the whole layer.
+    For an adapter of the fused projection of queries, keys and values, R is the sum of the ranks of its parts. In the
+    columns of B that belong to one part, the rows of the other parts are zero.
+
+    Args:
+        parameters: whole parameters of the adapter, by name: a and b, or q.a, q.b, k.a and so on.
+        groups: number of key-value heads of the whole layer.
+        queries: number of query heads of the whole layer.
+        head_size: size of a head.
     """
     if "a" in parameters:
         return parameters["a"], parameters["b"]
@@ -146,9 +184,16 @@ def joined_factors(
 
 
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """`weight` [rows, columns], a box of [out, in], + scale b [rows, R] a^T [R, columns] in fp32, rounded to its type.
+    """Return weight + scale b a^T, computed in fp32 and rounded to the weight's dtype.
 
-    The terms are added one after the other: an element has the same bits whatever box of the weight it is computed in.
+    `weight` may be any rectangular part of a layer's weight. The R terms of each element are added one after the other,
+    so that the result is bit-identical for every division of the weight into parts.
+
+    Args:
+        weight: [rows, columns] part of a weight [out, in].
+        a: [columns, R] rows of A for the part's columns.
+        b: [rows, R] rows of B for the part's rows.
+        scale: factor of the adapter.
     """
     result, at_once = torch.empty_like(weight), max(_AT_ONCE // weight.shape[1], 1)
     a, b = a.float(), b.float()

@@ -1,12 +1,14 @@
-"""The attributes of a parameter beside its local tensor: its split over tensor parallelism, its initialisation.
+"""The specification of each parameter: its split over tensor parallelism and its initialization.
 
-A module that owns parameters lists them in `specs`, by attribute name. Modules hold plain local tensors; before
-sharding, `distribute_parameters` turns each into a DTensor on the tp mesh (split, or replicated), which is what
-FSDP2, gradient clipping and resharding checkpoints compose with. Forward code reads them through `local`.
+A module that owns parameters describes them in its attribute `specs`, a dict by attribute name. Modules are built with
+plain local tensors. Before sharding, `distribute_parameters` converts each parameter to a DTensor on the tp mesh (split
+or replicated), the form that FSDP2, gradient clipping and resharded checkpoints need. Forward code reads parameters
+through `local`.
 
-Each parameter is drawn in full from a generator of (seed, name) and then sliced, so weights do not change with the
-number of ranks or how they are arranged. GPUs of different models draw different numbers from one seed (CUDA cuts a
-tensor by its multiprocessors), so what several ranks hold alike, `share_parameters_` takes from one of them.
+Initial values: a generator seeded by (seed, name) fills the whole parameter, and each rank keeps its part. Weights
+therefore do not depend on the number of ranks or their placement. GPUs of different models generate different numbers
+from one seed, because CUDA divides a tensor by its number of multiprocessors. `share_parameters_` then copies the
+values from one rank to all ranks that hold the same part.
 """
 
 from __future__ import annotations
@@ -28,34 +30,50 @@ from megazpp.parallel.axis import MeshAxis
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """The split of one parameter over tp, and its initialisation."""
+    """The split of one parameter over tp, and its initialization.
 
-    split: int | None = None  # the dim that tp ranks share out, None for a parameter every rank holds whole
-    std: float = 0.0  # standard deviation of the normal distribution it is drawn from; 0 for a constant
-    value: float = 0.0  # the constant when `std` is 0
-    rows: int | None = None  # rows that are drawn; the rest is padding and stays zero. None for all
-    matrices: tuple[int, ...] = ()  # rows of the matrices of a layer that take turns in it; () if it is none
-    transposed: bool = False  # stored as [inputs, outputs]
-    expert: bool = False  # on the experts' mesh, where ep takes tp's place; else on the tp mesh
-    exact: bool = False  # never quantized between ranks
-    partial: bool = False  # each tp rank computes a part of the gradient; see `sum_partial_gradients_`
+    Attributes:
+        split: dimension that is split over tp; None if every tp rank holds the whole parameter.
+        std: standard deviation of the normal distribution of the initial values; 0 for a constant.
+        value: initial value if `std` is 0.
+        rows: number of rows that are initialized. Later rows are padding and stay zero. None means all rows.
+        matrices: numbers of rows of the matrices that the parameter consists of, in a repeating pattern (for instance
+            query, key and value), for Muon; () if the parameter is not a matrix of a layer.
+        transposed: True if the parameter is stored as [inputs, outputs].
+        expert: True if the parameter is on the experts' mesh, where ep replaces tp.
+        exact: True if the parameter is never quantized between ranks.
+        partial: True if each tp rank computes only a part of the gradient, see `sum_partial_gradients_`.
+    """
+
+    split: int | None = None
+    std: float = 0.0
+    value: float = 0.0
+    rows: int | None = None
+    matrices: tuple[int, ...] = ()
+    transposed: bool = False
+    expert: bool = False
+    exact: bool = False
+    partial: bool = False
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter inside forward: the local tensor of a DTensor.
+    """Return this rank's part of a parameter, for use in forward: the local tensor of a DTensor.
 
-    Differentiable like `DTensor.to_local`, for half of the host's time: a gradient is placed as its parameter is.
+    The result is differentiable as with `DTensor.to_local`, but takes half of its host time. It assumes that the
+    gradient has the same placement as the parameter.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling():
-        return parameter.to_local()  # which torch.compile knows
+        return parameter.to_local()  # torch.compile supports this method
     if parameter.requires_grad and torch.is_grad_enabled():
         return _Local.apply(parameter)
     return parameter._local_tensor
 
 
 class _Local(torch.autograd.Function):
+    """The conversion of a DTensor to its local tensor, and of the local gradient to a DTensor."""
+
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
         ctx.spec = parameter._spec
@@ -63,18 +81,19 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> DTensor:
-        # not the constructor: its __init__ does nothing, but through two wrappers
+        # `__new__` skips `__init__`, which does nothing but is called through two wrappers.
         return DTensor.__new__(DTensor, grads[0].contiguous(), ctx.spec, requires_grad=False)
 
 
 @contextmanager
 def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[None]:
-    """Have modules hold their local tensors inside, as `local` returns them, for code that torch.compile has compiled.
+    """Return a context in which modules hold local tensors, as `local` returns them, instead of DTensor parameters.
 
-    A compiled graph takes DTensors too, and has their gradients, but unwraps and wraps each in a dozen Python calls.
+    Used around calls of compiled graphs. A graph could take the DTensors itself, but it would unwrap each one, and wrap
+    each gradient, in a dozen Python calls.
 
     Args:
-        places: dicts of modules' parameters and names in them, see `places_of`.
+        places: the parameters to replace, each a module's parameter dict and a name in it, see `places_of`.
     """
     places = [(parameters, name) for parameters, name in places if isinstance(parameters.get(name), DTensor)]
     whole = [parameters[name] for parameters, name in places]
@@ -92,12 +111,12 @@ def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[N
 
 
 def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return where the parameters of a module and of those inside it are registered."""
+    """Return the parameter dict and the name of each parameter of a module and its submodules."""
     return [(each._parameters, name) for each in module.modules() for name in each._parameters]
 
 
 class _Locals(torch.autograd.Function):
-    """`_Local` of several parameters."""
+    """`_Local` for several parameters at once: DTensors to local tensors, and local gradients to DTensors."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
@@ -118,7 +137,11 @@ class _Locals(torch.autograd.Function):
 
 
 def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, ParameterSpec]]:
-    """Name, module, attribute and spec of all parameters of `model`; one without a spec is an error."""
+    """Yield the name, the owning module, the attribute name and the specification of each parameter of `model`.
+
+    Raises:
+        TypeError: a parameter has no entry in its module's `specs`.
+    """
     for prefix, module in model.named_modules():
         for attribute, _ in module.named_parameters(recurse=False):
             name = f"{prefix}.{attribute}" if prefix else attribute
@@ -129,11 +152,12 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Pa
 
 
 def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None = None) -> None:
-    """Replace every parameter by a DTensor that wraps the same local tensor.
+    """Replace parameters with DTensors that wrap the same local tensors.
 
     Args:
-        tp_mesh: of the parameters; None leaves them as they are.
-        ep_mesh: of experts' parameters; None leaves these as they are.
+        model: model with plain parameters.
+        tp_mesh: mesh of all parameters but experts'; None leaves these parameters unchanged.
+        ep_mesh: mesh of experts' parameters; None leaves these parameters unchanged.
     """
     for _, module, attribute, spec in list(owned_parameters(model)):
         mesh = ep_mesh if spec.expert else tp_mesh
@@ -147,9 +171,13 @@ def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh | None, ep_mesh:
 
 @torch.no_grad()
 def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.device) -> None:
-    """Fill every parameter, local tensors or DTensors of any placement, from (seed, name).
+    """Initialize every parameter in place, from values that depend only on the seed and the parameter's name.
 
-    Full tensors are drawn on `draw_device` one at a time; CPU and CUDA draw other numbers.
+    Args:
+        model: model whose parameters are local tensors or DTensors of any placement.
+        seed: seed of the run.
+        draw_device: device on which the whole tensors are generated, one at a time. The CPU and CUDA generate different
+            numbers from the same seed.
     """
     for name, module, attribute, spec in owned_parameters(model):
         parameter = getattr(module, attribute)
@@ -163,12 +191,12 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
 
 
 def existing_rows(model: nn.Module) -> dict[str, int]:
-    """Return the number of rows that exist, by name, of the parameters that may end in rows of padding."""
+    """Return the number of rows without padding of each parameter that may be padded (by vocabulary), by name."""
     return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
 
 
 def count_elements(model: nn.Module, tp_size: int) -> int:
-    """Return the number of elements of all whole parameters over tp, without the rows that pad a vocabulary."""
+    """Return the number of elements of the whole model over all tp ranks, without the padding of the vocabulary."""
     total = 0
     for _, module, attribute, spec in owned_parameters(model):
         shape = list(getattr(module, attribute).shape)
@@ -179,13 +207,18 @@ def count_elements(model: nn.Module, tp_size: int) -> int:
 
 
 def partial_parameters(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters of whose gradient each tp rank computes a part."""
+    """Return the names of the parameters whose gradient is the sum of parts that the tp ranks compute."""
     return frozenset(name for name, _, _, spec in owned_parameters(model) if spec.partial)
 
 
 @torch.no_grad()
 def sum_partial_gradients_(parameters: Iterable[torch.Tensor], tp: MeshAxis) -> None:
-    """Add up over tp, in one all-reduce per optimizer step, what its ranks have of these gradients, of one dtype."""
+    """Sum gradients in place over tp with a single all-reduce. Call this once per optimizer step.
+
+    Args:
+        parameters: parameters for which each tp rank has computed a part of the gradient. All gradients have one dtype.
+        tp: tensor-parallel axis.
+    """
     parts = [local(p.grad) for p in parameters if p.grad is not None]
     if tp.size > 1 and parts:
         flat = tp.all_reduce_(torch.cat([part.reshape(-1) for part in parts]))
@@ -195,7 +228,13 @@ def sum_partial_gradients_(parameters: Iterable[torch.Tensor], tp: MeshAxis) -> 
 
 @torch.no_grad()
 def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis) -> None:
-    """Give every copy of a drawn parameter, over `copies` and what `tp` does not split, its first rank's values."""
+    """Copy randomly initialized parameters from one rank to all ranks that hold the same part.
+
+    Args:
+        model: model whose parameters are updated in place.
+        copies: axes along which ranks hold equal parts.
+        tp: tensor-parallel axis. Parameters that it does not split are copied along it as well.
+    """
     for _, module, attribute, spec in owned_parameters(model):
         if spec.std > 0.0:
             values = local(getattr(module, attribute).detach())
@@ -208,7 +247,15 @@ def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis) -> None
 def draw_parameter(
     name: str, shape: tuple[int, ...], spec: ParameterSpec, *, seed: int, device: torch.device
 ) -> torch.Tensor:
-    """The full initial value of one parameter, [shape] fp32, from (seed, name)."""
+    """Return the whole initial value of one parameter, fp32.
+
+    Args:
+        name: name of the parameter. It determines the values together with the seed.
+        shape: shape of the whole parameter.
+        spec: distribution of the values, and rows without padding.
+        seed: seed of the run.
+        device: device on which the values are generated.
+    """
     full = torch.full(shape, spec.value, dtype=torch.float32, device=device)
     if spec.std > 0.0:
         generator = torch.Generator(device).manual_seed(seed_for(name, seed=seed))
@@ -219,6 +266,6 @@ def draw_parameter(
 
 
 def seed_for(name: str, *, seed: int) -> int:
-    """A generator seed that depends on (seed, name) alone and is unrelated to that of any other pair."""
+    """Return a generator seed for a pair (seed, name). The hash makes the seeds of different pairs unrelated."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

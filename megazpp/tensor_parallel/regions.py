@@ -1,6 +1,7 @@
-"""The entries and exits of a tensor-parallel region for activations; forward and backward stand side by side.
+"""Entries and exits of tensor-parallel regions: collectives on activations in forward and their adjoints in backward.
 
-Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequence is contiguous.
+Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequence is contiguous. T is the size of the
+axis tp, C the size of the axis cp.
 
 | region                   | forward                     | backward                    |
 |--------------------------|-----------------------------|-----------------------------|
@@ -12,11 +13,16 @@ Activations are [S, B, H] (sequence, batch, hidden), so that a slice of the sequ
 | exchange_rows            | all-to-all, unequal parts   | all-to-all, unequal parts   |
 | collect_sequence         | all-gather along S          | this rank's slice           |
 
-`exchange_rows` is expert parallelism's, on ep (model/moe.py). `exchange` and `collect_sequence` are context
-parallelism's, on cp: ranks hold tokens of the whole model, but for attention, where they hold
-heads of all tokens (Ulysses, arXiv 2309.14509); and all of them compute the same loss. Without sequence parallelism a
-layer is copy ... reduce; with it, gather ... reduce_scatter: the same bytes. On an axis of size 1 every region returns
-its argument.
+Without sequence parallelism a layer's region is copy_to_region ... reduce_from_region_. With sequence parallelism it is
+gather_sequence ... reduce_scatter_sequence, which sends the same number of bytes.
+
+`exchange_rows` is for expert parallelism: it sends tokens to the ranks of their experts and back (model/moe.py).
+
+`exchange` and `collect_sequence` are for context parallelism (Ulysses, arXiv 2309.14509). Each rank holds some of the
+tokens, except in attention, where it holds some of the heads for all tokens: `exchange` switches between the two. All
+ranks of a cp group compute the same loss, so the backward of `collect_sequence` needs no sum.
+
+On an axis of size 1, every function returns its argument.
 """
 
 from __future__ import annotations
@@ -29,46 +35,69 @@ from megazpp.parallel.axis import MeshAxis
 
 
 def enter_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> torch.Tensor:
-    """[S, B, H] (or [S/T, B, H] with sequence parallelism) -> [S, B, H], the input of a column-parallel layer."""
+    """Return the input [S, B, H] of a column-parallel layer from x, [S, B, H] or a slice [S/T, B, H] of the sequence.
+
+    Args:
+        x: activations outside the region.
+        tp: tensor-parallel axis.
+        sequence_parallel: True if x is this rank's slice of the sequence.
+    """
     if tp.size == 1:
         return x
     return gather_sequence(x, tp) if sequence_parallel else copy_to_region(x, tp)
 
 
 def leave_region(x: torch.Tensor, tp: MeshAxis, *, sequence_parallel: bool) -> torch.Tensor:
-    """Partial sums [S, B, H], which it may overwrite -> sum [S, B, H] ([S/T, B, H] with sequence parallelism)."""
+    """Sum the output of a row-parallel layer over tp.
+
+    Args:
+        x: [S, B, H] this rank's partial sums. They may be overwritten.
+        tp: tensor-parallel axis.
+        sequence_parallel: True returns only this rank's slice of the sequence.
+    Returns:
+        The sum, [S, B, H], or [S/T, B, H] with sequence parallelism.
+    """
     if tp.size == 1:
         return x
     return reduce_scatter_sequence(x, tp) if sequence_parallel else reduce_from_region_(x, tp)
 
 
 def copy_to_region(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Identity forward; backward sums the gradient over tp (1 all-reduce)."""
+    """Return x unchanged. Backward sums the gradient over tp (1 all-reduce)."""
     return _Copy.apply(x, tp)
 
 
 def reduce_from_region_(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Sum over tp forward (1 all-reduce), in place: `x` is contiguous and no leaf; identity backward."""
+    """Sum x over tp in place (1 all-reduce). Backward is the identity.
+
+    x must be contiguous and must not be an autograd leaf.
+    """
     return _Reduce.apply(x, tp)
 
 
 def gather_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """[S/T, ...] -> [S, ...]; backward sums and scatters (1 all-gather, 1 reduce-scatter)."""
+    """Gather slices [S/T, ...] to [S, ...] (1 all-gather). Backward reduce-scatters the gradient (1 reduce-scatter)."""
     return _Gather.apply(x, tp)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
-    """Partial [S, ...] -> this rank's slice of the sum [S/T, ...]; backward gathers."""
+    """Sum x, [S, ...], over tp and return this rank's slice [S/T, ...] (1 reduce-scatter). Backward: 1 all-gather."""
     return _ReduceScatter.apply(x, tp)
 
 
 def exchange(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-    """[C, ...] -> [C, ...]: slice i goes to rank i, slice i of the result is rank i's (1 all-to-all, backward 1)."""
+    """Send slice i of x, [C, ...], to rank i, and return [C, ...] whose slice i came from rank i (1 all-to-all).
+
+    Backward sends the gradients back (1 all-to-all).
+    """
     return _Exchange.apply(x, cp)
 
 
 def collect_sequence(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
-    """[S/C, ...] -> [S, ...]; backward is without a sum, as each rank has the same gradient (1 all-gather)."""
+    """Gather slices [S/C, ...] to [S, ...] (1 all-gather).
+
+    Backward returns this rank's slice of the gradient without a sum, because all ranks compute the same gradient.
+    """
     return _Collect.apply(x, cp)
 
 
@@ -87,6 +116,8 @@ def take_rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, *, co
 
 
 class _Copy(torch.autograd.Function):
+    """The autograd function of `copy_to_region`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
         ctx.tp = tp
@@ -94,15 +125,17 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # a clone, because autograd may hand the same gradient to another branch
+        # The all-reduce works in place on a clone, because autograd may pass the same gradient to another branch.
         return ctx.tp.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
 class _Reduce(torch.autograd.Function):
+    """The autograd function of `reduce_from_region_`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return tp.all_reduce_(x.clone())  # whether the clone can go, the compiler sees
+            return tp.all_reduce_(x.clone())  # the compiler removes the clone if it can
         ctx.mark_dirty(x)
         return tp.all_reduce_(x)
 
@@ -112,6 +145,8 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """The autograd function of `gather_sequence`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
         ctx.tp = tp
@@ -123,6 +158,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
+    """The autograd function of `reduce_scatter_sequence`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tp: MeshAxis) -> torch.Tensor:
         ctx.tp = tp
@@ -134,6 +171,8 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
+    """The autograd function of `exchange`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
         ctx.cp = cp
@@ -145,6 +184,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
+    """The autograd function of `collect_sequence`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
         ctx.cp = cp

@@ -1,16 +1,17 @@
-"""The machine: nodes, the ranks of each and their positions, and the figures of wires and devices.
+"""`Cluster`: nodes, the placement of ranks on them, and the performance of links and devices.
 
-Every rank has a position. Positions go node by node and, inside a node, domain by domain; `order` says which rank sits
-at each, so that a launcher may number ranks as it likes:
+A position is a place for one rank. Positions are numbered node by node and, inside a node, domain by domain. `order`
+gives the rank at each position, so a launcher may number ranks in any way:
 
     Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=(0, 2, 4, 6, 1, 3, 5, 7))
 
     position    0   1   2   3      4   5   6   7
-    rank       [0   2] [4   6]    [1   3] [5   7]         [ ] a domain: its ranks share the fastest wire
+    rank       [0   2] [4   6]    [1   3] [5   7]         [ ] a domain: ranks connected by the fastest kind of link
                node 0             node 1
 
-A domain may be smaller than a node (two GPUs on an NVLink bridge), a node (NVSwitch) or several nodes (an NVLink rack).
-The larger of node and domain is the local domain: traffic inside it is "local", between them "cross".
+A domain may be a part of a node (two GPUs with an NVLink bridge), a node (NVSwitch) or several nodes (an NVLink rack).
+The larger of node and domain is called the local domain. Traffic inside a local domain counts as "local" (usually
+intra-node), traffic between local domains as "cross" (inter-node).
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
-SHARES = ("v100", "a100", "h100", "h800")  # calibrations of --plan
-MEASURED = "measured"  # how the source of a measured figure begins
-MOST_RANKS = 1 << 20  # of a cluster; an order, and the groups of an axis, are lists of ranks
+SHARES = ("v100", "a100", "h100", "h800")  # devices for which --plan has a calibration
+MEASURED = "measured"  # first word of a link's `source` if its figures were measured
+MOST_RANKS = 1 << 20  # largest cluster, because orders and process groups are stored as lists of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`num_nodes` nodes of `ranks_per_node` ranks.
+    """A cluster of equal nodes, with the placement of ranks and the performance of its links.
 
     Attributes:
-        domain_size: ranks that share the fastest wire; None: the ranks of a node.
-        order: the rank at each position; None: ranks are numbered by position.
-        links: figures of the wires, where known.
-        device: what a rank computes with, where a file says it.
-        notices: lines to show.
+        num_nodes: number of nodes.
+        ranks_per_node: number of ranks on each node.
+        domain_size: number of ranks that are connected by the fastest kind of link; None if that is a node.
+        order: rank at each position; None if ranks are numbered by position.
+        links: bandwidth and latency of the links that are known.
+        device: device of each rank, if a cluster file describes it.
+        notices: messages for the user.
     Raises:
-        ValueError: no ranks or more than MOST_RANKS, domains that fit neither nodes nor the whole, or an order that is
-            no order of all ranks; in the words of a cluster file.
+        ValueError: there are no ranks or more than MOST_RANKS; domains are neither equal parts of a node nor equal
+            groups of whole nodes; or `order` is not a permutation of all ranks. Messages use a cluster file's keys.
     """
 
     num_nodes: int
@@ -53,86 +56,102 @@ class Cluster:
     def __post_init__(self) -> None:
         sizes = f"nodes {self.num_nodes} x ranks_per_node {self.ranks_per_node}"
         if min(self.num_nodes, self.ranks_per_node) < 1:
-            raise ValueError(f"{sizes}: a cluster has at least one of each")
+            raise ValueError(f"{sizes}: a cluster needs at least one of each")
         if self.world_size > MOST_RANKS:
-            raise ValueError(f"{sizes}: a cluster has at most {MOST_RANKS} ranks")
+            raise ValueError(f"{sizes}: a cluster can have at most {MOST_RANKS} ranks")
         domain = self.ranks_per_domain
         if domain not in (fitting := nested_sizes(self.ranks_per_node, self.world_size)):
             raise ValueError(
-                f"fast_domain {domain}: {self.num_nodes} node(s) of {self.ranks_per_node} rank(s) do not "
-                f"divide into domains of that size; {', '.join(map(str, fitting))} would fit"
+                f"fast_domain {domain}: {self.num_nodes} node(s) of {self.ranks_per_node} rank(s) cannot be divided "
+                f"into domains of that size; possible sizes are {', '.join(map(str, fitting))}"
             )
         if self.order is not None:
             missing = set(range(self.world_size)).difference(self.order)
             if missing or len(self.order) != self.world_size:
-                absent = f", and rank {min(missing)} is not among them" if missing else ""
-                raise ValueError(f"rank_order has {len(self.order)} ranks, the cluster {self.world_size}{absent}")
+                absent = f"; rank {min(missing)} is missing" if missing else ""
+                raise ValueError(
+                    f"rank_order lists {len(self.order)} ranks, but the cluster has {self.world_size}{absent}"
+                )
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def ranks_per_domain(self) -> int:
+        """The number of ranks that are connected by the fastest kind of link."""
         return self.ranks_per_node if self.domain_size is None else self.domain_size
 
     @property
     def local_domain_size(self) -> int:
-        """Ranks of a local domain, inside which traffic is "local"."""
+        """The number of ranks in a local domain: a node or a fast domain, whichever is larger."""
         return max(self.ranks_per_domain, self.ranks_per_node)
 
     @property
     def num_local_domains(self) -> int:
+        """The number of local domains."""
         return self.world_size // self.local_domain_size
 
     @property
     def is_block_order(self) -> bool:
-        """True if ranks are numbered by position."""
+        """True if each rank's number equals its position, so that ranks are numbered node by node."""
         return self.order is None or self.order == tuple(range(self.world_size))
 
     def rank_at(self, position: int) -> int:
+        """Return the rank at a position."""
         return position if self.order is None else self.order[position]
 
     def position_of(self, rank: int) -> int:
+        """Return the position of a rank."""
         return rank if self.order is None else self._positions[rank]
 
     def node_of(self, rank: int) -> int:
+        """Return the index of the node of a rank."""
         return self.position_of(rank) // self.ranks_per_node
 
     def domain_of(self, rank: int) -> int:
+        """Return the index of the fast domain of a rank."""
         return self.position_of(rank) // self.ranks_per_domain
 
     def local_domain_of(self, rank: int) -> int:
+        """Return the index of the local domain (node or fast domain, whichever is larger) of a rank."""
         return self.position_of(rank) // self.local_domain_size
 
     def link_between(self, rank: int, other: int) -> LinkKind:
-        """The wire between two ranks: the fastest one that both are on."""
+        """Return the kind of link between two ranks, the fastest if several connect them."""
         if self.domain_of(rank) == self.domain_of(other):
             return "domain"
         return "node" if self.local_domain_of(rank) == self.local_domain_of(other) else "network"
 
     @cached_property
     def _positions(self) -> dict[int, int]:
+        """The position of each rank, if `order` is given."""
         return {rank: position for position, rank in enumerate(self.order or ())}
 
 
 def nested_sizes(inner: int, total: int) -> list[int]:
-    """Sizes of equal parts of `total` that are part of an `inner` or made of several; `inner` divides `total`."""
+    """Return the sizes, ascending, of equal parts of `total` that are divisors of `inner` or multiples of it.
+
+    `inner` must divide `total`. Example: parts of a cluster that are fractions of a node or groups of whole nodes.
+    """
     return _divisors(inner) + [inner * times for times in _divisors(total // inner)[1:]]
 
 
 def _divisors(number: int) -> list[int]:
+    """Return all divisors of `number`, ascending."""
     small = [size for size in range(1, math.isqrt(max(number, 0)) + 1) if number % size == 0]
     return small + [number // size for size in reversed(small) if size * size != number]
 
 
 class Link(NamedTuple):
-    """One kind of wire.
+    """Bandwidth and latency of one kind of link.
 
     Attributes:
-        gigabytes_per_second: in one direction (1e9 bytes); for "domain" and "node" what one rank can send, for
-            "network" what one node can send with all its adapters together.
-        microseconds: from sending a small message to its arrival; None where nobody knows.
+        gigabytes_per_second: bandwidth in one direction, in 1e9 bytes. For the kinds "domain" and "node" it is the
+            bandwidth of one rank, for "network" the bandwidth of one node with all its adapters together.
+        microseconds: latency of a small message; None if unknown.
+        source: where the figures come from, for the log.
     """
 
     gigabytes_per_second: float
@@ -141,7 +160,7 @@ class Link(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """True if the rate is what programs reach, and not what a data sheet promises."""
+        """True if the bandwidth was measured, False if it comes from a data sheet."""
         return self.source.startswith(MEASURED)
 
     def __str__(self) -> str:
@@ -150,7 +169,7 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The wires of a cluster, by what they connect; None where nothing is known."""
+    """The links of a cluster by kind; None if nothing is known about a kind."""
 
     domain: Link | None = None  # between ranks of one fast domain (NVLink, NVSwitch)
     node: Link | None = None  # between domains of one node (PCIe, shared memory)
@@ -158,21 +177,22 @@ class Links(NamedTuple):
 
     @property
     def known(self) -> dict[LinkKind, Link]:
+        """The known links by kind, fastest kind first."""
         return {kind: link for kind, link in zip(LINK_KINDS, self, strict=True) if link is not None}
 
     def describe(self) -> str:
-        """One line for the log: each figure with its source."""
+        """Return a log line with all known links and the sources of their figures."""
         texts = [f"{kind} {link} ({link.source or 'no source given'})" for kind, link in self.known.items()]
         return f"links: {'; '.join(texts) or 'none known'}"
 
 
 class Device(NamedTuple):
-    """A GPU. Figures are data sheets'; each file of configs/clusters says where they were looked up."""
+    """A GPU with the figures of its data sheet. Each file in configs/clusters names its source."""
 
     name: str
     teraflops: float  # dense 16-bit peak
-    gigabytes: float  # memory (1e9 bytes)
-    gigabytes_per_second: float  # of that memory
+    gigabytes: float  # memory size, in 1e9 bytes
+    gigabytes_per_second: float  # memory bandwidth, in 1e9 bytes
     source: str = ""
-    shares: str | None = None  # what programs reach of these: one of SHARES
-    price_per_hour: float | None = None  # of one, in any currency
+    shares: str | None = None  # calibration that gives the achievable share of these peaks; one of SHARES
+    price_per_hour: float | None = None  # price of one GPU, in any currency

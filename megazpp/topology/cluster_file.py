@@ -1,30 +1,30 @@
-"""`--cluster-file FILE.yaml`: a cluster in words; every mistake is an error that names file, key and value.
+"""`--cluster-file FILE.yaml`: the description of a cluster, read and written. An example with all keys follows.
 
-nodes: 2                  # hosts
-ranks_per_node: 4         # ranks that the job has on each of them
-fast_domain: 2            # optional: ranks that share the fastest wire, counted inside a node or over whole nodes
-                          #   (2: NVLink pairs; 72: an NVLink rack); default: the ranks of a node
+nodes: 2                  # number of hosts
+ranks_per_node: 4         # number of ranks on each node
+fast_domain: 2            # optional: number of ranks that are connected by the fastest links: equal parts of a node, or
+                          #   whole nodes (2: NVLink pairs; 72: an NVLink rack); default: the ranks of a node
 rank_order: cyclic        # optional: block (default): node 0 has ranks 0 to 3, node 1 has 4 to 7
                           #   cyclic: node 0 has ranks 0 2 4 6, node 1 has 1 3 5 7
                           #   or a list for each node, domain by domain: [[0, 2, 4, 6], [1, 3, 5, 7]]
-links:                    # optional, each of them; figures hold for one direction
-  domain:                 # between ranks of a domain, what one rank can send
+links:                    # optional, as is each kind of link; bandwidths hold for one direction
+  domain:                 # between ranks of a fast domain: bandwidth of one rank
     gigabytes_per_second: 56.25
     source: GA102 whitepaper
-  node:                   # between domains of a node, what one rank can send
+  node:                   # between fast domains of a node: bandwidth of one rank
     gigabytes_per_second: 31.5
-  network:                # between nodes, what one node can send with all its adapters
+  network:                # between nodes: bandwidth of one node with all its adapters
     gigabits_per_second: 100
-    microseconds: 5       # optional: until a small message has arrived
-                          # a source that begins with "measured" makes the rate what programs reach, for --plan
-device:                   # optional, all of it: what one rank computes with; --plan needs it
+    microseconds: 5       # optional: latency of a small message
+                          # if `source` begins with "measured", --plan takes the bandwidth as achievable, not as a peak
+device:                   # optional: the device of each rank; --plan needs it
   name: H100
   teraflops: 989          # dense 16-bit peak
-  gigabytes: 80           # memory
+  gigabytes: 80           # memory size
   gigabytes_per_second: 3350
-  shares: h100            # optional: what published runs have reached of all these figures (v100, a100, h100, h800);
-                          # without it --plan warns
-  price_per_hour: 2.5     # optional: of one device, in any currency; --plan adds it up
+  shares: h100            # optional: calibration with the shares of these peaks that published runs have reached
+                          #   (v100, a100, h100, h800); without it --plan warns
+  price_per_hour: 2.5     # optional: price of one device in any currency, from which --plan computes costs
   source: NVIDIA H100 Tensor Core GPU data sheet
 """
 
@@ -48,27 +48,29 @@ from megazpp.topology.cluster import LINK_KINDS, SHARES, Cluster, Device, Link, 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
-NO_DEVICE = "# --plan needs links (--measure-links writes them) and a device: copy them from configs/clusters\n"
+NO_DEVICE = "# --plan needs links (--measure-links measures them) and a device: copy them from configs/clusters\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Cluster.
 
-    A description of nodes and links that replaces or completes what the ranks find.
+    A description of nodes and links that replaces or completes the discovery by the ranks.
     """
 
-    cluster_file: str | None = flag(None, "YAML file with nodes, links and devices, for --plan and placement")
+    cluster_file: str | None = flag(
+        None, "YAML file that describes nodes, links and devices, for --plan and the placement of ranks"
+    )
     emulate_nodes: int | Literal["auto"] | None = flag(
         None,
-        "treat the ranks of one machine as this many nodes of equal size, and count traffic accordingly; auto: 2 if a "
-        "flag distinguishes nodes (--zeropp, --hsdp, --diloco-steps) and the ranks of one machine divide into two "
-        "nodes of whole tensor-parallel groups, else the machine is one node",
+        "group the ranks of one machine into this many equal nodes, and count traffic accordingly; auto: 2 if a flag "
+        "distinguishes nodes (--zeropp, --hsdp, --diloco-steps) and the ranks divide into two nodes of whole "
+        "tensor-parallel groups, otherwise 1",
     )
     measure_links: bool = flag(
         False,
-        "time all-gathers over each axis at start-up and show what its wire does: a few seconds on slow wires; the run "
-        "folder's cluster.yaml keeps it for --cluster-file",
+        "measure bandwidth and latency of each axis at start-up with all-gathers, which takes a few seconds on slow "
+        "links; the run folder's cluster.yaml stores the result for --cluster-file",
     )
 
     def __post_init__(self) -> None:
@@ -83,37 +85,46 @@ def detect_cluster(
     tp: int = 1,
     distinguishes_nodes: bool = True,
 ) -> Cluster:
-    """The cluster of a file, an emulated one, or the one that a launcher's environment describes.
+    """Return the cluster of --cluster-file, of --emulate-nodes, or of the launcher's environment, in this order.
 
     Args:
-        world_size: ranks of the job.
-        env: LOCAL_WORLD_SIZE (torchrun, our launcher) or another launcher's variables give the ranks per node; without
-            them the job is one node.
-        tp: the tensor-parallel degree, whose groups `emulate_nodes` "auto" keeps whole.
-        distinguishes_nodes: whether a flag treats ranks of one node otherwise than those of another; only then does
-            `emulate_nodes` "auto" make two nodes of one machine.
+        world_size: number of ranks in the job.
+        config: the flags.
+        env: environment of the process. LOCAL_WORLD_SIZE (torchrun, our launcher) or another launcher's variables give
+            the number of ranks per node. Without them the job is one node.
+        tp: tensor-parallel degree. --emulate-nodes auto never splits a tensor-parallel group.
+        distinguishes_nodes: True if a flag such as --zeropp makes a difference between nodes. Only then does
+            --emulate-nodes auto divide one machine into two nodes.
     Raises:
-        ValueError: the ranks do not divide into equal nodes, or are not those of the file.
+        ValueError: the ranks do not divide into equal nodes, or their number differs from the file's.
     """
+    # A cluster file.
     path, nodes = config.cluster_file, config.emulate_nodes
     if path is not None:
         if isinstance(nodes, int):
-            raise ValueError(f"--cluster-file {path} and --emulate-nodes {nodes} both say what the nodes are: give one")
+            raise ValueError(
+                f"--cluster-file {path} and --emulate-nodes {nodes} both define the nodes; give only one of them"
+            )
         cluster = read_cluster(path)
         if cluster.world_size != world_size:
             raise ValueError(
                 f"--cluster-file {path}: nodes {cluster.num_nodes} x ranks_per_node {cluster.ranks_per_node} are "
-                f"{cluster.world_size} ranks, the job has {world_size} (on one machine: --nproc {cluster.world_size})"
+                f"{cluster.world_size} ranks, but the job has {world_size} (to start them on one machine: --nproc "
+                f"{cluster.world_size})"
             )
         return cluster
+
+    # A given number of emulated nodes.
     if isinstance(nodes, int):
         if nodes < 1 or world_size % nodes:
             fitting = ", ".join(map(str, nested_sizes(world_size, world_size)))
             raise ValueError(
-                f"--emulate-nodes {nodes} does not divide the {world_size} ranks of this job: a number of nodes that "
-                f"would fit is {' or '.join(fitting.rsplit(', ', 1))}; or change --nproc"
+                f"--emulate-nodes {nodes} does not divide the {world_size} ranks of this job; use "
+                f"{' or '.join(fitting.rsplit(', ', 1))}, or change --nproc"
             )
         return Cluster(num_nodes=nodes, ranks_per_node=world_size // nodes)
+
+    # The nodes that the launcher's environment describes.
     name, given = "LOCAL_WORLD_SIZE", env.get("LOCAL_WORLD_SIZE")
     launched = None if given else find_launcher(env)
     if launched is not None and launched.local_size is not None:
@@ -123,23 +134,29 @@ def detect_cluster(
         local = int(env.get(name) or world_size)
     if world_size % local:
         raise ValueError(
-            f"{world_size} ranks do not divide into nodes of {local} ({name}): nodes have to hold equally many ranks, "
-            f"for instance {local} on each of {max(world_size // local, 1)} node(s)"
+            f"{world_size} ranks do not divide into nodes of {local} ({name}); start the same number of ranks on every "
+            f"node, for instance {local} on each of {max(world_size // local, 1)} node(s)"
         )
+
+    # One machine may be divided into two emulated nodes.
     if nodes != "auto" or world_size != local or not distinguishes_nodes:
         return Cluster(num_nodes=world_size // local, ranks_per_node=local)
     if tp < 1 or world_size % (2 * tp):
-        notice = f"--emulate-nodes auto: {world_size} rank(s) on one machine stay one node (not 2 x tp {tp})"
+        notice = (
+            f"--emulate-nodes auto: {world_size} rank(s) on one machine stay one node, because they are not a multiple "
+            f"of 2 x tp {tp}"
+        )
         return Cluster(num_nodes=1, ranks_per_node=world_size, notices=(notice,))
     notice = f"--emulate-nodes auto: {world_size} ranks on one machine are treated as 2 nodes"
     return Cluster(num_nodes=2, ranks_per_node=world_size // 2, notices=(notice,))
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster that a file describes.
+    """Return the cluster that a YAML file describes.
 
     Raises:
-        ValueError: naming the file, and the key and value that are missing, unknown, doubled or mean nothing.
+        ValueError: the file cannot be read, or a key is missing, unknown, repeated or has an invalid value. The
+            message names the file, the key and the value.
     """
     try:
         return _cluster(yaml.load(Path(path).read_text(encoding="utf-8"), _Loader), source=str(path))
@@ -152,7 +169,7 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def cluster_text(cluster: Cluster) -> str:
-    """The YAML that `read_cluster` reads back as the same cluster, to six digits and without notices."""
+    """Return the cluster as YAML for `read_cluster`. Figures of links keep six digits; notices are left out."""
     content: dict[str, Any] = {"nodes": cluster.num_nodes, "ranks_per_node": cluster.ranks_per_node}
     if cluster.domain_size is not None:
         content["fast_domain"] = cluster.domain_size
@@ -163,7 +180,7 @@ def cluster_text(cluster: Cluster) -> str:
         content["links"] = {}
         for kind, link in cluster.links.known.items():
             figures: dict[str, Any] = {"gigabytes_per_second": float(f"{link.gigabytes_per_second:.6g}")}
-            if link.microseconds:  # none measured, or too short to tell
+            if link.microseconds:  # not None (unknown) and not 0 (too short to measure)
                 figures["microseconds"] = float(f"{link.microseconds:.6g}")
             content["links"][kind] = figures | {"source": link.source}
     if cluster.device is not None:
@@ -173,24 +190,32 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
-    """The rank at each position when ranks were dealt out to the nodes one by one, as `srun -m cyclic` does."""
+    """Return the rank at each position if consecutive ranks are on consecutive nodes, as with `srun -m cyclic`."""
     return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose keys may not be doubled: the plain loader would take the last."""
+    """A YAML loader that rejects repeated keys. The standard loader would silently use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Convert a YAML mapping to a dict, and raise a ConstructorError if a key is repeated."""
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(problem=f"key {key.value} twice", problem_mark=key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key {key.value} is given twice", problem_mark=key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def _cluster(content: Any, *, source: str) -> Cluster:
-    """`source` is that of figures that name none."""
+    """Convert the parsed YAML to a cluster.
+
+    Args:
+        content: the parsed YAML.
+        source: source of the links and the device that name none themselves.
+    """
     top = _mapping("the file", content, KEYS, needed=("nodes", "ranks_per_node"))
     whole = {key: _number(key, top[key], int) for key in ("nodes", "ranks_per_node", "fast_domain") if key in top}
     links = None
@@ -208,7 +233,7 @@ def _cluster(content: Any, *, source: str) -> Cluster:
     if not isinstance(order, list) or not all(isinstance(ranks, list) for ranks in order):
         raise ValueError(f"rank_order {order!r} is not block, cyclic or one list of ranks for each node")
     if len(order) != nodes:
-        raise ValueError(f"rank_order has lists for {len(order)} node(s), nodes is {nodes}")
+        raise ValueError(f"rank_order has lists for {len(order)} node(s), but nodes is {nodes}")
     for node, ranks in enumerate(order):
         if len(ranks) != per_node or any(type(rank) is not int for rank in ranks):
             raise ValueError(f"rank_order {ranks} of node {node} is not a list of {per_node} ranks (ranks_per_node)")
@@ -216,10 +241,11 @@ def _cluster(content: Any, *, source: str) -> Cluster:
 
 
 def _link(where: str, value: Any, source: str) -> Link:
+    """Convert the mapping under the key `where`, for instance links.network."""
     given = _mapping(where, value, LINK_KEYS)
     speeds = [key for key in ("gigabytes_per_second", "gigabits_per_second") if key in given]
     if len(speeds) != 1:
-        raise ValueError(f"{where} {given} needs one of gigabytes_per_second and gigabits_per_second")
+        raise ValueError(f"{where} {given} needs exactly one of gigabytes_per_second and gigabits_per_second")
     speed = _number(f"{where}.{speeds[0]}", given[speeds[0]])
     latency = _number(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
     source = given.get("source", source)
@@ -229,6 +255,7 @@ def _link(where: str, value: Any, source: str) -> Link:
 
 
 def _device(value: Any, source: str) -> Device:
+    """Convert the mapping under the key device."""
     needed = ("name", *DEVICE_FIGURES)
     given = _mapping("device", value, (*needed, "shares", "price_per_hour", "source"), needed=needed)
     keys = (*DEVICE_FIGURES, "price_per_hour")
@@ -240,12 +267,16 @@ def _device(value: Any, source: str) -> Device:
 
 
 def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collection[str] = ()) -> dict[str, Any]:
+    """Return `value` after checking that it is a mapping with only these keys and all the needed ones.
+
+    `where` names the mapping in error messages.
+    """
     if not isinstance(value, dict):
         given = "(empty)" if value is None else repr(value)
-        raise ValueError(f"{where} {given} is not a list of key: value")
+        raise ValueError(f"{where} {given} is not a mapping of keys to values")
     for key in value:
         if key not in keys:
-            raise ValueError(f"{where}: unknown key {key} (value {value[key]!r}); known are {', '.join(keys)}")
+            raise ValueError(f"{where}: unknown key {key} (value {value[key]!r}); known keys are {', '.join(keys)}")
     for key in needed:
         if key not in value:
             raise ValueError(f"key {key if where == 'the file' else f'{where}.{key}'} is missing")
@@ -253,6 +284,7 @@ def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collectio
 
 
 def _number(key: str, value: Any, kind: type[int] | type[float] = float) -> Any:
+    """Return `value` as a `kind` after checking that it is a positive, finite number."""
     if type(value) not in (int, kind) or not 0 < value < math.inf:
         raise ValueError(f"{key} {value!r} is not a positive {'whole ' if kind is int else ''}number")
     return kind(value)

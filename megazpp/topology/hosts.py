@@ -1,15 +1,19 @@
-"""From what each rank says of its machine to the cluster: nodes, fast domains, who stands where.
+"""Derivation of the cluster (nodes, fast domains, placement of ranks) from each rank's description of its host.
 
-A node is one network namespace of one booted kernel, whatever its processes call the host: two containers that share
-both are one node, and a machine split into network namespaces is several. Inside it, ranks whose GPUs NVLink joins
-form a domain; a multi-node NVLink fabric is a domain of whole nodes.
+A node is one network namespace of one booted kernel. Host names do not matter: two containers that share kernel and
+namespace are one node, and a machine that is divided into network namespaces is several nodes.
 
-    ranks as srun deals them out cyclically          the cluster
+Ranks whose GPUs are connected by NVLink form a fast domain inside a node. A multi-node NVLink fabric forms a domain of
+whole nodes.
+
+    ranks, placed by `srun -m cyclic`                resulting cluster
     host a: 0 2 4 6   (NVLink pairs 0-2, 4-6)        2 nodes x 4, domains of 2,
     host b: 1 3 5 7   (NVLink pairs 1-3, 5-7)        order 0 2 4 6 1 3 5 7
 
-Inside a node ranks stand in the order of their GPUs' PCI addresses (without GPUs: of the launcher's local ranks), so
-equal positions of two nodes use the same rail. Pure integers and strings; parallel/host_discovery.py asks the machine.
+Inside a node, ranks are ordered by the PCI address of their GPU, or without GPUs by local rank. In clusters of equal
+nodes, GPUs at equal positions then use the same rail (the network switch of one adapter per node).
+
+This file handles only integers and strings. parallel/host_discovery.py queries the machine.
 """
 
 from __future__ import annotations
@@ -20,39 +24,45 @@ from dataclasses import dataclass
 
 from megazpp.topology.cluster import Cluster
 
-SWITCH = "switch"  # among a GPU's NVLink peers: an NVSwitch
-OVERRIDE = "--cluster-file describes the machine by hand, --emulate-nodes N takes the ranks in their order as N nodes"
+SWITCH = "switch"  # denotes an NVSwitch in the list of a GPU's NVLink peers
+OVERRIDE = (
+    "To override the detection, describe the machine with --cluster-file, or use --emulate-nodes N to group the ranks "
+    "in their order into N nodes"
+)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as NVML sees it; what could not be found out is empty."""
+    """A GPU as NVML describes it. Unknown fields are empty."""
 
     uuid: str
     name: str = ""
-    pci: str = ""  # bus address, "0000:1b:00.0"
-    fabric: str = ""  # of a multi-node NVLink domain: cluster and clique
-    nvlink_peers: tuple[str, ...] = ()  # PCI addresses of the GPUs at the other end of its NVLinks, and `SWITCH`
+    pci: str = ""  # PCI address, for instance "0000:1b:00.0"
+    fabric: str = ""  # multi-node NVLink domain, identified by the fabric's cluster UUID and clique ID
+    nvlink_peers: tuple[str, ...] = ()  # PCI addresses of GPUs at the other end of its NVLinks; `SWITCH` for NVSwitches
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostInfo:
-    """A rank's description of the machine it is on."""
+    """A rank's description of its host."""
 
     host: str
-    boot_id: str = ""  # the running kernel's; empty where the system hides it
-    network_namespace: int = 0  # inode of the process's
-    local_rank: int = 0  # the launcher's
-    gpu: Gpu | None = None  # the one this rank computes and communicates with, None on a CPU
-    notice: str = ""  # something the user should read, or nothing
+    boot_id: str = ""  # boot ID of the running kernel; empty if the system hides it
+    network_namespace: int = 0  # inode of the process's network namespace
+    local_rank: int = 0  # local rank that the launcher has assigned
+    gpu: Gpu | None = None  # GPU with which this rank computes and communicates; None on a CPU
+    notice: str = ""  # message for the user, or ""
 
 
 def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
-    """The cluster that the ranks find themselves on.
+    """Derive the cluster from the descriptions of all ranks' hosts.
 
+    Args:
+        infos: description from each rank, by rank.
     Raises:
-        ValueError: some ranks have a GPU and others none; two ranks use one GPU; the nodes differ in their number of
-            ranks, or the domains; a fabric holds part of a node. The message names hosts and says what would fit.
+        ValueError: only some ranks have a GPU; two ranks use the same GPU; nodes or domains differ in their number of
+            ranks; or a multi-node NVLink fabric includes only a part of a node. The message names the hosts and says
+            which placement would work.
     """
     _check_gpus(infos)
     nodes = _group(range(len(infos)), lambda rank: _node(infos[rank]))
@@ -72,18 +82,19 @@ def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
 
 
 def describe_hosts(infos: Sequence[HostInfo]) -> str:
-    """One line for the log: the hosts with their ranks, and the GPUs."""
+    """Return a log line with the hosts, their ranks, and the number of GPUs by product name."""
     gpus = Counter(info.gpu.name for info in infos if info.gpu is not None)
     devices = ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "no GPU"
     return f"hosts: {_spell(infos, range(len(infos)), 8)}; {devices}"
 
 
 def _node(info: HostInfo) -> Hashable:
+    """Return the key of a rank's node: booted kernel and network namespace."""
     return (info.boot_id or info.host, info.network_namespace)
 
 
 def _group(ranks: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:
-    """`ranks` with equal keys together; groups in the order in which `ranks` comes to them."""
+    """Group ranks that have equal keys. Groups are ordered by their first rank in `ranks`."""
     groups: dict[Hashable, list[int]] = {}
     for rank in ranks:
         groups.setdefault(key(rank), []).append(rank)
@@ -91,12 +102,13 @@ def _group(ranks: Iterable[int], key: Callable[[int], Hashable]) -> list[list[in
 
 
 def _check_gpus(infos: Sequence[HostInfo]) -> None:
+    """Raise a ValueError if only some ranks have a GPU, or if two ranks use the same one."""
     without = [rank for rank, info in enumerate(infos) if info.gpu is None]
     if without and len(without) < len(infos):
         having = [rank for rank, info in enumerate(infos) if info.gpu is not None]
         raise ValueError(
             f"some ranks have a GPU and others have none: a GPU on {_spell(infos, having)}; none on "
-            f"{_spell(infos, without)}. What would fit: a GPU for every rank, or --distributed-backend gloo"
+            f"{_spell(infos, without)}. Give every rank a GPU, or use --distributed-backend gloo"
         )
     used: dict[Hashable, int] = {}
     for rank, info in enumerate(infos):
@@ -104,12 +116,13 @@ def _check_gpus(infos: Sequence[HostInfo]) -> None:
             other = used.setdefault((_node(info), info.gpu.uuid), rank)
             if other != rank:
                 raise ValueError(
-                    f"ranks {other} and {rank} use the same GPU {info.gpu.uuid} of {info.host}. What would fit: as "
-                    "many ranks on a host as it has GPUs, each with its own (CUDA_VISIBLE_DEVICES, --gpus-per-task)"
+                    f"ranks {other} and {rank} use the same GPU {info.gpu.uuid} of {info.host}. Start one rank per "
+                    "GPU, and give each rank a different GPU (CUDA_VISIBLE_DEVICES, srun --gpus-per-task)"
                 )
 
 
 def _check_equal_nodes(infos: Sequence[HostInfo], nodes: list[list[int]]) -> None:
+    """Raise a ValueError if the nodes differ in their number of ranks."""
     sizes = Counter(map(len, nodes))
     if len(sizes) == 1:
         return
@@ -119,13 +132,13 @@ def _check_equal_nodes(infos: Sequence[HostInfo], nodes: list[list[int]]) -> Non
         for size in sorted(sizes, reverse=True)
     )
     raise ValueError(
-        f"the hosts differ in their number of ranks: {listed}. What would fit: {min(sizes)} on each of the "
-        f"{len(nodes)} hosts, or {usual} on each of {sizes[usual]} hosts"
+        f"the hosts differ in their number of ranks: {listed}. Start {min(sizes)} on each of the {len(nodes)} hosts, "
+        f"or {usual} on each of {sizes[usual]} hosts"
     )
 
 
 def _nvlink_domains(infos: Sequence[HostInfo], nodes: list[list[int]]) -> list[list[int]]:
-    """Ranks that NVLink joins, in the order of their first rank; the nodes where it joins none."""
+    """Return the groups of ranks that NVLink connects, ordered by first rank; the nodes if NVLink connects no ranks."""
     keys: dict[int, Hashable] = {}
     for node in nodes:
         for rank, first in _joined(infos, node).items():
@@ -136,7 +149,10 @@ def _nvlink_domains(infos: Sequence[HostInfo], nodes: list[list[int]]) -> list[l
 
 
 def _joined(infos: Sequence[HostInfo], node: list[int]) -> dict[int, int]:
-    """Each rank of a node -> the first rank that NVLinks lead it to, directly, over other ranks' GPUs or a switch."""
+    """Map each rank of a node to the lowest rank of its NVLink group.
+
+    Two ranks are in one group if NVLinks connect their GPUs directly, over the GPUs of other ranks, or over a switch.
+    """
     group = {rank: {rank} for rank in node}
     by_end: dict[str, int] = {gpu.pci: rank for rank in node if (gpu := infos[rank].gpu) is not None and gpu.pci}
     for rank in node:
@@ -151,30 +167,35 @@ def _joined(infos: Sequence[HostInfo], node: list[int]) -> dict[int, int]:
 
 
 def _check_domains(infos: Sequence[HostInfo], nodes: list[list[int]], domains: list[list[int]]) -> None:
+    """Raise a ValueError if domains differ in size, or if one spans several nodes but not all of their ranks."""
     sizes = Counter(map(len, domains))
     if len(sizes) > 1:
         odd = min(sizes, key=lambda size: (sizes[size], size))
         ranks = [rank for domain in domains if len(domain) == odd for rank in domain]
         listed = ", ".join(f"{count} of {size} ranks" for size, count in sorted(sizes.items(), reverse=True))
         raise ValueError(
-            f"NVLink joins the ranks in domains of different sizes: {listed}; those of {odd} are on "
-            f"{_spell(infos, ranks)}. What would fit: {min(sizes)} rank(s) in every domain; {OVERRIDE}"
+            f"NVLink connects the ranks into domains of different sizes: {listed}. The domains of {odd} are on "
+            f"{_spell(infos, ranks)}. Start {min(sizes)} rank(s) in every domain. {OVERRIDE}"
         )
     node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
     for domain in domains:
         touched = {node_of[rank] for rank in domain}
         if len(touched) > 1 and len(domain) != len(touched) * len(nodes[0]):
             raise ValueError(
-                f"a multi-node NVLink domain holds {len(domain)} ranks of {len(touched)} hosts with {len(nodes[0])} "
-                f"ranks each, so it takes only a part of a host: {_spell(infos, domain)}. What would fit: domains of "
-                f"whole hosts; {OVERRIDE}"
+                f"a multi-node NVLink domain has {len(domain)} ranks on {len(touched)} hosts with {len(nodes[0])} "
+                f"ranks each, so it includes only a part of a host: {_spell(infos, domain)}. Only domains of whole "
+                f"hosts are supported. {OVERRIDE}"
             )
 
 
 def _by_position(infos: Sequence[HostInfo], node: list[int], domain_of: dict[int, int]) -> list[int]:
-    """The ranks of a node domain by domain, both by PCI address or local rank."""
+    """Return the ranks of a node domain by domain.
+
+    Ranks inside a domain, and domains by their first rank, are sorted by PCI address or local rank.
+    """
 
     def place(rank: int) -> tuple[str, int, int]:
+        """Return the sort key of a rank."""
         gpu = infos[rank].gpu
         return (gpu.pci if gpu is not None else "", infos[rank].local_rank, rank)
 
@@ -183,7 +204,7 @@ def _by_position(infos: Sequence[HostInfo], node: list[int], domain_of: dict[int
 
 
 def _spell(infos: Sequence[HostInfo], ranks: Sequence[int], most: int = 4) -> str:
-    """Hosts with the ranks meant, the first few of each."""
+    """Return the hosts of these ranks and the ranks on each, at most `most` of both."""
     hosts = _group(ranks, lambda rank: (infos[rank].host, _node(infos[rank])))
     words = []
     for host in hosts[:most]:

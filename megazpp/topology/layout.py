@@ -1,13 +1,18 @@
-"""The layout of ranks: pure integers, from a cluster and the parallel degrees to mesh coordinates.
+"""The layout: a rank's coordinates on all mesh axes, computed from the cluster and the parallel degrees.
 
-Positions (topology/cluster.py) go node by node and domain by domain, so neighbours share the fastest wire. The
-innermost positions go to tensor parallelism, the rest of a local domain (node or fast domain, the larger) to the local
-axis, local domains to the cross axis (ranks with the same local index: one rail), groups of these to replicas, and
-groups of replicas to islands, which take local steps (diloco/outer.py). Context parallelism splits samples among
-neighbours of the same tp index: a cp group is `cp` of a shard group's ranks that follow each other (of replicas, where
-shards have one rank). Parameters are sharded over all of them as they are without it.
+A position is a place for one rank. Positions are numbered node by node and domain by domain (topology/cluster.py), so
+neighboring positions are connected by the fastest links. The axes are nested, innermost first:
+
+    tp          consecutive positions
+    local       the rest of a local domain (a node or a fast domain, whichever is larger)
+    cross       ranks of different local domains with the same local index, so that they use the same rail
+    replicate   copies of the sharded model
+    island      models that train with local steps (diloco/outer.py)
 
     position = (((island * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
+
+Context parallelism (cp) splits samples over consecutive ranks of a shard group, or over replicas if a shard group has
+one rank. It does not change the sharding of parameters: all these ranks shard them as without cp.
 
     2 nodes x 4 ranks, tp 2      block order: node 0: [0 1] [2 3]     cyclic order: node 0: [0 2] [4 6]
                                               node 1: [4 5] [6 7]                   node 1: [1 3] [5 7]
@@ -16,8 +21,9 @@ shards have one rank). Parameters are sharded over all of them as they are witho
         cross groups             {0 4} {1 5} {2 6} {3 7}              {0 1} {2 3} {4 5} {6 7}
         shard groups             {0 2 4 6} {1 3 5 7}                  {0 4 1 5} {2 6 3 7}     shard = cross x local
 
-A rank's index along shard is cross index x local size + local index, whatever the order (zero/gather.py relies on it).
-Tensor parallelism over more ranks than a local domain has takes whole ones; the local axis then has one rank.
+A rank's index along shard is (cross index) x (local size) + (local index) in any order of ranks; zero/gather.py relies
+on this. If tensor parallelism needs more ranks than a local domain has, it spans whole local domains, and the local
+axis has one rank.
 """
 
 from __future__ import annotations
@@ -31,16 +37,30 @@ from megazpp.base.flags import wrong_types
 from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "island")
-NODE = "node"  # tp x local: the ranks of a node that share a copy of the model; only Muon's traffic has this axis
-DATA_AXES = ("shard", "local", "cross")  # those that weights and gradients travel on, whole or in two hops
-WIRES = ("tp", "local", "cross")  # what bytes are counted by: those of other axes go over one of these
-COORDINATES = ("replicate", "cross", "local", "tp")  # of a rank in its island, outermost first
+NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
+DATA_AXES = (
+    "shard",
+    "local",
+    "cross",
+)  # axes for weights and gradients: shard in one ring, local and cross in two hops
+WIRES = ("tp", "local", "cross")  # classes of counted traffic; other axes count under one of these
+COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its island, outermost first
 CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Mesh sizes, outermost first; a rank's coordinates follow from its position in the cluster."""
+    """The sizes of the mesh axes on a cluster. A rank's coordinates follow from its position.
+
+    Attributes:
+        cluster: nodes and placement of ranks.
+        replicate: number of copies of the sharded model in an island.
+        cross: number of local domains over which a copy is sharded.
+        local: number of shards inside a local domain.
+        tp: tensor-parallel degree.
+        island: number of models that train with local steps.
+        cp: context-parallel degree.
+    """
 
     cluster: Cluster
     replicate: int
@@ -53,12 +73,12 @@ class Layout:
 
     @property
     def shard(self) -> int:
-        """Ranks that the parameters, gradients and moments of one model copy are spread over."""
+        """The number of ranks over which the parameters, gradients and moments of a model copy are sharded."""
         return self.cross * self.local
 
     @property
     def data(self) -> int:
-        """Ranks that see different samples."""
+        """The data-parallel size: the number of shares into which the samples of a batch are split."""
         return self.island * self.replicate * self.shard // self.cp
 
     def for_experts(self) -> Layout:
@@ -73,39 +93,40 @@ class Layout:
 
     @property
     def coordinates(self) -> tuple[str, ...]:
-        """The axes that tell ranks apart, outermost first."""
+        """The axes whose indices identify a rank, outermost first."""
         return ("island", *COORDINATES) if self.island > 1 else COORDINATES
 
     def axis_size(self, axis: str) -> int:
+        """Return the number of ranks in a group of `axis`."""
         return self._stride_and_size(axis)[1]
 
     def axis_ranks(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The global ranks of the group of `axis` that `rank` belongs to, in axis order.
+        """Return the global ranks of the group of `axis` that contains `rank`, in axis order.
 
         `axis` is "tp", "cp", "local", "cross", "shard" (cross x local), "replicate", "island" or "node" (local x tp).
         """
         return self._group(axis, self.cluster.position_of(rank))
 
     def axis_groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Every group of `axis` once, each in axis order; all ranks get them in the same order."""
+        """Yield all groups of `axis`, each in axis order. The order of the groups is the same on all ranks."""
         stride, size = self._stride_and_size(axis)
         for block in range(0, self.cluster.world_size, stride * size):
             for first in range(block, block + stride):
                 yield self._group(axis, first)
 
     def mesh_ranks(self) -> tuple[int, ...]:
-        """All ranks in the order of a mesh [replicate, shard, tp]."""
+        """Return all ranks in the order of the flattened mesh [island, replicate, shard, tp]."""
         return self.cluster.order or tuple(range(self.cluster.world_size))
 
     @property
     def groups_ascend(self) -> bool:
-        """True if the ranks of every group ascend in axis order, as torch's process groups have them by default."""
+        """True if the ranks of every group ascend in axis order. Versions of torch before 2.13 support only these."""
         return self.cluster.is_block_order or all(
             list(group) == sorted(group) for axis in AXES for group in self.axis_groups(axis)
         )
 
     def link(self, axis: str, rank: int) -> LinkKind:
-        """The link from `rank` to its successor in the ring of `axis`."""
+        """Return the kind of link from `rank` to its successor in the ring of `axis`."""
         stride, size = self._stride_and_size(axis)
         position = self.cluster.position_of(rank)
         index = position // stride % size
@@ -113,35 +134,45 @@ class Layout:
         return self.cluster.link_between(rank, self.cluster.rank_at(successor))
 
     def links(self, axis: str) -> dict[LinkKind, int]:
-        """Ranks that send over each kind of link in the rings of `axis`, fastest kind first; {} for an axis of 1."""
+        """Return how many ranks send over each kind of link in the rings of `axis`, fastest kind first.
+
+        Returns {} for an axis of one rank.
+        """
         if self.axis_size(axis) == 1:
             return {}
         cluster, sizes = self.cluster, (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
         return _by_kind(cluster.world_size, *(self._rings_inside(axis, size) for size in sizes))
 
     def hops(self, axis: str) -> dict[LinkKind, int]:
-        """The links from each rank of rank 0's group of `axis` to the next, without the one that closes the ring."""
+        """Return how many links of each kind connect consecutive ranks in rank 0's group of `axis`.
+
+        The link from the last rank back to the first is not counted.
+        """
         (stride, size), position = self._stride_and_size(axis), self.cluster.position_of(0)
         first = position - position // stride % size * stride
         last = first + (size - 1) * stride
 
-        parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)  # a link is inside one, or between two
+        # For domains and for local domains: the links between consecutive ranks minus those that leave a part.
+        parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
         inside = (size - 1 - (last // part - first // part) if stride < part else 0 for part in parts)
         return _by_kind(size - 1, *inside)
 
     def wire(self, axis: str, rank: int) -> str:
-        """The wire on which `rank`'s traffic along `axis` is counted: "tp", "local" or "cross" (between domains)."""
+        """Return the class under which `rank`'s traffic along `axis` is counted.
+
+        The class is "cross" if the rank sends to another local domain. Otherwise it is "tp" or "local".
+        """
         if self.link(axis, rank) == "network":
             return "cross"
         return "tp" if axis == "tp" else "local"
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines where context parallelism leaves a node, or tensor parallelism the fastest wire, with the prices."""
+        """The messages about tensor or context parallelism over slow links, with the traffic that this costs."""
         cluster, tp, cp = self.cluster, self.tp, self.cp
         across: tuple[str, ...] = ()
         if "network" in self.links("cp"):
-            price = f"each rank sends {16 * (cp - 1) / cp / tp:g} x --hidden-size bytes per token of its own and layer"
+            price = f"each rank sends {16 * (cp - 1) / cp / tp:g} x --hidden-size bytes per layer and local token"
             across = (f"warning: --context-parallel-size {cp} spans {local_domains(cluster)}: {price} in 16 bit",)
         if cluster.ranks_per_domain % tp == 0:
             return across
@@ -152,14 +183,14 @@ class Layout:
             return (*across, f"warning: {flag} spans {spans}: {price}, and as much crosses each of their uplinks")
         return (
             *across,
-            f"{flag} does not fit into the {cluster.ranks_per_domain} ranks that share the fastest wire, so tensor "
-            f"parallelism also takes the slower links of a node: {price}",
+            f"{flag} does not fit into the {cluster.ranks_per_domain} ranks that the fastest links connect, so tensor "
+            f"parallelism also uses slower links inside a node: {price}",
         )
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return a log line with the cluster and the size of each axis."""
         c = self.cluster
-        domains = f" (fastest wire among {c.ranks_per_domain})" if c.ranks_per_domain != c.ranks_per_node else ""
+        domains = f" (fastest links among {c.ranks_per_domain})" if c.ranks_per_domain != c.ranks_per_node else ""
         first, more = " ".join(map(str, self.mesh_ranks()[:8])), " ..." if c.world_size > 8 else ""
         order = "" if c.is_block_order else f", ranks in the order {first}{more}"
         return (
@@ -171,18 +202,25 @@ class Layout:
         )
 
     def _rings_inside(self, axis: str, part: int) -> int:
-        """The number of ranks whose successors in the rings of `axis` are in the same part of `part` positions."""
+        """Return how many ranks have their ring successor along `axis` in the same part.
+
+        Args:
+            axis: name of the axis.
+            part: number of positions in a part, a domain or a local domain.
+        """
         stride, size = self._stride_and_size(axis)
         span, world = stride * size, self.cluster.world_size
-        if part % span == 0:
+        if part % span == 0:  # every ring lies inside one part
             return world
-        if span % part == 0:
+        if span % part == 0:  # every ring passes through whole parts
             return world // part * max(part - stride, 0)
+        # In the general case the pattern repeats after the least common multiple.
         period = math.lcm(span, part)
         successors = (p + stride if p // stride % size < size - 1 else p + stride - span for p in range(period))
         return world // period * sum(p // part == other // part for p, other in enumerate(successors))
 
     def _group(self, axis: str, position: int) -> tuple[int, ...]:
+        """Return the ranks of the group of `axis` that contains a position, in axis order."""
         stride, size = self._stride_and_size(axis)
         first = position - position // stride % size * stride
         positions = range(first, first + size * stride, stride)
@@ -190,7 +228,7 @@ class Layout:
         return tuple(positions) if order is None else tuple(order[position] for position in positions)
 
     def _stride_and_size(self, axis: str) -> tuple[int, int]:
-        """Positions between neighbours along `axis`, and its ranks."""
+        """Return the distance in positions between neighbors along `axis`, and the number of ranks along it."""
         return {
             "tp": (1, self.tp),
             "cp": (self.tp, self.cp),
@@ -213,30 +251,35 @@ def plan_layout(
     cp_across: bool = False,
     ep: int = 1,
 ) -> Layout:
-    """Fit the degrees onto the cluster.
+    """Return the layout with the given parallel degrees on a cluster.
 
     Args:
-        tp: tensor-parallel degree: divides a local domain, or is made of whole ones.
-        replicas: copies of the sharded model in an island (HSDP); its data ranks for unsharded data parallelism.
-        islands: parts of the cluster that train a model each: whole local domains.
-        cp: context-parallel degree: divides the ranks of a local domain that share a tensor-parallel index; with
-            `cp_across` it may also be made of all of those of several domains.
-        ep: expert-parallel degree: divides the ranks of a local domain that share a copy of the model.
+        cluster: nodes and placement of ranks.
+        tp: tensor-parallel degree. It divides the ranks of a local domain, or is a multiple of them.
+        replicas: number of copies of the sharded model in an island (HSDP). Without sharding it is the number of data
+            ranks.
+        islands: number of equal parts of the cluster that train one model each; they consist of whole local domains.
+        cp: context-parallel degree. It divides the data ranks of a local domain.
+        cp_across: True also allows `cp` to be a multiple of the data ranks of a local domain.
+        ep: expert-parallel degree. It divides the ranks of a local domain that share a copy of the model.
     Raises:
-        ValueError: a degree does not divide what it splits; the message names the flag and what would fit.
+        ValueError: a degree does not fit. The message names the flag and the values that would fit.
     """
+    # Tensor parallelism.
     domain, world = cluster.local_domain_size, cluster.world_size
     assert cluster.num_local_domains % islands == 0, f"{islands} islands of {cluster.num_local_domains} local domains"
-    of_island = world // islands
+    of_island = world // islands  # ranks of an island
     if tp < 1 or (domain % tp and (tp % domain or of_island % tp)):
         raise ValueError(
             f"--tensor-model-parallel-size {tp} must divide the {domain} ranks of a {local_domains(cluster)[:-1]} or "
-            f"span whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
+            f"span several whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
             + (f", {islands} islands" if islands > 1 else "")
             + f"); {numbers(nested_sizes(domain, of_island))} would fit"
             + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
         )
-    per_domain = max(domain // tp, 1)
+
+    # Context parallelism.
+    per_domain = max(domain // tp, 1)  # data ranks of a local domain
     data = of_island // tp
     inside, beyond = nested_sizes(per_domain, per_domain), nested_sizes(per_domain, data)
     if cp not in (beyond if cp_across else inside):
@@ -246,13 +289,17 @@ def plan_layout(
             f"that --tensor-model-parallel-size {tp} leaves; {numbers(inside)} would fit"
             + (f", and {numbers(more)} with --allow-cp-across-nodes" if more and not cp_across else "")
         )
+
+    # Copies of the sharded model.
     fitting = [data // size for size in reversed(nested_sizes(per_domain, data))]
     if replicas not in fitting:
         raise ValueError(
             f"--num-distributed-optimizer-instances {replicas} does not divide the {data} data ranks into equal copies "
-            f"that are whole {local_domains(cluster)} or an even part of one ({per_domain} data ranks each); "
+            f"of whole {local_domains(cluster)} or equal parts of one ({per_domain} data ranks each); "
             f"{numbers(fitting)} would fit"
         )
+
+    # Each copy is sharded over local x cross ranks.
     local = min(data // replicas, per_domain)
     cross = data // replicas // local
     if ep not in (fitting := nested_sizes(min(tp * local, domain), min(tp * local, domain))):
@@ -264,40 +311,43 @@ def plan_layout(
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
-    """The integers that a layout follows from, as JSON has them; figures of links and devices are left out."""
+    """Return the layout as a dict of integers for JSON, without the figures of links and devices."""
     cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
     names = (*layout.coordinates, *(axis for axis in ("cp", "ep") if getattr(layout, axis) > 1))
     return cluster | {name: getattr(layout, name) for name in names}
 
 
 def layout_from_record(record: Mapping[str, Any]) -> Layout:
-    """The layout that a record was made of.
+    """Return the layout that `layout_record` has converted to a dict.
 
     Raises:
-        ValueError: a field is missing or no integer, or the sizes do not fit each other.
+        ValueError: a field is missing or not an integer, or the sizes contradict each other.
     """
     of_cluster: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, "order")}
     of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
     of_layout |= {name: record.get(name, 1) for name in ("island", "cp", "ep")}
     if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
-        raise ValueError(f"{dict(record)} is no record of a layout")
+        raise ValueError(f"{dict(record)} is not the record of a layout")
     order = of_cluster["order"]
     cluster = Cluster(**of_cluster | {"order": order and tuple(order)})
     layout = Layout(cluster=cluster, **of_layout)
     if min(of_layout.values()) < 1 or layout.data * layout.cp * layout.tp != cluster.world_size:
         sizes = " x ".join(map(str, of_layout.values()))
-        raise ValueError(f"axes of {sizes} ranks are not the {cluster.world_size} of the cluster")
+        raise ValueError(f"axes of {sizes} ranks do not match the {cluster.world_size} ranks of the cluster")
     return layout
 
 
 def _by_kind(total: int, in_domain: int, in_local_domain: int) -> dict[LinkKind, int]:
+    """Return the nonzero counts by kind of link, from cumulative counts: in a domain, in a local domain, in total."""
     counts = (in_domain, in_local_domain - in_domain, total - in_local_domain)
     return {kind: count for kind, count in zip(LINK_KINDS, counts, strict=True) if count}
 
 
 def local_domains(cluster: Cluster) -> str:
+    """Return the word for local domains in messages: "nodes", or "domains" if a fast domain spans several nodes."""
     return "nodes" if cluster.local_domain_size == cluster.ranks_per_node else "domains"
 
 
 def numbers(values: list[int]) -> str:
+    """Return the numbers separated by commas."""
     return ", ".join(map(str, values))

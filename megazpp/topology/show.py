@@ -1,12 +1,12 @@
-"""A layout as text: who is where, and which axis rides which wire.
+"""The layout as text: the placement of all ranks, and the links that each axis uses. Example:
 
-who is where: rank (replica.cross.local.tp); [ ] shares the fastest wire
+placement: rank (replica.cross.local.tp); [ ] joined by the fastest links
   node 0  [0 (0.0.0.0)  2 (0.0.0.1)]  [4 (0.0.1.0)  6 (0.0.1.1)]
   node 1  [1 (0.1.0.0)  3 (0.1.0.1)]  [5 (0.1.1.0)  7 (0.1.1.1)]
 
 axis       ranks  groups  wire                    first group  carries
 tp         2      4       domain                  0 2          activations
-local      2      4       node                    0 4          the fast hop of weights and gradients
+local      2      4       node                    0 4          the intra-node hop of weights and gradients
 ...
 """
 
@@ -20,29 +20,33 @@ from megazpp.topology.layout import AXES, Layout
 
 CARRIES = {
     "tp": "activations, several times per layer",
-    "cp": "heads of attention for parts of samples, twice per layer",
-    "local": "ZeRO++: the fast hop of weights and gradients",
-    "cross": "ZeRO++: the slow hop, once per optimizer step",
-    "shard": "ZeRO: weights and gradients, local and cross in one ring",
+    "cp": "parts of samples, exchanged for attention heads, twice per layer",
+    "local": "ZeRO++: the intra-node hop of weights and gradients",
+    "cross": "ZeRO++: the inter-node hop, once per optimizer step",
+    "shard": "ZeRO: weights and gradients, over local and cross in one ring",
     "replicate": "gradients between copies",
     "island": "local steps: outer gradients and outer weights, once per synchronization",
 }
-SENDER = {"domain": "rank", "node": "rank", "network": "node"}  # whom a link's figure is for
-MAX_NODES, MAX_RANKS = 16, 8
+SENDER = {"domain": "rank", "node": "rank", "network": "node"}  # the sender whose bandwidth a link's figure gives
+MAX_NODES, MAX_RANKS = 16, 8  # limits of the text
 
 
 def topology_text(layout: Layout) -> str:
-    """The whole map; of large clusters the first nodes."""
+    """Return the placement of all ranks and the table of axes. Of large clusters only the first nodes are listed."""
     coordinates = ".".join("replica" if axis == "replicate" else axis for axis in layout.coordinates)
-    places = f"who is where: rank ({coordinates}); [ ] shares the fastest wire"
+    places = f"placement: rank ({coordinates}); [ ] joined by the fastest links"
     notices = [f"note: {notice}" for notice in layout.notices]
     return "\n".join([layout.describe(), *notices, "", places, *_nodes(layout), "", *_axes(layout)])
 
 
 def axis_wires(layout: Layout, axis: str) -> str:
-    """The wires that the rings of an axis ride, with known figures; of several, how many ranks send over each."""
+    """Return the kinds of links that the rings of an axis use, with their bandwidth and latency if known.
+
+    If an axis uses several kinds, the text says how many ranks send over each.
+    """
 
     def text(kind: LinkKind) -> str:
+        """Return a kind of link with its figures, if they are known."""
         link = layout.cluster.links.known.get(kind) if layout.cluster.links is not None else None
         return kind if link is None else f"{kind} ({link} per {SENDER[kind]})"
 
@@ -54,17 +58,19 @@ def axis_wires(layout: Layout, axis: str) -> str:
 
 
 def _place(layout: Layout, rank: int) -> str:
+    """Return the coordinates of a rank, separated by dots."""
     return ".".join(str(layout.axis_ranks(axis, rank).index(rank)) for axis in layout.coordinates)
 
 
 def _nodes(layout: Layout) -> Iterator[str]:
+    """Yield a line for each node, with its ranks grouped by fast domain."""
     cluster = layout.cluster
     per_node, per_domain = cluster.ranks_per_node, cluster.ranks_per_domain
     width = len(str(min(cluster.num_nodes, MAX_NODES) - 1))
     for node in range(min(cluster.num_nodes, MAX_NODES)):
         if per_domain > per_node and node * per_node % per_domain == 0:
             first = node * per_node // per_domain
-            yield f"  domain {first}: nodes {node} to {node + per_domain // per_node - 1} share the fastest wire"
+            yield f"  domain {first}: nodes {node} to {node + per_domain // per_node - 1}, joined by the fastest links"
         domains = []
         for start in range(node * per_node, (node + 1) * per_node, min(per_domain, per_node)):
             ranks = [cluster.rank_at(position) for position in range(start, start + min(per_domain, per_node))]
@@ -75,6 +81,7 @@ def _nodes(layout: Layout) -> Iterator[str]:
 
 
 def _axes(layout: Layout) -> Iterator[str]:
+    """Yield the lines of the table of axes."""
     rows = [("axis", "ranks", "groups", "wire", "first group", "carries")]
     for axis in AXES:
         size = layout.axis_size(axis)

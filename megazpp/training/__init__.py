@@ -1,1 +1,1 @@
-"""The training step and loop, evaluation, metrics and tracking."""
+"""Training: the step, the loop, evaluation, metrics, and the run's records."""

@@ -1,19 +1,20 @@
-"""The guard of the weights: looks for what must not get into them, between the backward and the update of every step.
+"""Check every step between backward and update: bad losses, gradients or weights must not reach the optimizer.
 
-    the loss or a gradient is not finite    the job ends, and says where it came from
-    the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights go back to the last checkpoint
+    the loss or a gradient is not finite    the job ends and reports where the value came from
+    the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights return to the last checkpoint
     gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)
 
-All ranks see the same numbers and decide the same. With a dynamic loss scale a gradient that is not finite is the
-scale's business and the step is skipped; a loss that is not finite is an error there too.
+The loss and the norm are already reduced over all ranks, so all ranks make the same decision. With a dynamic loss
+scale, a gradient that is not finite skips the step and lowers the scale. A loss that is not finite still ends the job.
 
-Where only the first line is asked for, as by default, the device decides: it leaves the weights alone, and the host
-hears of it one step later, before the next update (step.py). `Evidence` keeps what the message needs until then.
+By default only the first check is active. Then the optimizer itself skips a step that is not finite, on the device, and
+the host reads the numbers one step later, before the next update (step.py). `Evidence` keeps the values that the error
+message needs until then.
 
-A sum over ranks spreads a NaN or Inf over all of them. So each rank looks at its own gradients before they are summed
-(`Sharding.watch_gradients`: per sharding unit, one pass, no wait for the device), and only when the norm of the step is
-not finite are ranks asked which micro-batch and which parameter it was. The job then ends with the weights as they were
-before the step, and not-finite-<iteration>.json in the run folder holds what is needed to look: samples, losses, norms.
+A sum over ranks spreads a NaN or Inf to all of them. Each rank therefore also checks its own gradients before the
+reduction (`Sharding.watch_gradients`: one pass per sharding unit, without a wait for the device). Only if the norm of
+the step is not finite do the ranks exchange which micro-batch and which parameter caused it. The job then ends with the
+weights from before the step. not-finite-<iteration>.json in the run folder lists samples, losses and norms.
 """
 
 from __future__ import annotations
@@ -35,31 +36,31 @@ from megazpp.training.context import RunContext
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.verify import verify_weights
 
-WINDOW, FEWEST = 100, 20  # losses that a loss is compared with
-SHOWN = 8  # parameters and micro-batches that the message names; the file has all
+WINDOW, FEWEST = 100, 20  # largest and smallest number of earlier losses that a new loss is compared with
+SHOWN = 8  # largest number of parameters and of micro-batches in the error message; the file lists all
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyConfig:
     """NaN and loss spikes.
 
-    How the run reacts to losses and gradients that must not reach the weights.
+    Reactions of the run to losses and gradients that must not reach the weights.
     """
 
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
-        "when the loss or a gradient is not finite, leave the weights alone and end the job (in the next step at the "
-        "latest), and say which parameter on which rank; without it such a step is skipped",
+        "if the loss or a gradient is not finite, leave the weights unchanged, end the job (in the next step at the "
+        "latest) and name the parameter and the rank; with --no-check-for-nan-in-loss-and-grad the step is skipped",
     )
     loss_spike_sigma: float | None = flag(
         None,
         f"skip the update of a step whose loss is more than this many standard deviations above the mean of the last "
-        f"{WINDOW} (after the first {FEWEST} steps)",
+        f"{WINDOW} losses; takes effect after {FEWEST} steps",
     )
     loss_spike_action: Literal["skip", "rewind"] = flag(
         "skip",
-        "what to do then: also rewind takes weights and moments back to the last checkpoint, and goes on with the next "
-        "samples",
+        "reaction to a loss spike: skip only skips the update; rewind also reloads weights and moments from the last "
+        "checkpoint and continues with the next samples",
     )
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class AnomalyConfig:
 
 
 class LossHistory:
-    """The last losses, which the next one is compared with; checkpoints keep them."""
+    """The last `WINDOW` losses, against which the next loss is compared; checkpoints save them."""
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
@@ -87,24 +88,26 @@ class NotFiniteError(JobError):
 
 
 class Evidence(NamedTuple):
-    """The values that this rank keeps of a step until it is known to be finite: small tensors, no gradients."""
+    """Values of a step that this rank keeps until the step is known to be finite: small tensors, no gradients."""
 
-    losses: torch.Tensor  # [number of micro-batches] its share of the loss
+    losses: torch.Tensor  # [number of micro-batches] this rank's shares of the loss
     norm: GradNorm
-    own: Mapping[str, torch.Tensor] | None  # sums of its own gradients by parameter; None where nobody can look
+    own: Mapping[str, torch.Tensor] | None  # sums of this rank's own gradients by parameter; None with ZeRO stage 0
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The knowledge of one rank of a step whose loss or gradient norm is not finite.
+    """One rank's report on a step whose loss or gradient norm is not finite.
 
     Attributes:
-        data_rank: which samples it had.
-        iteration: None where the steps of its island were finite; then the rest is empty.
-        loss, norm: of the global batch.
-        losses: its share of the loss, by micro-batch.
-        suspects: parameters of the units in which its own gradients were not finite; None where nobody can look.
-        norms: of each parameter's gradient.
+        data_rank: data rank, which determines the samples of this rank.
+        iteration: iteration of the step. None if all steps of this rank's replica group were finite; then the other
+            fields are empty.
+        loss, norm: loss and gradient norm of the global batch.
+        losses: this rank's share of the loss, by micro-batch.
+        suspects: parameters of the sharding units in which this rank's own gradients were not finite. None with ZeRO
+            stage 0, where FSDP2 sums the gradients of whole copies and a rank's own gradients cannot be inspected.
+        norms: gradient norm of each parameter.
     """
 
     data_rank: int
@@ -118,18 +121,20 @@ class StepReport:
 
 @dataclass
 class Guard:
-    """Decides whether a step is taken.
+    """Decides for each step whether the optimizer may update the weights.
 
     Args:
-        sharding: of the model whose gradients and weights are in question.
-        run: asks the ranks, logs, and keeps the report.
-        plan: knows which samples an iteration has.
-        history: the losses so far; the guard adds each step's.
-        dynamic_scale: gradients that are not finite are the loss scale's business.
-        verify_interval: steps between two comparisons of the gathered weights; None: never.
-        rewind: takes weights and moments back to the last checkpoint and returns its iteration; called on all ranks.
-            None: a spike is only skipped.
-        islands: each decides for itself whether it takes a step; what ends the job or goes back waits for `settle`.
+        config: the checks that are active and their reactions.
+        sharding: handle of the model whose gradients and weights are checked.
+        run: process groups, log and run folder.
+        plan: batch sizes, from which the samples of an iteration follow.
+        history: the losses so far; the guard adds the loss of each step.
+        dynamic_scale: True if the loss scale is dynamic and therefore handles gradients that are not finite.
+        verify_interval: steps between two comparisons of the gathered weights over ranks. None disables them.
+        rewind: function that reloads weights and moments from the last checkpoint and returns its iteration. All ranks
+            call it. None: a spike only skips the step.
+        islands: True with DiLoCo's replica groups. Each group then decides on its own whether to skip a step. Ending
+            the job and rewinding wait until all groups call `settle`.
     """
 
     config: AnomalyConfig
@@ -148,29 +153,44 @@ class Guard:
         self._wants_back = False
 
     def begin_step(self) -> None:
-        """Before the forward: look at gradients before they are summed."""
+        """Start to watch this rank's gradients before they are reduced; call before the forward."""
         if self.config.check_for_nan_in_loss_and_grad:
             self.sharding.watch_gradients()
 
     @property
     def can_wait(self) -> bool:
-        """True if all it looks for is what is not finite, and ends the job: then `allows` may come a step later."""
+        """True if `allows` may be called one step later.
+
+        This holds if the only active check ends the job for values that are not finite. Loss spikes, verification and a
+        dynamic loss scale need the decision before the update.
+        """
         config = self.config
         others = config.loss_spike_sigma is not None or self.verify_interval is not None or self.dynamic_scale
         return config.check_for_nan_in_loss_and_grad and not others
 
     def evidence(self, local_losses: torch.Tensor, norm: GradNorm) -> Evidence:
-        """Return what a later `allows` needs to know of the step; call after its backward."""
+        """Return the values that a later call of `allows` needs; call after the backward.
+
+        Args:
+            local_losses: [number of micro-batches] this rank's shares of the loss.
+            norm: the gradient norm of the step.
+        """
         return Evidence(local_losses, norm, self.sharding.own_gradients())
 
     def allows(self, iteration: int, loss: float, norm: float, evidence: Evidence) -> bool:
-        """Decide whether to update the weights; `loss` and `norm` are those of the global batch of `iteration`.
+        """Decide whether the step of `iteration` may update the weights; all ranks decide the same.
 
+        Args:
+            iteration: iteration of the step, counted from 1.
+            loss: loss of the global batch.
+            norm: gradient norm of the global batch.
+            evidence: the values that `evidence` returned for this step.
         Raises:
-            NotFiniteError, CorruptWeightsError: on all ranks.
+            NotFiniteError: the loss or a gradient is not finite; raised on all ranks.
+            CorruptWeightsError: gathered weights differ between ranks; raised on all ranks.
         """
         if self.verify_interval and iteration % self.verify_interval == 0:
-            verify_weights(self.sharding, self.run.dims)  # first, because it would explain what else is wrong
+            verify_weights(self.sharding, self.run.dims)  # first: corrupt weights would also explain a bad loss
         finite = math.isfinite(loss) and (math.isfinite(norm) or self.dynamic_scale)
         if not self.config.check_for_nan_in_loss_and_grad or finite:
             return math.isfinite(norm) and not self._is_spike(iteration, loss)
@@ -186,26 +206,39 @@ class Guard:
 
     @property
     def found(self) -> tuple[bool, bool]:
-        """Tell whether this island has seen what is not finite, and whether it wants to go back, since `settle`."""
+        """Whether this replica group has seen a value that is not finite, and whether it requests a rewind.
+
+        Both are reset by `settle`, in which all groups agree.
+        """
         return self._failure is not None, self._wants_back
 
     def settle(self, *, failed: bool, back: bool) -> bool:
-        """End the job, or go back, because some island has to; called on all ranks of all islands. Returns `back`.
+        """End the job or reload the last checkpoint if some replica group requires it; all ranks of all groups call it.
 
+        Args:
+            failed: True if some group has seen a loss or gradient that is not finite.
+            back: True if some group requests a rewind.
+        Returns:
+            `back`.
         Raises:
-            NotFiniteError: some island has `failed`.
+            NotFiniteError: `failed` is True.
         """
         if failed:
             self._end_job()
         self._wants_back = False
         if back:
-            self.run.log(f"the loss of an island has jumped{self._go_back()}")
+            self.run.log(f"the loss of a replica group has jumped{self._go_back()}")
         return back
 
     def _end_job(self) -> NoReturn:
-        """Gather the ranks' reports, write them down, and raise the same message, about the first that has failed."""
+        """Gather the reports of all ranks, write them to the run folder, and raise the same error on all ranks.
+
+        The error describes the first rank report with a failure. With DiLoCo, replica groups may fail in different
+        steps. Reports about other steps are then left out.
+        """
         world, plan = self.run.dims.world, self.plan
         reports = world.gather_objects(self._failure or StepReport(self.run.dims.data_rank))
+        # Rank 0 writes the message and the file.
         message = None
         if reports:
             first = next(each for each in reports if each.iteration is not None)
@@ -227,23 +260,25 @@ class Guard:
                 }
                 file = self.run.folder.write_json(f"not-finite-{step}.json", record, indent=2)
                 message += f"\nsamples, losses and norms: {file}"
+        # Every rank raises rank 0's message.
         raise NotFiniteError(world.share_object(message))
 
     def _go_back(self) -> str:
-        """Go back, and say what became of it, as the end of a sentence."""
+        """Reload the last checkpoint, and return the end of a sentence that reports the outcome."""
         assert self.rewind is not None
-        losses = self.history.state_dict()  # a checkpoint's would not know the latest
+        losses = self.history.state_dict()  # the history in the checkpoint lacks the latest losses
         try:
-            return f", and the weights go back to those of iteration {self.rewind()}"
+            return f", and the weights return to iteration {self.rewind()}"
         except ValueError as error:  # no checkpoint yet
             return f" ({error})"
         finally:
             self.history.load_state_dict(losses)
 
     def _is_spike(self, iteration: int, loss: float) -> bool:
-        """Also counts the loss among those that the next one is compared with.
+        """Add the loss to the history, log it if it is a spike, and return whether it is one.
 
-        Spikes too: where losses stay high the window widens, and after a few skipped steps training goes on.
+        Spikes are added too: if losses stay high, the standard deviation grows, and the run stops skipping after a few
+        steps.
         """
         sigma = self.config.loss_spike_sigma
         if sigma is None or not math.isfinite(loss):
@@ -258,23 +293,31 @@ class Guard:
         what = "the step is skipped"
         if self.rewind is not None and self.islands:
             self._wants_back = True
-            what += ", and the weights of all islands go back when they synchronize"
+            what += ", and the weights of all replica groups return to the last checkpoint when they synchronize"
         elif self.rewind is not None:
             what += self._go_back()
         self.run.log(
-            f"iteration {iteration}: the loss is {loss:.4f}, after {mean:.4f} +- {deviation:.4f} over {len(before)} "
-            f"steps; {what}"
+            f"iteration {iteration}: the loss is {loss:.4f}, the earlier mean {mean:.4f} +- {deviation:.4f} over "
+            f"{len(before)} steps; {what}"
         )
         return True
 
 
 def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int, micro_batch_size: int) -> str:
-    """The message for the user, of a step's `first` report and those of all ranks."""
+    """Return the error message for a step that is not finite: the step, the micro-batches and the parameters.
+
+    Args:
+        first: rank report with the step's loss, gradient norm and parameter norms.
+        reports: reports of all ranks, in the order of ranks.
+        first_sample: index of the step's first sample.
+        micro_batch_size: samples per micro-batch.
+    """
     assert first.iteration is not None
     lines = [
         f"iteration {first.iteration}: loss {first.loss:g}, gradient norm {first.norm:g}; the job ends before the "
-        f"update, the weights are those of iteration {first.iteration - 1}"
+        f"update, with the weights of iteration {first.iteration - 1}"
     ]
+    # micro-batches whose loss is not finite, with their samples
     data_size = 1 + max(each.data_rank for each in reports)
     bad_losses = []
     for rank, each in enumerate(reports):
@@ -283,11 +326,12 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
             samples = f"samples {start} to {start + micro_batch_size - 1}"
             bad_losses.append(f"the loss of micro-batch {index} ({samples}) is not finite on rank {rank}")
     lines += bad_losses[:SHOWN]
+    # parameters whose gradient is not finite, with the ranks that caused it
     bad = {name: value for name, value in first.norms.items() if not math.isfinite(value)}
     for name, value in list(bad.items())[:SHOWN]:
         ranks = [rank for rank, each in enumerate(reports) if name in (each.suspects or ())]
         if reports[0].suspects is None:
-            origin = "from a rank that is not known, because whole copies are summed inside FSDP2"
+            origin = "from an unknown rank, because FSDP2 sums the gradients of whole copies (ZeRO stage 0)"
         else:
             origin = f"from rank {', '.join(map(str, ranks))}" if ranks else "every rank's own gradient was finite"
         lines.append(f"{name}: the norm of the gradient is {value:g}, {origin}")

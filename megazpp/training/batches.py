@@ -1,8 +1,9 @@
-"""The samples of each step: pure integers, the same on every rank.
+"""Compute the batch size, the number of micro-batches and the samples of every step: integers, equal on all ranks.
 
-The global batch size is constant or ramps up in equal increments, as Megatron's does; everything else follows from it.
-A resumed run may have other batch sizes than the steps before it. Its plan therefore starts at the progress that it
-resumes from, and a run of --train-samples ends when these samples are consumed, in however many steps.
+The global batch size is constant or ramps up in equal increments, as in Megatron-LM.
+
+A resumed run may have other batch sizes than the run before it. Its plan therefore starts at the iteration and the
+sample count from which it resumes. A run of --train-samples ends when these samples are consumed.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ class BatchConfig:
 
     micro_batch_size: int | None = flag(
         None,
-        "samples of a forward and backward per data-parallel rank",
+        "samples per data-parallel rank in one forward and backward (default: --global-batch-size divided by the "
+        "data-parallel size)",
         common=True,
     )
     global_batch_size: int | None = flag(
         None,
-        "samples of an optimizer step, over all ranks",
+        "samples of one optimizer step over all ranks (default: one micro-batch per data-parallel rank)",
         common=True,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
-        "ramp the global batch size up: start size, increment, samples over which; needs --train-samples",
+        "ramp up the global batch size: start size, increment, and length of the ramp in samples; needs "
+        "--train-samples",
         nargs=3,
         metavar="N",
     )
-    train_iters: int | None = flag(None, "optimizer steps of the run (or --train-samples)", common=True)
-    train_samples: int | None = flag(None, "samples of the run; or give --train-iters")
+    train_iters: int | None = flag(None, "optimizer steps of the run; alternative: --train-samples", common=True)
+    train_samples: int | None = flag(None, "samples of the run; alternative: --train-iters")
 
     def __post_init__(self) -> None:
         check_positive(self, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")
@@ -54,36 +57,42 @@ class BatchConfig:
         if self.train_iters is not None:
             raise ValueError(f"{given} needs --train-samples, not --train-iters {self.train_iters}")
         if len(self.rampup_batch_size) != 3:
-            raise ValueError(f"{given}: three numbers are needed, start size, increment and samples")
+            raise ValueError(f"{given}: three numbers are needed (start size, increment, samples)")
         start, increment, samples = self.rampup_batch_size
         if start < 1 or increment < 1 or samples < 0:
-            raise ValueError(f"{given}: start size and increment must be positive, samples not negative")
+            raise ValueError(f"{given}: start size and increment must be positive, and samples must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Batch sizes over a run; made from flags by `plan_batches`."""
+    """Batch sizes over a run; `plan_batches` makes it from the flags."""
 
     micro_batch_size: int  # samples per micro-batch and data-parallel rank
     data_parallel_size: int  # ranks that hold different samples
-    global_batch_size: int  # samples per step once any ramp-up is over
-    start_batch_size: int
-    increment: int
-    rampup_samples: int  # 0: no ramp-up
-    train_iters: int | None  # or
-    train_samples: int | None
-    start_iteration: int = 0  # steps that were done with other batch sizes
-    start_samples: int = 0  # samples that these steps consumed
+    global_batch_size: int  # samples per step after the ramp-up
+    start_batch_size: int  # samples of the first step of the ramp-up
+    increment: int  # samples that each stage of the ramp-up adds
+    rampup_samples: int  # samples of the whole ramp-up; 0 without one
+    train_iters: int | None  # length of the run in steps; None if train_samples is given
+    train_samples: int | None  # length of the run in samples; None if train_iters is given
+    start_iteration: int = 0  # steps done earlier with other batch sizes
+    start_samples: int = 0  # samples that these earlier steps consumed
 
     def resumed_at(self, progress: TrainingProgress) -> BatchPlan:
-        """Return the plan of a run that resumes from `progress`; the same plan if batch sizes never changed."""
+        """Return the plan of a run that resumes from `progress`.
+
+        The plan starts at iteration 0 if the batch sizes never changed, and at `progress` otherwise.
+        """
         whole = dataclasses.replace(self, start_iteration=0, start_samples=0)
         if whole.consumed_samples_at(progress.iteration) == progress.consumed_samples:
             return whole
         return dataclasses.replace(self, start_iteration=progress.iteration, start_samples=progress.consumed_samples)
 
     def is_complete(self, progress: TrainingProgress) -> bool:
-        """Return whether the run ends here; a partial last batch of --train-samples is dropped, as in Megatron."""
+        """Return whether the run ends at `progress`.
+
+        An incomplete last batch of --train-samples is dropped, as in Megatron-LM.
+        """
         if self.train_iters is not None:
             return progress.iteration >= self.train_iters
         assert self.train_samples is not None
@@ -91,10 +100,10 @@ class BatchPlan:
         return consumed + self.batch_size_at(consumed) > self.train_samples
 
     def batch_size_at(self, consumed_samples: int) -> int:
-        """Global batch size of the step that starts after `consumed_samples`.
+        """Return the global batch size of the step that starts after `consumed_samples` samples.
 
-        In integers, so an increment starts exactly where it should (Megatron divides floats and is sometimes
-        one step late).
+        The calculation uses integers, so an increment takes effect exactly at its sample. Megatron-LM divides floats
+        and is sometimes one step late.
         """
         if consumed_samples >= self.rampup_samples:
             return self.global_batch_size
@@ -102,11 +111,14 @@ class BatchPlan:
         return self.start_batch_size + consumed_samples * num_increments // self.rampup_samples * self.increment
 
     def num_micro_batches_at(self, consumed_samples: int) -> int:
-        """Micro-batches that each rank runs in the step that starts after `consumed_samples`."""
+        """Return the micro-batches per rank of the step that starts after `consumed_samples` samples."""
         return self.batch_size_at(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
     def consumed_samples_at(self, iteration: int) -> int:
-        """Samples consumed when `iteration` steps are done; before the plan's start, at today's batch size."""
+        """Return the samples consumed after `iteration` steps.
+
+        For iterations before the plan's start, the result extrapolates backwards with the full global batch size.
+        """
         ramp, step = self._ramp_starts, iteration - self.start_iteration
         if 0 <= step < len(ramp):
             return ramp[step]
@@ -114,7 +126,7 @@ class BatchPlan:
         return start + (step - first) * self.global_batch_size
 
     def iteration_at(self, consumed_samples: int) -> int:
-        """Whole steps done when `consumed_samples` samples are consumed."""
+        """Return the number of whole steps done when `consumed_samples` samples are consumed."""
         ramp, start = self._ramp_starts, self.start_iteration
         if ramp[0] <= consumed_samples < ramp[-1]:
             return start + bisect.bisect_right(ramp, consumed_samples) - 1
@@ -123,7 +135,10 @@ class BatchPlan:
 
     @property
     def total_iterations(self) -> int:
-        """Steps of the whole run. For --train-samples an estimate: the batch size may change when it resumes."""
+        """Steps of the whole run.
+
+        With --train-samples this is an estimate, because a resumed run may change the batch size.
+        """
         if self.train_iters is not None:
             return self.train_iters
         assert self.train_samples is not None
@@ -131,17 +146,17 @@ class BatchPlan:
 
     @property
     def total_samples(self) -> int:
-        """Samples consumed when the run is over."""
+        """Samples consumed at the end of the run."""
         return self.consumed_samples_at(self.total_iterations)
 
     @property
     def dataset_samples(self) -> int:
-        """Samples that the training data must have: those already consumed and those that may still be consumed."""
+        """Samples that the training dataset must provide: those consumed before a resume plus those still to come."""
         return max(self.start_samples, self.total_samples) if self.train_samples is None else self.train_samples
 
     @cached_property
     def _ramp_starts(self) -> list[int]:
-        """Samples consumed before the plan's first step, its second, ... up to its first step of full size."""
+        """Samples consumed before each step of the ramp-up and before the first step of full size."""
         starts = [self.start_samples]
         while starts[-1] < self.rampup_samples:
             starts.append(starts[-1] + self.batch_size_at(starts[-1]))
@@ -149,7 +164,15 @@ class BatchPlan:
 
 
 def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
-    """Fill in the batch size that is not given; raises ValueError if sizes or length are missing, or do not divide."""
+    """Make the batch plan from the flags, and fill in the batch size that is not given.
+
+    Args:
+        config: the flags.
+        data_parallel_size: ranks that hold different samples.
+    Raises:
+        ValueError: a size or the length is missing, or the sizes do not divide.
+    """
+    # the two batch sizes
     size, total = config.micro_batch_size, config.global_batch_size
     if size is None and (total is None or config.rampup_batch_size is not None):
         raise ValueError("--micro-batch-size is required")
@@ -163,6 +186,7 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
     divisor = f"--micro-batch-size {size} x data-parallel size {data_parallel_size}"
     if global_batch_size % rank_samples:
         raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}")
+    # the ramp-up
     start, increment, samples = config.rampup_batch_size or (global_batch_size, global_batch_size, 0)
     given = f"--rampup-batch-size {start} {increment} {samples}"
     if start > global_batch_size or (global_batch_size - start) % increment:

@@ -1,22 +1,22 @@
-"""The run context: what nearly every part of a run needs, made once when the process groups stand.
+"""The run context: process groups, device, console and run folder, made once and passed to nearly every part of a run.
 
-The console is what a user sees while training: log lines, and on a terminal short ones over a progress bar with the
-time left. What is short there is whole in the run folder's log.txt, and where the output is no terminal.
+The console prints log lines. On a terminal it prints shorter lines above a progress bar with the remaining time. The
+full lines are always in the run folder's log.txt, and also on the output if it is not a terminal.
 
-The run folder is where rank 0 keeps a run's records, also over restarts; tools/report.py reads them:
+The run folder holds the records of a run, including its restarts. Rank 0 writes them, and tools/report.py reads them:
 
-    args.json        every flag's value                        summary.json   what came out
+    args.json        every flag's value                        summary.json   results of the run
     args.txt         the same as a flag file                   metrics.jsonl  one object per log line
-    topology.json    the cluster and the axes on it            validation.jsonl  one object per validation
-    timeline.json    what every rank did in one step (--timeline-step)
+    topology.json    the cluster and the mesh axes on it       validation.jsonl  one object per validation
+    timeline.json    spans of all ranks in one step (--timeline-step)
     cluster.yaml     the cluster with its measured links (--measure-links)
-    hang-<time>.txt, not-finite-<iteration>.json: what ended a run
-    log.txt          what was printed, whole          checkpoints/   the model (--save-to-run-dir)
-    wandb_run_id     names the wandb run that a restart continues
+    hang-<time>.txt, not-finite-<iteration>.json: reason that ended a run
+    log.txt          all printed lines in full        checkpoints/   the model (--save-to-run-dir)
+    wandb_run_id     id of the wandb run that a restart continues
 
-Nothing is lost when a folder is used again: the .jsonl files grow, and a file that would be replaced by other
-content keeps a numbered name (args.1.json is the oldest). A loss or norm that is not finite is written as NaN or
-Infinity: not strict JSON, but what Python's json reads back.
+Using a folder again loses nothing. The .jsonl files grow, and a file whose content would change is first copied to a
+numbered name (args.1.json is the oldest). A loss or norm that is not finite is written as NaN or Infinity. This is not
+strict JSON, but Python's json module reads it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tqdm import tqdm
 from megazpp.base.files import first_free, write_whole
 from megazpp.parallel.dims import ParallelDims
 
-PROBE_BYTES = 1 << 20
+PROBE_BYTES = 1 << 20  # size of the file with which a folder is tested for free space
 
 
 class Console:
-    """Prints on one rank, which is `enabled`; the bar is drawn, and lines are short, only on a terminal."""
+    """Prints on the rank that is `enabled`; a progress bar and short lines appear only on a terminal."""
 
     def __init__(self, *, enabled: bool, out: TextIO | None = None) -> None:
         self._enabled, self._out = enabled, out or sys.stdout
@@ -50,11 +50,16 @@ class Console:
         self._file: Path | None = None
 
     def keep(self, path: Path) -> None:
-        """Write all lines, whole, to the end of a file, too, for as long as it can be written to."""
+        """Also append all full lines to the file at `path`, until writing to it fails."""
         self._file = path
 
     def log(self, text: str, *, short: str | None = None) -> None:
-        """Print lines, above the bar if there is one; a terminal gets `short` in their place, if it is not empty."""
+        """Print lines, above the progress bar if one is shown.
+
+        Args:
+            text: the full lines.
+            short: replacement for a terminal. An empty string prints nothing there; None prints `text`.
+        """
         if not self._enabled:
             return
         if self._file is not None:
@@ -62,7 +67,7 @@ class Console:
                 with self._file.open("a", encoding="utf-8") as file:
                     print(text, file=file)
             except OSError as error:
-                warning = f"warning: {self._file}: {error}; it gets no more lines, and training goes on"
+                warning = f"warning: {self._file}: {error}; no more lines are written to it, and training continues"
                 print(warning, file=self._out)
                 self._file = None
         if short is not None and self._is_terminal:
@@ -75,32 +80,41 @@ class Console:
             print(text, file=self._out, flush=True)
 
     def start_bar(self, total_iterations: int, done: int) -> None:
+        """Show a progress bar on a terminal, with `done` of `total_iterations` steps finished."""
         if self._is_terminal:
             self._bar = tqdm(total=total_iterations, initial=done, file=self._out, unit="step", dynamic_ncols=True)
 
     def advance(self, loss: float) -> None:
-        """One step is done."""
+        """Move the progress bar by one step and show the step's loss."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             self._bar.update()
 
     def stop_bar(self) -> None:
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
-    """runs/<time>-<config name>, with a number behind it if that is taken."""
+    """Return runs/<time>-<config name>, with a number appended if that folder exists."""
     first = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{config_name}"
     return first_free(lambda number: first if number == 1 else first.with_name(f"{first.name}-{number}"))
 
 
 def make_writable(path: str | Path, flag: str) -> Path:
-    """Create the folder, and try it by writing and deleting a file of PROBE_BYTES: a full disk may still hold names.
+    """Create the folder at `path`, and test it by writing and deleting a file of PROBE_BYTES.
 
+    An empty file would not be a test, because a full disk may still accept new file names.
+
+    Args:
+        path: the folder; `~` is expanded.
+        flag: the flag that gave the path, for the error.
+    Returns:
+        the path, with `~` expanded.
     Raises:
-        ValueError: names the flag, the path and the reason.
+        ValueError: the folder is not writable. The message names the flag, the path and the reason.
     """
     path = Path(path).expanduser()
     probe = path / f".{uuid.uuid4().hex}"
@@ -119,13 +133,16 @@ def make_writable(path: str | Path, flag: str) -> Path:
 
 
 class RunFolder:
-    """Reads and writes the files of one run; raises ValueError if the folder cannot be written to."""
+    """Reads and writes the files of one run; making it raises ValueError if the folder is not writable."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = make_writable(path, "--run-dir")
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Add one line; a line that a crash or a full disk has cut short is left as it is, on its own line."""
+        """Append one JSON line to the file `name`.
+
+        If a crash or a full disk has cut the last line short, the new record still starts on its own line.
+        """
         with (self.path / name).open("ab+") as file:
             if file.tell() > 0:
                 file.seek(-1, 2)
@@ -134,11 +151,17 @@ class RunFolder:
             file.write(json.dumps(record, default=str).encode() + b"\n")
 
     def write_json(self, name: str, value: Mapping[str, Any], *, indent: int | None = None) -> Path:
-        """Write an object, and keep another one of that name under a numbered name."""
+        """Write an object as JSON and return the file's path.
+
+        A file of that name with other content is first copied to a numbered name.
+        """
         return self.write(name, json.dumps(value, indent=indent, default=str) + "\n")
 
     def write(self, name: str, text: str) -> Path:
-        """Write a text, and keep another one of that name under a numbered name."""
+        """Write a text and return the file's path.
+
+        A file of that name with other content is first copied to a numbered name.
+        """
         file = self.path / name
         if file.exists():
             if file.read_text() == text:
@@ -149,14 +172,17 @@ class RunFolder:
         return file
 
     def wandb_run_id(self) -> str:
-        """The id of this folder's wandb run: WANDB_RUN_ID's, else drawn the first time it is asked for."""
+        """Return the id of this folder's wandb run: WANDB_RUN_ID if set, otherwise the stored id.
+
+        The first call stores WANDB_RUN_ID, or a random id, in the folder.
+        """
         file, given = self.path / "wandb_run_id", os.environ.get("WANDB_RUN_ID")
         if not file.exists():
             file.write_text((given or uuid.uuid4().hex[:8]) + "\n")
         return given or file.read_text().strip()
 
     def keep_wandb_run_id(self, run_id: str) -> None:
-        """Continue the wandb run of another folder, unless this one has its own."""
+        """Store the id of another folder's wandb run, so that this run continues it; an id already stored stays."""
         file = self.path / "wandb_run_id"
         if not file.exists():
             file.write_text(run_id + "\n")
@@ -164,13 +190,13 @@ class RunFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """All that a part of a run may use on this rank, beside its own config.
+    """The environment that parts of a run use in addition to their config: axes, device, console and run folder.
 
     Attributes:
-        dims: the axes of the cluster, and the timeline and the traffic counter that they feed.
-        device: what this rank computes on.
-        console: prints on rank 0 and is silent on the others.
-        folder: where rank 0 keeps the run's records; None on the other ranks.
+        dims: the mesh axes of the job, with their timeline and traffic counter.
+        device: device on which this rank computes.
+        console: prints on rank 0 and is silent on other ranks.
+        folder: folder for the run's records on rank 0; None on other ranks.
     """
 
     dims: ParallelDims
@@ -179,5 +205,5 @@ class RunContext:
     folder: RunFolder | None = None
 
     def log(self, text: str, *, short: str | None = None) -> None:
-        """Print lines on rank 0; `short` are those of a terminal."""
+        """Print lines on rank 0; `short` replaces them on a terminal (see `Console.log`)."""
         self.console.log(text, short=short)

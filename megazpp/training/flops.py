@@ -1,8 +1,8 @@
-"""The floating-point operations that a training step needs, what a device can do at best, and its memory in use.
+"""Count the floating-point operations of a training step, look up a device's peak rate, and measure memory in use.
 
-Model FLOPs are Megatron's (arXiv 2104.04473, appendix, with the attention matrix counted by its causal half):
-what forward and backward need once, so recomputation does not make a run look faster. The peak of a device is
-its dense 16-bit tensor rate from the vendor's data sheet; a device that is not in the table has no MFU.
+Model FLOPs follow Megatron-LM (arXiv 2104.04473, appendix), with only the causal half of the attention matrix. They
+count one forward and backward, so recomputation does not make a run look faster. The peak of a device is its dense
+16-bit tensor rate from the vendor's data sheet. For a device that is not in the table, no MFU is reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megazpp.base.program import TERA
 from megazpp.model.config import GPTConfig
 
 MEBI = 1024 * 1024
-# Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words of the device's name; the first match counts.
+# Dense bf16 (V100: fp16) tensor rate in TFLOP/s, by words in the device's name; the first matching row is used.
 PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("H200 NVL", 835.0),
@@ -39,11 +39,16 @@ PEAK_TFLOPS = (
 
 
 def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_length: int) -> int:
-    """Floating-point operations of forward and backward per token of a GPT.
+    """Return the floating-point operations per token of a GPT's forward and backward.
 
-    Three times the forward pass (backward computes two products for each of the forward's), and two operations per
-    multiply-add. The output matrix has `padded_vocab_size` rows. A mixture of experts counts with its router, its
-    shared MLP and the experts that a token is sent to.
+    The backward computes two matrix products for each product of the forward, so the total is three times the forward.
+    A multiply-add counts as two operations. A mixture of experts counts with its router, its shared MLP and the experts
+    that a token is sent to.
+
+    Args:
+        model: shape of the model.
+        padded_vocab_size: rows of the output matrix.
+        seq_length: tokens of a sample.
     """
     query_size = model.heads * model.head_size
     dense = model.hidden * model.ffn_size * (3 if model.swiglu else 2)
@@ -58,23 +63,31 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
 
 
 def keys_per_token(seq_length: int, window: int | None) -> float:
-    """Keys that a token attends to on average: half of a sequence by Megatron's convention, or what a window leaves."""
+    """Return the mean number of keys to which a token attends.
+
+    Without a window it is half of the sequence, by Megatron-LM's convention. With a sliding window it is the exact
+    mean.
+
+    Args:
+        seq_length: tokens of a sample.
+        window: size of the sliding window in tokens; None for full causal attention.
+    """
     if window is None or window >= seq_length:
         return seq_length / 2
     return window - window * (window - 1) / (2 * seq_length)
 
 
 def device_name(device: torch.device) -> str:
-    """The vendor's name of the device; "CPU" for a CPU."""
+    """Return the vendor's name of the device, or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of a device, or None where it is not known for sure.
+    """Return the peak FLOP/s of a device, or None if it is not known.
 
     Args:
-        name: see `device_name`; a slice of a device (MIG) has no known peak.
-        dtype: compute dtype; only the 16-bit ones have a peak here.
+        name: name from `device_name`. A MIG slice of a GPU has no known peak.
+        dtype: compute dtype. Only bf16 and fp16 have a peak in the table.
     """
     if dtype not in (torch.bfloat16, torch.float16) or "MIG" in name:
         return None
@@ -84,7 +97,13 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def mfu_convention(flops_per_token: int, name: str, peak: float | None) -> str:
-    """One line that says what the printed FLOP/s and MFU mean; printed once per run."""
+    """Return one line that defines the FLOP/s and MFU of the log; it is printed once per run.
+
+    Args:
+        flops_per_token: model FLOPs per token.
+        name: name from `device_name`.
+        peak: peak FLOP/s of the device; None if not known.
+    """
     model = f"model FLOPs: {flops_per_token:.4E} per token (forward + backward, causal half, no recomputation)"
     if peak is None:
         return f"{model}; no MFU: the peak of {name} in this precision is not known"
@@ -92,7 +111,7 @@ def mfu_convention(flops_per_token: int, name: str, peak: float | None) -> str:
 
 
 def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:
-    """Megatron's memory line, printed once after the first log interval; None without a CUDA device."""
+    """Return Megatron-LM's line about CUDA memory, which is printed after the first log interval; None without CUDA."""
     if device.type != "cuda":
         return None
     sizes = {
@@ -106,8 +125,8 @@ def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was allocated on a CUDA device; on a CPU the process's largest resident size."""
+    """Return the peak of allocated memory on a CUDA device, or the peak resident size of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB, macOS bytes

@@ -1,10 +1,14 @@
-"""The training loop: fetch, step, record, save, evaluate, stop when it is time.
+"""The training loop: load a batch, run the step, record, save, evaluate, and stop when a condition is met.
 
-A run stops before its end after an iteration, after a time, or at a signal, with the same answer on all ranks. SIGTERM
-(schedulers, container runtimes, `kill`), SIGUSR1 (Slurm's --signal) and Ctrl-C end a run in good order, whichever of
-its processes they reach: the step that is running is finished (with several GPUs the next one too), a checkpoint is
-saved where --save asks for one, the last evaluation and the sample are left out, and the program exits with 0. A second
-Ctrl-C ends the run at once; another signal changes nothing more.
+A run stops early after a given iteration, after a given time, or at a signal. All ranks stop after the same step.
+SIGTERM (schedulers, container runtimes, `kill`), SIGUSR1 (Slurm's --signal) and Ctrl-C stop a run cleanly, even if the
+signal reaches only one of its processes:
+
+- The current step is finished. With several GPUs, the next step is finished too.
+- A checkpoint is saved if --save is given. The last evaluation and the last sample are skipped.
+- The program exits with status 0.
+
+A second Ctrl-C ends the run immediately. Other repeated signals have no further effect.
 """
 
 from __future__ import annotations
@@ -31,8 +35,9 @@ from megazpp.training.batches import BatchPlan
 from megazpp.training.metrics_logger import MetricsRecorder
 from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
 
-GARBAGE_INTERVAL = 50  # iterations
-Observer = Callable[[int], AbstractContextManager[None]]  # around an iteration, data included; the same on all ranks
+GARBAGE_INTERVAL = 50  # iterations between two runs of Python's garbage collector
+# Returns a context manager that is entered around an iteration and its data loading; all ranks have the same ones.
+Observer = Callable[[int], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,31 +47,43 @@ class StopConfig:
     Conditions that end the run before its last iteration.
     """
 
-    exit_interval: int | None = flag(None, "stop after an iteration that this divides")
-    exit_duration_in_mins: int | None = flag(None, "stop after this many minutes since the program's start")
-    skip_train: bool = flag(False, "only evaluate")
+    exit_interval: int | None = flag(None, "stop after the first iteration that is a multiple of this number")
+    exit_duration_in_mins: int | None = flag(None, "stop this many minutes after the start of the program")
+    skip_train: bool = flag(False, "skip training and only evaluate")
 
     def __post_init__(self) -> None:
         check_positive(self, "exit_interval", "exit_duration_in_mins")
 
 
 class Loader(Protocol):
-    """The source of steps' micro-batches: a `BatchLoader`, or what draws them from the model."""
+    """Source of a step's micro-batches: a `BatchLoader`, or a loader that generates samples with the model.
+
+    Attributes:
+        wait_seconds: total time that `step` has waited for data.
+    """
 
     wait_seconds: float
 
     def step(self, consumed_samples: int, global_batch_size: int) -> Sequence[Any]:
-        """This rank's micro-batches of the step that begins at `consumed_samples`, on the device."""
+        """Return this rank's micro-batches of one step, on the device.
+
+        Args:
+            consumed_samples: samples consumed before the step.
+            global_batch_size: samples of the step over all ranks.
+        """
 
 
 class AfterStep(Protocol):
-    """Something that follows some of the steps: a save, an evaluation. Every rank calls every method."""
+    """An action after some of the steps, for example a save or an evaluation; every rank calls every method."""
 
     def due(self, iteration: int, *, last: bool) -> bool:
-        """Return whether it follows the step of `iteration`, so that the host waits for the step's numbers first."""
+        """Return whether the action runs after the step of `iteration`.
+
+        If it does, the host first waits for the step's results.
+        """
 
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        """Do it if it is due; called after every step, `last` after the run's last one."""
+        """Run the action if it is due; called after every step, with `last` True after the last step of the run."""
 
 
 def train(
@@ -82,23 +99,34 @@ def train(
     after: Sequence[AfterStep] = (),
     synchronize: Callable[[LaunchedStep, int, bool], bool] | None = None,
 ) -> TrainingProgress:
-    """Train until `plan` is fulfilled or `stops` says so.
+    """Train until `plan` is complete or `stops` ends the run.
 
     Args:
-        observers: entered around each step, in this order.
-        after: what follows steps, in this order.
-        synchronize: lets models that train apart meet, which skip steps on their own, but share a schedule. Called with
-            a step, its iteration and True for the run's last one; returns whether all have waited for each other.
+        step: runs one optimizer step.
+        loader: source of micro-batches.
+        plan: batch sizes and length of the run.
+        schedule: learning rate and weight decay by samples.
+        recorder: records and logs each step.
+        stops: conditions for an early stop.
+        observers: context managers around each step, entered in this order.
+        start: progress from which the run starts or resumes.
+        after: actions after steps, run in this order.
+        synchronize: synchronizes DiLoCo's replica groups, which skip steps independently but share one schedule. It is
+            called with a step, its iteration, and True for the last step of the run. It returns whether all groups have
+            waited for each other.
+    Returns:
+        the progress at the end of the run.
     """
     progress = start
     if plan.is_complete(progress):
         recorder.run.log(f"training is complete: {_length_of(plan, progress)}")
     recorder.run.console.start_bar(plan.total_iterations, progress.iteration)
-    before: LaunchedStep | None = None  # a step that nobody has waited for yet
+    before: LaunchedStep | None = None  # the previous step, if the host has not waited for its results yet
     with collect_garbage_between_steps() as collect_garbage:
         while not plan.is_complete(progress) and progress.stop_reason is None:
             iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
             began, cpu_began, waited = time.perf_counter(), time.process_time(), loader.wait_seconds
+            # load the batch and launch the step
             with ExitStack() as around:
                 for observer in observers:
                     around.enter_context(observer(iteration))
@@ -116,6 +144,7 @@ def train(
                 final = plan.is_complete(after_it)
                 met = synchronize is None or synchronize(launched, iteration, final)
             collect_garbage(iteration)
+            # advance the progress, and decide whether to stop
             micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
             progress = after_it._replace(
                 scheduled_samples=progress.scheduled_samples
@@ -127,6 +156,7 @@ def train(
             at_once = last or recorder.logs(iteration) or any(each.due(iteration, last=last) for each in after)
             if at_once:
                 launched.check()
+            # complete the record; if nothing needs the step's results now, they are recorded one step later
             record = launched.record
             record.consumed_samples, record.global_batch_size = progress.consumed_samples, batch_size
             record.tokens = None if recorder.meter.whole_samples else sum(batch.tokens.numel() for batch in batches)
@@ -138,6 +168,7 @@ def train(
             if at_once:
                 recorder.step(launched.wait(), last=last)
             before = None if at_once else launched
+            # save and evaluate
             for each in after:
                 each.after_step(progress, last=last)
     recorder.run.console.stop_bar()
@@ -145,38 +176,40 @@ def train(
 
 
 def _length_of(plan: BatchPlan, progress: TrainingProgress) -> str:
-    """Describe the progress of a complete run, and the samples that are too few for another step."""
+    """Describe the progress of a complete run, with the remaining samples if they are too few for another step."""
     if plan.train_samples is None:
         return f"iteration {progress.iteration} of {plan.train_iters}"
     left = plan.train_samples - progress.consumed_samples
-    rest = f"; the other {left} are too few for a global batch of {plan.batch_size_at(progress.consumed_samples)}"
+    rest = f"; the remaining {left} are too few for a global batch of {plan.batch_size_at(progress.consumed_samples)}"
     return f"{progress.consumed_samples} of --train-samples {plan.train_samples} are consumed{rest if left > 0 else ''}"
 
 
 @dataclass
 class Evaluations:
-    """A validation every `interval` iterations, unless a signal ends the run."""
+    """Runs a validation every `interval` iterations, except after a signal that ends the run."""
 
     recorder: MetricsRecorder
     interval: int
     stops: StopConditions
 
     def due(self, iteration: int, *, last: bool) -> bool:
+        """Return whether a validation follows the step of `iteration`."""
         return iteration % self.interval == 0 and not self.stops.hurried
 
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
+        """Run a validation if it is due."""
         if self.due(progress.iteration, last=last):
             self.recorder.validate(progress)
 
 
 class StopConditions:
-    """Catches the signals while it is entered, and says after each step whether to stop.
+    """Catches stop signals while entered, and decides after each step whether to stop.
 
     Args:
         config: the flags.
-        answers: whether this rank says that it has understood Ctrl-C.
+        answers: True on the rank that prints a confirmation of Ctrl-C.
     Attributes:
-        hurried: a signal has ended the training, so what is not needed is left out.
+        hurried: True once a signal has ended the training. Work that is not needed is then skipped.
     """
 
     def __init__(self, config: StopConfig, *, answers: bool = False) -> None:
@@ -194,14 +227,18 @@ class StopConditions:
             signal.signal(signum, handler)
 
     def reason(self, iteration: int, dims: ParallelDims, *, agree: bool = True, at_once: bool = False) -> str | None:
-        """Why to stop after `iteration`, or None. One all-reduce of two integers over all ranks.
+        """Return the reason to stop after `iteration`, or None: one all-reduce of two integers over all ranks.
 
-        Signals may reach one rank only, and clocks differ: what one rank knows holds for all. Several ranks on CUDA
-        stop one step later: they look at what they agreed on a step ago, for which no device has to stand still.
+        A signal may reach only one rank, and clocks differ, so the ranks combine their conditions. With several ranks
+        on CUDA the run stops one step later: each rank reads the result of the previous step's all-reduce, so that no
+        rank has to wait for its device.
 
         Args:
-            agree: whether ranks ask each other; what only some of them know waits until they do.
-            at_once: whether CUDA waits for the answer.
+            iteration: the step that has just been taken.
+            dims: mesh axes of the job.
+            agree: whether the ranks communicate after this step. Otherwise a signal or an expired time waits until they
+                do.
+            at_once: whether CUDA ranks wait for this step's all-reduce.
         """
         config, minutes = self._config, self._config.exit_duration_in_mins
         over = minutes is not None and time.monotonic() - self._began > 60 * minutes
@@ -215,7 +252,10 @@ class StopConditions:
         return f"--exit-duration-in-mins {minutes}" if some_over else None
 
     def _agree(self, mine: list[int], dims: ParallelDims, *, at_once: bool) -> list[int]:
-        """The largest of each number over all ranks; on CUDA, if not `at_once`, of those of the last call."""
+        """Return the maximum of each number over all ranks.
+
+        On CUDA without `at_once`, return the maxima of the previous call, and zeros at the first call.
+        """
         if dims.world.size == 1:
             return mine
         if at_once or dims.mesh.device_type != "cuda":
@@ -227,18 +267,19 @@ class StopConditions:
     def _catch(self, signum: int, frame: FrameType | None) -> None:
         self._caught = signum
         if signum == signal.SIGINT:
-            signal.signal(signum, signal.SIG_DFL)  # a second one must not wait for a blocked collective
+            signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process even in a blocked collective
             if self._answers:
                 print("\nfinishing this step; press Ctrl-C again to stop now", file=sys.stderr)
 
 
 @contextmanager
 def collect_garbage_between_steps() -> Iterator[Callable[[int], None]]:
-    """Yield what has to be called after each iteration; Python's garbage collector runs then only.
+    """Run Python's garbage collector only between steps; yield a function to call after each iteration.
 
-    Left alone it runs on each rank when that rank's counters say so, and every other rank waits in its next collective.
-    Nearly all it looks through was made at start-up and stays (310,000 objects for a model of two layers on the CPU,
-    0.4 to 1.1 s on a busy core), so the first call freezes what is there; a collection then takes less than 0.1 ms.
+    Otherwise the collector runs on each rank at a different time, and the other ranks wait in their next collective.
+    Nearly all Python objects are created at start-up and stay: 310,000 for a model of two layers on the CPU, 0.4 to
+    1.1 s per collection on a busy core. The first call therefore freezes them, and later collections take less than
+    0.1 ms.
     """
     enabled, frozen = gc.isenabled(), False
 

@@ -1,8 +1,8 @@
-"""The numbers of a step, of a log interval and of a run, and the lines that show them.
+"""The numbers of a step, of a log interval and of a run, and the lines that print them.
 
-The log line is Megatron's, byte for byte, with our fields after its last one, so that existing parsers keep
-working. One departure: the loss is always printed. Megatron leaves it out when every step of the interval was
-skipped; here it is then the mean over the skipped steps, NaN too.
+The log line is Megatron-LM's, byte for byte, so that existing parsers work. Our fields follow after its last one. There
+is one difference: the loss is always printed. Megatron-LM omits it if every step of the interval was skipped. Here the
+line then shows the mean over the skipped steps, which may be NaN.
 """
 
 from __future__ import annotations
@@ -15,28 +15,34 @@ from typing import Any, NamedTuple
 
 from megazpp.base.program import GIGA, MEGA, TERA
 
-INNER_LOSS = "inner_loss"  # where islands synchronize: the mean over islands and over the steps since they last did
-NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "island": 0}  # `island` is what of `cross` went between islands
+INNER_LOSS = "inner_loss"  # DiLoCo: mean loss over replica groups and over the steps since they last synchronized
+NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "island": 0}  # `island`: the part of `cross` between replica groups
 
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """One optimizer step, equal on all ranks but for its times: what the step itself knows, then what the loop adds.
+    """The numbers of one optimizer step; the step fills in the first ones, and the loop adds the others.
+
+    All fields except the times are equal on all ranks.
 
     Attributes:
-        iteration: counted from 1.
-        loss: mean over the tokens of the global batch, in nats; NaN and Inf included.
-        grad_norm: before clipping, of the unscaled gradients.
-        skipped: the norm was not finite or the guard refused, so nothing was updated.
-        num_zeros, params_norm: None unless asked for.
-        metrics: what the objective says beside the loss.
-        consumed_samples: including this step's.
+        iteration: index of the step, counted from 1.
+        loss: mean over the tokens of the global batch, in nats. It may be NaN or Inf.
+        grad_norm: norm of the unscaled gradients before clipping.
+        learning_rate: learning rate of the step.
+        loss_scale: loss scale of the step; 1 without fp16.
+        skipped: True if nothing was updated, because the norm was not finite or the guard rejected the step.
+        num_zeros: number of gradient elements that are zero; None unless --log-num-zeros-in-grad is given.
+        params_norm: L2 norm of the parameters; None unless --log-params-norm is given.
+        metrics: further numbers of the objective and of the sharding, by name.
+        consumed_samples: samples consumed so far, including this step.
         global_batch_size: samples of this step over all ranks.
-        tokens: tokens of this step's forward passes over all data ranks, padding included; None: whole samples. Until
-            the log line those of this data rank, where `Meter.whole_samples` is False.
-        micro_batches: of one rank.
-        seconds: wall time of the step, waiting for data included.
-        wait_seconds: of that, waiting for data.
+        tokens: tokens of this step's forward passes over all data ranks, padding included. None if every sample has the
+            full sequence length. If `Meter.whole_samples` is False, it is the count of this data rank until the log
+            line, which sums it over data ranks.
+        micro_batches: micro-batches of one rank.
+        seconds: wall time of the step, including the wait for data.
+        wait_seconds: part of `seconds` that is the wait for data.
         cpu_seconds: CPU time of this process in the step.
     """
 
@@ -59,13 +65,14 @@ class StepRecord:
 
 
 class IntervalRecord(NamedTuple):
-    """The steps since the last log line, summed up.
+    """Summary of the steps since the last log line.
 
     Attributes:
-        fields: the object of metrics.jsonl; a loss or norm may be NaN or Infinity.
-        scalars: its speed, memory and bytes per node and step, for wandb and TensorBoard.
-        line: Megatron's line, then tokens/s and TFLOP/s per rank, MFU, memory, MB per step and wire, time left.
-        short_line: the same for a terminal, in at most 100 columns.
+        fields: the object for metrics.jsonl; a loss or norm may be NaN or Infinity.
+        scalars: speed, memory, and bytes per node and step, for wandb and TensorBoard.
+        line: Megatron-LM's log line. Our fields follow: tokens/s and TFLOP/s per rank, MFU, memory, MB per step and
+            wire, and the remaining time.
+        short_line: a shorter line for a terminal, at most 100 columns.
     """
 
     fields: dict[str, Any]
@@ -76,18 +83,21 @@ class IntervalRecord(NamedTuple):
 
 @dataclass(kw_only=True)
 class Meter:
-    """Adds up the steps of the run; `interval()` sums up those since it was last called.
+    """Accumulates the steps of the run; `interval()` summarizes those since its last call.
 
     Args:
         total_iterations, total_samples: length of the run.
         seq_length: tokens of a sample.
-        world_size: ranks, for the figures per rank.
+        world_size: number of ranks, for the figures per rank.
         flops_per_token: model FLOPs, see `model_flops_per_token`.
-        whole_samples: every sample has `seq_length` tokens. Otherwise steps know their tokens, and there is no
-            `consumed_tokens`, because only those since the start are known.
-        peak_flops: FLOP/s of one rank's device; None where unknown, then there is no MFU.
+        whole_samples: True if every sample has `seq_length` tokens. Otherwise each step counts its tokens. The log then
+            has no `consumed_tokens`, because the tokens before a resume are not known.
+        peak_flops: peak FLOP/s of one rank's device. None if unknown; no MFU is reported then.
     Attributes:
-        count, micro_batches, seconds, cpu_seconds: sums over all steps; micro-batches and CPU time of this process.
+        count: number of steps so far.
+        micro_batches: micro-batches of one rank in all steps.
+        seconds: wall time of all steps.
+        cpu_seconds: CPU time of this process in all steps.
     """
 
     total_iterations: int
@@ -107,7 +117,7 @@ class Meter:
         self._inner_losses: list[float] = []
 
     def add(self, step: StepRecord) -> None:
-        """Count one step."""
+        """Add one step."""
         self._steps.append(step)
         self._first = self._first or step
         self._inner_losses += [step.metrics[INNER_LOSS]] if INNER_LOSS in step.metrics else []
@@ -121,11 +131,17 @@ class Meter:
     def interval(
         self, sent_bytes: Mapping[str, int] = NOTHING_SENT, *, peak_memory_bytes: int | None = None
     ) -> IntervalRecord:
-        """Sum up the steps since the last call, of which there must be one, and what a node has sent in them.
+        """Summarize the steps since the last call; at least one step is required.
 
-        The loss is the mean over the steps that were taken, over the skipped ones if none was; the objective's metrics
-        are means over the steps that have them; the time left is that at this interval's samples per second.
+        The loss is the mean over the steps that were not skipped, or over all steps if all were skipped. The
+        objective's metrics are means over the steps that have them. The remaining time assumes this interval's samples
+        per second.
+
+        Args:
+            sent_bytes: bytes that a node has sent in these steps, by wire.
+            peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
         """
+        # sums and means over the steps
         steps, self._steps = self._steps, []
         tokens = sum(map(self._tokens_of, steps))
         self._tokens += tokens
@@ -142,7 +158,8 @@ class Meter:
         nan = sum(not math.isfinite(step.loss) for step in steps)
         norms = [step.grad_norm for step in steps if step.grad_norm is not None]
         max_norm = max((norm for norm in norms if not math.isnan(norm)), default=norms[0] if norms else None)
-        met = len(by_name.get(INNER_LOSS, ()))  # steps after which islands did
+        met = len(by_name.get(INNER_LOSS, ()))  # number of synchronizations between replica groups
+        # speed and remaining time
         speed = tokens / seconds if seconds else 0.0
         flops = speed * self.flops_per_token / self.world_size
         sent = {wire: total // count for wire, total in sent_bytes.items()}
@@ -150,6 +167,7 @@ class Meter:
         samples = max(1, sum(step.global_batch_size for step in steps))
         left = datetime.timedelta(seconds=round(samples_left * seconds / samples))
         mfu = None if self.peak_flops is None else flops / self.peak_flops
+        # the record for metrics.jsonl
         fields = {
             "iteration": last.iteration,
             "lm_loss": loss,
@@ -172,6 +190,7 @@ class Meter:
             **({} if mfu is None else {"mfu": mfu}),
             **metrics,
         }
+        # the scalars for wandb and TensorBoard
         scalars = {
             "perf/step_seconds": seconds / count,
             "perf/tokens_per_s": speed,
@@ -180,6 +199,7 @@ class Meter:
             "mem/peak": peak_memory_bytes,
             **{f"comm/{wire}_bytes": value for wire, value in sent.items()},
         }
+        # Megatron-LM's log line up to "number of nan iterations", then our fields
         parts = [
             f"iteration {last.iteration:8d}/{self.total_iterations:8d}",
             f"consumed samples: {last.consumed_samples:12d}",
@@ -203,6 +223,7 @@ class Meter:
             *(f"{wire} MB per step: {value / MEGA:.3f}" for wire, value in sent.items() if value),
             f"eta: {left}",
         ]
+        # the short line for a terminal
         norm = "" if last.grad_norm is None else f"grad norm {last.grad_norm:6.3f}  "
         short = (
             f"iteration {last.iteration:6d}/{self.total_iterations}  loss {loss:7.4f}  {norm}"
@@ -216,9 +237,9 @@ class Meter:
         )
 
     def summary(self, *, cpu_seconds: float) -> dict[str, Any]:
-        """Sum up the training steps for summary.json.
+        """Summarize all training steps for summary.json.
 
-        Tokens per second are those of the steps after the first, in which kernels and layers are compiled.
+        Tokens per second leave out the first step, in which kernels and layers are compiled.
 
         Args:
             cpu_seconds: CPU time of the steps, summed over all ranks.
@@ -245,16 +266,18 @@ class Meter:
         }
 
     def _tokens_of(self, step: StepRecord) -> int:
-        """Tokens that the model was given in a step, over all ranks."""
+        """Return the tokens that the model processed in a step, over all ranks."""
         return step.global_batch_size * self.seq_length if step.tokens is None else step.tokens
 
 
 def validation_lines(where: str, loss: float, *, metric: str = "lm_loss", has_perplexity: bool = True) -> list[str]:
-    """Return Megatron's three lines: dashes, the loss and its perplexity, dashes. `where` is e.g. "iteration 100".
+    """Return Megatron-LM's three lines about a validation: dashes, the loss and its perplexity, dashes.
 
     Args:
-        metric: another name, if it is no loss.
-        has_perplexity: the loss is a mean of nats per token, so that its exponential is a perplexity.
+        where: the end of "validation loss at ...", for example "iteration 100".
+        loss: the measured value.
+        metric: name of the value if it is not the language model's loss.
+        has_perplexity: whether the loss is a mean of nats per token, so that its exponential is a perplexity.
     """
     line = f" validation loss at {where} | lm loss value: {loss:.6E} | "
     if has_perplexity:
@@ -266,12 +289,17 @@ def validation_lines(where: str, loss: float, *, metric: str = "lm_loss", has_pe
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with the loss capped at 20 as Megatron does; NaN stays NaN."""
+    """Return exp(loss), with the loss capped at 20 as in Megatron-LM; NaN stays NaN."""
     return math.exp(loss if math.isnan(loss) else min(20.0, loss))
 
 
 def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
-    """Say what the run came to, for a reader; `trained` where it has taken steps."""
+    """Return the closing report of a run as text for the log.
+
+    Args:
+        summary: content of summary.json.
+        trained: True if the run has taken steps.
+    """
     lines = []
     if summary["stop_reason"]:
         lines.append(f"stopped by {summary['stop_reason']}")
@@ -283,7 +311,7 @@ def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
         )
         if "synchronizations" in summary:
             lines.append(
-                f"islands synchronized {summary['synchronizations']} times, "
+                f"replica groups synchronized {summary['synchronizations']} times, "
                 f"{summary.get('island_bytes_per_step', 0) / MEGA:.3f} MB per node and step between them; inner loss "
                 f"{summary[INNER_LOSS]:.4f}"
             )

@@ -1,11 +1,12 @@
-"""Turns what each rank measured into what the run did: printed, written to the run folder, sent to the sinks.
+"""Combine the measurements of all ranks into log lines, files of the run folder, and records for wandb and TensorBoard.
 
-At the end comes a table of what the training steps put on every wire, beside what ZeRO-3 would have put on the wire
-between nodes. The rows are counted where the bytes leave (parallel/axis.py). Only ZeRO-3's figure is computed, from the
-shards:
+The end of a run prints a table of the bytes that the training steps sent over each wire, and compares the bytes between
+nodes with ZeRO-3. The bytes of the table are counted at each collective (parallel/axis.py). Only ZeRO-3's figure is
+calculated, from the sizes of the shards:
 
-    k micro-batches, W data ranks, M_w bytes of weights (compute format), M_g bytes of gradients (reduction format):
-    a ring sends (W - 1) / W x k x (2 M_w + M_g) over each node's uplink, with N > 1 nodes; 3 k M where both are 16 bit
+    k micro-batches, W data ranks, M_w bytes of weights (compute dtype), M_g bytes of gradients (reduction dtype):
+    a ring sends (W - 1) / W x k x (2 M_w + M_g) over each node's uplink, with N > 1 nodes. This is about 3 k M bytes
+    if both have 16 bits and M bytes.
 """
 
 from __future__ import annotations
@@ -37,26 +38,32 @@ from megazpp.training.timers import StepRecorder
 from megazpp.training.tracking import Tracker, TrackingConfig
 from megazpp.zero.config import PrecisionConfig
 
-SPIKE, SPIKE_STEPS = 10, 10  # a norm of so many medians is named, once so many steps were seen
+SPIKE, SPIKE_STEPS = 10, 10  # a gradient norm above 10 times the median is logged, once 10 steps were recorded
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
 
-Validation = Callable[[], float]  # evaluates held-out data; the same number on all ranks
+Validation = Callable[[], float]  # evaluates held-out data and returns the same number on all ranks
 
 
 @dataclass
 class MetricsRecorder:
-    """Every rank calls every method (some communicate); only rank 0 has a `tracker` and a console that prints.
+    """Records the steps, evaluations and results of a run.
+
+    Every rank calls every method, because some communicate. Only rank 0 has a `tracker` and a console that prints.
 
     Args:
-        model: whose parameters' norm is recorded.
-        zero3: number of micro-batches to what ZeRO-3 would have sent.
-        tracker: writes on rank 0.
-        timers: reported after a log line.
-        validation, test: evaluate held-out data; None without.
-        metric: what they measure: "lm_loss", or "reward".
-        has_perplexity: the "lm_loss" is nats per token.
-        weights_for_evaluation: entered around each evaluation.
+        config: the flags for logging.
+        run: process groups, device, console and run folder.
+        meter: accumulates the steps.
+        model: model whose parameter norm is recorded.
+        zero3: returns ZeRO-3's traffic for a number of micro-batches.
+        tracker: writes files, wandb and TensorBoard on rank 0; None on other ranks.
+        timers: times that are reported after a log line; None without timers.
+        validation, test: functions that evaluate held-out data; None without such data.
+        metric: name of the value that they return, "lm_loss" or for example "reward".
+        has_perplexity: whether the "lm_loss" is a mean of nats per token.
+        weights_for_evaluation: returns a context manager that is entered around each evaluation. DiLoCo uses it to
+            evaluate the outer weights.
     """
 
     config: TrackingConfig
@@ -75,15 +82,15 @@ class MetricsRecorder:
 
     def __post_init__(self) -> None:
         self.last_interval: IntervalRecord | None = None
-        self.last_validation: tuple[int, float] | None = None  # the iteration, and what was measured
+        self.last_validation: tuple[int, float] | None = None  # the iteration and the value
         self._sent_before = list(NOTHING_SENT.values())
         self._norms: deque[float] = deque(maxlen=100)
-        self._uneven: list[StepRecord] = []  # steps since the log line of which this rank knows its own tokens only
+        self._uneven: list[StepRecord] = []  # steps whose tokens are not summed over data ranks yet
 
     def step(self, record: StepRecord, *, last: bool) -> None:
-        """Record a step; at a log interval and at the `last` one also print and write a line."""
+        """Record a step; after a log interval or the `last` step, also write a log line."""
         log = last or self.logs(record.iteration)
-        sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # before the norm below sends some
+        sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # read before the norm below adds traffic
         if log and self.config.log_params_norm:
             named, axes = self.model.named_parameters(), (self.run.dims.tp, self.run.dims.shard)
             norm = global_parameter_norm(named, *axes, rows=existing_rows(self.model))
@@ -104,7 +111,7 @@ class MetricsRecorder:
             self._log(record.iteration, sent)
 
     def _sum_tokens(self) -> None:
-        """Add up each step's tokens over the data ranks, whose rows have different lengths: one all-reduce."""
+        """Sum each step's tokens over the data ranks, whose samples differ in length: one all-reduce."""
         dims, steps, self._uneven = self.run.dims, self._uneven, []
         with dims.counter.paused():
             own = torch.tensor([step.tokens for step in steps], dtype=torch.int64, device=self.run.device)
@@ -112,12 +119,12 @@ class MetricsRecorder:
                 step.tokens = tokens
 
     def _note_spike(self, record: StepRecord) -> None:
-        """Say where a step's gradients are `SPIKE` times as long as the median of the steps before it."""
+        """Log a step whose gradient norm exceeds `SPIKE` times the median of the steps before it."""
         norm = record.grad_norm
         if norm is None or not math.isfinite(norm):
             return
         usual = statistics.median(self._norms) if len(self._norms) >= SPIKE_STEPS else 0.0
-        if 0.0 < SPIKE * usual < norm:  # a norm above a median of zero is no multiple of it
+        if 0.0 < SPIKE * usual < norm:  # a median of zero allows no ratio
             self.run.log(
                 f"note: iteration {record.iteration}: grad norm {norm:.3f} is {norm / usual:.0f} x the median of the "
                 f"{len(self._norms)} steps before it, {usual:.3f}"
@@ -125,11 +132,11 @@ class MetricsRecorder:
         self._norms.append(norm)
 
     def logs(self, iteration: int) -> bool:
-        """True if a log interval ends with the iteration."""
+        """Return True if a log interval ends with the iteration."""
         return iteration % self.config.log_interval == 0
 
     def validate(self, progress: TrainingProgress) -> None:
-        """Evaluate, show and record, if there is validation data."""
+        """Evaluate the validation data, if there is any, and log and record the result."""
         value = self._evaluate(self.validation)
         if value is None:
             return
@@ -142,17 +149,24 @@ class MetricsRecorder:
             self.tracker.validation(value, progress, **how)
 
     def _evaluate(self, evaluate: Validation | None) -> float | None:
+        """Return the result of `evaluate` with the weights for evaluation; None without a function."""
         if evaluate is None:
             return None
         with self.weights_for_evaluation():
             return evaluate()
 
     def finish(self, progress: TrainingProgress, *, evaluate: bool, unigram_entropy: float | None) -> None:
-        """The last evaluations, then what the run came to: printed, and written to summary.json.
+        """Run the last evaluations, then print the results of the run and write them to summary.json.
 
-        Losses and the validation text's entropy are nats per token, the training loss is the last log interval's; None
-        where there was none.
+        Losses and the entropy of the validation text are nats per token. The training loss is the mean of the last log
+        interval. Values that were not measured are None.
+
+        Args:
+            progress: progress at the end of the run.
+            evaluate: whether to run the last validation and the test.
+            unigram_entropy: entropy of the validation text's tokens, in nats per token; None if unknown.
         """
+        # the last evaluations
         if evaluate and (self.last_validation is None or self.last_validation[0] != progress.iteration):
             self.validate(progress)
         test_loss = self._evaluate(self.test) if evaluate else None
@@ -160,6 +174,7 @@ class MetricsRecorder:
             where, how = f"iteration {progress.iteration} on test set", {"has_perplexity": self.has_perplexity}
             for line in validation_lines(where, test_loss, metric=self.metric, **how):
                 self.run.log(line)
+        # results, combined over ranks
         measured = None if self.last_validation is None else self.last_validation[1]
         used = torch.tensor(self.meter.cpu_seconds, dtype=torch.float64, device=self.run.device)
         peak = torch.tensor(float(peak_memory_bytes(self.run.device)), dtype=torch.float64, device=self.run.device)
@@ -174,6 +189,7 @@ class MetricsRecorder:
         }
         if self.metric != "lm_loss" and measured is not None:
             summary[f"validation_{self.metric}"] = measured
+        # traffic of all training steps
         rows, compared = collect_traffic(self.run.dims, self.run.device), self.zero3(self.meter.micro_batches)
         if rows:
             self.run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))
@@ -181,11 +197,13 @@ class MetricsRecorder:
             "traffic": [row._asdict() for row in rows],
             "zero3": None if compared is None else compared._asdict(),
         }
+        # output
         self.run.log(closing_lines(summary, trained=self.last_interval is not None))
         if self.tracker is not None:
             self.tracker.summary(summary)
 
     def _log(self, iteration: int, sent: Mapping[str, int]) -> None:
+        """Write the log line of an interval, and the timers, and record the interval."""
         first, peak = self.last_interval is None, peak_memory_bytes(self.run.device)
         interval = self.last_interval = self.meter.interval(sent, peak_memory_bytes=peak)
         self.run.log(interval.line, short=interval.short_line)
@@ -197,9 +215,10 @@ class MetricsRecorder:
             self.tracker.interval(interval)
 
     def _sent_bytes_per_node(self) -> dict[str, int]:
-        """Bytes sent by wire since the last call by all ranks together, divided by the number of nodes.
+        """Return the bytes sent since the last call, by wire: the sum over all ranks, divided by the number of nodes.
 
-        With local steps by those of this rank's island: others are not asked.
+        With DiLoCo the sum is over this rank's replica group only, scaled to all groups, because groups do not
+        communicate between synchronizations.
         """
         dims = self.run.dims
         counter, nodes = dims.counter, dims.layout.cluster.num_nodes
@@ -215,27 +234,32 @@ class MetricsRecorder:
 
 
 class TrafficRow(NamedTuple):
-    """One collective of one axis over one wire, all training steps together."""
+    """The traffic of one collective on one mesh axis and one wire, over all training steps."""
 
     collective: str
     axis: str
     wire: str
-    calls: int  # of one rank
-    sent_bytes: int  # by all ranks of a node, the mean over nodes
+    calls: int  # number of calls on one rank
+    sent_bytes: int  # bytes sent by all ranks of a node, mean over nodes
 
 
 class Zero3Traffic(NamedTuple):
-    """ZeRO-3's traffic between nodes for the same steps."""
+    """The bytes that ZeRO-3 would have sent between nodes in the same steps."""
 
-    weight_bytes: int  # of the whole model, padded as it is sharded (M_w)
-    gradient_bytes: int  # M_g
-    micro_batches: int  # of all steps together
-    cross_bytes: int  # over one node's uplink
-    formula: str  # with the numbers in it
+    weight_bytes: int  # M_w: weights of the whole model in the compute dtype, with the padding of the shards
+    gradient_bytes: int  # M_g: gradients of the whole model in the reduction dtype, with the same padding
+    micro_batches: int  # micro-batches per rank in all steps together
+    cross_bytes: int  # bytes over one node's uplink
+    formula: str  # the formula of `cross_bytes`, with its numbers
 
 
 def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow]:
-    """The counted rows, the same on all ranks; rows without bytes are left out."""
+    """Return the counted traffic, equal on all ranks; rows without bytes are omitted.
+
+    Args:
+        dims: mesh axes of the job, with this rank's counter.
+        device: device for the reduction over ranks.
+    """
     table = dims.counter.table()
     keys = list(itertools.product(WIRES, (*AXES, NODE, *EXPERT_NAMES.values()), COLLECTIVES))
     mine = [table.get(key, Traffic(0, 0)) for key in keys]
@@ -252,9 +276,15 @@ def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow
 def zero3_traffic(
     shard_elements: int, dims: ParallelDims, precision: PrecisionConfig, micro_batches: int
 ) -> Zero3Traffic | None:
-    """ZeRO-3 with the same ranks, formats, elements of a rank's shards and micro-batches of all steps together.
+    """Calculate ZeRO-3's traffic between nodes for the same ranks and micro-batches.
 
-    None if a copy of the model is within one node.
+    Args:
+        shard_elements: padded elements of all parameters on one rank.
+        dims: mesh axes of the job.
+        precision: dtypes of the compute and of the gradient reduction.
+        micro_batches: micro-batches per rank in all steps together.
+    Returns:
+        the traffic, or None if each copy of the model is within one node.
     """
     layout = dims.layout
     if layout.cross * layout.island == 1:
@@ -268,21 +298,21 @@ def zero3_traffic(
     )
     cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
     domains, nodes = layout.cross * layout.replicate * layout.island, layout.cluster.num_nodes
-    if domains != nodes:  # NVLink racks, or tensor parallelism over nodes: several nodes share what a ring sends
+    if domains != nodes:  # NVLink domains or tensor parallelism over several nodes: these share a ring's bytes
         formula += f", over {nodes // domains} nodes each"
         cross = cross * domains // nodes
     return Zero3Traffic(weights, gradients, micro_batches, cross, formula)
 
 
 def traffic_in_words(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
-    """The bytes between nodes in one line; nothing where there is one node, or ZeRO-3 would have sent the same."""
+    """Return one line about the bytes between nodes; "" if none were sent or less than 5 % was saved against ZeRO-3."""
     cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
     fewer = times_fewer(cross, 0 if zero3 is None else zero3.cross_bytes)
     return f"between nodes: {cross / MEGA:,.1f} MB per node, {fewer} than ZeRO-3" if fewer else ""
 
 
 def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
-    """The rows and the comparison as text."""
+    """Return the traffic rows as an aligned table, with the comparison with ZeRO-3 below."""
     header = ("collective", "axis", "wire", "calls", "MB sent per node")
     lines = [header, *((r.collective, r.axis, r.wire, str(r.calls), f"{r.sent_bytes / MEGA:.3f}") for r in rows)]
     text = list(aligned(lines))

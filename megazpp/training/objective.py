@@ -1,10 +1,10 @@
-"""The loss that training minimises and evaluation measures: an objective's part of a step, and validation.
+"""The loss that training minimizes and evaluation measures: the objective's part of a step, and validation.
 
-Every loss is a sum over the whole global batch: an objective works out its denominators before the first micro-batch,
-from all of them and over all data ranks, and each micro-batch gives its share. So neither the number of ranks nor the
-size of micro-batches changes the result.
+Every loss is a sum over the whole global batch. Before the first micro-batch, an objective computes its denominators
+from all micro-batches of all data ranks. Each micro-batch then contributes its share. The result therefore depends
+neither on the number of ranks nor on the size of micro-batches.
 
-A perplexity says something beside others of the same tokenizer only; bits per byte of text do not depend on it.
+Perplexities are comparable only between models with the same tokenizer. Bits per byte of text do not depend on it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from megazpp.zero.sharding import WeightHandle
 class EvalConfig:
     """Evaluation.
 
-    How often and on how many samples the run is evaluated.
+    Frequency and size of the evaluations.
     """
 
-    eval_iters: int = flag(100, "global batches of one evaluation; 0 for none")
-    eval_interval: int = flag(1000, "training steps between evaluations")
+    eval_iters: int = flag(100, "number of global batches in one evaluation; 0 disables evaluation")
+    eval_interval: int = flag(1000, "training steps between two evaluations")
 
     def __post_init__(self) -> None:
         check_not_negative(self, "eval_iters")
@@ -52,32 +52,37 @@ class EvalConfig:
 
 
 class Objective(Protocol):
-    """The part of an objective that `TrainStep` calls; every rank calls every method."""
+    """The methods of an objective that `TrainStep` calls; every rank calls every method."""
 
     def begin_step(self, batches: Sequence[Any]) -> None:
-        """See this rank's micro-batches of one global batch, before the first forward."""
+        """Prepare a step from this rank's micro-batches of one global batch; called before the first forward."""
 
     def loss(self, model: GPTModel, batch: Any) -> torch.Tensor:
-        """A micro-batch's share of the step's loss, a scalar; the shares of all micro-batches and data ranks add up."""
+        """Return a micro-batch's share of the step's loss, a scalar.
+
+        The shares of all micro-batches and data ranks add up to the loss of the global batch.
+        """
 
     def metrics(self) -> Mapping[str, float]:
-        """The step's further numbers, the same on all ranks; may wait for the device."""
+        """Return further numbers of the step, equal on all ranks; may wait for the device."""
 
 
 def token_losses(model: GPTModel, batch: MicroBatch) -> torch.Tensor:
-    """[micro-batch, sequence] nats of each token; 0 where it does not count."""
+    """Return [micro-batch, sequence] losses of each token in nats; 0 where the loss mask excludes the token."""
     losses = model(batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts)
     return losses * batch.loss_mask
 
 
 class LanguageModelLoss:
-    """Negative log-likelihood of the next token, the mean over all tokens of the global batch that count.
+    """Negative log-likelihood of the next token, averaged over the tokens of the global batch that count.
 
-    With local steps it is the mean over those of this rank's island. The losses of routers, each the mean over all
-    sequences of the global batch, add to the gradients, but not to the loss that is returned.
+    A token counts unless the loss mask excludes it. With DiLoCo the mean is over the tokens of this rank's replica
+    group.
+    The losses of routers, each the mean over all sequences of the global batch, add to the gradients, but not to the
+    value of the loss.
 
     Attributes:
-        tokens: of the last step that count, a scalar.
+        tokens: number of tokens that count in the last step, an fp64 scalar.
     """
 
     def __init__(self, dims: ParallelDims) -> None:
@@ -87,32 +92,40 @@ class LanguageModelLoss:
         self._sequences = 1
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
+        """Count the tokens of the global batch that the loss mask includes: one all-reduce."""
         own = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
         self.tokens = self._dims.sum_over_data_(own)
         self._per_token = (1.0 / self.tokens.clamp(min=1.0)).float()
         self._sequences = sum(len(b.tokens) for b in batches) * self._dims.data_size // self._dims.island.size
 
     def loss(self, model: GPTModel, batch: MicroBatch) -> torch.Tensor:
+        """Return this micro-batch's share of the mean loss over the global batch."""
         if not model.config.has_router_loss:
             return token_losses(model, batch).sum() * self._per_token
         starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
         found = model(batch.tokens, batch.labels, **starts, with_router_loss=True)
         router_loss = found.router_loss.sum() / self._sequences
-        # the value of the first loss, and the gradient of both
+        # The result has the value of the first loss and the gradients of both.
         return (found.losses * batch.loss_mask).sum() * self._per_token + (router_loss - router_loss.detach())
 
     def metrics(self) -> Mapping[str, float]:
+        """Return no further numbers."""
         return {}
 
 
 @dataclass
 class Evaluator:
-    """Mean loss over the first batches of a dataset: the same batches at every call, so that losses compare.
+    """Computes the mean loss over the first batches of a dataset.
+
+    Every call uses the same batches, so that losses are comparable.
 
     Args:
-        model, sharding: the model in training and its handle.
-        loader: batches of the held-out data.
-        iterations, batch_size: how many global batches of how many samples.
+        model: the model, which may be in training.
+        sharding: handle on the model's weights.
+        loader: loader of the held-out data.
+        dims: mesh axes of the job.
+        iterations: number of global batches.
+        batch_size: samples of a global batch.
     """
 
     model: GPTModel
@@ -125,12 +138,12 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> float:
-        """The same number on all ranks.
+        """Return the mean loss, equal on all ranks.
 
-        The model is back in training mode afterwards, and its next forward reads the shards anew.
+        Afterwards the model is in training mode, and its next forward gathers its weights from the shards again.
         """
         self.model.eval()
-        with self.dims.counter.paused():  # the traffic of training steps is what is reported
+        with self.dims.counter.paused():  # the log reports the traffic of training steps only
             starts = range(0, self.iterations * self.batch_size, self.batch_size)
             loss = self.mean_loss(self.loader.step(start, self.batch_size) for start in starts)
         self.sharding.reshard()
@@ -138,7 +151,11 @@ class Evaluator:
         return loss
 
     def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
-        """Nats per token of this rank's micro-batches of all steps, over all ranks; NaN if no token counts."""
+        """Return the mean loss in nats per token over all ranks; NaN if the loss masks exclude all tokens.
+
+        Args:
+            steps: this rank's micro-batches of each global batch.
+        """
         totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
         for batch in itertools.chain.from_iterable(steps):
             totals += self._loss_and_tokens(batch)
@@ -146,11 +163,12 @@ class Evaluator:
         return loss / tokens if tokens else math.nan
 
     def _loss_and_tokens(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the sum of a micro-batch's losses and the number of its included tokens, [2]."""
         return torch.stack((token_losses(self.model, batch).sum(), batch.loss_mask.sum()))
 
 
 class Score(NamedTuple):
-    """The mean loss in nats per token whose loss counts, the number of these tokens, and the bytes of their text."""
+    """Mean loss in nats per included token, the number of included tokens, and the bytes of their text."""
 
     loss: float
     tokens: int
@@ -158,18 +176,21 @@ class Score(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float:
-        """Ends of documents count as tokens that cost bits, and have no bytes."""
+        """Loss in bits per byte of text; NaN without text.
+
+        An end of a document counts as a token with a loss, but has no bytes.
+        """
         return self.loss / math.log(2.0) * self.tokens / self.text_bytes if self.text_bytes else math.nan
 
     def lines(self, where: str) -> list[str]:
-        """Megatron's lines of a validation, with one more."""
+        """Return Megatron-LM's lines about a validation, with one line about bits per byte added."""
         rule, line, _ = validation_lines(where, self.loss)
         amount = f"{self.tokens:,} tokens, {self.text_bytes:,} bytes of text"
         return [rule, line, f" bits per byte: {self.bits_per_byte:.6f} | {amount}", rule]
 
 
 class LabelCounts(NamedTuple):
-    """Labels of samples whose loss counts, the bytes of their text, and the bytes of labels whose loss does not."""
+    """Number of labels that the loss mask includes, the bytes of their text, and the bytes of excluded labels."""
 
     tokens: int
     text_bytes: int
@@ -179,9 +200,16 @@ class LabelCounts(NamedTuple):
 def count_labels(
     samples: Dataset, num_samples: int, tokenizer: Tokenizer, data: DataConfig, dims: ParallelDims
 ) -> LabelCounts:
-    """Count the labels of the first samples, which may end in padding; each rank looks at some of them.
+    """Count the labels of the first samples over all ranks; each rank reads a part of the samples.
 
-    The first id of a sample is no label. `data` says which labels have no loss (--eod-mask-loss).
+    The first id of a sample is not a label. Padding at the end of a sample is ignored.
+
+    Args:
+        samples: dataset of token ids.
+        num_samples: number of samples to read.
+        tokenizer: tokenizer that made the ids.
+        data: config that says which labels have no loss (--eod-mask-loss).
+        dims: mesh axes of the job.
     """
     sizes, options, counts = TokenBytes(tokenizer), batch_options(data, tokenizer), LabelCounts(0, 0, 0)
     for index in range(dims.world.rank, num_samples, dims.world.size):
@@ -193,7 +221,11 @@ def count_labels(
 
 
 def check_input(path: str) -> None:
-    """Raises ValueError if `path` is neither a .bin/.idx pair nor a text, or holds no text."""
+    """Check that `path` is a text with content, or the prefix of a .bin/.idx pair.
+
+    Raises:
+        ValueError: `path` is neither, or holds no text.
+    """
     if _is_pair(path):
         IndexedDataset(Path(path).expanduser())
         return
@@ -215,13 +247,22 @@ def score_whole(
     device: torch.device,
     say: Callable[[str], None],
 ) -> Score:
-    """Predict every token of a .bin/.idx pair or of a text once.
+    """Predict every token of a .bin/.idx pair or of a text once, and return the score.
 
     Args:
-        path: a prefix, or a file as --text-path takes it.
-        data: sequence length and masks.
+        built: the model and its handle.
+        dims: mesh axes of the job.
+        tokenizer: tokenizer of the model.
+        path: prefix of a .bin/.idx pair, or a text file as --text-path accepts.
+        data: sequence length and loss masks.
+        micro_batch_size: samples per forward and data rank.
+        device: device of the model.
+        say: function that prints a note.
+    Raises:
+        ValueError: the input or its token ids do not fit the tokenizer.
     """
     assert data.seq_length is not None
+    # token ids of the input
     if _is_pair(path):
         files, prefix = None, Path(path).expanduser()
     else:
@@ -231,8 +272,10 @@ def score_whole(
     check_marks([sequences], tokenizer, f"--input {path}")
     if warning := missing_ends([DataSource(sequences, f"--input {path}", None)], data, tokenizer):
         say(warning)
-    start = None if tokenizer.marks.used and tokenizer.marks.before else tokenizer.eod  # a text begins with its mark
+    # The first token is predicted from the id before it: the tokenizer's mark at the start of a text, or else eod.
+    start = None if tokenizer.marks.used and tokenizer.marks.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
+    # loss of all tokens
     batch_size = micro_batch_size * dims.data_size
     with BatchLoader(
         text,
@@ -244,21 +287,24 @@ def score_whole(
         num_workers=data.num_workers,
     ) as loader:
         evaluator = Evaluator(*built, loader, dims, iterations=-(-len(text) // batch_size), batch_size=batch_size)
-        loss = evaluator()  # first, because it checks the ids
+        loss = evaluator()  # before counting, because the loader checks the ids
+    # bytes of the text
     tokens, text_bytes, left_out_bytes = count_labels(text, len(text), tokenizer, data, dims)
-    if files is not None:  # the text itself, without what has no loss: a tokenizer may lose some of it
+    if files is not None:  # count the bytes in the text itself, because a tokenizer may lose some of it
         documents = (document for file in files for document in read_documents(file, flag_name="--input"))
         own = itertools.islice(documents, dims.world.rank, None, dims.world.size)
         text_bytes = _sum_over_ranks(sum(len(document.encode()) for document in own), dims) - left_out_bytes
-        if start is None:  # the first id is no label
+        if start is None:  # the first id is not a label, so its bytes are not predicted
             text_bytes -= TokenBytes(tokenizer).size(int(text[0][0]), first=True)
     return Score(loss, tokens, text_bytes)
 
 
 def _is_pair(path: str) -> bool:
+    """Return True if a .bin or .idx file with this prefix exists."""
     return any(file.exists() for file in pair_paths(Path(path).expanduser()))
 
 
 def _sum_over_ranks(count: int, dims: ParallelDims) -> int:
+    """Return the sum of an integer over all ranks."""
     device = "cuda" if dims.timeline.device_type == "cuda" else "cpu"
     return int(dims.world.all_reduce_(torch.tensor(count, dtype=torch.int64, device=device)))

@@ -1,7 +1,8 @@
-"""`--profile`: torch's profiler over some iterations of some ranks; `--record-memory-history`: CUDA's allocations.
+"""`--profile`: record some iterations of some ranks with torch's profiler; `--record-memory-history`: CUDA allocations.
 
-A profiled rank leaves a Chrome trace in the run folder, for ui.perfetto.dev: operators, kernels, and the timeline's
-spans under their track and name ("cross all_gather layers.3"), of all threads. Other ranks and iterations pay nothing.
+A profiled rank writes a Chrome trace to the run folder, for ui.perfetto.dev. The trace shows the operators, kernels and
+timeline spans of all threads; a span's name starts with its track ("cross all_gather layers.3"). Other ranks and
+iterations have no overhead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megazpp.base.files import first_free
 from megazpp.base.flags import flag
 from megazpp.training.context import RunContext
 
-MOST_ALLOCATIONS = 100_000  # that a snapshot looks back on; Megatron's number
+MOST_ALLOCATIONS = 100_000  # largest number of allocations in a memory snapshot; Megatron-LM's value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,33 +32,36 @@ class ProfilerConfig:
     """
 
     profile: bool = flag(
-        False, "record operators, kernels and hops with torch.profiler: a trace for ui.perfetto.dev in the run folder"
+        False,
+        "record operators, kernels and collectives with torch.profiler; writes a trace for ui.perfetto.dev to the run "
+        "folder",
     )
-    profile_step_start: int = flag(10, "begin to record when this many iterations are done")
-    profile_step_end: int = flag(12, "the last iteration that is recorded")
+    profile_step_start: int = flag(10, "iterations before the first one that --profile records")
+    profile_step_end: int = flag(12, "last iteration that --profile records")
     profile_ranks: tuple[int, ...] = flag(
         (0,), "ranks that --profile and --record-memory-history record", nargs="+", metavar="RANK"
     )
     record_memory_history: bool = flag(
         False,
-        f"on CUDA: remember the last {MOST_ALLOCATIONS} allocations with their stacks, see --memory-snapshot-path",
+        f"record the last {MOST_ALLOCATIONS} CUDA allocations with their stacks for --memory-snapshot-path",
     )
     memory_snapshot_path: str = flag(
         "snapshot.pickle",
-        "file for --record-memory-history, written when training ends or runs out of memory, for "
-        "pytorch.org/memory_viz; relative to the run folder, the rank is put behind its name",
+        "file that --record-memory-history writes when training ends or runs out of memory, for "
+        "pytorch.org/memory_viz; relative to the run folder; the rank is appended to its name",
     )
 
     def __post_init__(self) -> None:
         start, end = self.profile_step_start, self.profile_step_end
         if self.profile and not 0 <= start < end:
-            raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or negative")
+            raise ValueError(f"--profile-step-start {start} is not below --profile-step-end {end}, or is negative")
 
 
 class Profiler(AbstractContextManager["Profiler"]):
-    """Records what the flags ask for; every rank makes one. CUDA's allocations are recorded from its making on.
+    """Records a trace and CUDA allocations as the profiling flags request; every rank makes one.
 
-    While it is entered the job trains; what is not written yet is written at the end.
+    CUDA allocations are recorded from its construction, so that they include the model. Use it as a context manager
+    around the training. At exit it writes the files that are still open.
     """
 
     def __init__(self, config: ProfilerConfig, run: RunContext) -> None:
@@ -77,7 +81,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         if error is None and self._trace is not None:
             self._write_trace()
         if error is None and self._config.profile and not self._done:
-            self._log(f"--profile: iteration {self._first} was not reached here, nothing was recorded")
+            self._log(f"--profile: training did not reach iteration {self._first}, so nothing was recorded")
         if self._remembers and (error is None or isinstance(error, torch.OutOfMemoryError)):
             snapshot = self._folder / Path(self._config.memory_snapshot_path).expanduser()
             path = _named_for(snapshot, f"rank{self._dims.world.rank}")
@@ -87,12 +91,12 @@ class Profiler(AbstractContextManager["Profiler"]):
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Around iteration `iteration`."""
+        """Surround iteration `iteration`, and record it if --profile asks for it."""
         if not (self._config.profile and self._first <= iteration <= self._config.profile_step_end):
             yield
             return
         if self._profiles and self._trace is None:
-            self._first = iteration  # later than asked for where the run continues one
+            self._first = iteration  # a resumed run may start after --profile-step-start
             self._start()
         yield
         self._done, self._last = True, iteration
@@ -103,19 +107,21 @@ class Profiler(AbstractContextManager["Profiler"]):
             self._log(f"profile of iterations {self._first} to {iteration}, rank {ranks}: {self._folder}")
 
     def span(self, track: str, name: str) -> AbstractContextManager[Any]:
-        """For the timeline."""
+        """Return a context manager that records a timeline span in the trace; the timeline calls it."""
         return record_function(f"{track} {name}")
 
     def _start(self) -> None:
+        """Start torch's profiler and attach it to the timeline."""
         activities = [ProfilerActivity.CPU]
         if self._dims.timeline.device_type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # a queue's thread is older than the profiler, which would leave it out
+        # The threads of communication queues started before the profiler, which would ignore them by default.
         self._trace = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
         self._trace.start()
         self._dims.timeline.attach(self)
 
     def _write_trace(self) -> None:
+        """Stop torch's profiler and write its trace."""
         assert self._trace is not None
         self._dims.timeline.detach(self)
         self._trace.stop()
@@ -125,16 +131,16 @@ class Profiler(AbstractContextManager["Profiler"]):
 
 
 def _named_for(path: Path, what: str) -> Path:
-    """`path` with `what` in its name, and a number where that is taken."""
+    """Insert `what` into the file name, and a number if that file exists."""
     stem, dot, suffix = path.name.partition(".")
     return first_free(lambda n: path.with_name(f"{stem}-{what}{'' if n == 1 else f'-{n}'}{dot}{suffix}"))
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:
-    """Have a file written beside its place, then renamed; a record that cannot be kept ends no training."""
+    """Write a file under a temporary name and rename it; a failure prints a warning and does not end the training."""
     unfinished = path.with_name(f".unfinished-{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # a run folder that no other node shares
+        path.parent.mkdir(parents=True, exist_ok=True)  # the run folder may not exist on other nodes
         write(str(unfinished))
         unfinished.replace(path)
     except OSError as error:

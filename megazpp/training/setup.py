@@ -1,4 +1,4 @@
-"""Build the model of a run, in shards, and load its batches."""
+"""Build the sharded model of a run, and open the loaders of its batches."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ from megazpp.zero.sharding import Sharding, shard_model
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The specification that a model is built from, whatever ranks it is built on.
+    """Description of a model and its sharding, equal on all ranks and independent of the layout.
 
     Attributes:
-        vocab_size: of the tokenizer; the model may pad it.
-        wire: the run's plan of what replaces FSDP2's collectives; None: the plan of `zero` on the layout.
-        seed: of the initial weights and of dropout.
-        product: what linear layers multiply with, whatever the device; None: what `config` asks of the device.
-        scalar_head: also have a head that gives each token one number.
-        varying_sizes: batches and sequences are not all of one size.
+        config: shape of the model.
+        vocab_size: vocabulary size of the tokenizer; the model may pad it.
+        sequence_parallel: whether activations are split along the sequence between tensor-parallel regions.
+        zero: the ZeRO flags.
+        wire: the run's plan for replacing FSDP2's collectives. None: the plan that `zero` gives for the layout.
+        precision: dtypes of compute and gradient reduction.
+        seed: seed for the initial weights and for dropout.
+        product: matrix product of the linear layers. None: the product that `config` selects for the device.
+        scalar_head: whether the model also has a head that returns one number per token.
+        varying_sizes: whether batch sizes or sequence lengths vary.
     """
 
     config: GPTConfig
@@ -49,34 +53,49 @@ class ModelSpec:
 
 
 class ShardedModel(NamedTuple):
-    """A model in shards and the handle on them."""
+    """A sharded model and the handle on its shards."""
 
     model: GPTModel
     sharding: Sharding
 
 
 def build_model(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
-    """Build on the meta device, shard, then allocate and initialise this rank's shards only; copies are equal."""
+    """Build the model on the meta device, shard it, then allocate and initialize only this rank's shards.
+
+    Copies of the model on other ranks get equal weights.
+
+    Args:
+        spec: description of the model.
+        dims: mesh axes of the job.
+        device: device on which the model runs.
+    """
     return fill(shard_on_meta(spec, dims, device), spec, dims, device)
 
 
 def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
-    """Allocate and initialise this rank's shards; copies are equal."""
+    """Allocate and initialize this rank's shards; copies of the model on other ranks get equal weights.
+
+    Args:
+        built: a sharded model on the meta device.
+        spec: description of the model.
+        dims: mesh axes of the job.
+        device: device on which the model runs.
+    """
     built.model.to_empty(device=device)
     draw_device = torch.device("cpu") if spec.config.use_cpu_initialization else device
     initialize_parameters_(built.model, seed=spec.seed, draw_device=draw_device)
-    with dims.counter.paused():  # no step sends this
+    with dims.counter.paused():  # the traffic counter is for training steps only
         share_parameters_(built.model, dims.replicate, dims.island, tp=dims.tp)
     return built
 
 
 def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> ShardedModel:
-    """The model in shards that have no memory yet; `device` is where it will run."""
+    """Build and shard the model without allocating memory; `device` is where it will run."""
     return shard_built(model_on_meta(spec, dims, device), spec, dims)
 
 
 def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> GPTModel:
-    """This tensor-parallel rank's part of the model, without memory; `device` is where it will run."""
+    """Build this tensor-parallel rank's part of the model without memory; `device` is where it will run."""
     product = spec.product or find_product(spec.config, device)
     ep = dims.experts.tp if spec.config.num_experts else None  # makes groups, which needs tensors with values
     with torch.device("meta"):
@@ -97,7 +116,15 @@ def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
 
 
 def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> ShardedModel:
-    """Shard the parameters of a model on the meta device, which may be fewer than it was built with."""
+    """Shard the parameters of a model on the meta device.
+
+    The model may have fewer parameters than when it was built. LoRA, for example, removes the frozen base weights.
+
+    Args:
+        model: the model on the meta device.
+        spec: description of the model.
+        dims: mesh axes of the job.
+    """
     experts = model.expert_units()
     distribute_parameters(model, dims.tp_mesh, dims.experts.tp_mesh if experts else None)
     units = [unit for unit in model.sharding_units() if any(True for module in unit for _ in module.parameters())]
@@ -117,7 +144,17 @@ def open_loader(
     *,
     ramp_up: bool,
 ) -> BatchLoader:
-    """This rank's batches of `dataset`; `ramp_up` where the batch size follows the plan rather than staying full."""
+    """Return the loader of this rank's batches.
+
+    Args:
+        dataset: samples of token ids.
+        config: the data flags.
+        tokenizer: tokenizer whose special ids the batches need.
+        plan: batch sizes.
+        dims: mesh axes of the job.
+        device: device to which batches are copied.
+        ramp_up: whether the batch size follows the plan's ramp-up. False: it is always the full batch size.
+    """
     return BatchLoader(
         dataset,
         micro_batch_size=plan.micro_batch_size,

@@ -1,15 +1,17 @@
-"""The optimizer step that the training loop takes.
+"""The optimizer step that the training loop runs.
 
-A step is its micro-batches forward and backward, the norm, the update or the skip. Gradients are sums: every loss is
-divided once by what the whole global batch has of it (objective.py), so neither the data ranks nor the micro-batches
-are averaged a second time, and the result does not depend on how samples are spread over them. With fp16 the loss is
-also multiplied by the loss scale and the gradients divided by it again.
+A step runs forward and backward for each micro-batch, computes the gradient norm, and then updates or skips. Gradients
+are sums: each loss is divided once by a denominator of the whole global batch (objective.py). Nothing is averaged over
+data ranks or micro-batches, so the result does not depend on how samples are spread over them. With fp16, the loss is
+multiplied by the loss scale, and the gradients are divided by it.
 
-By default the host waits for nothing between a backward and its update: clipping and the check for what is not finite
-go to the fused optimizer as scalars on the device, which leaves the weights alone if it has to. The host reads the
-numbers of a step before the update of the next one, or at once for a log line, a checkpoint, an evaluation, at the end.
-What has to be decided on the host (loss spikes, verification, a dynamic loss scale, steps that are skipped and not the
-end) waits for the numbers before the update, and so do other optimizers.
+By default the host does not wait between a backward and its update. The fused optimizer receives the clipping factor
+and the check for finite values as scalars on the device, and skips the update itself if necessary. The host reads the
+numbers of a step before the update of the next step. It reads them at once for a log line, a checkpoint, an evaluation,
+and after the last step.
+
+Some decisions must be made on the host: loss spikes, verification, a dynamic loss scale, and skipping steps instead of
+ending the job. For these, and for optimizers other than AdamW and Muon, the host waits before the update.
 """
 
 from __future__ import annotations
@@ -37,15 +39,18 @@ from megazpp.zero.sharding import Sharding
 
 @dataclass
 class TrainStep:
-    """Runs steps on a sharded model.
+    """Runs optimizer steps on a sharded model.
 
     Args:
-        optimizer: over the model's sharded parameters.
-        scaler: the loss scale, constant 1 unless fp16.
-        clip_grad: largest gradient norm; 0 does not clip.
-        guard: decides whether a step is taken; without it only a norm that is not finite skips one.
-        count_zeros: also count zero gradients (--log-num-zeros-in-grad).
-        objective: what is minimised; None: the language model's loss.
+        model: the sharded model.
+        sharding: handle on its shards.
+        optimizer: optimizer of the model's sharded parameters.
+        scaler: loss scale; constant 1 unless fp16.
+        dims: mesh axes of the job.
+        clip_grad: largest gradient norm; 0 disables clipping.
+        guard: decides whether a step updates the weights. None: only a norm that is not finite skips the update.
+        count_zeros: whether to count zero gradients (--log-num-zeros-in-grad).
+        objective: the loss to minimize. None: the language model's loss.
     """
 
     model: GPTModel
@@ -65,23 +70,30 @@ class TrainStep:
         self._before: LaunchedStep | None = None
 
     def __call__(self, micro_batches: Sequence[Any], **settings: Any) -> StepRecord:
-        """Launch a step and wait for it."""
+        """Launch a step, wait for its results, and return its record; takes the arguments of `launch`."""
         return self.launch(micro_batches, **settings).wait()
 
     def launch(
         self, micro_batches: Sequence[Any], *, learning_rate: float, weight_decay: float, iteration: int = 0
     ) -> LaunchedStep:
-        """Train on this rank's micro-batches of one global batch; the host waits for no more than it needs to know.
+        """Launch a step on this rank's micro-batches; the host waits only for numbers that a decision needs.
 
+        Args:
+            micro_batches: this rank's micro-batches of one global batch.
+            learning_rate: learning rate of the step.
+            weight_decay: weight decay of the step.
+            iteration: index of the step, counted from 1.
         Raises:
-            NotFiniteError: the guard ends the job, because of this step or of the one that was launched before.
+            NotFiniteError: the guard ends the job, because of this step or of the previous one.
         """
+        # forward and backward of all micro-batches
         self.model.train()
         self.sharding.begin_step(iteration)
         if self.guard is not None:
             self.guard.begin_step()
         local_losses, loss = self._forward_backward(micro_batches)
         named, axes, scale = list(self.model.named_parameters()), (self.dims.tp, self.dims.shard), self.scaler.scale
+        # gradient norm, and the previous step's check
         with self._span("norm"):
             sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
             norm = global_grad_norm(named, *axes, divisor=scale)
@@ -97,11 +109,12 @@ class TrainStep:
                 waits=self.guard is None or not self.guard.can_wait or not skips_on_device(self.optimizer),
             )
             if self._before is not None:
-                self._before.check()  # the device has its numbers by now, and enough to do
+                self._before.check()  # does not stall: these numbers are ready, and the device has work queued
             self._before = step
             found_inf = None if step.waits else (~(loss.isfinite() & norm.value.isfinite())).float()
+        # update or skip
         taken = not step.skipped
-        kept: torch.Tensor | float = 0.0  # by what factor the gradients, and what rounding lost of them, count
+        kept: torch.Tensor | float = 0.0  # factor by which the update scales gradients, and so their error feedback
         with self._span("optimizer"):
             if taken:
                 divisor = clip_divisor(norm.value, self.clip_grad, divisor=scale)
@@ -111,16 +124,17 @@ class TrainStep:
                 if found_inf is not None:
                     kept = kept.where(found_inf == 0.0, 0.0)
             self.optimizer.zero_grad(set_to_none=True)
+        # loss scale, error feedback and metrics
         self.scaler.update(found_inf=step.overflow)
         self.sharding.end_step(kept * (self.scaler.scale / scale), iteration=iteration)
         step.record.metrics = {**self._objective.metrics(), **self.sharding.metrics()}
         return step
 
     def _forward_backward(self, micro_batches: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Accumulate gradients.
+        """Run forward and backward of all micro-batches, which accumulates the gradients.
 
         Returns:
-            [number of micro-batches] this rank's shares of the loss; the loss of the global batch, an fp64 scalar.
+            [number of micro-batches] this rank's shares of the loss, and the loss of the global batch, an fp64 scalar.
         """
         self._objective.begin_step(micro_batches)
         losses_of_batches = []
@@ -135,18 +149,21 @@ class TrainStep:
         return local, self.dims.sum_over_data_(local.double().sum())
 
     def _span(self, name: str) -> AbstractContextManager[object]:
+        """Return a context manager that records a span of compute in the timeline."""
         return self.dims.timeline.span(COMPUTE, name)
 
 
 class LaunchedStep:
-    """A step that the device has been told to take; its numbers are waited for when they are asked for.
+    """A step whose work is queued on the device; its results are read on request.
 
     Args:
-        record: what is known of it already; `wait` fills in the rest.
-        loss: on the device.
-        numbers: its loss, norm of the gradients and, if they are counted, zeros.
-        guard: decides by them and the evidence; None: a norm that is not finite skips the step.
-        waits: they have to be known before its update; otherwise the device does not update with what is not finite.
+        record: the step's record so far; `wait` completes it.
+        loss: loss of the global batch, a scalar on the device.
+        numbers: loss, gradient norm and, if counted, the number of zero gradients.
+        guard: decides from these numbers and the evidence. None: a norm that is not finite skips the step.
+        evidence: values for the guard; None without a guard.
+        waits: True if the host must know the numbers before the update. Otherwise the optimizer skips a step that is
+            not finite on the device.
     """
 
     def __init__(
@@ -164,10 +181,11 @@ class LaunchedStep:
         self._taken: bool | None = None
 
     def check(self) -> bool:
-        """Return whether the weights are updated; waits for the numbers.
+        """Wait for the numbers, and return whether the weights are updated.
 
         Raises:
-            NotFiniteError, CorruptWeightsError: the guard ends the job; on all ranks.
+            NotFiniteError: the loss or a gradient is not finite, and the guard ends the job; raised on all ranks.
+            CorruptWeightsError: gathered weights differ between ranks; raised on all ranks.
         """
         if self._taken is None:
             loss, norm, *_ = self._numbers.wait()
@@ -181,16 +199,16 @@ class LaunchedStep:
 
     @property
     def skipped(self) -> bool:
-        """True if the weights stay as they are and training goes on; known at once."""
+        """True if the host decided to skip the update; False without waiting if the device decides."""
         return self.waits and not self.check()
 
     @property
     def overflow(self) -> bool:
-        """True if the norm is not finite and training goes on; known at once."""
+        """True if the gradient norm is not finite; False without waiting if the device decides."""
         return self.waits and not math.isfinite(self._numbers.wait()[1])
 
     def wait(self) -> StepRecord:
-        """Return the record with what the step has come to; raises as `check` does."""
+        """Wait for the loss and the gradient norm, store them in the record, and return it; raises as `check` does."""
         taken, (loss, norm, *zeros) = self.check(), self._numbers.wait()
         self.record.loss, self.record.grad_norm, self.record.skipped = loss, norm, not taken
         self.record.num_zeros = int(zeros[0]) if zeros else None
@@ -198,7 +216,10 @@ class LaunchedStep:
 
 
 class HostCopy:
-    """Copies a few numbers to the host without waiting; on the CPU `values` itself, to which nobody may write."""
+    """Copies a few numbers from the device to the host without waiting for the device.
+
+    On the CPU it keeps `values` itself, which must not be changed afterwards.
+    """
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._arrived = values, None
@@ -209,7 +230,7 @@ class HostCopy:
             self._arrived.record()
 
     def wait(self) -> list[float]:
-        """The values; waits for the device if it has not got there."""
+        """Wait until the copy is complete, and return the values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         values: list[float] = self._values.tolist()

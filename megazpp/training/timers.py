@@ -1,19 +1,20 @@
-"""Records the spans of steps, once for all who read them: Megatron's timers, slow ranks, the timeline of one step.
+"""Record the spans of steps for three readers: Megatron-LM's timers, slow ranks, and the timeline of one step.
 
-`--timing-log-level` prints timers after a log line as Megatron does, the fastest and the slowest rank's:
+`--timing-log-level` prints Megatron-LM's timers after a log line, with the fastest and the slowest rank's time:
 
-    level 0    nothing: the log line has the time of an iteration
+    level 0    nothing: the log line already shows the time of an iteration
     level 1    forward-backward, all gathers of parameters, all reductions of gradients, optimizer
     level 2    and forward-compute, backward-compute, batch-generator, collectives axis by axis, parts of the optimizer
 
-Times are per iteration and do not exclude each other: collectives run beside the compute, and waiting for them counts
-in the timer that waits. On CUDA the times are the device's, which levels 1 and 2 wait for once per iteration; no rank
-waits for another.
+Times are per iteration and overlap: collectives run during the compute, and a wait for a collective counts in the timer
+that waits. On CUDA the times are measured on the device, so levels 1 and 2 wait for the device once per iteration. No
+rank waits for another rank.
 
-`--log-straggler` compares one step per log interval: a rank's compute time is its forward, backward, norm and update
-without its waits and without the collectives that it stood in, so ranks that wait for a slow one do not look slow.
+`--log-straggler` compares the ranks in one step per log interval. A rank's compute time is its forward, backward, norm
+and update, without its waits and without blocking collectives. Ranks that wait for a slow rank therefore do not appear
+slow.
 
-`--timeline-step` writes a Chrome trace for ui.perfetto.dev: a process per rank, a thread per track.
+`--timeline-step` writes a Chrome trace for ui.perfetto.dev, with a process per rank and a thread per track.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from megazpp.parallel.timeline import (
 from megazpp.topology.layout import DATA_AXES, WIRES
 from megazpp.training.context import RunContext
 
-TRACKS = (STEP, COMPUTE, WAIT, *WIRES)  # from the top; others follow by name
+TRACKS = (STEP, COMPUTE, WAIT, *WIRES)  # tracks from top to bottom; other tracks follow in alphabetical order
 MAIN_TIMERS = ("forward-backward", "params-all-gather", "grads-reduce-scatter", "optimizer")
 COLLECTIVES = {"params-all-gather": ("all_gather",), "grads-reduce-scatter": ("reduce_scatter", "all_to_all")}
 OTHER_TIMERS = (
@@ -59,9 +60,9 @@ OTHER_TIMERS = (
     "optimizer-clip-main-grad",
     "optimizer-inner-step",
 )
-SLOW = 1.2  # times the median
-SHOWN_RANKS = 8
-SLACK = 1e-9  # seconds: what rounding may move
+SLOW = 1.2  # a rank is slow above this multiple of the median compute time
+SHOWN_RANKS = 8  # largest number of slow ranks in the log line
+SLACK = 1e-9  # seconds: tolerance for rounding when spans are nested
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +73,18 @@ class TimingConfig:
     """
 
     timing_log_level: Literal[0, 1, 2] = flag(
-        0, "times in the log: 0 of iterations, 1 of their parts, 2 also of micro-batches and of each axis's collectives"
+        0,
+        "times in the log: 0 for iterations only, 1 also for their parts, 2 also for micro-batches and for the "
+        "collectives of each axis",
     )
     log_straggler: bool = flag(
-        False, f"measure one step per log interval and name the ranks that compute {SLOW} times as long as the median"
+        False,
+        f"measure one step per log interval, and log the ranks whose compute takes over {SLOW} times the median",
     )
     timeline_step: int | None = flag(
         None,
-        "record what every rank does in this iteration (the first is 1): timeline.json in the run folder, "
-        "for ui.perfetto.dev",
+        "record the spans of every rank in this iteration (the first is 1); writes timeline.json for ui.perfetto.dev "
+        "to the run folder",
     )
 
     def __post_init__(self) -> None:
@@ -90,11 +94,11 @@ class TimingConfig:
 
 
 class StepRecorder:
-    """Records each step that a flag asks for; shows every step to the watchdog.
+    """Records the steps that the flags select, and marks the span of every step, by which the watchdog sees progress.
 
     Args:
         config: the flags.
-        run: measures, gathers from the ranks and logs; the timeline of a step goes to its folder.
+        run: process groups, log and run folder.
         interval: iterations between two comparisons of the ranks.
     """
 
@@ -107,22 +111,25 @@ class StepRecorder:
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:
-        """Surround iteration `iteration`, data included."""
+        """Surround iteration `iteration` and its data loading, and record its spans if a flag selects it."""
+        # select the readers of this step
         timeline, drawn = self._run.dims.timeline, self._config.timeline_step
         compares = self._config.log_straggler and iteration % self._interval == 0
-        # cross gathers that the step before leaves in flight run under the one that is drawn
+        # Cross gathers of the previous step may still be in flight, so the timeline also needs that step's spans.
         draws = drawn is not None and drawn - 1 <= iteration <= drawn
-        if draws and self._barrier_end is None:  # the zero of the ranks' common clock
+        if draws and self._barrier_end is None:  # the end of a barrier defines time zero on all ranks
             float(self._run.dims.world.all_reduce_(torch.zeros((), device=self._run.device)))
             self._barrier_end = time.perf_counter()
+        # record the step
         before, self._recording = self._recording, None
         if self._names or compares or draws:
-            # without a gap: a span that a queue begins between two steps belongs to the one before
+            # Continue the previous recording without a gap, so that no span between two steps is lost.
             self._recording = timeline.start(after=before)
         elif before is not None:
             timeline.detach(before)
         with timeline.span(STEP, f"step {iteration}"):
             yield
+        # pass the spans to the readers
         if self._recording is None:
             return
         spans = self._recording.spans()
@@ -137,12 +144,15 @@ class StepRecorder:
             self._write_timeline(spans, [] if before is None else before.spans())
 
     def close(self) -> None:
-        """Record no more after the last step."""
+        """Stop recording; call after the last step."""
         if self._recording is not None:
             self._run.dims.timeline.detach(self._recording)
 
     def report_timers(self) -> str | None:
-        """Megatron's lines on the steps since the last call, means over them, the same on all ranks; or None."""
+        """Return Megatron-LM's timer lines for the steps since the last call, or None without timers.
+
+        The times are means over these steps. The lines are equal on all ranks.
+        """
         if not self._steps:
             return None
         by_rank = self._gather([1e3 * self._seconds[name] / self._steps for name in self._names])
@@ -150,19 +160,27 @@ class StepRecorder:
         return timer_lines(self._names, by_rank)
 
     def _gather(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of all ranks."""
+        """Return the values of all ranks, one list per rank."""
         dims = self._run.dims
         own = torch.tensor([values], dtype=torch.float64, device=self._run.device)
         by_rank: list[list[float]] = dims.world.all_gather(own).tolist()
         return by_rank
 
     def _write_timeline(self, spans: list[Span], in_flight: list[Span]) -> None:
-        """Write a step's `spans`, and what is `in_flight` since the step before, of all ranks to the run folder."""
+        """Gather one step's spans from all ranks, write timeline.json to the run folder, and log a summary.
+
+        Args:
+            spans: this rank's spans of the step.
+            in_flight: this rank's spans of the previous step; some of them may still run in this step.
+        """
+        # spans within the step, from the outermost to the innermost
         (whole,) = (span for span in spans if span.track == STEP)
         inside = clip([*in_flight, *spans], whole.start_seconds, whole.end_seconds)
         inside.sort(key=lambda span: (span.start_seconds, -span.seconds))
-        boot = Path("/proc/sys/kernel/random/boot_id")  # equal on processes that share a monotonic clock
+        # the host's clock, by which the spans of different hosts are aligned
+        boot = Path("/proc/sys/kernel/random/boot_id")  # equal for processes that share a monotonic clock
         clock = boot.read_text().strip() if boot.exists() else platform.node()
+        # one file for all ranks
         dims, folder = self._run.dims, self._run.folder
         gathered = dims.world.gather_objects((inside, clock, self._barrier_end))
         if folder is None or not gathered:
@@ -174,7 +192,7 @@ class StepRecorder:
 
 
 def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of each timer in one step; several collectives at once count once."""
+    """Return the seconds of each timer in one step; collectives that run at the same time count once."""
     compute: dict[str, float] = defaultdict(float)
     for span in spans:
         if span.track == COMPUTE:
@@ -200,15 +218,25 @@ def seconds_by_timer(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def timer_lines(names: Sequence[str], by_rank: Sequence[Sequence[float]]) -> str | None:
-    """Lines in Megatron's form, of milliseconds by rank and name; timers that no rank has used are left out."""
+    """Return lines in Megatron-LM's form, or None; timers that no rank has used are omitted.
+
+    Args:
+        names: names of the timers.
+        by_rank: milliseconds of each timer, one list per rank.
+    """
     columns = {name: column for name, *column in zip(names, *by_rank, strict=True) if max(column) > 0}
     rows = [f"    {(name + ' ').ljust(48, '.')}: ({min(ms):.2f}, {max(ms):.2f})" for name, ms in columns.items()]
     return "\n".join(["(min, max) time across ranks (ms):", *rows]) if rows else None
 
 
 def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
-    """One line about compute seconds by rank."""
-    median = statistics.median_low(seconds)  # of two ranks the faster one
+    """Return one log line that compares the ranks' compute times and names the slow ranks.
+
+    Args:
+        iteration: the measured step.
+        seconds: compute seconds of each rank.
+    """
+    median = statistics.median_low(seconds)  # with two ranks, the faster one
     by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
     slow = [rank for rank in by_time if seconds[rank] > SLOW * median > 0.0]
     shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN_RANKS])
@@ -222,7 +250,14 @@ def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
 
 
 def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
-    """Seconds of each track, mean over the ranks, and the share of each axis's time that was hidden."""
+    """Return lines about a step's timeline: the busy time of each track, and the hidden share of each axis.
+
+    Busy times are means over ranks, in seconds. An axis is hidden while compute or other work runs at the same time.
+
+    Args:
+        name: name of the step.
+        spans_by_rank: the step's spans, one list per rank.
+    """
     by_rank = [(spans, track_seconds(spans)) for spans in spans_by_rank]
     step_seconds = max(seconds[STEP] for _, seconds in by_rank)
     lines = [f"timeline of {name}: {step_seconds:.3f} s; busy seconds of each track, mean of {len(by_rank)} ranks:"]
@@ -240,9 +275,13 @@ def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
 
 
 def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) -> dict[str, Any]:
-    """The trace as JSON values, of spans on one clock and the ranks' names.
+    """Return the Chrome trace as JSON values.
 
-    Spans of a track that overlap without nesting (two threads, two streams) get a second thread of its name.
+    If spans of a track overlap without nesting (two threads, two streams), the trace gets a second thread of that name.
+
+    Args:
+        spans_by_rank: spans of each rank on a common clock.
+        names: process names of the ranks.
     """
     events: list[dict[str, Any]] = []
     for rank, (spans, name) in enumerate(zip(spans_by_rank, names, strict=True)):
@@ -261,8 +300,8 @@ def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) 
 
 
 def nesting_rows(spans: Sequence[Span], track: str) -> list[list[Span]]:
-    """The track's spans in as few rows as needed, each with spans that follow each other or nest."""
-    rows: list[tuple[list[Span], list[float]]] = []  # with the ends of the spans that are not over, outermost first
+    """Split a track's spans into as few rows as possible, so that the spans of a row are disjoint or nested."""
+    rows: list[tuple[list[Span], list[float]]] = []  # spans of a row, and the ends of its open spans, outermost first
     of_track = (span for span in spans if span.track == track)
     for span in sorted(of_track, key=lambda span: (span.start_seconds, -span.seconds)):
         for _, ends in rows:
@@ -278,6 +317,6 @@ def nesting_rows(spans: Sequence[Span], track: str) -> list[list[Span]]:
 
 
 def sorted_tracks(spans: Sequence[Span]) -> list[str]:
-    """The tracks of the spans, from the top of a picture to its bottom."""
+    """Return the tracks of the spans, from the top of a picture to its bottom."""
     tracks = {span.track for span in spans}
     return [track for track in TRACKS if track in tracks] + sorted(tracks - set(TRACKS))

@@ -1,10 +1,11 @@
-"""The records of a run: its folder, and wandb and TensorBoard if asked for.
+"""Write the records of a run: files of its folder, and optionally wandb and TensorBoard.
 
-Only rank 0 has a `Tracker`. Steps go to wandb and TensorBoard, intervals (log lines) to metrics.jsonl as well. What
-cannot be recorded (a full disk, a lost network) is said once, and training goes on: the log line is on stdout too.
-Both packages are imported only when their flag is given: TensorBoard is optional, and wandb takes its time.
+Only rank 0 has a `Tracker`. wandb and TensorBoard receive single steps and log intervals; metrics.jsonl receives log
+intervals only. If recording fails (a full disk, a lost network), a warning is printed once and training continues. The
+log line on stdout still has the values. The wandb and TensorBoard packages are imported only if their flag is given,
+because TensorBoard is optional and importing wandb is slow.
 
-One file of more than 300 lines: the sinks differ in what a resumed run needs, and share the tracker's rules.
+This file is longer than 300 lines, because both sinks share the tracker's rules but handle a resumed run differently.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MEMORY_SCALARS = {
 }
 
 
-SAMPLES = " vs samples"  # ends the names of scalars over samples
+SAMPLES = " vs samples"  # suffix of scalars that are plotted against consumed samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +45,15 @@ class TrackingConfig:
     The metrics that are recorded, how often, and where: log, Weights & Biases, TensorBoard.
     """
 
-    run_dir: str | None = flag(None, "folder of this run's records; default: runs/<time>-<config name>")
+    run_dir: str | None = flag(None, "folder for the run's records (default: runs/<time>-<config name>)")
     log_interval: int = flag(100, "iterations between two log lines")
     log_params_norm: bool = flag(False, "log the L2 norm of the parameters")
-    log_num_zeros_in_grad: bool = flag(False, "log how many gradient elements are zero")
-    wandb_project: str = flag("", "Weights & Biases project; without it wandb is off", common=True)
-    wandb_entity: str = flag("", "Weights & Biases entity (user or team)")
-    wandb_exp_name: str = flag("", "name of the wandb run; default: the run folder's name")
-    wandb_save_dir: str = flag("", "where wandb writes its local files; default: the run folder")
-    tensorboard_dir: str | None = flag(None, "write TensorBoard events to this folder")
+    log_num_zeros_in_grad: bool = flag(False, "log the number of gradient elements that are zero")
+    wandb_project: str = flag("", "Weights & Biases project; an empty name disables wandb", common=True)
+    wandb_entity: str = flag("", "Weights & Biases entity: user or team (default: wandb's)")
+    wandb_exp_name: str = flag("", "name of the wandb run (default: the run folder's name)")
+    wandb_save_dir: str = flag("", "folder for wandb's local files (default: the run folder)")
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard events; not given: no events are written")
     tensorboard_log_interval: int = flag(1, "iterations between two records to wandb and TensorBoard")
 
     def __post_init__(self) -> None:
@@ -65,30 +66,36 @@ class TrackingConfig:
 
 
 class Sink(Protocol):
-    """A place for named scalars. Its methods may raise whatever its package does."""
+    """A destination for named scalars, such as wandb; its methods may raise any error of its package.
+
+    Attributes:
+        name: name in warnings.
+    """
 
     name: str
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Forget steps after `progress`, which are taken again; called before anything is written."""
+        """Drop the steps after `progress`, which will run again; called before anything is written."""
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record values at an iteration."""
+        """Record scalars at an iteration."""
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         """Record the results of the run at its last iteration."""
 
     def close(self, *, exit_code: int) -> None:
-        """Flush; 0 marks a run that ended well."""
+        """Flush; an exit code of 0 marks a successful run."""
 
 
 @dataclass
 class Tracker(AbstractContextManager["Tracker"]):
-    """Records one run.
+    """Records one run to its folder and to the sinks.
 
     Args:
-        sinks: where scalars go, see `open_sinks`.
-        device: whose memory is recorded.
+        config: the logging flags.
+        folder: the run folder.
+        sinks: destinations of scalars, see `open_sinks`.
+        device: device whose memory is recorded.
     """
 
     config: TrackingConfig
@@ -98,15 +105,15 @@ class Tracker(AbstractContextManager["Tracker"]):
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._failed = set[str]()  # files and sinks whose failure was logged
+        self._failed = set[str]()  # files and sinks whose failure has been reported
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Have sinks forget steps after `progress`, which a crash has lost; call before anything is recorded."""
+        """Make the sinks drop the steps after `progress`, which a crash has lost; call before anything is recorded."""
         for sink in self.sinks:
             self._try(sink, lambda sink: sink.resume(progress))
 
     def step(self, step: StepRecord) -> None:
-        """Record a step's scalars, every `--tensorboard-log-interval` iterations."""
+        """Record a step's scalars; does so every `--tensorboard-log-interval` iterations."""
         if not self.sinks or step.iteration % self.config.tensorboard_log_interval:
             return
         found = {
@@ -126,7 +133,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._write(scalars, step.iteration, step.consumed_samples)
 
     def interval(self, record: IntervalRecord) -> None:
-        """Record a log interval: metrics.jsonl, speed, memory, and bytes per node and step."""
+        """Record a log interval: a line of metrics.jsonl, and scalars of speed, memory and traffic for the sinks."""
         fields = record.fields
         self._keep("metrics.jsonl", lambda: self.folder.append("metrics.jsonl", fields))
         self._write(record.scalars, fields["iteration"], fields["consumed_samples"])
@@ -134,7 +141,14 @@ class Tracker(AbstractContextManager["Tracker"]):
     def validation(
         self, loss: float, progress: TrainingProgress, *, metric: str = "lm_loss", has_perplexity: bool = True
     ) -> None:
-        """Record a validation loss and, if it has one, its perplexity, or the value of another `metric`."""
+        """Record the result of a validation.
+
+        Args:
+            loss: the loss in nats per token, or the value of another `metric`.
+            progress: progress at the validation.
+            metric: name of the value.
+            has_perplexity: whether the exponential of the loss is a perplexity, which is then recorded too.
+        """
         iteration, consumed_samples = progress.iteration, progress.consumed_samples
         row = {"iteration": iteration, "consumed_samples": consumed_samples, metric: loss}
         self._keep("validation.jsonl", lambda: self.folder.append("validation.jsonl", row))
@@ -144,50 +158,62 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._write(scalars, iteration, consumed_samples)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Record the results of the run; sinks get those that are one number or text."""
+        """Record the results of the run; sinks receive the values that are single numbers or strings."""
         self._keep("summary.json", lambda: self.folder.write_json("summary.json", values, indent=2))
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
         for sink in self.sinks:
             self._try(sink, lambda sink: sink.summarize(scalars, iteration=values["iteration"]))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Flush everything; an exception marks the run as failed."""
+        """Flush all sinks; an exception marks the run as failed."""
         for sink in self.sinks:
             self._try(sink, lambda sink: sink.close(exit_code=0 if error is None else 1), again=True)
 
     def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
+        """Write scalars to all sinks."""
         for sink in self.sinks:
             self._try(sink, lambda sink: sink.write(scalars, iteration=iteration, consumed_samples=consumed_samples))
 
     def _keep(self, file: str, write: Callable[[], object]) -> None:
-        """Write to the run folder; a disk that is full now may have room for the next line."""
+        """Write to the run folder, and warn about a failure.
+
+        The next record is tried again, because the disk may have space by then.
+        """
         try:
             write()
         except OSError as error:
             self._warn(file, error, "the log has its values")
 
     def _try(self, sink: Sink, use: Callable[[Sink], None], *, again: bool = False) -> None:
-        """Use a sink that has not failed yet, or `again`."""
+        """Use a sink, unless it has failed before and `again` is False."""
         if sink.name in self._failed and not again:
             return
         try:
             use(sink)
-        except Exception as error:  # whatever its package raises
-            self._warn(sink.name, error, "no more is recorded there")
+        except Exception as error:  # the sink's package may raise anything
+            self._warn(sink.name, error, "it records no more values")
 
     def _warn(self, what: str, error: Exception, consequence: str) -> None:
+        """Print one warning per file or sink."""
         if what not in self._failed:
             self._failed.add(what)
-            print(f"warning: {what}: {error}; {consequence}, and training goes on", flush=True)
+            print(f"warning: {what}: {error}; {consequence}, and training continues", flush=True)
 
 
 def open_sinks(
     config: TrackingConfig, folder: RunFolder, flags: Mapping[str, Any], tags: Sequence[str] = ()
 ) -> list[Sink]:
-    """The sinks that the flags ask for, each independent of the other; wandb keeps flags and tags with the run.
+    """Open the sinks that the flags request; a sink that fails to open prints a warning and is left out.
 
-    Raises ValueError if a folder cannot be written to.
+    Args:
+        config: the logging flags.
+        folder: the run folder.
+        flags: values of all flags, which wandb stores with the run.
+        tags: tags of the wandb run.
+    Raises:
+        ValueError: --wandb-save-dir or --tensorboard-dir is not a writable folder.
     """
+    # settings of the requested sinks
     wanted: dict[str, Callable[[], Sink]] = {}
     if config.wandb_project:
         own_folder = make_writable(config.wandb_save_dir, "--wandb-save-dir") if config.wandb_save_dir else folder.path
@@ -203,17 +229,21 @@ def open_sinks(
     if config.tensorboard_dir is not None:
         events = make_writable(config.tensorboard_dir, "--tensorboard-dir")
         wanted[f"--tensorboard-dir {config.tensorboard_dir}"] = functools.partial(TensorBoardSink, events)
+    # open them
     sinks = []
     for given, make in wanted.items():
         try:
             sinks.append(make())
-        except Exception as error:  # whatever its package raises
-            print(f"warning: {given}: {error}; nothing is recorded there, and training goes on", flush=True)
+        except Exception as error:  # the sink's package may raise anything
+            print(f"warning: {given}: {error}; nothing is recorded there, and training continues", flush=True)
     return sinks
 
 
 def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
-    """The tags of a run: ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"]; degrees of 1 are left out."""
+    """Return the tags of a run, for example ["zeropp", "2 nodes x 4 ranks", "tp2", "replicas2"].
+
+    Degrees of 1 are omitted.
+    """
     cluster = layout.cluster
     tags = ["zeropp" if zeropp else f"zero{zero_stage}", f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"]
     degrees = {"tp": layout.tp, "cp": layout.cp, "replicas": layout.replicate, "islands": layout.island}
@@ -221,13 +251,18 @@ def run_tags(layout: Layout, *, zero_stage: int, zeropp: bool) -> list[str]:
 
 
 class WandbSink:
-    """A wandb run; the same id continues the same run.
+    """A wandb run; a run with the same id is continued.
 
-    Never prompts: without credentials the run is recorded offline (`wandb sync` sends it later), and so it is when
-    the server cannot be reached. `settings` are those of `wandb.init`; tags of WANDB_TAGS are added.
+    It never prompts. Without credentials, or if the server cannot be reached, the run is recorded offline; `wandb sync`
+    uploads it later. Tags from WANDB_TAGS are added.
 
-    wandb ignores steps below the last one that it has. A run that goes back is therefore rewound (`resume_from`), which
-    servers offer as a preview; where one does not, it keeps the steps that it has, and repeated ones are left out.
+    wandb ignores steps below the last one that it has stored. If training resumes from an earlier step, the run is
+    therefore rewound (`resume_from`), which servers offer as a preview. If a server refuses, it keeps the lost steps,
+    and the steps that repeat them are not recorded.
+
+    Args:
+        tags: tags of the run.
+        settings: arguments of `wandb.init`.
     """
 
     name = "wandb"
@@ -235,12 +270,12 @@ class WandbSink:
     def __init__(self, tags: Sequence[str], **settings: Any) -> None:
         wandb = importlib.import_module("wandb")
         own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
-        self._wandb, self._first = wandb, 0  # the first iteration that is recorded
+        self._wandb, self._first = wandb, 0  # steps before `_first` are not recorded
         self._settings = settings | {"tags": [*dict.fromkeys([*tags, *own_tags])]}
         self._open(resume="allow")
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Rewind the run, if the server has later steps; an offline run is a recording of its own."""
+        """Rewind the run if the server has later steps; an offline run starts a separate recording."""
         first = self._run.starting_step
         if first <= progress.iteration + 1:
             return
@@ -249,41 +284,49 @@ class WandbSink:
             self._open(resume_from=f"{self._settings['id']}?_step={progress.iteration}", offline=False)
         except self._wandb.errors.Error as error:
             print(
-                f"wandb: the server did not rewind the run: {error}; it keeps the iterations {progress.iteration + 1} "
-                f"to {first - 1} that were lost, and those that repeat them are not recorded there",
+                f"wandb: the server did not rewind the run: {error}; it keeps the lost iterations "
+                f"{progress.iteration + 1} to {first - 1}, and does not record the iterations that repeat them",
                 flush=True,
             )
             self._open(resume="allow")
             self._first = first
 
     def _open(self, *, offline: bool = True, **resume: str) -> None:
-        """Start recording; `offline` where the server does not take the run, else its error is raised."""
+        """Start recording.
+
+        Args:
+            offline: whether to record offline if the server refuses the run. False: its error is raised.
+            resume: arguments of `wandb.init` that select the run to continue.
+        """
         wandb, settings = self._wandb, self._settings | resume
         try:
             self._run = wandb.init(**settings, mode=wandb_mode())
         except wandb.errors.Error as error:
             if not offline:
                 raise
-            print(f"wandb: recording offline, the server did not take the run: {error}", flush=True)
+            print(f"wandb: recording offline, because the server did not accept the run: {error}", flush=True)
             wandb.teardown(exit_code=1)
             self._run = wandb.init(**settings, mode="offline")
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """Record scalars at an iteration, unless the server already has that iteration."""
         if iteration < self._first:
             return
         self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=iteration)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
+        """Add values to the summary of the wandb run."""
         self._run.summary.update(dict(values))
 
     def close(self, *, exit_code: int) -> None:
+        """Finish the wandb run."""
         self._run.finish(exit_code=exit_code)
 
 
 class TensorBoardSink:
-    """TensorBoard events: every scalar against the iteration, and as "<name> vs samples" against the samples."""
+    """TensorBoard events: each scalar against the iteration, and as "<name> vs samples" against consumed samples."""
 
     name = "TensorBoard"
 
@@ -293,10 +336,10 @@ class TensorBoardSink:
         self._tensorboard = importlib.import_module("torch.utils.tensorboard")
 
     def resume(self, progress: TrainingProgress) -> None:
-        """Purge later steps, if there are any.
+        """Purge the steps after `progress` from earlier event files, if there are any.
 
-        TensorBoard purges from one step on, whatever a scalar's steps count. So points over samples that are still
-        right but have a larger number than the iteration are purged, too, and written again.
+        TensorBoard purges every point from one step number on, also for scalars that are plotted against samples. Their
+        points before `progress` may have a larger number than the iteration. These are purged too, and written again.
         """
         reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
         events = reader.EventAccumulator(str(self._folder), size_guidance={reader.SCALARS: 0}).Reload()
@@ -312,26 +355,30 @@ class TensorBoardSink:
 
     @functools.cached_property
     def _writer(self) -> Any:
+        """The writer of events, opened at the first use because `resume` sets its purge step."""
         return self._tensorboard.SummaryWriter(log_dir=str(self._folder), max_queue=1000, purge_step=self._purge_step)
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """Record scalars against the iteration and against the consumed samples."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
             self._writer.add_scalar(f"{name}{SAMPLES}", value, consumed_samples)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
+        """Write the results of the run as a text table."""
         rows = [f"| {name} | {value} |" for name, value in values.items()]
         self._writer.add_text("summary", "\n".join(["| | value |", "| --- | --- |", *rows]), iteration)
 
     def close(self, *, exit_code: int) -> None:
+        """Flush and close the event file."""
         self._writer.close()
 
 
 def wandb_mode() -> Literal["online", "offline", "disabled"]:
-    """Return "online" only with credentials, so that wandb has nothing to ask for.
+    """Return wandb's mode: "online" only with credentials, so that wandb does not prompt.
 
-    WANDB_MODE is obeyed if it says offline or disabled. Credentials are WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE, or an
-    entry for the server (WANDB_BASE_URL) in the netrc file.
+    WANDB_MODE takes precedence if it is offline or disabled. Credentials are WANDB_API_KEY, WANDB_IDENTITY_TOKEN_FILE,
+    or an entry for the server (WANDB_BASE_URL) in the netrc file.
     """
     wanted = os.environ.get("WANDB_MODE", "online")
     if wanted == "disabled":
@@ -340,11 +387,11 @@ def wandb_mode() -> Literal["online", "offline", "disabled"]:
         return "offline"
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return "online"
-    netrc = importlib.import_module("requests.utils")  # which wandb depends on
+    netrc = importlib.import_module("requests.utils")  # installed, because wandb depends on it
     server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
     return "offline" if netrc.get_netrc_auth(server) is None else "online"
 
 
 def is_installed(package: str) -> bool:
-    """True if a top-level package can be imported; does not import it."""
+    """Return True if a top-level package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None

@@ -11,20 +11,25 @@ from megazpp.weight_patches.patches import PatchesConfig, WeightPatches, check_p
 
 
 class WeightPatchesFeature(Feature):
-    """Write the changed weights of every step to --save-weight-patches."""
+    """The feature that writes the changed weights of every step to the folder --save-weight-patches."""
 
     config = PatchesConfig
 
     def check(self, config: RunConfig, plan: RunPlan) -> None:
+        """Raise a ValueError if patches are requested in a run whose weights cannot be written as patches."""
         flags = config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return
         if plan.layout.island > 1:
             steps = config.values()["diloco_steps"]
-            raise ValueError(f"--save-weight-patches: with --diloco-steps {steps} each island has weights of its own")
+            raise ValueError(
+                f"--save-weight-patches cannot be combined with --diloco-steps {steps}: each island has different "
+                "weights"
+            )
         check_patches(config.model, config.precision, plan.wire)
 
     def attach(self, parts: TrainerParts) -> Attached:
+        """Return the object that writes a file after every step; nothing without --save-weight-patches."""
         flags = parts.config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()

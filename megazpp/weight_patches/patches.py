@@ -1,12 +1,14 @@
-"""Weight patches: after every step the 16-bit weights that have changed, for engines that draw from the policy.
+"""Weight patches: the 16-bit weights that each optimizer step has changed, for engines that generate with the policy.
 
-    anchor-000100.safetensors    {name: weights}                                   whole, every so many iterations
-    patch-000101.safetensors     {name.indices: int32, name.values}                what to write where in {name}, flat
+    anchor-000100.safetensors    {name: weights}                        all weights, at regular intervals of steps
+    patch-000101.safetensors     {name.indices: int32, name.values}     changed elements, by index in the flat weight
 
-Names and shapes are Hugging Face's, values those that the training computes with; `base_step` and `step` are among a
-file's metadata. An anchor and the patches that follow it give the weights after each step, bit for bit. Files appear
-whole, and a run that goes on begins with an anchor. Nothing crosses nodes for it: weights are gathered from what a node
-keeps. Rank 0 has the weights once more in memory. TRL and vLLM take tensors in this form (SparseWeightPatch).
+Names and shapes are Hugging Face's. Values are the 16-bit weights with which training computes. Each file's metadata
+holds `step` and `base_step`, the step to which a patch applies. An anchor and all patches after it reproduce the
+weights of each step bit for bit. Files appear atomically. A resumed run begins with an anchor.
+
+Patches cause no inter-node traffic if the run keeps a secondary partition, because the weights are gathered inside the
+node. Rank 0 needs memory on the host for one copy of all weights. TRL and vLLM accept this format (SparseWeightPatch).
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ class PatchesConfig(FeatureConfig):
 
     save_weight_patches: str | None = flag(
         None,
-        "folder for the changes of the 16-bit weights after every step (Hugging Face names), for an engine to load",
+        "folder for a file per step with the 16-bit weights that the step has changed, under Hugging Face names",
     )
     weight_anchor_interval: int = flag(
-        100, "iterations between whole weights among these patches", needs="--save-weight-patches"
+        100, "iterations between files with all weights in this folder", needs="--save-weight-patches"
     )
 
     def __post_init__(self) -> None:
@@ -52,25 +54,37 @@ class PatchesConfig(FeatureConfig):
 
 
 class WeightPatches:
-    """Writes a file after every step.
+    """The writer of a patch or an anchor (all weights) after every step.
 
     Args:
-        folder: where to; it is made.
+        folder: folder for the files; it is created.
         interval: iterations between anchors.
+        model: model whose weights are written.
+        sharding: its sharding units, which are unsharded one after the other.
+        dims: axes of the job.
     """
 
     def __init__(self, folder: Path, interval: int, model: GPTModel, sharding: Sharding, dims: ParallelDims) -> None:
         self._folder, self._interval, self._model, self._sharding, self._dims = folder, interval, model, sharding, dims
         self._pieces = choose_architecture(model.config).pieces(model.config)
-        self._last: dict[str, torch.Tensor] = {}  # of rank 0
+        self._last: dict[str, torch.Tensor] = {}  # on rank 0, the weights of the last file
         self._step: int | None = None
 
     def due(self, iteration: int, *, last: bool) -> bool:
-        """After every step, whose numbers are waited for: a file that is there is of a step that was taken."""
+        """Return True, so that a file is written after every step.
+
+        The training loop then waits for each step's results before the file is written, so every file belongs to a step
+        that has succeeded.
+        """
         return True
 
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        """Write what the step has changed, or an anchor; called on all ranks."""
+        """Write the weights that the step has changed, or an anchor. All ranks call this.
+
+        Args:
+            progress: progress of the training, which gives the step.
+            last: True after the last step; ignored.
+        """
         step, base = progress.iteration, self._step
         anchor = base is None or step != base + 1 or step % self._interval == 0
         found: dict[str, torch.Tensor] = {}
@@ -91,7 +105,7 @@ class WeightPatches:
                 write_tensors(unfinished, {name: held(tensor) for name, tensor in tensors.items()}, about)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """On rank 0 each weight under its name there; other ranks take part, unit by unit."""
+        """Gather the weights unit by unit on all ranks, and on rank 0 yield each with its Hugging Face name."""
         for unit in self._sharding.units:
             for module in unit.modules:
                 module.unshard()
@@ -108,13 +122,22 @@ class WeightPatches:
 
 
 def check_patches(config: GPTConfig, precision: PrecisionConfig, wire: CommPlan) -> None:
-    """Raises ValueError, naming flags, where the run's weights cannot be written as patches."""
+    """Raise a ValueError that names the flags if the run's weights cannot be written as patches.
+
+    Args:
+        config: architecture of the model.
+        precision: dtype in which training computes.
+        wire: formats in which weights are communicated.
+    """
     if precision.param_dtype.itemsize != 2:
-        raise ValueError("--save-weight-patches needs --bf16 or --fp16: fp32 weights change all in every step")
+        raise ValueError("--save-weight-patches needs --bf16 or --fp16, because every step changes all fp32 weights")
     if wire.gather is not None and wire.gather.fmt is not None:
         raise ValueError(
-            f"--save-weight-patches: the training computes with weights in {wire.gather.fmt.bits} bits; "
-            "--zero-weight-delta lossless gathers 16"
+            f"--save-weight-patches needs 16-bit weights, but training computes with weights in {wire.gather.fmt.bits} "
+            "bits; use --zero-weight-delta lossless, which gathers 16 bits"
         )
     if choose_architecture(config).fused:
-        raise ValueError("--save-weight-patches: phi3's gate_up_proj is two matrices here, which patches do not join")
+        raise ValueError(
+            "--save-weight-patches does not support phi3: its gate_up_proj is two matrices here, and patches cannot "
+            "join them"
+        )

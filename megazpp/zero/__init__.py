@@ -1,6 +1,7 @@
-"""Data-parallel sharding of any model with FSDP2, whose collectives can travel in ZeRO++'s two hops.
+"""Data-parallel sharding with FSDP2, with ZeRO++'s quantized two-hop collectives as an option.
 
-`zeropp` adds the two hops to a model of another framework.
+`shard_model` is the entry point for this project's own training. `zeropp` is the entry point for FSDP2 models of other
+frameworks.
 """
 
 from megazpp.zero.api import trainer_callback, zeropp

@@ -1,4 +1,7 @@
-"""ZeRO++ for a model that is not ours: `megazpp.zeropp(model)`, after which FSDP2's own loop goes on as before."""
+"""ZeRO++ for FSDP2 models of other frameworks.
+
+`megazpp.zeropp(model)` installs it, and the training loop stays unchanged.
+"""
 
 from __future__ import annotations
 
@@ -27,45 +30,53 @@ from megazpp.zero.sharding import Sharding, install_comms
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import QUANTIZABLE
 
-RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"  # a variable, for trying a training on one machine
-HANDLE, STATE = "_megazpp", "_megazpp_state"  # an attribute of the model, and a submodule that its state_dict visits
+# Environment variable with the number of ranks per node. On one machine it emulates several nodes.
+RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"
+# Names that `zeropp` adds to the model: an attribute for the handle, and a submodule for its part of `state_dict`.
+HANDLE, STATE = "_megazpp", "_megazpp_state"
 
 
 def zeropp(
     model: nn.Module, *, ranks_per_node: int | None = None, config: ZeroConfig | None = None, **fsdp: Any
 ) -> Sharding:
-    """Have the weights and gradients of an FSDP2 model travel in ZeRO++'s two hops; call on all ranks, before training.
+    """Replace the all-gathers and reduce-scatters of an FSDP2 model with ZeRO++'s quantized two-hop collectives.
 
-    A later call for the same model with equal arguments returns the same handle and changes nothing.
+    Call it on all ranks before training. A second call for the same model with equal arguments returns the same handle
+    and changes nothing.
 
-    Nothing else of the training changes: gradients are FSDP2's means (`set_gradient_divide_factor` is obeyed), and
-    gradients cross nodes when FSDP2 reduces them in a step's last backward (`set_requires_gradient_sync`,
-    `set_is_last_backward`). Writes to weights before a forward are noticed (writes.py).
+    The training loop stays unchanged. Gradients are means over ranks as in FSDP2, and `set_gradient_divide_factor`
+    still applies. Gradients cross nodes when FSDP2 reduces them in the last backward of a step, as set by
+    `set_requires_gradient_sync` and `set_is_last_backward`. A write to weights before a forward is detected, and the
+    written weights are sent again (writes.py).
 
     Args:
-        model: wrapped by `fully_shard` on a mesh [data] or [data, tensor parallel] of all ranks; or not wrapped yet:
-            then each repeated block and the rest become a unit over all ranks.
-        ranks_per_node: where consecutive ranks share a node; None: the variable MEGAZPP_RANKS_PER_NODE says it, or the
-            ranks find out where they are.
-        config: formats and switches; the default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With error
-            feedback, `Sharding.end_step` has to be told what clipping did to the gradients.
-        fsdp: arguments of `fully_shard` for a model that is not wrapped, as `mp_policy`.
+        model: a model that `fully_shard` has wrapped on a mesh [data] or [data, tensor parallel] of all ranks. If it is
+            not wrapped yet, `zeropp` wraps each repeated block and then the rest of the model, over all ranks.
+        ranks_per_node: number of consecutive ranks that share a node. None reads the environment variable
+            MEGAZPP_RANKS_PER_NODE; if that is not set either, the ranks find out which of them share a host.
+        config: message formats and switches. The default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With
+            error feedback, the program must call `Sharding.end_step` after each optimizer step.
+        fsdp: keyword arguments of `fully_shard` for a model that is not wrapped yet, such as `mp_policy`.
     Returns:
-        The handle, which need not be kept: the model keeps it.
+        The handle on the sharded model. The model keeps a reference to it, so the caller may discard it.
     Raises:
         TypeError: FSDP1 or DDP has wrapped the model.
-        RuntimeError: a hook wants gradients before they are reduced; it needs `ZeroConfig(overlap_grad_reduce=False)`.
-        ValueError: the mesh is no rectangle of nodes, FSDP2 was asked for what ZeRO++ cannot do, or a forward or
-            backward is running. Nothing has been changed then, except that a model that was not wrapped is.
+        RuntimeError: a gradient hook needs gradients before they are reduced. It works only with
+            `ZeroConfig(overlap_grad_reduce=False)`.
+        ValueError: the mesh does not number ranks node by node, FSDP2 uses an option that ZeRO++ does not support, or a
+            forward or backward is running. The model is unchanged then, except that it may have been wrapped.
     """
+    # ---- return the handle of an earlier call
     config = config or ZeroConfig(zeropp=True, zero_error_feedback=False)
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
-        model = model.get_submodule("_orig_mod")  # compiled; FSDP2's hooks are on the module inside
+        model = model.get_submodule("_orig_mod")  # torch.compile's wrapper; FSDP2's hooks are on the inner module
     ranks_per_node = _ranks_per_node(ranks_per_node)
     asked: dict[str, Any] = {"ranks_per_node": ranks_per_node, **_settings_of(config), **fsdp}
     if isinstance(installed := model.__dict__.get(HANDLE), _Installed):
         installed.check(asked)
         return installed.sharding
+
+    # ---- check the model, wrap it if it is not wrapped
     _refuse_shared_units(model)
     _check_model(model)
     tensor = next(model.parameters())
@@ -78,13 +89,15 @@ def zeropp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward may have left the root's parameters gathered
+
+    # ---- plan the layout, the units and the messages
     mesh = _mesh_of(model)
     tp = mesh.size(1) if mesh.ndim == 2 else 1
     layout = plan_layout(_find_cluster(mesh, ranks_per_node), tp=tp, replicas=1)
     if mesh.mesh.flatten().tolist() != list(layout.mesh_ranks()):
         raise ValueError(
-            f"the mesh has the ranks in the order {mesh.mesh.flatten().tolist()}, node by node it is "
-            f"{list(layout.mesh_ranks())}: number ranks node by node, and make the mesh of all of them"
+            f"the mesh has the ranks in the order {mesh.mesh.flatten().tolist()}, but ZeRO++ needs the order "
+            f"{list(layout.mesh_ranks())}: number ranks node by node, and build the mesh from all of them"
         )
     units = find_units(model)
     _check_units(units)
@@ -93,11 +106,14 @@ def zeropp(
     if wire.overlap_reduce:
         for unit in units:
             unit.refuse_gradient_hooks()
+
+    # ---- install the collectives
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
     sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True, watch=True)
     setattr(model, HANDLE, _Installed(sharding, layout.cluster.ranks_per_node, asked))
     if sharding.keeps_state:
-        containers = nn.Sequential | nn.ModuleList | nn.ModuleDict  # which would run it, or number it
+        # `KeptState` must not go into a container: that would call it in its forward, or count it as one of its items
+        containers = nn.Sequential | nn.ModuleList | nn.ModuleDict
         next(m for m in model.modules() if not isinstance(m, containers)).add_module(STATE, KeptState(sharding))
     if dist.get_rank() == 0:
         for line in (layout.describe(), wire.describe(), *wire.notices):
@@ -106,56 +122,65 @@ def zeropp(
 
 
 class _Installed(NamedTuple):
-    """The handle of a model and the settings with which it was made."""
+    """The handle of a model, and the settings of the `zeropp` call that created it."""
 
     sharding: Sharding
-    ranks_per_node: int  # what was asked for, or found
-    asked: dict[str, Any]
+    ranks_per_node: int  # the number in use, given by the caller or discovered
+    asked: dict[str, Any]  # the caller's arguments by name, with one entry per field of the config
 
     def check(self, asked: Mapping[str, Any]) -> None:
-        """Raise ValueError if a later call asks for other settings."""
+        """Raise ValueError if a later `zeropp` call passes other settings than the first one."""
         before = dict(self.asked)
         if before["ranks_per_node"] is None and asked["ranks_per_node"] is not None:
             before["ranks_per_node"] = self.ranks_per_node
         differ = [name for name in {**before, **asked} if before.get(name) != asked.get(name)]
         if differ:
             settings = "; ".join(f"{name} was {before.get(name)}, now {asked.get(name)}" for name in differ)
-            raise ValueError(f"megazpp.zeropp was called for this model before, with other settings: {settings}")
+            raise ValueError(f"megazpp.zeropp was already called for this model with other settings: {settings}")
 
 
 def _settings_of(config: ZeroConfig) -> dict[str, Any]:
+    """Return the fields of a config by name, for the comparison of two `zeropp` calls."""
     return {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 def _refuse_shared_units(model: nn.Module) -> None:
-    """Raise ValueError if a part of the model, or a model that it is a part of, has ZeRO++ already."""
+    """Raise ValueError if ZeRO++ is already installed in a part of `model`, or in a larger model that contains it."""
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
     for unit in (unit for module in wrapped for unit in find_units(module)):
         if unit.has_our_comms:
             raise ValueError(
-                f"megazpp.zeropp was called before for another module with the parameter {unit.key}: call it once, for "
-                "the outermost module"
+                f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
+                "once, for the outermost module"
             )
 
 
 def trainer_callback(**arguments: Any) -> Any:
-    """A callback for transformers' Trainer and TRL's, which calls `zeropp` with these arguments."""
-    from transformers import TrainerCallback  # not all who import this have it
+    """Return a callback for the Trainer of transformers or TRL that calls `zeropp` when training begins.
+
+    Args:
+        arguments: keyword arguments of `zeropp`.
+    """
+    from transformers import TrainerCallback  # an optional dependency, imported only where it is used
 
     class Zeropp(TrainerCallback):
+        """The callback: installs ZeRO++ in the model that the Trainer has wrapped."""
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            """Install ZeRO++ in the wrapped model; the Trainer calls this before the first step."""
             model: nn.Module = given["model"]
             if not isinstance(model, FSDPModule):
-                raise TypeError("the Trainer has not wrapped the model by FSDP2: it needs fsdp=True and fsdp_version 2")
+                raise TypeError("the Trainer has not wrapped the model with FSDP2: set fsdp=True and fsdp_version 2")
             zeropp(model, **arguments)
 
     return Zeropp()
 
 
 class KeptState(nn.Module):
-    """A submodule without parameters, through which a state_dict has what ZeRO++ needs to go on bit for bit.
+    """A submodule without parameters that adds ZeRO++'s state to the model's `state_dict`.
 
-    That is what nodes keep of the weights where differences cross, and the error feedback, which belongs to its rank.
+    The state lets a resumed run continue bit for bit. It holds the secondary partitions of units whose weights cross
+    nodes as differences, and the error feedback of this rank.
     """
 
     def __init__(self, sharding: Sharding) -> None:
@@ -163,14 +188,20 @@ class KeptState(nn.Module):
         self._sharding = [sharding]
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:
-        """Copies of all that there may be, zeros for what there is not yet: a checkpoint is read into the same."""
+        """Return copies of ZeRO++'s state by name. State that does not exist yet is returned as zeros.
+
+        A distributed checkpoint is loaded into the tensors of an existing `state_dict`, so every entry must be present.
+        """
         (sharding,) = self._sharding
         sharding.reshard()
         feedback = {f"rank {dist.get_rank()} {name}": part.clone() for name, part in sharding.rank_state().items()}
         return sharding.secondary_targets() | sharding.secondary_state() | feedback
 
     def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from what `get_extra_state` has returned; the weights have been loaded."""
+        """Restore the state that `get_extra_state` returned; call it after the weights have been loaded.
+
+        State that is missing or has another shape is reset. Its unit then sends whole weights at the next use.
+        """
         (sharding,) = self._sharding
         sharding.reshard()
         complete = sharding.load_secondary_state(state)
@@ -182,36 +213,42 @@ class KeptState(nn.Module):
             self._say_anew()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Load the state if the checkpoint has it; `load_state_dict` calls this."""
         if f"{prefix}_extra_state" in state_dict:
             super()._load_from_state_dict(state_dict, prefix, *args)
-        else:  # a checkpoint of a run without ZeRO++
+        else:  # the checkpoint comes from a run without ZeRO++
             self._say_anew()
 
     def _say_anew(self) -> None:
+        """Print on rank 0 that the checkpoint lacks ZeRO++'s state."""
         if dist.get_rank() == 0:
             print(
-                "megazpp: the checkpoint has no state of ZeRO++ for these ranks: whole weights cross first", flush=True
+                "megazpp: the checkpoint lacks ZeRO++ state for these ranks; the next forward sends whole weights",
+                flush=True,
             )
 
 
 def _wrap(model: nn.Module, device_type: str, fsdp: Mapping[str, Any]) -> None:
-    """Wrap each repeated block, and the rest of the model, over all ranks."""
+    """Call `fully_shard` on each repeated block and then on the whole model, over all ranks."""
     if device_type == "meta":
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     world = dist.group.WORLD
     if world is None:
-        raise RuntimeError("megazpp.zeropp needs process groups: call torch.distributed.init_process_group first")
-    mesh = fsdp.get("mesh") or DeviceMesh.from_group(world, device_type)  # with the user's timeout
+        raise RuntimeError("megazpp.zeropp needs a process group: call torch.distributed.init_process_group first")
+    mesh = fsdp.get("mesh") or DeviceMesh.from_group(world, device_type)  # the world's group keeps the user's timeout
     for block in repeated_blocks(model):
         fully_shard(block, **{**fsdp, "mesh": mesh})
     fully_shard(model, **{**fsdp, "mesh": mesh})
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a model is a stack of, in order: what a Hugging Face model will not split, else its lists' items.
+    """Return the repeated blocks of a model in order. Each one becomes a sharding unit.
+
+    These are the modules that Hugging Face's `_no_split_modules` names. Without that attribute they are the items of
+    the first list or Sequential whose modules all have the same type.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the model has no repeated blocks.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
@@ -221,52 +258,54 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         blocks = [block for block in outermost if next(block.parameters(), None) is not None]
     if not blocks:
         raise ValueError(
-            f"{type(model).__name__} has no list of equal blocks: wrap its parts with fully_shard, then call zeropp"
+            f"{type(model).__name__} has no list of blocks of one type: wrap its parts with fully_shard, then call "
+            "zeropp"
         )
     return blocks
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:
-    """The mesh [data] or [data, tensor parallel] that FSDP2 was given."""
+    """Return the mesh [data] or [data, tensor parallel] on which `fully_shard` has placed the model's parameters."""
     meshes: dict[int, DeviceMesh] = {}
     ranks: dict[tuple[int, ...], str] = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
-            continue  # one that FSDP2 was told to ignore
+            continue  # listed in fully_shard's `ignored_params`
         if getattr(parameter.placements[0], "dim", None) != 0 or parameter.device_mesh.ndim > 2:
             raise ValueError(
-                f"{name} is placed as {parameter.placements} on {parameter.device_mesh}: ZeRO++ takes rows in shards "
-                "over [data] or [data, tensor parallel], no copies (HSDP) and no further dims"
+                f"{name} is placed as {parameter.placements} on {parameter.device_mesh}: ZeRO++ needs Shard(0) over a "
+                "mesh [data] or [data, tensor parallel]; HSDP and further mesh dims are not supported"
             )
         meshes[parameter.device_mesh.ndim] = parameter.device_mesh
         ranks.setdefault(tuple(dist.get_process_group_ranks(parameter.device_mesh.get_group(0))), name)
     if not meshes:
-        raise ValueError("fully_shard has sharded no parameter of the model (ignored_params?)")
+        raise ValueError("fully_shard has sharded no parameter of the model: check its ignored_params")
     if len(ranks) > 1:
         (some, first), (others, second) = list(ranks.items())[:2]
         raise ValueError(
-            f"{first} is sharded over ranks {list(some)}, {second} over {list(others)}: ZeRO++ takes one mesh; give "
-            "every fully_shard call the same"
+            f"{first} is sharded over ranks {list(some)}, {second} over {list(others)}: ZeRO++ needs one mesh; pass "
+            "the same mesh to every fully_shard call"
         )
     return meshes[max(meshes)]
 
 
 def _ranks_per_node(given: int | None) -> int | None:
-    """The argument, else the variable; None where neither says anything."""
+    """Return the argument of `zeropp`, or the value of MEGAZPP_RANKS_PER_NODE if it is None; None if neither is set."""
     if given is not None or (said := os.environ.get(RANKS_PER_NODE)) is None:
         return given
     if not said.isdecimal():
-        raise ValueError(f"{RANKS_PER_NODE}={said} is no number of ranks")
+        raise ValueError(f"{RANKS_PER_NODE}={said} is not a number of ranks; expected an integer such as 8")
     return int(said)
 
 
 def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
+    """Return the cluster with this many ranks per node; None discovers which ranks share a host."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if mesh.size() != world_size:
-        raise ValueError(f"the mesh has {mesh.size()} of {world_size} ranks: ZeRO++ takes a mesh of all")
+        raise ValueError(f"the mesh has {mesh.size()} of {world_size} ranks: ZeRO++ needs a mesh of all ranks")
     if ranks_per_node is not None:
         if ranks_per_node < 1 or world_size % ranks_per_node:
-            raise ValueError(f"ranks_per_node {ranks_per_node} does not divide {world_size} ranks")
+            raise ValueError(f"ranks_per_node {ranks_per_node} does not divide the {world_size} ranks of the job")
         return Cluster(num_nodes=world_size // ranks_per_node, ranks_per_node=ranks_per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     device = torch.device(mesh.device_type, local_rank if mesh.device_type == "cuda" else 0)
@@ -274,26 +313,26 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
 
 
 def _precision_of(units: Sequence[Unit]) -> Dtypes:
-    """The dtypes of the first unit that has floating-point weights; each unit may have its own."""
+    """Return the compute and reduction dtypes of the first unit with floating-point weights; other units may differ."""
     found = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
     if not found:
-        raise ValueError("the model has no parameters in fp32, bf16 or fp16, so there is nothing that ZeRO++ reduces")
+        raise ValueError("the model has no parameters in fp32, bf16 or fp16, so ZeRO++ has nothing to reduce")
     reduced = [dtype for unit in units for dtype in unit.reduce_dtypes]
     return Dtypes(found[0], reduced[0] if reduced else found[0])
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise for a model that is wrapped in a way that ZeRO++ cannot take."""
+    """Raise TypeError or ValueError for a model that is wrapped in a way that ZeRO++ does not support."""
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
-            raise TypeError(f"{type(module).__name__} has wrapped the model: ZeRO++ needs FSDP2, fully_shard")
+            raise TypeError(f"{type(module).__name__} has wrapped the model: ZeRO++ needs FSDP2 (fully_shard)")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters")
     inner = [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
     if inner and not isinstance(model, FSDPModule):
         raise ValueError(
-            f"{inner[0]} is wrapped by fully_shard, and the model is not: call fully_shard(model) after its blocks, "
-            "or hand in the module that is the root"
+            f"{inner[0]} is wrapped by fully_shard, and the model is not: call fully_shard(model) after wrapping its "
+            "blocks, or pass the FSDP2 root module"
         )
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise ValueError("the model is compiled: call megazpp.zeropp(model) first, then torch.compile(model)")
@@ -303,8 +342,12 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _in_forward(model: nn.Module) -> bool:
-    """True if this thread is inside a call of one of the model's modules, which would lose its gathered parameters."""
-    # FSDP2's own state does not tell: it stays as it was when an exception ended a forward
+    """Return True if this thread is inside a call of one of the model's modules.
+
+    Resharding then would free parameters that the running forward still needs.
+    """
+    # FSDP2's training state is not reliable here: after an exception in a forward it keeps its last value. So walk
+    # the Python stack for a module call.
     modules, frame = set(model.modules()), inspect.currentframe()
     while frame is not None:
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] in modules:
@@ -314,7 +357,7 @@ def _in_forward(model: nn.Module) -> bool:
 
 
 def _check_units(units: Sequence[Unit]) -> None:
-    """Raise ValueError for units that ZeRO++ cannot take, and for a parameter that is in two of them."""
+    """Raise ValueError for units that ZeRO++ does not support, and for a parameter that two units share."""
     for unit in units:
         unit.check_one_mesh()
     for unit in units:
@@ -324,6 +367,6 @@ def _check_units(units: Sequence[Unit]) -> None:
         for name, uid in unit.origins():
             if first.setdefault(uid, name) != name:
                 raise ValueError(
-                    f"{name} and {first[uid]} are one parameter in two units: wrap their modules together, "
-                    "fully_shard([a, b])"
+                    f"{name} and {first[uid]} are the same parameter in two FSDP2 units: wrap their modules together "
+                    "with fully_shard([a, b])"
                 )

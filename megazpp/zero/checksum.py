@@ -1,4 +1,7 @@
-"""Checksums of a shard, which see any write to it: version counters miss those through views and `parameter.data`."""
+"""Checksums of a shard, which detect every write to it.
+
+Version counters miss writes through views and `parameter.data`.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ import torch
 import torch.nn.functional as F
 
 WORD = 8  # bytes
-PLACE, *MIX = (-0x61C8864680B583EB, -0xAE502812AA7333, -0x3B314601E57A13AD)  # odd numbers as int64
+# Odd multipliers as int64: one for the position of a word, and MurmurHash3's two for the mix
+PLACE, *MIX = (-0x61C8864680B583EB, -0xAE502812AA7333, -0x3B314601E57A13AD)
 
 
 def checksum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a checksum of the bits of 1-D tensors and of their order, an int64 scalar on their device.
+    """Return a checksum of the bits of 1-D tensors, which depends on their order; an int64 scalar on their device.
 
-    CRC-32 on the CPU (3 GB/s; a write goes unseen by chance once in 2^32), `mixed_sum` elsewhere (once in about 2^64).
+    On the CPU it is CRC-32, at 3 GB/s; it misses a write with probability 2^-32. On other devices it is `mixed_sum`,
+    which misses a write with probability about 2^-64.
     """
     if shards[0].device.type != "cpu":
         return mixed_sum(shards)
@@ -26,13 +31,14 @@ def checksum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def mixed_sum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum over all 8-byte words of a mix of word and place, modulo 2^64: about ten kernels.
+    """Return the sum modulo 2^64 of a hash of each 8-byte word and its position. It takes about ten kernels.
 
-    The mix is the end of MurmurHash3, whose every input bit changes each output bit with probability 1/2.
+    The hash is the final mix of MurmurHash3: each input bit changes each output bit with probability 1/2.
     """
     flat = torch.cat([shard.view(torch.uint8) for shard in shards])
     words = F.pad(flat, (0, -len(flat) % WORD)).view(torch.int64)
     mixed = torch.arange(1, len(words) + 1, device=words.device).mul_(PLACE).add_(words)
     for factor in MIX:
-        mixed.bitwise_xor_((mixed >> 33).bitwise_and_(2**31 - 1)).mul_(factor)  # a shift copies the sign bit
+        # `>>` of int64 copies the sign bit; the mask makes it a logical shift
+        mixed.bitwise_xor_((mixed >> 33).bitwise_and_(2**31 - 1)).mul_(factor)
     return mixed.bitwise_xor_((mixed >> 33).bitwise_and_(2**31 - 1)).sum()

@@ -1,6 +1,6 @@
-"""FSDP2's comm interface, and its own collectives over our axes, which count the bytes that are sent.
+"""FSDP2's interface for custom collectives, and implementations that send what FSDP2 sends and count the bytes.
 
-Only this file names the interface, which lives in a private module in torch 2.11 to 2.13.
+Only this file imports the interface, which is in a private module of torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -26,23 +26,30 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 except ImportError as error:  # pragma: no cover
     raise ImportError(
-        f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ knows torch 2.11 to 2.13"
+        f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ supports torch 2.11 to 2.13"
     ) from error
 
 
 class CommContext:
-    """The axes, queues, schedules and formats that the comms of all units share.
+    """The axes, communication queues, schedules and formats that the collectives of all units share.
 
-    `--plan` makes its comms with one too, on axes that exist on paper.
+    `--plan` creates one on simulated axes, to compute the traffic without a cluster.
 
     Args:
-        zero, precision: switches, and the dtypes of what is not quantized.
-        restores_none: whether a parameter that got a gradient on no rank has None, as in FSDP2, and not zeros; and
-            whether gradients that wait are dropped when the program zeroes them.
-        codec, lossless_codec: make the codecs that pack a unit's messages, and what has changed of its weights.
+        cross: axis across nodes, for the slow hop.
+        local: axis inside a node, for the fast hop.
+        shard: axis of all data ranks, for collectives in one hop.
+        plan: which collectives are replaced, and their message formats.
+        zero: switches and intervals.
+        precision: compute and reduction dtypes, for the elements that are not quantized.
+        restores_none: whether gradients end as in FSDP2: a parameter without a gradient on any rank gets None instead
+            of zeros, and partial sums are dropped when the program clears the gradients.
+        codec: makes the codec that packs and unpacks the messages of a unit.
+        lossless_codec: makes the codec for lossless differences of a unit's weights.
     Attributes:
-        overlap_gather, overlap_reduce: whether collectives run beside the compute.
+        overlap_gather, overlap_reduce: whether gathers and reductions overlap with the compute.
         cross_queue, local_queue, shard_queue: communication queues of the axes.
+        gather_schedule, reduce_schedule: decide which hop runs when.
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class CommContext:
         self.plan, self.zero, self.precision, self.lossless_codec = plan, zero, precision, lossless_codec
         self.restores_none = restores_none
         two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
-        overlaps = two_hops or blocks_host  # FSDP2's own collectives run beside the compute on CUDA as they are
+        overlaps = two_hops or blocks_host  # on CUDA FSDP2 already overlaps the collectives that are not replaced
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         beside = self.overlap_gather or self.overlap_reduce
         self.cross_queue, self.local_queue, self.shard_queue = (
@@ -82,31 +89,42 @@ class CommContext:
         return other
 
     def codec(self, segments: Sequence[Segment], fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
-        """Make the codec of shards of these segments; what is not quantized in `fmt` has `dtype`."""
+        """Make the codec for flat shards with these segments.
+
+        Args:
+            segments: the parameters in the flat shard.
+            fmt: quantization format; None quantizes nothing.
+            dtype: dtype in which elements that are not quantized are sent.
+        """
         return self._codec(plan_message(segments, fmt, exact_itemsize=dtype.itemsize), dtype)
 
 
 class FreshBuffers:
-    """A new buffer whenever FSDP2 asks its comms for one; the allocator knows how long it lives."""
+    """A mixin that allocates a new buffer for each collective, so the caching allocator manages its lifetime."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate a buffer; FSDP2 calls this for the inputs and outputs of its collectives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Pending(dist.Work):
-    """The handle that FSDP2 waits for before it uses gathered parameters; it accepts only torch's own class."""
+    """The handle that FSDP2 waits for before it uses gathered parameters.
+
+    It derives from `dist.Work` because FSDP2 silently ignores handles of other classes.
+    """
 
     def __init__(self, work: Work[None]) -> None:
         super().__init__()
         self._work = work
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the task; `timeout` is ignored."""
         self._work.wait()
         return True
 
 
 class CountedGather(FreshBuffers, AllGather):
-    """[n] shard -> [W n] parameters over the shard axis, as FSDP2's own gather does."""
+    """An all-gather over the shard axis in one hop: [n] shard -> [W n] parameters, as FSDP2's own."""
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         self.axis, self._queue, self._of = context.shard, context.shard_queue, unit.name
@@ -115,27 +133,34 @@ class CountedGather(FreshBuffers, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
+        """Gather the parameters; FSDP2 calls this as its all-gather."""
         assert group is self.axis.group, f"FSDP2 gathers over another group than {self.axis.name}"
         self.num_uses += 1
         done = self._queue.submit(lambda: self._gather(input_tensor, output_tensor))
         if self._overlap and self._queue.blocks_host:
             return Pending(done)
-        done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on; for a Work the compute would
+        # On CUDA this makes FSDP2's gather stream wait. Returning a Work would make the compute stream wait instead.
+        done.wait()
         return None
 
     def _gather(self, shard: torch.Tensor, out: torch.Tensor) -> None:
+        """Gather the shards; runs in the shard axis's communication queue."""
         self.axis.all_gather(shard, out=out, of=self._of)
 
 
 class LateSum:
-    """A sum over ranks that FSDP2 does not get in its reduce-scatter, because it comes later.
+    """A sum over ranks that is added to `.grad` at the end of the backward.
+
+    FSDP2's reduce-scatter returns zeros in its place.
 
     Args:
-        indices: the parameters in whose `.grad` it ends up.
-        result: [n] the sum, when its work is done; `divisor` is what FSDP2 divides sums by.
+        indices: indices of the parameters whose gradients it holds.
+        result: [n] the flat shard of the sum, valid when its work is done.
+        divisor: the number by which FSDP2 divides sums.
     Attributes:
-        gradients: their `.grad` when FSDP2 has set it: what is another object later was discarded.
-        versions: how often autograd had seen these change.
+        gradients: the parameters' `.grad` as FSDP2 has set it. If `.grad` is another object later, the program has
+            discarded the gradient.
+        versions: the version counters of these gradients at that time.
     """
 
     def __init__(self, indices: Sequence[int], result: torch.Tensor, divisor: float) -> None:
@@ -144,14 +169,17 @@ class LateSum:
         self.versions = [-1] * len(self.indices)
 
     def hold(self, unit: Unit) -> None:
-        """Remember the gradients that FSDP2 has set."""
+        """Store the unit's gradients right after FSDP2 has set them."""
         self.gradients = [unit.gradient(index) for index in self.indices]
         self.versions = [-1 if gradient is None else gradient._version for gradient in self.gradients]
 
     def add(self, unit: Unit, *, aborted: bool) -> None:
-        """Add the sum to the gradients that are still there.
+        """Add the sum to the gradients that the program has not discarded.
 
-        After an `aborted` backward the program may have cleared a gradient in place, which counts as a change.
+        Args:
+            unit: the unit of the gradients.
+            aborted: whether an exception ended the backward. The program may then have cleared a gradient in place, so
+                a gradient with a changed version counter is skipped too.
         """
         result = self.result if self.divisor == 1.0 else self.result.div_(self.divisor)
         wanted = list(self.gradients)
@@ -163,36 +191,40 @@ class LateSum:
 
 
 class SummingReduce(FreshBuffers, ReduceScatter):
-    """The base of reduce-scatters: [W n] gradients of a unit -> this rank's [n] of their sum over ranks.
+    """The base class of reduce-scatters: [W n] gradients of a unit -> this rank's [n] of their sum over ranks.
 
-    FSDP2 passes the gradients that a backward has computed and does not say of which parameters they are. So
-    `post_backward` stands in the place of FSDP2's function of that name, and looks before and after.
+    FSDP2 passes only the gradients that a backward has computed, and does not say which parameters they belong to. So
+    `post_backward` replaces FSDP2's function of the same name and reads the unit's state before and after it.
 
     Attributes:
         reduced: indices of the parameters whose gradients FSDP2 passes.
-        total: sum of this rank's own gradients since `watch`, a scalar; None if there were none.
+        total: sum of this rank's own gradients since `watch`, a scalar tensor; None if there were none.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         self.unit, self._schedule = unit, context.reduce_schedule
         self.reduced = tuple(range(len(unit.parameters)))
-        self._late: LateSum | None = None  # the one that `__call__` has begun
+        self._late: LateSum | None = None  # set by `__call__` for `end`, which runs when FSDP2 has set `.grad`
         self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
-        self._late_sums = 0  # that have not been added yet
+        self._late_sums = 0  # number of late sums that have not been added yet
         self._watched = False
         self.total: torch.Tensor | None = None
 
     def attach(self) -> None:
-        """Look at every reduction of the unit before and after FSDP2 does it."""
+        """Replace FSDP2's `post_backward` for the unit by this object's method of that name."""
 
         def wrap(original: Callable[..., None]) -> Callable[..., None]:
+            """Keep FSDP2's function, and return the replacement."""
             self._fsdp2_post_backward = original
             return self.post_backward
 
         self.unit.wrap_post_backward(wrap)
 
     def post_backward(self, *given: Any) -> None:
-        """Have FSDP2 reduce the unit's gradients; called instead of its own function."""
+        """Reduce the unit's gradients through FSDP2, with bookkeeping before and after.
+
+        It replaces FSDP2's `post_backward`.
+        """
         if not self.unit.reduces_gradients:
             self._fsdp2_post_backward(*given)
             return
@@ -203,33 +235,35 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         self.end()
 
     def begin(self) -> None:
-        """Look at what FSDP2 is about to reduce."""
+        """Record which parameters have gradients that FSDP2 is about to reduce."""
         self.reduced = tuple(sorted(self.unit.with_gradient()))
 
     def end(self) -> None:
-        """Look at the gradients that FSDP2 has set."""
+        """Record the gradients that FSDP2 has just set, if a late sum must be added to them."""
         if self._late is not None:
             self._late.hold(self.unit)
             self._late = None
 
     def watch(self) -> None:
-        """Add up this rank's own gradients from now on, before the sum over ranks spreads a NaN or Inf."""
+        """Start to sum this rank's own gradients, before the sum over ranks spreads a NaN or Inf to all of them."""
         self._watched, self.total = True, None
 
     @property
     def result_indices(self) -> tuple[int, ...]:
-        """Indices of the parameters that the next result has gradients of."""
+        """Indices of the parameters whose gradients are in the next result."""
         return self.reduced
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start to reduce `gradients` [W n]; the work returns `result` when that is complete.
+        """Start the reduction of `gradients` [W n].
 
-        None in a micro-batch without a result: a later call's result contains these gradients too.
+        Returns:
+            A work that returns `result` when it is complete. None if this micro-batch produces no result: these
+            gradients are then part of a later call's result.
         """
         raise NotImplementedError
 
     def finished(self) -> None:
-        """Do what follows when a sum has been added to the gradients."""
+        """Run after a sum has been added to the gradients; subclasses override it."""
 
     def __call__(
         self,
@@ -239,10 +273,17 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        """Reduce the gradients that FSDP2 passes; FSDP2 calls this as its reduce-scatter.
+
+        If the sum is late, because of overlap or because the output's layout differs, the output is zeroed here and the
+        sum is added at the end of the backward.
+        """
         assert op == dist.ReduceOp.SUM, f"communication only sums, FSDP2 asked for {op}"
+        # ---- sum this rank's own gradients
         if self._watched:
-            total = input_tensor.sum()  # in its dtype: one pass; a maximum takes 16 times as long on the CPU
+            total = input_tensor.sum()  # in its own dtype, one pass; a maximum takes 16 times as long on the CPU
             self.total = total if self.total is None else self.total + total
+        # ---- start the reduction, into a separate buffer if the sum is late
         indices = self.result_indices
         late = self._schedule.overlap or indices != self.reduced
         if late:
@@ -254,18 +295,23 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         if work is not None and not late:
             work.wait()
             return
-        output_tensor.zero_()  # FSDP2 adds it to the gradient; the rest is in partial sums or comes at the end
+        # ---- give FSDP2 zeros, and add the sum at the end of the backward
+        output_tensor.zero_()
         if work is None:
             self.unit.refuse_gradient_hooks()
         else:
             self._finish_later(work, LateSum(indices, result, divisor))
 
     def _finish_later(self, work: Work[torch.Tensor], late: LateSum) -> None:
-        """Add a sum to the gradients at the end of the backward; FSDP2 has divided its output before."""
+        """Add `late` to the gradients at the end of the backward, when `work` is done.
+
+        FSDP2's own division has run on the zeros by then, so `late` divides the sum itself.
+        """
         self._late = late
         self._late_sums += 1
 
         def finish(*, aborted: bool) -> None:
+            """Add the sum; the schedule calls this at the end of the backward."""
             self._late_sums -= 1
             late.add(self.unit, aborted=aborted)
             self.finished()
@@ -274,20 +320,27 @@ class SummingReduce(FreshBuffers, ReduceScatter):
 
 
 class CountedReduce(SummingReduce):
-    """The reduce-scatter over the shard axis, as FSDP2's own does."""
+    """A reduce-scatter over the shard axis in one hop, as FSDP2's own."""
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         super().__init__(unit, context)
         self.axis, self._queue = context.shard, context.shard_queue
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
+        """Start the reduce-scatter in the shard axis's communication queue; see `SummingReduce.start`."""
         work = self._queue.submit(lambda: self.axis.reduce_scatter(gradients, out=result, of=self.unit.name))
         self._schedule.sent(work)
         return work
 
 
 def division_after_sum(unit: Unit, group: dist.ProcessGroup, reduced: torch.Tensor) -> float:
-    """The number by which FSDP2 divides the sum over the ranks of `group`."""
+    """Return the number by which FSDP2 divides a sum over the ranks of `group`.
+
+    Args:
+        unit: the unit, whose `set_gradient_divide_factor` applies.
+        group: process group of the reduce-scatter.
+        reduced: tensor with the dtype and device of the sum.
+    """
     factor, device = unit.gradient_divide_factor, reduced.device.type
     if factor == 1.0:
         return factor

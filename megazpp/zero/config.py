@@ -1,6 +1,6 @@
-"""The flags of ZeRO, ZeRO++ and precision, and the wire plan that follows from them on a given layout.
+"""Flags of ZeRO, ZeRO++ and precision, and the plan of the collectives that follows from them and a layout.
 
-One file of more than 300 lines: the flags, their checks and the plan name each other.
+One file of more than 300 lines, because the flags, their checks and the plan refer to each other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megazpp.topology.layout import Layout
 
 T = TypeVar("T")
 
+# Elements per quantization block. DIFFERENCE_BLOCK is for the quantized weight differences of DiLoCo.
 WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
 
 
@@ -25,65 +26,73 @@ WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
 class ZeroConfig:
     """ZeRO and ZeRO++.
 
-    The states that are sharded over the data ranks, and the formats in which they are communicated.
+    The training state that is sharded over the data ranks, and the formats in which shards are communicated.
     """
 
     zero_stage: Literal[0, 1, 2, 3] | None = flag(
-        None, "shard nothing (0), optimizer (1), gradients (2), parameters (3, default)", common=True
+        None,
+        "ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters (default: 3)",
+        common=True,
     )
     use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1")
     zeropp: bool = flag(
         False,
-        "ZeRO++: quantized, hierarchical communication (qwZ, hpZ and qgZ)",
+        "ZeRO++: quantized collectives in two hops, inside a node and across nodes (qwZ, hpZ and qgZ)",
         common=True,
     )
-    zero_quantized_weights: bool | None = flag(None, "qwZ: gather weights as 8-bit blocks")
+    zero_quantized_weights: bool | None = flag(None, "qwZ: gather weights as 8-bit blocks (default: on with --zeropp)")
     zero_hpz_partition_size: str | None = flag(
         None,
-        "hpZ: keep a secondary partition over this many data ranks of a node and gather from it until the weights "
-        "change; auto: the node's, 1: none",
+        "hpZ: number of data ranks in a node that share a secondary copy of the weights, from which every gather "
+        "reads until the weights change; auto: all of a node, 1: no copy (default: auto with --zeropp, 1 otherwise)",
     )
-    zero_quantized_gradients: bool | None = flag(None, "qgZ: reduce gradients as 8-bit and 4-bit blocks")
+    zero_quantized_gradients: bool | None = flag(
+        None, "qgZ: reduce gradients as 8-bit and 4-bit blocks (default: on with --zeropp)"
+    )
     zero_weight_bits: int | tuple[int, ...] = flag(
-        (8,), "bits of a weight that is gathered whole: 8, or 16, the compute format, not quantized", nargs="+"
+        (8,), "bits per gathered weight: 8, or 16 to send the compute dtype without quantization", nargs="+"
     )
     zero_weight_delta: Literal["lossless", "none"] | None = flag(
         None,
-        "lossless: send bit-exact changes of 16-bit weights between nodes",
+        "lossless: send only the changes of 16-bit weights between nodes, bit for bit (default: none)",
         common=True,
     )
     zero_weight_keyframe_interval: int | None = flag(
         None,
-        "with --zero-weight-delta lossless: whole weights cross after every this many iterations, which heals a kept "
-        "partition that memory or wire has corrupted",
+        "iterations between two sends of whole weights with --zero-weight-delta lossless, which repair a secondary "
+        "copy that faulty memory or a faulty link has corrupted (default: never)",
     )
     zero_gradient_bits: tuple[int, ...] = flag(
-        (8, 4), "bits of a gradient inside a node and across nodes: 4, 8, or 16 for the reduction format", nargs=2
+        (8, 4),
+        "bits per gradient inside a node and across nodes: 4, 8, or 16 to send the reduction dtype",
+        nargs=2,
     )
     zero_error_feedback: bool = flag(
         True,
-        "add what the cross-node quantization of gradients has lost to the next step, as a moving average (LoCo); 1 "
-        "byte per parameter and node",
+        "add a moving average of the cross-node quantization errors to the next step's gradients (LoCo); takes 1 byte "
+        "per parameter and node",
     )
     zero_error_feedback_beta: float = flag(
         0.8,
-        "share of the earlier error in the error that is fed back; 0: the last step's error alone, nothing is averaged",
+        "weight of the earlier errors in the moving average of error feedback; 0 feeds back only the last step's error",
     )
     zero_error_feedback_reset: int | None = flag(
-        None, "forget the error feedback after every so many iterations, as LoCo does (default: never)"
+        None, "iterations after which error feedback is reset to zero, as in LoCo (default: never)"
     )
     zero_accumulate_in_bf16: bool = flag(
-        False, "keep the gradients that wait for the cross-node hop in bf16 instead of fp32: half the memory"
+        False, "accumulate the gradients that wait for the cross-node hop in bf16 instead of fp32, in half the memory"
     )
     zero_cross_every_microbatch: bool = flag(
-        False, "reduce across nodes in every micro-batch: saves that memory, costs traffic"
+        False,
+        "reduce gradients across nodes in every micro-batch instead of once per step: no memory for accumulation, but "
+        "more traffic",
     )
 
     overlap_param_gather: bool | None = flag(
-        None, "gather weights across nodes under the forward, inside a node ahead of use (default: on with --zeropp)"
+        None, "overlap the gathers of weights with the forward and the backward (default: on with --zeropp)"
     )
     overlap_grad_reduce: bool | None = flag(
-        None, "reduce gradients under the rest of the backward (default: on with --zeropp)"
+        None, "overlap the reduction of gradients with the rest of the backward (default: on with --zeropp)"
     )
 
     def __post_init__(self) -> None:
@@ -92,52 +101,54 @@ class ZeroConfig:
         written = as_words(self.zero_weight_bits)
         if written in ("16 4", "8 4"):
             raise ValueError(
-                f"--zero-weight-bits {written} is gone: --zero-weight-delta lossless sends fewer bytes, and rounds none"
+                f"--zero-weight-bits {written} is no longer supported: use --zero-weight-delta lossless, which sends "
+                "fewer bytes and rounds nothing"
             )
         if written not in ("8", "16", "8 8", "16 16"):
-            raise ValueError(f"--zero-weight-bits {written} is neither 8 nor 16")
+            raise ValueError(f"--zero-weight-bits {written} is not supported; expected 8 or 16")
         bits = self.zero_gradient_bits
         if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
-            raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not two of 4, 8 and 16")
+            raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not valid; expected two of 4, 8 and 16")
         beta, reset = self.zero_error_feedback_beta, self.zero_error_feedback_reset
         if not 0 <= beta < 1:
-            raise ValueError(f"--zero-error-feedback-beta {beta} is not from 0 to below 1")
+            raise ValueError(f"--zero-error-feedback-beta {beta} is not valid; expected at least 0 and less than 1")
         if reset is not None and reset < 1:
             raise ValueError(f"--zero-error-feedback-reset {reset} is not a positive number of iterations")
 
     @property
     def weight_bits(self) -> int:
-        """Bits of a weight that is gathered whole."""
+        """Bits per weight of a gather that sends whole weights: 8 or 16."""
         bits = self.zero_weight_bits
         return bits if isinstance(bits, int) else bits[0]
 
     @property
     def stage(self) -> int:
+        """The ZeRO stage, from --zero-stage or --use-distributed-optimizer; 3 by default."""
         if self.zero_stage is not None:
             return self.zero_stage
         return 1 if self.use_distributed_optimizer else 3
 
     @property
     def quantizes_weights(self) -> bool:
-        """qwZ, by itself or with --zeropp."""
+        """True if qwZ is on, set explicitly or implied by --zeropp."""
         return _default(self.zero_quantized_weights, self.zeropp)
 
     @property
     def hpz_partition_size(self) -> str:
-        """hpZ, by itself or with --zeropp."""
+        """The value of --zero-hpz-partition-size, or the value that --zeropp implies for it."""
         return _default(self.zero_hpz_partition_size, "auto" if self.zeropp else "1")
 
     @property
     def distinguishes_nodes(self) -> bool:
-        """True if a flag treats ranks of one node differently from ranks of another."""
+        """True if a flag treats ranks of the same node differently from ranks of other nodes."""
         in_two_hops = self.quantizes_weights or self.hpz_partition_size != "1" or self.zero_quantized_gradients
         return bool(self.zeropp or in_two_hops)
 
     def stage_over(self, num_ranks: int) -> int:
-        """The stage in which shards of `num_ranks` ranks run.
+        """Return the stage that is used when parameters are sharded over `num_ranks` ranks.
 
-        One rank has nobody to gather from: instead of casting its weights anew for each use, as stage 3 would, it
-        keeps them in the compute format until they change, as stage 2 does.
+        With one rank a gather is only a cast to the compute dtype. Stage 2 casts once per weight update, stage 3 would
+        cast at each use. So stage 3 becomes stage 2.
         """
         return min(self.stage, 2) if num_ranks == 1 else self.stage
 
@@ -149,20 +160,20 @@ class PrecisionConfig:
     Master weights are always fp32. Layers compute in fp32, bf16 or fp16.
     """
 
-    fp16: bool = flag(False, "compute in fp16, with loss scaling")
-    bf16: bool = flag(False, "compute in bf16", common=True)
+    fp16: bool = flag(False, "compute in fp16 with loss scaling; master weights stay fp32")
+    bf16: bool = flag(False, "compute in bf16; master weights stay fp32", common=True)
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "accumulate and reduce gradients in fp32 (always so with --bf16, unless --grad-reduce-in-bf16)"
+        False, "accumulate and reduce gradients in fp32; with --bf16 this is on unless --grad-reduce-in-bf16 is set"
     )
-    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16: half the bytes, less exact sums")
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16, with half the bytes and less exact sums")
 
     def __post_init__(self) -> None:
         if self.fp16 and self.bf16:
-            raise ValueError("--fp16 and --bf16 exclude each other")
+            raise ValueError("--fp16 and --bf16 are both set: choose one")
         if self.grad_reduce_in_bf16 and not self.bf16:
             raise ValueError("--grad-reduce-in-bf16 needs --bf16")
         if self.grad_reduce_in_bf16 and self.accumulate_allreduce_grads_in_fp32:
-            raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other")
+            raise ValueError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both set: choose one")
 
     @property
     def param_dtype(self) -> torch.dtype:
@@ -180,38 +191,45 @@ class PrecisionConfig:
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of a `PrecisionConfig`, for models whose precision no flags describe."""
+    """The compute and reduction dtypes of a model that was not configured by flags, as in `megazpp.zeropp`."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
 
 
 class GatherPlan(NamedTuple):
-    """The all-gather of weights in two hops."""
+    """The plan of the two-hop all-gather of weights."""
 
-    fmt: BlockFormat | None  # of messages; None: the compute format
-    keep: bool  # the secondary partition (hpZ)
-    differences: bool = False  # lossless ones from the kept weights cross nodes, and not the messages of inside
+    fmt: BlockFormat | None  # quantization of messages; None sends the compute dtype
+    keep: bool  # whether each rank keeps the secondary partition (hpZ): the messages that it received from other nodes
+    differences: bool = False  # whether lossless differences from the kept weights cross nodes, not whole weights
 
 
 class ReducePlan(NamedTuple):
-    """The reduce-scatter of gradients in two hops: block formats; None: the reduction format, not quantized."""
+    """The plan of the two-hop reduce-scatter of gradients: the block format of each hop.
+
+    None sends the reduction dtype, without quantization. `local` is the hop inside a node, `cross` the hop across
+    nodes.
+    """
 
     local: BlockFormat | None
     cross: BlockFormat | None
 
 
 class CommPlan(NamedTuple):
-    """The replacement of FSDP2's collectives (None: its own); made once, shown to the user, handed to `shard_model`."""
+    """The collectives that replace FSDP2's; None keeps FSDP2's own.
+
+    It is made once by `plan_comm`, logged, and passed to `shard_model`.
+    """
 
     gather: GatherPlan | None = None
     reduce: ReducePlan | None = None
-    overlap_gather: bool = False  # beside the compute, as FSDP2's own on CUDA always run
+    overlap_gather: bool = False  # on CUDA, FSDP2's own collectives always overlap, whatever is set here
     overlap_reduce: bool = False
-    notices: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()  # lines for the log about flags that have no effect
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log that says how weights and gradients are communicated."""
         weights, gradients = "gathered by FSDP2's ring", "reduced by FSDP2's ring"
         if self.gather is not None:
             kept = "kept inside the node until they change" if self.gather.keep else "not kept"
@@ -228,17 +246,21 @@ class CommPlan(NamedTuple):
 
 
 def _spell(fmt: BlockFormat | None) -> str:
+    """Return a block format in words."""
     return "not quantized" if fmt is None else f"int{fmt.bits} in blocks of {fmt.block_size}"
 
 
 def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> CommPlan:
-    """Plan from the flags which collectives are replaced on `layout`, and by what.
+    """Plan which of FSDP2's collectives the flags replace on `layout`.
 
     Args:
-        param_dtype: of the weights that the model computes with.
+        config: the flags of ZeRO and ZeRO++.
+        layout: the data ranks inside a node and across nodes.
+        param_dtype: dtype in which weights are gathered and layers compute.
     Raises:
-        ValueError: a combination of flags means nothing; the message names flags and values.
+        ValueError: the flags contradict each other or the layout; the message names the flags and their values.
     """
+    # ---- weights: whole or as differences
     keep, lossless = _keeps_secondary(config, layout), config.zero_weight_delta == "lossless"
     if lossless and not keep:
         raise ValueError(
@@ -246,9 +268,14 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> C
             f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}"
         )
     if lossless and param_dtype.itemsize != 2:
-        raise ValueError(f"--zero-weight-delta lossless needs --bf16 or --fp16: weights in {param_dtype} change all")
+        raise ValueError(
+            f"--zero-weight-delta lossless needs --bf16 or --fp16: of weights in {param_dtype} nearly all change in "
+            "every step"
+        )
     quantized_weights = config.quantizes_weights and config.weight_bits < 16 and not lossless
     quantized_gradients = _default(config.zero_quantized_gradients, config.zeropp)
+
+    # ---- every one of these switches needs stage 3
     wanted = {
         "--zeropp": config.zeropp,
         "--zero-weight-delta lossless": lossless,
@@ -258,19 +285,24 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> C
     }
     asked = [name for name, on in wanted.items() if on]
     if asked and config.stage != 3:
-        raise ValueError(f"{asked[0]} needs --zero-stage 3, not {config.stage}: it changes how shards travel")
+        raise ValueError(f"{asked[0]} needs --zero-stage 3, not {config.stage}: it changes how shards are communicated")
+
+    # ---- overlap with the compute
     overlap_gather, overlap_reduce = (
         _default(asked_for, config.zeropp) and config.stage == 3
         for asked_for in (config.overlap_param_gather, config.overlap_grad_reduce)
     )
-    overlap_reduce = overlap_reduce and layout.replicate == 1  # FSDP2 sums over copies right after each reduction
+    # With HSDP, FSDP2 all-reduces over the replicas right after each reduction, so it must be complete by then.
+    overlap_reduce = overlap_reduce and layout.replicate == 1
     plan, notices = CommPlan(overlap_gather=overlap_gather, overlap_reduce=overlap_reduce), list[str]()
+
+    # ---- the two hops
     if asked and layout.cross == 1:
-        notice = f"{asked[0]}: no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3"
+        notice = f"{asked[0]} has no effect: no traffic crosses nodes, so ZeRO-3's collectives are used"
         return plan._replace(notices=(notice,))
     if layout.local == 1 and keep:
         notices.append(
-            "--zero-hpz-partition-size: a node has one data rank, so each rank keeps a whole copy of the weights"
+            "--zero-hpz-partition-size: each node has one data rank, so each rank keeps a full copy of the weights"
         )
     if quantized_weights or keep:
         fmt = block_format(config.weight_bits, WEIGHT_BLOCK) if quantized_weights else None
@@ -286,10 +318,10 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> C
 
 
 def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]]:
-    """Rows (piece, implementation, why) for the table of back ends: none where nothing is quantized.
+    """Return rows (piece, implementation, reason) for the log's table of back ends; none if nothing is quantized.
 
     Raises:
-        ValueError: blocks cannot be quantized on a device of this type.
+        ValueError: block quantization is not implemented for a device of this type.
     """
     formats: list[object] = [plan.gather.fmt, plan.gather.differences] if plan.gather else []
     formats += [plan.reduce.local, plan.reduce.cross] if plan.reduce else []
@@ -297,18 +329,27 @@ def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]
 
 
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
+    """Return True if the flags ask for the secondary partition (hpZ).
+
+    Raises:
+        ValueError: --zero-hpz-partition-size is neither auto, 1 nor the number of data ranks of a node.
+    """
     size = config.hpz_partition_size
     if size == "auto":
         return True
     if not size.isdecimal() or int(size) not in (1, layout.local):
         raise ValueError(
-            f"--zero-hpz-partition-size {size} is neither auto, 1 (none) nor {layout.local}, the data ranks of a node"
+            f"--zero-hpz-partition-size {size} is not valid; expected auto, 1 (no secondary partition) or "
+            f"{layout.local} (the data ranks of a node)"
         )
     return int(size) > 1
 
 
 def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
-    """A line that names the flags that were set and change nothing of what travels."""
+    """Return a line for the log that names the flags which are set but have no effect under `plan`.
+
+    Returns None if every set flag has an effect.
+    """
     two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
     used = {
         "zero_quantized_weights": config.weight_bits < 16 and not (plan.gather and plan.gather.differences),
@@ -329,9 +370,16 @@ def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
 
 
 def block_format(bits: int, block_size: int, *, clip: bool = False) -> BlockFormat | None:
-    """The format of messages with so many bits; None for 16, which are not quantized."""
+    """Return the block format for this many bits; None for 16 bits, which are not quantized.
+
+    Args:
+        bits: 4, 8 or 16 bits per element.
+        block_size: elements per block, with one scale each.
+        clip: whether 4-bit blocks clip their largest elements, see `BlockFormat`.
+    """
     return None if bits == 16 else BlockFormat(bits, block_size, clip)  # type: ignore[arg-type]
 
 
 def _default(value: T | None, default: T) -> T:
+    """Return `value`, or `default` if it is None."""
     return default if value is None else value

@@ -1,19 +1,21 @@
-"""qwZ and hpZ: weights gathered in two hops, with a secondary partition that stays.
+"""qwZ and hpZ: the all-gather of weights in two hops, with a secondary partition that is kept for later uses.
 
     shard [S] --pack--> cross all-gather --> secondary [N, M] --> local all-gather --> [L, N, M] --unpack--> [N, L, S]
 
-N nodes (cross axis), L ranks of a node that share a tensor-parallel index (local axis), S elements of a shard, M bytes
-of its message. The secondary partition (hpZ, secondary.py) is kept: every later use until the weights change, forward
-or backward, repeats the local hop only and sees bit-identical weights (DeepSpeed quantizes again for backward).
-Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
+N: nodes (cross axis); L: ranks of a node with the same tensor-parallel index (local axis); S: elements of a flat shard;
+M: bytes of its message.
 
-What crosses nodes next follows from what all ranks know:
+The secondary partition (hpZ, secondary.py) consists of the messages that the cross-node hop has received. Until the
+weights change, each later use in forward or backward repeats only the intra-node hop and gathers the same bits.
+DeepSpeed instead quantizes again for the backward. Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
 
-    nothing       if the shards are those that were sent last
-    a difference  if since then an optimizer has made a step and nothing else was written (where R is, secondary.py)
-    a keyframe    at the first use, and after anything else that has written to the shards, or may have
+All ranks derive the next message between nodes from state that is equal on all of them:
 
-Where a rank may know what others do not (`megazpp.zeropp`), ranks vote on it first (writes.py).
+    nothing       the shards are unchanged since they were sent
+    a difference  only an optimizer step has changed them, and nodes keep resident weights (secondary.py)
+    a keyframe    whole weights, at the first use and after every other possible write to the shards
+
+With `megazpp.zeropp` this state may differ between ranks, so ranks vote on it first (writes.py).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from megazpp.zero.wire import QUANTIZABLE, LosslessCodec, MixedCodec
 
 
 class InterNodeMessage(IntEnum):
-    """The kind of message that crosses nodes at the next use of a unit; the numbers stand in checkpoints."""
+    """The kind of message between nodes at the next use of a unit. Checkpoints store these numbers."""
 
     NOTHING = 0
     DIFFERENCE = 1
@@ -41,36 +43,44 @@ class InterNodeMessage(IntEnum):
 
 
 class TwoHopGather(FreshBuffers, AllGather):
-    """The all-gather of one unit in two hops, in the place of FSDP2's, whose flat rank is cross rank x L + local rank.
+    """The all-gather of one unit in two hops, which replaces FSDP2's.
 
-    At every use the unit's fingerprint is read, which is equal on all ranks.
+    FSDP2's flat rank is cross rank x L + local rank. Each use compares the unit's fingerprint (`Unit.fingerprint`) with
+    the one at the last cross-node hop, to detect changed weights. Fingerprints change on all ranks alike.
 
+    Args:
+        unit: the sharding unit.
+        context: axes, schedules and formats that all units share.
     Attributes:
-        secondary: holds what arrived in the first hop, and brings it there; its elements have FSDP2's compute dtype.
+        secondary: sends the cross-node hop and holds its result.
+        crossing_key: name of the unit's `InterNodeMessage` in checkpoints.
+        num_uses: number of uses so far, the same on every rank.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
         plan = context.plan.gather
         assert plan is not None
         self.unit, self._keep = unit, plan.keep
-        self.crossing_key = f"{unit.key}.crossing"  # of what the next use sends, in checkpoints
+        self.crossing_key = f"{unit.key}.crossing"
         self._cross, self._local = context.cross, context.local
         self._cross_queue, self._local_queue = context.cross_queue, context.local_queue
         self._context, self._schedule = context, context.gather_schedule
         self._plan_messages()
+        # Fingerprint of the shards that `secondary` was made from; None if the next use must send whole weights. If
+        # `_has_stepped` is True, it is the fingerprint after an optimizer step that the next use sends as a difference.
         self._made_from: Fingerprint | None = None
-        self._has_stepped = False  # since `_made_from`, which is of after the step
-        self._after_step: Fingerprint | None = None  # None if others may have written to the shards since
-        self._crossed: Work[None] | None = None  # the cross hop
-        self._received: Work[torch.Tensor] | None = None  # a local hop that was started ahead of its use
-        self._used = False  # since the cross hop last started
-        self._compared = False  # the unit's shard reader with FSDP2's shard
-        self._uncounted = 0  # bytes that crossed while the counter was paused
-        self.num_uses = 0  # calls so far, the same number on every rank
+        self._has_stepped = False
+        self._after_step: Fingerprint | None = None  # fingerprint after the last step; None once `drop` was called
+        self._crossed: Work[None] | None = None  # the last cross-node hop
+        self._received: Work[torch.Tensor] | None = None  # an intra-node hop that was started before its use
+        self._used = False  # whether the unit was used since its last cross-node hop started
+        self._compared = False  # whether `Unit.shard_reader` was checked against FSDP2's input
+        self._uncounted = 0  # bytes of a cross-node hop that ran while the traffic counter was paused
+        self.num_uses = 0
         self._schedule.add(self)
 
     def _plan_messages(self) -> None:
-        """Lay out messages for the dtypes in which FSDP2 gathers the unit now."""
+        """Plan the messages for the dtypes in which FSDP2 gathers the unit now."""
         context, plan = self._context, self._context.plan.gather
         assert plan is not None
         dtypes = self.unit.gather_dtypes
@@ -83,28 +93,35 @@ class TwoHopGather(FreshBuffers, AllGather):
         if plan.differences:
             if self._codec.dtype.itemsize != 2:
                 raise ValueError(
-                    f"zero_weight_delta lossless needs weights of 16 bits: those of {self.unit.name} are gathered in "
+                    f"zero_weight_delta lossless needs 16-bit weights, but those in {self.unit.name} are gathered in "
                     f"{', '.join(sorted(map(str, set(dtypes))))}"
                 )
             differences = context.lossless_codec(self._codec.layout.size)
             self.secondary = Resident(self._codec, self._cross, of=self.unit.name, differences=differences)
 
     def drop(self) -> None:
-        """Have the next use send whole weights, because they have changed."""
+        """Make the next use send whole weights, because they have changed."""
         self._made_from = self._received = self._after_step = None
 
     def before_step(self, held: Collection[int] | None = None) -> None:
-        """Call before an optimizer's step: what was written by others until now is not a step's difference.
+        """Prepare for an optimizer step.
+
+        If the weights were written to since they were sent, the next use sends whole weights instead of a difference.
 
         Args:
-            held: `id`s of the tensors that the optimizer holds; None: all.
+            held: `id`s of the tensors that the optimizer holds; None means all tensors.
         """
-        self._schedule.start_stale()  # the last step's, of units that were not used
+        self._schedule.start_stale()  # send the last step's differences of units that were not used since
         if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
             self.drop()
 
     def after_step(self, *, keyframe: bool, held: Collection[int] | None = None) -> None:
-        """Call after an optimizer's step, on all ranks; with `keyframe` the next use sends whole weights anyhow."""
+        """Record an optimizer step; call it on all ranks.
+
+        Args:
+            keyframe: whether the next use must send whole weights, not a difference.
+            held: `id`s of the tensors that the optimizer holds; None means all tensors.
+        """
         if keyframe or not self.secondary.sends_differences or self._made_from is None:
             self.drop()
         elif not self.unit.is_frozen:
@@ -114,7 +131,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._after_step = self.unit.fingerprint()
 
     def next_crossing(self) -> InterNodeMessage:
-        """The kind of message that the next use sends; ask while the unit is sharded."""
+        """Return the kind of message that the next use sends between nodes; call it while the unit is sharded."""
         if self.secondary.messages is None or self._made_from is None or self._made_from != self.unit.fingerprint():
             return InterNodeMessage.KEYFRAME
         return InterNodeMessage.DIFFERENCE if self._has_stepped else InterNodeMessage.NOTHING
@@ -122,25 +139,33 @@ class TwoHopGather(FreshBuffers, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Pending | None:
+        """Gather the unit's parameters; FSDP2 calls this as its all-gather."""
+        # ---- check the input against the planned messages
         if self._codec.dtype == torch.uint8:
             output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
-        if input_tensor.dtype != self._codec.dtype:  # parameters were cast between the call and the first forward
+        if input_tensor.dtype != self._codec.dtype:  # the program has cast the parameters before the first forward
             self._plan_messages()
             self.drop()
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
+
+        # ---- the cross-node hop, if the weights have changed
         messages, crossed = self._fresh_messages(input_tensor)
         self._count_crossing()
         self._used = True
         self.num_uses += 1
+
+        # ---- the intra-node hop, unless it was prefetched, and unpacking
         received, self._received = self._received, None
         if received is None:
             assert self._crossed is not None
             hop = functools.partial(self._hop_inside, messages)
-            unpack = functools.partial(self._unpack, hop, output_tensor)  # one task: a second one costs host time
+            unpack = functools.partial(self._unpack, hop, output_tensor)  # one task for both saves host time
             done = self._local_queue.submit(unpack, after=(self._crossed,))
         else:
             done = self._local_queue.submit(functools.partial(self._unpack, received.join, output_tensor))
+
+        # ---- start other units' hops, or free the messages
         if self._keep:
             self._schedule.used(self, crossed=crossed)
         else:
@@ -148,33 +173,40 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._made_from = None
         if self._schedule.overlap and self._local_queue.blocks_host:
             return Pending(done)
-        done.wait()  # on CUDA the gather stream waits, on which FSDP2 goes on
+        done.wait()  # on CUDA only FSDP2's gather stream waits here
         return None
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of one shard's message inside a node."""
+        """Bytes of one shard's message in the hop inside a node."""
         return self._codec.message_bytes
 
     def new_row(self, device: torch.device) -> torch.Tensor:
-        """[S] zeros, for this rank's row of the resident weights."""
+        """Return zeros [S] in the compute dtype: the shape of this rank's own row of the resident weights."""
         return torch.zeros(self._codec.layout.size, dtype=self._codec.dtype, device=device)
 
     def warm_up(self, device: torch.device) -> None:
-        """Pack and unpack zeros as a use does, to compile the kernels; nothing is sent and no state changes."""
+        """Compile the kernels by packing and unpacking zeros; nothing is communicated and no state changes."""
         nodes, peers, codec = self._cross.size, self._local.size, self._codec
         output = torch.zeros(nodes * peers, codec.layout.size, dtype=codec.dtype, device=device)
-        slot = output[self._cross.rank * peers + self._local.rank]  # where FSDP2 puts the shard
-        for shard in (slot, torch.zeros_like(slot)):  # and where `start_early` does: other alignments, other kernels
+        slot = output[self._cross.rank * peers + self._local.rank]  # FSDP2's input is this slot of its output
+        # `start_early` reads the shard into a separate tensor, whose alignment may need another kernel
+        for shard in (slot, torch.zeros_like(slot)):
             self.secondary.warm_up(shard)
         self._unpack(lambda: codec.empty(peers, nodes, device=device), output.view(-1))
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross hop ahead of use if the weights have changed and the modules hold the shards; True if so.
+        """Start the cross-node hop, the all-gather between nodes, before the next use.
 
-        With differences whether this unit is used or not, overlap or not: what the resident weights hold follows from
-        the optimizer's steps, not from what happened to be used in between. `since` is a moment after the last step,
-        enough to wait for unless the weights were written to later.
+        It starts only if the weights have changed and the unit is sharded. With weight differences this happens for
+        every unit, used or not and with or without overlap. The resident weights, to which differences are added, then
+        depend only on the optimizer's steps, not on which units were used between them.
+
+        Args:
+            since: a CUDA event after the last optimizer step. The hop waits for it, or for all work on the current
+                stream if the weights were written to after that step.
+        Returns:
+            True if a cross-node hop was started.
         """
         wanted = self.secondary.sends_differences or (self._schedule.overlap and self._used)
         messages = self.secondary.messages if wanted else None
@@ -189,12 +221,18 @@ class TwoHopGather(FreshBuffers, AllGather):
         return crossed
 
     def prefetch(self) -> None:
-        """Start the next use's local hop, if the secondary partition holds the current weights."""
+        """Start the intra-node hop of the next use, the all-gather inside the node.
+
+        It starts only if the messages received from other nodes are up to date.
+        """
         if self._received is None and self.secondary.messages is not None and self._is_current:
             self._received = self._start_local_hop(self.secondary.messages)
 
     def resident(self) -> Resident | None:
-        """The resident weights, complete; None where there are none (yet)."""
+        """Return the resident weights, to which differences from other nodes are added; None if there are none.
+
+        It waits for their last update.
+        """
         secondary = self.secondary
         if not isinstance(secondary, Resident) or secondary.weights is None:
             return None
@@ -203,7 +241,10 @@ class TwoHopGather(FreshBuffers, AllGather):
         return secondary
 
     def lossless(self) -> LosslessCodec:
-        """The codec of its differences, whose numbers are those of the last one that was sent."""
+        """Return the codec for lossless differences.
+
+        It waits for the last cross-node hop first, so that the codec's size counters are current.
+        """
         if self._crossed is not None:
             self._crossed.wait()
         differences = self.secondary.differences if isinstance(self.secondary, Resident) else None
@@ -212,9 +253,13 @@ class TwoHopGather(FreshBuffers, AllGather):
         return differences
 
     def restore(self, row: torch.Tensor, crossing: InterNodeMessage) -> None:
-        """Have the resident weights again as a checkpoint has kept them; call on all ranks, while the unit is sharded.
+        """Restore the resident weights, to which differences are added, from a checkpoint.
 
-        [S] is this rank's own row; `crossing` is the kind that the next use had to send.
+        Call it on all ranks while the unit is sharded.
+
+        Args:
+            row: [S] this rank's own row of the resident weights.
+            crossing: the kind of message that the next use had to send when the checkpoint was saved.
         """
         secondary = self.secondary
         assert isinstance(secondary, Resident)
@@ -225,7 +270,11 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._has_stepped = crossing == InterNodeMessage.DIFFERENCE
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the messages to send now, the same on all ranks; `early`: ahead of use."""
+        """Return the kinds of messages to send between nodes now, the same on all ranks.
+
+        Args:
+            early: whether the messages are sent before the unit's next use.
+        """
         crossing = self.next_crossing()
         return () if crossing == InterNodeMessage.NOTHING else (crossing,)
 
@@ -235,14 +284,22 @@ class TwoHopGather(FreshBuffers, AllGather):
         return self.unit.is_sharded and self.next_crossing() == InterNodeMessage.NOTHING
 
     def _fresh_messages(self, shard: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The messages of the current weights, and whether they cross nodes first."""
+        """Return the messages of all nodes with the current weights.
+
+        If they are outdated, it starts a cross-node hop first.
+
+        Args:
+            shard: [S] this rank's flat shard.
+        Returns:
+            [N, M] messages, complete when the cross-node hop is done; and whether a cross-node hop was started.
+        """
         crossed = False
         for crossing in self._crossings():
             messages = self.secondary.messages
             if messages is None:
                 messages = self.secondary.allocate(shard.device)
             starts_early = self._keep and (self._schedule.overlap or self.secondary.sends_differences)
-            if starts_early and not self._compared:  # what `start_early` will rely on
+            if starts_early and not self._compared:  # `start_early` relies on the shard reader
                 self.unit.check_shard_reader(shard)
                 self._compared = True
             self._start_cross_hop(crossing, messages, lambda: shard)
@@ -258,36 +315,54 @@ class TwoHopGather(FreshBuffers, AllGather):
         shard: Callable[[], torch.Tensor],
         since: Moment = None,
     ) -> None:
+        """Submit the cross-node hop and record the fingerprint of the shards that it sends.
+
+        Args:
+            crossing: the kind of message.
+            messages: [N, M] uint8, the secondary partition to update.
+            shard: returns the flat shard; it is called in the cross queue.
+            since: a CUDA event that the hop waits for; None waits for all work on the current stream.
+        """
         self._received, self._used, self._has_stepped = None, False, False
         self._made_from = self.unit.fingerprint()
         self._uncounted = 0
         if self._cross.counter.is_paused:
             if self._crossed is not None:
-                self._crossed.wait()  # what it has received says how long the next message is
+                self._crossed.wait()  # the length of the next message depends on the counters that it has received
             self._uncounted = (self._cross.size - 1) * self._crossing_bytes(crossing)
         self._crossed = self._cross_queue.submit(lambda: self._take_in(crossing, messages, shard), since=since)
 
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        """Run the cross-node hop, the all-gather between nodes; called in the cross axis's communication queue."""
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
+        """Return the bytes that this rank sends to each other node for this kind of message."""
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _count_crossing(self) -> None:
-        """Weights that crossed for an evaluation, which counts nothing, are counted by the step that uses them."""
+        """Count the bytes of a cross-node hop that ran while the traffic counter was paused.
+
+        Evaluations pause the counter. The weights that they send between nodes also serve the next training step, so
+        its first use counts them.
+        """
         if self._uncounted and not self._cross.counter.is_paused:
             self._cross.count("all_gather", self._uncounted)
             self._uncounted = 0
 
     def _start_local_hop(self, messages: torch.Tensor) -> Work[torch.Tensor]:
+        """Submit the all-gather inside the node, without unpacking; returns its work."""
         assert self._crossed is not None
         return self._local_queue.submit(functools.partial(self._hop_inside, messages), after=(self._crossed,))
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:
-        """[N, M] -> [L, N, M]"""
+        """Gather the messages inside the node: [N, M] -> [L, N, M]."""
         return self._local.all_gather(messages, of=self.unit.name).view(self._local.size, *messages.shape)
 
     def _unpack(self, receive: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
-        """Unpack what `receive` returns: [L, N, M] -> [N L, S] in FSDP2's rank order, written through [L, N, S]."""
+        """Unpack the messages [L, N, M] that `receive` returns into `output` [N L, S], in FSDP2's rank order.
+
+        The order changes only through the strides of a view [L, N, S] of `output`.
+        """
         shards = output.view(self._cross.size, self._local.size, -1).transpose(0, 1)
         self._codec.unpack(receive(), shards)

@@ -1,15 +1,19 @@
-"""qgZ: gradients reduced in two hops, with partial sums that stay.
+"""qgZ: gradients are reduced in two hops, with partial sums that are accumulated between them.
 
     gradients [N, L, S] --pack--> local all-to-all, sum over L --> partial sums [N, S], over all micro-batches of a step
     partial sums [N, S] --pack--> cross all-to-all, sum over N --> [S], once per optimizer step
 
-N nodes (cross axis), L ranks of a node (local axis), S elements of a shard. Both hops only sum. NaN and Inf arrive as
-NaN or Inf. With error feedback the cross hop adds what its last quantization has lost, so that nothing is lost for
-good; what becomes of a step's gradients (clipped, skipped, in another loss scale) becomes of those errors too.
-Source: ZeRO++ (arXiv 2306.10209) section 3.3, with the cross hop moved out of the micro-batch; the moving average is
-LoCo's (arXiv 2407.04480).
+N: nodes (cross axis); L: ranks of a node (local axis); S: elements of a flat shard. Both hops only sum. A NaN or Inf
+arrives as NaN or Inf.
 
-One file of more than 300 lines: both hops share the partial sums, whose layout follows from what is trained.
+With error feedback the cross-node hop adds its last quantization errors to the next gradients. These errors are
+clipped, dropped or rescaled together with the gradients of their step.
+
+Source: ZeRO++ (arXiv 2306.10209) section 3.3, which runs the cross-node hop in every micro-batch. The moving average of
+errors is from LoCo (arXiv 2407.04480).
+
+One file of more than 300 lines, because both hops share the partial sums, whose layout depends on the trained
+parameters.
 """
 
 from __future__ import annotations
@@ -30,9 +34,10 @@ from megazpp.zero.wire import Codec, Segment
 
 
 class PartialSums(NamedTuple):
-    """The sums of a node that wait for the cross hop, [N, S].
+    """A node's sums of gradients that wait for the cross-node hop.
 
-    `flags` [N, P] is 1 for a parameter that got a gradient on any rank of the node.
+    `sums` is [N, S], for the parameters `indices`. `flags` is [N, P] uint8, 1 for a parameter that got a gradient on
+    any rank of the node; None if flags are not needed.
     """
 
     indices: tuple[int, ...]
@@ -41,15 +46,15 @@ class PartialSums(NamedTuple):
 
 
 class Hop:
-    """One reduction of a unit.
+    """The layouts and flags of one reduction of a unit.
 
     Args:
         reduced: indices of the parameters whose gradients FSDP2 passes.
-        target: those and the ones whose partial sums wait.
-        used: [P] uint8 flags of `reduced`; None: no flags travel.
+        target: indices of the parameters in the result: `reduced`, and those whose partial sums wait.
+        used: [P] uint8, 1 if this rank has a gradient of the parameter in `reduced`; None if flags are not needed.
     Attributes:
         node_flags: [N, P] flags of `target` in the partial sums.
-        flags: a list for the flags that arrive with the result, [P].
+        flags: receives the flags [P] that arrive with the result.
     """
 
     def __init__(self, reduced: tuple[int, ...], target: tuple[int, ...], used: torch.Tensor | None) -> None:
@@ -59,13 +64,16 @@ class Hop:
 
 
 class TwoHopReduce(SummingReduce):
-    """The reduce-scatter of one unit in two hops, in the place of FSDP2's (flat rank: cross rank x L + local rank).
+    """The reduce-scatter of one unit in two hops, inside the node and across nodes, which replaces FSDP2's.
 
-    The messages have the layout of the parameters whose gradients FSDP2 passes. All trained parameters of a unit that
-    was used are among them, with zeros where there is no gradient, so that the layout is the same on every rank.
+    FSDP2's flat rank is cross rank x L + local rank. The layout of a message depends on the parameters whose gradients
+    FSDP2 passes, and must be equal on all ranks. So if a unit was used, a trained parameter without a gradient
+    contributes zeros.
 
     Args:
-        num_uses: returns how often the unit was gathered, which is the same on every rank.
+        unit: the sharding unit.
+        context: axes, schedules and formats that all units share.
+        num_uses: returns how often the unit was gathered, the same number on every rank.
     """
 
     def __init__(self, unit: Unit, context: CommContext, num_uses: Callable[[], int] = lambda: 0) -> None:
@@ -80,26 +88,29 @@ class TwoHopReduce(SummingReduce):
         self._partial_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
         self._codecs: dict[tuple[tuple[int, ...], torch.dtype], tuple[Codec, Codec]] = {}
         self._num_uses, self._uses_before = num_uses, 0
-        self._waiting: tuple[int, ...] = ()  # the parameters whose partial sums wait for the cross hop
-        self._partial_sums: PartialSums | None = None  # theirs; touched by the local queue only
-        self._factors: torch.Tensor | None = None  # of the partial sums, for the local queue
-        self._errors: Feedback | None = None  # touched by the cross queue, and between backwards by `Sharding.end_step`
-        self._errors_of: tuple[int, ...] = ()
-        self._errors_settled = True  # a step has used the last result
+        self._waiting: tuple[int, ...] = ()  # indices of the parameters whose partial sums wait for the cross-node hop
+        self._partial_sums: PartialSums | None = None  # accessed by tasks of the local queue only
+        self._factors: torch.Tensor | None = None  # keeps a tensor alive that the local queue reads
+        # Error feedback of the cross-node hop, accessed by the cross queue, and between backwards by `end_step`
+        self._errors: Feedback | None = None
+        self._errors_of: tuple[int, ...] = ()  # indices of the parameters that `_errors` has room for
+        self._errors_settled = True  # whether an optimizer step has used the last result
         self._last_micro_batch = True
-        self._present: set[int] = set()  # the parameters with a gradient on this rank
-        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}
+        self._present: set[int] = set()  # indices of the parameters with a gradient on this rank
+        self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # cache of `_flags_of`
         self._unused = UnusedParameters(unit) if context.restores_none else None
         self._marks = GradientMarks(unit) if context.restores_none else None
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Call before each micro-batch; after the step's `last` one the partial sums cross."""
+        """Set whether the next micro-batch is the step's last one, after which the partial sums cross nodes."""
         self._last_micro_batch = last
 
     def begin(self) -> None:
+        """Fix the parameters of this reduction, and give trained parameters without a gradient zeros."""
         super().begin()
         self._present = set(self.reduced)
-        # a rank that has a gradient has gathered the unit, and all ranks gather together
+        # All ranks gather a unit together, so "was gathered since the last backward" is equal on all of them. A rank
+        # that has a gradient has gathered the unit.
         uses = self._num_uses()
         in_use = self._unused is None or self._present or self.unit.is_gathered or uses != self._uses_before
         self._uses_before = uses
@@ -112,6 +123,10 @@ class TwoHopReduce(SummingReduce):
             self._unused.begin(self._present, {*self.reduced, *self._waiting})
 
     def end(self) -> None:
+        """Finish the bookkeeping after FSDP2 has set the gradients.
+
+        In a last backward in which the unit has no gradients, its partial sums cross now.
+        """
         if not self.reduced and self._waiting and self._crosses:
             self._cross_waiting()
         is_late = self._late is not None
@@ -122,14 +137,17 @@ class TwoHopReduce(SummingReduce):
             self._unused.restore_none()
 
     def finished(self) -> None:
+        """Set the gradients that no rank had to None, when the last sum of this backward has been added to `.grad`."""
         if self._unused is not None and not self._late_sums and not self._waiting:
             self._unused.restore_none()
 
     @property
     def result_indices(self) -> tuple[int, ...]:
+        """Indices of the parameters in the next result: those that are reduced now, and those that wait."""
         return tuple(sorted({*self.reduced, *self._waiting}))
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
+        """Start the intra-node hop, and after the last micro-batch the cross-node hop; see `SummingReduce.start`."""
         self._dtype, keep = gradients.dtype, not self._crosses
         hop = Hop(self.reduced, self.result_indices, self._flags_of(self.reduced, gradients.device))
         inside = self._local_queue.submit(functools.partial(self._hop_inside, gradients, hop, keep=keep))
@@ -141,41 +159,50 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def message_bytes(self) -> tuple[int, int]:
-        """Bytes of one shard's message inside a node and across nodes."""
+        """Bytes of one shard's message inside a node and across nodes, if all trained parameters have gradients."""
         inside, across = self._codecs_of(self.unit.trained)
         return inside.layout.message_bytes, across.layout.message_bytes
 
     @property
     def feeds_back(self) -> bool:
-        """True if quantization errors are kept and added the next time."""
+        """True if quantization errors of the cross-node hop are kept and added to the next gradients."""
         _, across = self._codecs_of(self.unit.trained)
         return self._feedback and any(part.scales is not None for part in across.layout.ranges)
 
     def errors(self, device: torch.device) -> Feedback | None:
-        """The errors of the cross hop's last quantization; None without feedback. Call while no backward is running."""
+        """Return the error feedback, or None if it is off. Call it while no backward is running."""
         return self._errors if self._errors_of else self._errors_for(self.unit.trained, device)
 
     @property
     def kept_errors(self) -> Feedback | None:
-        """The `errors` of now; None also before the first quantization."""
+        """The error feedback; None before the first quantization and if it is off."""
         return self._errors
 
     def settle_errors(self) -> None:
-        """Know that the gradients which the `kept_errors` belong to were used."""
+        """Record that an optimizer step has used the gradients to which `kept_errors` belong."""
         self._errors_settled = True
 
     @property
     def restores_none(self) -> bool:
-        """True if gradients end as FSDP2's do (`CommContext.restores_none`)."""
+        """True if gradients end as in FSDP2, with None for unused parameters (`CommContext.restores_none`)."""
         return self._unused is not None
 
     @property
     def waits(self) -> bool:
-        """True if partial sums wait for the cross hop, wanted or not."""
+        """True if partial sums, a node's sums of gradients, wait for the hop across nodes.
+
+        They count even if the program has cleared the gradients to which they belong.
+        """
         return bool(self._waiting)
 
     def waits_for(self, parameters: set[int]) -> str | None:
-        """The name of a parameter with one of these ids whose partial sums wait and are wanted; None if none does."""
+        """Return the name of a parameter whose gradient has not crossed nodes yet and was not cleared.
+
+        Returns None if there is none.
+
+        Args:
+            parameters: `id`s of the parameters to consider.
+        """
         for index in self._waiting:
             gradient = self.unit.gradient(index)
             if gradient is None or self.unit.shard_id(index) not in parameters:
@@ -185,9 +212,10 @@ class TwoHopReduce(SummingReduce):
         return None
 
     def warm_up(self, device: torch.device) -> None:
-        """Reduce zeros as two micro-batches do, to compile the kernels; nothing is sent and no state changes."""
+        """Compile the kernels by reducing zeros; nothing is communicated and no state changes."""
         if not self.unit.trained:
             return
+        # ---- the intra-node hop
         nodes, peers = self._cross.size, self._local.size
         inside, across = self._codecs_of(self.unit.trained)
         size = inside.layout.size
@@ -197,22 +225,24 @@ class TwoHopReduce(SummingReduce):
         sums = torch.zeros(nodes, size, dtype=self._partial_dtype, device=device)
         for accumulate in (False,) if self._every_micro_batch else (False, True):
             inside.unpack_sum(messages, sums, accumulate=accumulate)
+        # ---- the cross-node hop
         sent = across.empty(nodes, device=device)
         errors = across.new_errors(nodes, device=device) if self._feedback else None
         across.pack(sums, sent, errors=errors, beta=self._beta)
         across.unpack_sum(sent.unsqueeze(1), gradients[0, :1], accumulate=False)
 
-    # ---- what the program has discarded ---------------------------------------------------------------------------
+    # ---- discarded gradients --------------------------------------------------------------------------------------
 
     def _drop_discarded(self) -> None:
-        """Forget the partial sums and errors of gradients that the program has cleared since the last backward."""
-        # without marks nothing is discarded, and between copies of the model (HSDP) `.grad` is None until the last sum
+        """Drop partial sums and quantization errors of gradients that the program has cleared."""
+        # ---- partial sums; without marks clearing is not detected, and with HSDP `.grad` is None until the last sum
         if self._waiting and self._marks is not None:
             kept = tuple(index for index in self._waiting if self.unit.gradient(index) is not None)
-            self._factors = self._marks.take(kept)  # kept until the next backward
+            self._factors = self._marks.take(kept)  # the attribute keeps it in memory until the next backward
             if kept != self._waiting or self._factors is not None:
                 self._local_queue.submit(functools.partial(self._keep_partial_sums, kept, self._factors))
             self._waiting = kept
+        # ---- errors: a zero scale drops them, without waiting for the device
         if self._unused is not None and not self._errors_settled and not self._late_sums and self._errors is not None:
             for index, (_, scales) in self._parts_of_errors():
                 gradient = self.unit.gradient(index)
@@ -222,6 +252,7 @@ class TwoHopReduce(SummingReduce):
                     scales.mul_(gradient._local_tensor.any())
 
     def _keep_partial_sums(self, indices: tuple[int, ...], factors: torch.Tensor | None) -> None:
+        """Keep only the partial sums of the parameters `indices`, scaled by `factors` [P]; runs in the local queue."""
         held = self._partial_sums
         assert held is not None
         if not indices:
@@ -231,12 +262,12 @@ class TwoHopReduce(SummingReduce):
         if factors is not None:
             sizes = torch.tensor([segment.size for segment in self.unit.segments_of(indices)], device=factors.device)
             factor = torch.repeat_interleave(factors, sizes, output_size=held.sums.shape[1])
-            held.sums.copy_(torch.where(factor == 0, 0.0, held.sums * factor))  # 0 times NaN is not 0
+            held.sums.copy_(torch.where(factor == 0, 0.0, held.sums * factor))  # 0 * NaN would be NaN
 
     # ---- layouts --------------------------------------------------------------------------------------------------
 
     def _codecs_of(self, indices: tuple[int, ...]) -> tuple[Codec, Codec]:
-        """The codecs of the local hop and of the cross hop for gradients of these parameters."""
+        """Return the codecs of the intra-node and the cross-node hop for gradients of the parameters `indices`."""
         key = indices, self._dtype
         if key not in self._codecs:
             segments = self.unit.segments_of(indices)
@@ -245,7 +276,7 @@ class TwoHopReduce(SummingReduce):
         return self._codecs[key]
 
     def _with_layout(self, held: PartialSums, indices: tuple[int, ...]) -> PartialSums:
-        """The partial sums of other parameters: zeros where there were none."""
+        """Return partial sums for the parameters `indices`, with zeros for those that `held` lacks."""
         if held.indices == indices:
             return held
         num_nodes, segments = held.sums.shape[0], self.unit.segments_of(indices)
@@ -258,7 +289,7 @@ class TwoHopReduce(SummingReduce):
         return moved
 
     def _add(self, held: PartialSums, onto: PartialSums) -> None:
-        """Add partial sums of the parameters that both have."""
+        """Add the partial sums in `held` to those in `onto`, for the parameters that both contain."""
         parts = dict(zip(held.indices, self.unit.segments_of(held.indices), strict=True))
         for position, (index, segment) in enumerate(
             zip(onto.indices, self.unit.segments_of(onto.indices), strict=True)
@@ -271,7 +302,10 @@ class TwoHopReduce(SummingReduce):
                 onto.flags[:, position] = torch.maximum(onto.flags[:, position], flags)
 
     def _errors_for(self, indices: tuple[int, ...], device: torch.device) -> Feedback | None:
-        """The errors in the layout of these parameters. One that is not among them loses its errors."""
+        """Return the error feedback in the layout of the parameters `indices`; None if it is off.
+
+        If the layout changes, parameters in both layouts keep their errors and new ones start at zero.
+        """
         if not self._feedback:
             return None
         if self._errors_of != indices:
@@ -284,7 +318,7 @@ class TwoHopReduce(SummingReduce):
         return self._errors
 
     def _parts_of_errors(self) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """Payload and scales of the kept errors of each parameter that is quantized."""
+        """Return (index, (payload, scales)) of the error feedback of each parameter that is quantized."""
         assert self._errors is not None
         _, across = self._codecs_of(self._errors_of)
         segments = self.unit.segments_of(self._errors_of)
@@ -296,19 +330,21 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def _crosses(self) -> bool:
-        """True if the gradients of this backward cross nodes."""
+        """True if the gradients of the running backward cross nodes."""
         return self._every_micro_batch or (self._last_micro_batch and self.unit.in_last_backward)
 
     def _hop_inside(self, gradients: torch.Tensor, hop: Hop, *, keep: bool) -> torch.Tensor:
-        """[N L S] in FSDP2's rank order -> [N, S]: the node's sum, added to that of earlier micro-batches."""
+        """Run the intra-node hop: [N L S] in FSDP2's rank order -> partial sums [N, S] of all micro-batches so far."""
         num_nodes, num_local = self._cross.size, self._local.size
         (codec, _), device = self._codecs_of(hop.reduced), gradients.device
+        # ---- exchange messages inside the node
         sent = _empty(codec, hop, num_local, num_nodes, device=device)
         codec.pack(gradients.view(num_nodes, num_local, -1).transpose(0, 1), sent[..., : codec.message_bytes])
         if hop.used is not None:
             sent[..., codec.message_bytes :][..., : len(hop.reduced)] = hop.used
         received = self._local.all_to_all(sent, of=self.unit.name)  # [L, N, M]
         flags = None if hop.used is None else received[..., codec.message_bytes :][..., : len(hop.reduced)].amax(0)
+        # ---- add them to the partial sums
         messages, held = received[..., : codec.message_bytes], self._partial_sums
         if held is not None:
             held = self._with_layout(held, hop.target)
@@ -327,17 +363,19 @@ class TwoHopReduce(SummingReduce):
         return self._hold(held, hop, keep=keep)
 
     def _hold(self, held: PartialSums, hop: Hop, *, keep: bool) -> torch.Tensor:
+        """Store a node's partial sums for the next micro-batch if `keep`, and return the sums [N, S]."""
         hop.node_flags, self._partial_sums = held.flags, held if keep else None
         return held.sums
 
     def _start_cross_hop(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> Work[torch.Tensor]:
+        """Submit the hop across nodes for the partial sums that `inside` returns; its work returns `result`."""
         self._waiting, self._errors_settled = (), False
         if self._unused is not None:
             self._unused.read_later(hop.target, hop.flags)
         return self._cross_queue.submit(functools.partial(self._hop_across, inside, hop, result), after=(inside,))
 
     def _hop_across(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> torch.Tensor:
-        """[N, S] -> `result`, this rank's [S] summed over the nodes."""
+        """Run the cross-node hop: partial sums [N, S] -> `result`, this rank's [S] summed over the nodes."""
         (_, codec), partial_sums = self._codecs_of(hop.target), inside.join()
         device = partial_sums.device
         sent = _empty(codec, hop, self._cross.size, device=device)
@@ -353,7 +391,7 @@ class TwoHopReduce(SummingReduce):
         return result
 
     def _cross_waiting(self) -> None:
-        """Have partial sums cross in a last backward in which the unit itself has nothing to reduce."""
+        """Start the cross-node hop of partial sums in a last backward in which the unit has no gradients."""
         self.unit.refuse_gradient_hooks()
         device = self.unit.gradient(self._waiting[0])._local_tensor.device
         assert self._group is not None, "one rank alone reduces nothing"
@@ -361,6 +399,7 @@ class TwoHopReduce(SummingReduce):
         result = torch.empty(self.unit.segments_of(hop.target)[-1].stop, dtype=self._dtype, device=device)
 
         def take() -> torch.Tensor:
+            """Take the partial sums; runs in the local queue."""
             assert self._partial_sums is not None
             return self._hold(self._with_layout(self._partial_sums, hop.target), hop, keep=False)
 
@@ -368,7 +407,7 @@ class TwoHopReduce(SummingReduce):
         self._finish_later(work, LateSum(hop.target, result, division_after_sum(self.unit, self._group, result)))
 
     def _flags_of(self, indices: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
-        """[P] uint8: 1 where this rank has a gradient of a parameter; None where nobody asks."""
+        """Return flags [P] uint8: 1 if this rank has a gradient of the parameter. None if flags are not needed."""
         if self._unused is None:
             return None
         on = tuple(index in self._present for index in indices)
@@ -378,11 +417,12 @@ class TwoHopReduce(SummingReduce):
 
 
 def _columns(segment: Segment) -> slice:
+    """Return the columns of a flat shard that hold a segment."""
     return slice(segment.start, segment.stop)
 
 
 def _empty(codec: Codec, hop: Hop, *peers: int, device: torch.device) -> torch.Tensor:
-    """Messages to pack into, with room for the flags behind each."""
+    """Allocate messages [*peers, bytes] to pack into, with room for the hop's flags after each message."""
     if hop.used is None:
         return codec.empty(*peers, device=device)
     size = codec.message_bytes + align(len(hop.target))

@@ -1,35 +1,39 @@
-"""The schedules that decide which hop runs when: slow hops once per optimizer step, fast hops once per use.
+"""The schedules that decide when each hop runs: slow hops once per optimizer step, fast hops once per use.
 
-    weights    first use after they changed:  its own hops, then the others' cross hops, in the order of use, under
-                                              the forward (of differences also without overlap, used or not)
-               every use:                     local hop, with the next unit's behind it
-    gradients  every micro-batch:             local hop
-               last micro-batch:              cross hop of a unit when its local hop is done, under the rest of backward
-               end of that backward:          the sums are added to `.grad`, which is complete when backward() returns
+    weights    first use after a change:   the unit's own hops, then other units' cross-node hops in the order of use,
+                                           during the forward (for weight differences also without overlap, and for
+                                           units that are not used)
+               every use:                  the unit's intra-node hop, followed by a prefetch of the next unit's
+    gradients  every micro-batch:          the unit's intra-node hop
+               last micro-batch:           the unit's cross-node hop after its intra-node hop, during the rest of the
+                                           backward
+               end of that backward:       the sums are added to `.grad`, which is complete when backward() returns
 
-The hops run in communication queues (parallel/comm_queue.py), one per axis, so the collectives of each group keep the
-program's order on every rank. In flight at most: the gradients of `UNITS_IN_FLIGHT` units before their local hop, each
-unit's partial sums [N, S] before its cross hop (accumulating over micro-batches would keep them anyway), one unit's
-received weights. Without overlap the results are the same bits: only the time at which a hop runs differs.
+Hops run in communication queues (parallel/comm_queue.py), one per axis: cross-node hops on the axis `cross`, intra-node
+hops on `local`. So the collectives of each process group have the same order on every rank.
 
-On CUDA, memory that one stream allocates and another one uses must not be handed out again too early:
+At most the following is in flight: the gradients of `UNITS_IN_FLIGHT` units before their intra-node hop, the partial
+sums [N, S] of every unit before its cross-node hop, and the received weights of one unit. Results do not depend on
+overlap, bit for bit.
 
-| buffer                     | of stream | also used on   | safe because                                            |
-|----------------------------|-----------|----------------|---------------------------------------------------------|
-| shard, gathered parameters | FSDP2's   | cross, local   | the gather stream waits for both hops, FSDP2 for it     |
-| secondary partition        | gather    | cross, local   | the comm keeps it; if not kept: as above                |
-| resident weights           | gather    | cross, local   | the comm keeps them; a cross hop waits for its caller,  |
-|                            |           |                | which has waited for the last local hop                 |
-| their copy for a checkpoint| compute   |                | made after the cross hop was waited for                 |
-| their row out of one       | compute   | cross          | waited for before it is freed                           |
-| checksum of what was sent  | cross     |                | one stream                                              |
-| shard that is read early   | cross     |                | one stream; what wrote to it is waited for              |
-| messages, sent or received | the queue |                | one stream: the queue that received them unpacks them   |
-| gradients of a unit        | compute   | local          | the reduce stream waits for that hop, FSDP2 for it      |
-| partial sums               | local     | cross, reduce  | recorded where their works are joined                   |
-| a unit's late sum          | reduce    | cross, compute | the same                                                |
-| `.grad`, which it joins    | reduce    | compute        | FSDP2's own callback, queued before ours, has waited    |
-| error feedback             | any       | cross          | kept for ever                                           |
+On CUDA, memory that one stream allocates and another one uses must not be reused too early:
+
+| buffer                     | allocated on | also used on   | safe because                                            |
+|----------------------------|--------------|----------------|---------------------------------------------------------|
+| shard, gathered parameters | FSDP2's      | cross, local   | the gather stream waits for both hops, FSDP2 for it     |
+| secondary partition        | gather       | cross, local   | the unit's gather keeps it; if not kept, as above       |
+| resident weights           | gather       | cross, local   | the unit's gather keeps them; a cross hop waits for its |
+|                            |              |                | caller, which has waited for the last local hop         |
+| their copy for a checkpoint| compute      |                | made after the cross hop was waited for                 |
+| their row from a checkpoint| compute      | cross          | waited for before it is freed                           |
+| checksum of a sent shard   | cross        |                | used on one stream only                                 |
+| shard that is read early   | cross        |                | one stream, which waits for the writes to the weights   |
+| sent and received messages | the queue    |                | the queue that receives them also unpacks them          |
+| gradients of a unit        | compute      | local          | the reduce stream waits for that hop, FSDP2 waits for it|
+| partial sums               | local        | cross, reduce  | recorded on the streams that join their works           |
+| a unit's late sum          | reduce       | cross, compute | recorded on the streams that join its work              |
+| `.grad`                    | reduce       | compute        | FSDP2's callback, queued before ours, has waited        |
+| error feedback             | any          | cross          | never freed                                             |
 """
 
 from __future__ import annotations
@@ -42,18 +46,21 @@ from torch.autograd import Variable
 
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 
-UNITS_IN_FLIGHT = 2
-CROSS_HOPS_PER_USE = 2
+UNITS_IN_FLIGHT = 2  # units whose gradients may wait for their intra-node hop at the same time
+CROSS_HOPS_PER_USE = 2  # other units' cross-node hops that one use starts on CUDA
 
 
 class Finish(Protocol):
-    """A function to call after a reduction; `aborted` if an exception ended its backward, and another one begins."""
+    """A function to call when a reduction is complete.
+
+    `aborted` is True if an exception ended the backward of the reduction, and the call comes from a later backward.
+    """
 
     def __call__(self, *, aborted: bool) -> None: ...
 
 
 class Startable(Protocol):
-    """The part of a unit's gather that its schedule calls."""
+    """The methods of a unit's gather that `GatherSchedule` calls; see `TwoHopGather`."""
 
     def start_early(self, since: Moment) -> bool: ...
 
@@ -61,62 +68,71 @@ class Startable(Protocol):
 
 
 class GatherSchedule:
-    """Starts gathers ahead of use, in the order in which units that keep a secondary partition were used before.
+    """Starts gathers before they are needed, in the order in which the units were used before.
 
-    On CUDA the host launches what it submits, so every use starts only `CROSS_HOPS_PER_USE` other units' cross hops,
-    after its own: the GPU does not wait at the beginning of a step until all are launched, and the queue never runs
-    empty while a unit is stale. They wait for what the compute had been given at the first use after the weights
-    changed, not for what it has been given since. On the CPU all start at once. Which use starts which hop does not
-    depend on time, so it is the same on every rank.
+    Only units that keep a secondary partition take part.
+
+    On CUDA the host launches the hops itself, so each use starts at most `CROSS_HOPS_PER_USE` other units' cross-node
+    hops after its own. The GPU then need not wait at the start of a step until the host has launched all of them. A
+    cross-node hop waits only for the compute that was launched before the first use after the weights changed, not for
+    later compute. On the CPU all cross-node hops start at once. The schedule does not depend on timing, so it is the
+    same on every rank.
 
     Args:
-        overlap: whether cross hops start before they are asked for.
-        queue: the cross hops' queue.
+        overlap: whether cross-node hops start before they are needed.
+        queue: communication queue of the cross-node hops.
     """
 
     def __init__(self, *, overlap: bool, queue: CommQueue) -> None:
         self.overlap, self._queue = overlap, queue
-        self._prefetch = overlap and queue.blocks_host  # of local hops; on CUDA the host's running ahead does it
-        self._order: list[Startable] = []
+        # Intra-node hops are prefetched on the CPU only: on CUDA the host runs ahead, which has the same effect.
+        self._prefetch = overlap and queue.blocks_host
+        self._order: list[Startable] = []  # in the order of first use
         self._all: list[Startable] = []
-        self._stale: deque[Startable] = deque()  # those whose cross hops may have to start
-        self._since: Moment = None
+        self._stale: deque[Startable] = deque()  # units whose weights may have changed since their last cross-node hop
+        self._since: Moment = None  # CUDA event of the first use after the weights changed, see `CommQueue.submit`
 
     def add(self, gather: Startable) -> None:
-        """Know of `gather` before its first use."""
+        """Register a unit's gather before its first use."""
         self._all.append(gather)
 
     def used(self, gather: Startable, *, crossed: bool) -> None:
-        """Start what follows the use of `gather`, when its own hops (`crossed`: the cross hop too) are submitted."""
+        """Start the hops of other units that follow a use of `gather`.
+
+        Args:
+            gather: the gather of the used unit, whose own hops are already submitted.
+            crossed: whether these included its cross-node hop, so that the weights of the other units may have changed
+                too.
+        """
         if crossed:
             self._stale = deque(other for other in dict.fromkeys([*self._order, *self._all]) if other is not gather)
             self._since = self._queue.record_event()
         self.start_stale(None if self._queue.blocks_host else CROSS_HOPS_PER_USE)
         if gather not in self._order:
             self._order.append(gather)
-        if self._prefetch and not in_backward():  # FSDP2 prefetches in backward itself
+        if self._prefetch and not in_backward():  # in a backward FSDP2 itself prefetches the next unit
             following = self._order[self._order.index(gather) + 1 :]
             if following:
                 following[0].prefetch()
 
     def forget_stale(self) -> None:
-        """Clear the list of stale units; call after a step."""
+        """Clear the list of stale units; call it after an optimizer step."""
         self._stale.clear()
 
     def start_stale(self, limit: int | None = None) -> None:
-        """Start the cross hops of the units that are still stale, at most `limit` of them."""
+        """Start the cross-node hops of units that are still stale, at most `limit` of them."""
         started = 0
         while self._stale and (limit is None or started < limit):
             started += self._stale.popleft().start_early(self._since)
 
 
 class ReduceSchedule:
-    """Bounds and finishes the reductions that are in flight during a backward.
+    """Limits the reductions in flight during a backward, and finishes them at its end.
 
     Args:
-        overlap: whether a unit's reduction is finished only at the end of the backward.
-        blocks_host: whether waiting blocks the host (CPU). Where it does not (CUDA), the caller's stream waits at
-            once, so that FSDP2 keeps a unit's gradients until they have been sent.
+        overlap: whether reductions stay in flight until the end of the backward.
+        blocks_host: whether waiting for a work blocks the host, as on the CPU. On CUDA only the current stream waits,
+            so the schedule waits for each work at once. FSDP2 then keeps a unit's gradients until they have been sent.
     """
 
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
@@ -126,13 +142,13 @@ class ReduceSchedule:
         self._backward = -1
 
     def sent(self, work: Work[Any]) -> None:
-        """Wait until few enough units have gradients to send; `work` sends those of the latest unit."""
+        """Register `work`, which sends a unit's gradients, and wait until few enough units have unsent gradients."""
         self._sending.append(work)
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
             self._sending.popleft().wait()
 
     def finish_later(self, work: Work[Any] | None, finish: Finish) -> None:
-        """Call `finish` at the end of the backward, after `work`."""
+        """Call `finish` at the end of the backward, after waiting for `work`."""
         self._finishing.append((work, finish))
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
@@ -140,17 +156,21 @@ class ReduceSchedule:
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
-        """Finish the reductions in flight. Autograd calls this; `--plan`, which has no autograd, does too."""
+        """Finish the reductions in flight. Autograd calls this at the end of a backward; `--plan` calls it directly."""
         self._backward = -1
         self._finish(aborted=False)
-        self._sending.clear()  # all sent, and a work holds its result: a unit's partial sums
+        self._sending.clear()  # all are done; a work would keep its result in memory, the partial sums of a unit
 
     def finish_aborted(self) -> None:
-        """Finish what a backward has left that an exception ended, for autograd did not call `end_backward` then."""
+        """Finish the reductions of an earlier backward that an exception ended.
+
+        Autograd does not call `end_backward` after an exception.
+        """
         if self._finishing and self._backward != torch._C._current_graph_task_id():
             self._finish(aborted=True)
 
     def _finish(self, *, aborted: bool) -> None:
+        """Wait for all registered reductions and finish them."""
         finishing, self._finishing = self._finishing, []
         for work, finish in finishing:
             if work is not None:
@@ -159,5 +179,5 @@ class ReduceSchedule:
 
 
 def in_backward() -> bool:
-    """True if autograd is running in this thread."""
+    """Return True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -1,20 +1,22 @@
-"""The secondary partition (hpZ): the weights that a rank keeps between two changes, in either of two forms.
+"""The secondary partition (hpZ): the weights of other nodes that a rank keeps until they change. It has two forms.
 
-    Secondary    messages [N, M], the bytes in which the shards of the other nodes arrived
-    Resident     weights R [N, S] in the compute dtype, the same bits on every node; what crosses is what has changed
+    Secondary    messages [N, M] uint8, as received in the cross-node hop
+    Resident     weights R [N, S] in the compute dtype, with the same bits on every node
 
-With a resident partition a change crosses as a difference from what is there already, w the owner's shard [S]:
+N: nodes (cross axis); L: ranks of a node (local axis); S: elements of a flat shard; M: bytes of its message.
 
-    lossless     d = what turns R[me] into w, bit for bit (kernels/weight_delta); R[n] = w of node n
-    4 bits       d = w - R[me], quantized; R[n] = round(R[n] + d[n]). Every earlier rounding is inside d
+With resident weights a change is sent between nodes as a difference d from R. Let w be the owner's flat shard [S] and
+`me` its node. Each rank applies the difference of every node n, including its own:
 
-on every rank for every n, its own row too, so what was left out or rounded off is part of the next difference. 4 bits
-are for the outer weights of local steps (diloco/outer.py). A keyframe replaces all of R by w: at first, and where more
-than the step of an optimizer has changed the weights. R is a view of the elements in the messages of a keyframe, which
-the local hop sends: 2 P / L bytes for P parameters of 16 bits.
+    lossless     d encodes how R[me] becomes w, bit for bit (kernels/weight_delta); R[n] becomes w of node n
+    4 bits       d = w - R[me], quantized; R[n] becomes round(R[n] + d[n])
 
-N nodes (cross axis), L ranks of a node (local axis), S elements of a shard, M bytes of the message that is sent inside
-a node. Source of 4-bit differences: SDP4Bit (arXiv 2410.15526), there from a whole copy of the weights on each rank.
+So a change that was left out or rounded off is part of the next difference. 4-bit differences are for the outer
+weights of local steps (diloco/outer.py). A keyframe replaces all of R by w. It is sent at first, and after changes
+that are not an optimizer step.
+
+R is a view of the elements in a keyframe's messages, which the intra-node hop sends. It takes 2 P / L bytes for P
+parameters of 16 bits. Source of 4-bit differences: SDP4Bit (arXiv 2410.15526), which keeps all weights on each rank.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from megazpp.zero.wire import Codec, LosslessCodec
 
 
 class Secondary:
-    """The secondary partition of a unit (`of`) as the messages that arrived.
+    """The secondary partition of a unit as the received messages.
 
     `take_in` and `restore` run in the cross queue.
 
     Args:
-        codec: packs the shard into the message that travels on both hops.
+        codec: packs a flat shard into the message that both hops send.
+        cross: axis across nodes.
+        of: name of the unit, for the timeline.
     Attributes:
-        messages: [N, M] uint8, what the local hop sends; None while nothing is kept.
+        messages: [N, M] uint8, sent by the intra-node hop; None while nothing is kept.
     """
 
     sends_differences = False
@@ -45,25 +49,34 @@ class Secondary:
         self.messages: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        """Make the buffers; returns the messages."""
-        with torch.inference_mode(False):  # they outlive the mode in which they are first made
+        """Allocate the buffers and return the messages."""
+        with torch.inference_mode(False):  # training also uses them if an evaluation allocates them first
             self.messages = self.codec.empty(self.cross.size, device=device)
         return self.messages
 
     def free(self) -> None:
-        """Give the buffers up, because the next use starts anew."""
+        """Free the buffers; the next use allocates them again."""
         self.messages = None
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
-        """Have `messages` hold the current weights of all nodes, this rank's [S] among them: the cross hop.
+        """Run the cross-node hop: update `messages` to the current weights of all nodes.
 
-        With `keyframe`, the same on all ranks, whole weights are sent.
+        Args:
+            messages: [N, M] uint8.
+            shard: [S] this rank's current flat shard.
+            keyframe: whether whole weights are sent, the same on all ranks.
         """
         self.codec.pack(shard, messages[self.cross.rank])
         self._exchange(messages)
 
     def take_in_part(self, messages: torch.Tensor, shard: torch.Tensor, part: Sequence[tuple[int, int]]) -> None:
-        """Replace only the bytes (first, the one after the last) of `part` by those of the current weights."""
+        """Run the cross-node hop for some bytes of the messages only.
+
+        Args:
+            messages: [N, M] uint8.
+            shard: [S] this rank's current flat shard.
+            part: byte ranges (start, stop) of a message that are sent and replaced.
+        """
         own = self.codec.empty(1, device=shard.device)
         self.codec.pack(shard, own[0])
         sent = torch.cat([own[:, start:stop] for start, stop in part], dim=1)
@@ -71,29 +84,31 @@ class Secondary:
         torch._foreach_copy_([messages[:, start:stop] for start, stop in part], list(received))
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
-        """Bytes of one rank's message to the other nodes."""
+        """Return the bytes that a rank sends to each other node in the cross-node hop."""
         return self.codec.message_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the buffers."""
+        """The size of the buffers in bytes."""
         return self.cross.size * self.codec.message_bytes
 
     def warm_up(self, shard: torch.Tensor) -> None:
-        """Call the kernels of `take_in` once for [S] zeros, in buffers that are thrown away; nothing is sent."""
+        """Compile the kernels of `take_in` for a shard [S] of zeros; nothing is communicated."""
         self.codec.pack(shard, self.codec.empty(self.cross.size, device=shard.device)[self.cross.rank])
 
     def _exchange(self, messages: torch.Tensor) -> None:
-        """messages [N, M]: each node's row to all nodes."""
+        """Gather the rows of messages [N, M] in place: each node sends its own row to all nodes."""
         self.cross.all_gather(messages[self.cross.rank].unsqueeze(0), out=messages, of=self._of)
 
 
 class Resident(Secondary):
-    """The secondary partition as resident weights, to which differences are added.
+    """The secondary partition of a unit as resident weights R, which are updated by differences.
 
     Args:
-        codec: packs whole weights, without quantization; R is kept in its messages.
-        differences: packs differences into the message that crosses nodes.
+        codec: packs whole weights without quantization; R is a view of its messages.
+        cross: axis across nodes.
+        of: name of the unit, for the timeline.
+        differences: packs differences into the messages that cross nodes.
     Attributes:
         weights: [N, S] R; None while nothing is kept.
     """
@@ -106,11 +121,13 @@ class Resident(Secondary):
         self.weights: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> torch.Tensor:
+        """Allocate the buffers and return the messages, with `weights` as a view of them."""
         messages = super().allocate(device)
         self.weights = self.codec.elements(messages)
         return messages
 
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
+        """Run the cross-node hop, with whole weights if `keyframe` and otherwise with a difference."""
         assert self.weights is not None
         if keyframe:
             self.weights[self.cross.rank].copy_(shard)
@@ -121,22 +138,30 @@ class Resident(Secondary):
             self.differences.learn(sent)
 
     def restore(self, messages: torch.Tensor, row: torch.Tensor) -> None:
-        """Make R anew out of every rank's own row [S] of it, as a checkpoint has kept it."""
+        """Rebuild R from every rank's own row [S], as a checkpoint has stored it."""
         assert self.weights is not None
         self.weights[self.cross.rank].copy_(row)
         self._exchange(messages)
 
     def warm_up(self, shard: torch.Tensor) -> None:
+        """Compile the kernels that pack and apply a difference, with temporary buffers; nothing is communicated."""
         weights = self.codec.elements(self.codec.empty(self.cross.size, device=shard.device))
         self._add(shard, weights, lambda sent: None)
 
     def crossing_bytes(self, *, keyframe: bool) -> int:
+        """Return the bytes that a rank sends to each other node, for a keyframe or for a difference."""
         return (self.codec if keyframe else self.differences).message_bytes
 
     def _add(
         self, shard: torch.Tensor, weights: torch.Tensor, exchange: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """Turn `weights` [N, S] into those of all nodes; returns the messages."""
+        """Send this rank's difference, apply the differences of all nodes to `weights`, and return the messages.
+
+        Args:
+            shard: [S] this rank's current flat shard.
+            weights: [N, S] resident weights, updated in place.
+            exchange: gathers the rows of the messages in place.
+        """
         sent = self.differences.empty(self.cross.size, device=shard.device)
         self.differences.pack(shard, sent[self.cross.rank], base=weights[self.cross.rank])
         exchange(sent)

@@ -1,6 +1,6 @@
-"""Shard any model's parameters, gradients and optimizer state over the data ranks: the only file that drives FSDP2.
+"""Shard a model's parameters, gradients and optimizer state over the data ranks with FSDP2.
 
-One file of more than 300 lines: all that is asked of FSDP2 is read in one place.
+One file of more than 300 lines, because every call that configures FSDP2 is in this file.
 
 | stage | parameters                        | gradients                             | moments |
 |-------|-----------------------------------|---------------------------------------|---------|
@@ -9,10 +9,11 @@ One file of more than 300 lines: all that is asked of FSDP2 is read in one place
 | 2     | gathered once per optimizer step  | sharded, reduced every micro-batch    | sharded |
 | 3     | gathered for each use             | sharded, reduced every micro-batch    | sharded |
 
-A shard of one rank has nothing to gather: there stage 3 keeps weights as stage 2 does (`ZeroConfig.stage_over`).
-All four are `fully_shard` with other settings (stage 0: a mesh of replicas with shards of one rank), so mixed
-precision, parameter types and checkpoints are the same everywhere. ZeRO++ is stage 3 with other comms
-(gather.py, reduce.py). Communication only sums: the caller divides the loss by the global number of tokens.
+All four stages are `fully_shard` with different settings; stage 0 uses a mesh of replicas with one rank per shard. So
+mixed precision, parameter types and checkpoints are the same in all of them. If a shard has only one rank, stage 3
+becomes stage 2 (`ZeroConfig.stage_over`). ZeRO++ is stage 3 with other collectives (gather.py, reduce.py).
+
+Collectives only sum gradients: the caller divides the loss by the global number of tokens.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from megazpp.zero.writes import WatchedGather, WriteWatch
 
 
 class WeightHandle(Protocol):
-    """A handle on weights that are only used: `Sharding`, or another."""
+    """The interface of a handle on a model that only runs forwards: `Sharding`, or a handle on frozen weights."""
 
-    keeps_gathered: bool  # whether `keep_unsharded` keeps them, so that later forwards need no other data rank
+    keeps_gathered: bool  # True if forwards inside `keep_unsharded` need no communication after the first one
 
     def keep_unsharded(self) -> Any: ...
 
@@ -51,14 +52,15 @@ class WeightHandle(Protocol):
 
 
 class Sharding:
-    """The handle on a sharded model: its methods belong around micro-batches, evaluations and writes to weights.
+    """The handle on a sharded model, with methods to call around micro-batches, evaluations and writes to weights.
 
     Args:
-        units: its sharding units, FSDP2's parameter groups.
+        model: the model that FSDP2 has wrapped.
+        units: the model's sharding units, which are FSDP2's parameter groups.
         stage: the ZeRO stage.
-        zero: intervals of whole weights and of error feedback.
-        comms: each unit's all-gather and reduce-scatter, where they are ours.
-        counter: of the bytes that this rank sends.
+        zero: the configuration; the intervals of keyframes and of error feedback resets are read from it.
+        comms: the all-gather and the reduce-scatter of each unit; empty if FSDP2's own are used.
+        counter: counts the bytes that this rank sends.
     """
 
     keeps_gathered = True
@@ -85,15 +87,25 @@ class Sharding:
             _on_steps(self, Sharding.refuse_early_step, Sharding.keep_errors)
 
     def begin_step(self, iteration: int) -> None:
-        """Call before the first micro-batch of a training step; only --zero-weight-keyframe-interval needs it."""
+        """Set the number of the training step; call it before the first micro-batch.
+
+        Only --zero-weight-keyframe-interval needs it.
+
+        Args:
+            iteration: number of the step, from 1.
+        """
         self._iteration = iteration
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Call before each forward of a training step, with `last` before that of its last micro-batch."""
+        """Prepare FSDP2 for one micro-batch; call it before each forward of a training step.
+
+        Args:
+            last: whether this is the last micro-batch of its step, after which gradients are complete.
+        """
         for module, stage in self._modules:
             if stage <= 1:
                 module.set_requires_gradient_sync(last, recurse=False)
-            else:  # between copies of the model once per step too: their sum waits in the reduced shard
+            else:  # HSDP: replicas are all-reduced in the last micro-batch, and FSDP2 accumulates shards until then
                 module.set_requires_all_reduce(last, recurse=False)
             if stage <= 2:
                 module.set_reshard_after_backward(last, recurse=False)
@@ -101,14 +113,15 @@ class Sharding:
             reduce.begin_micro_batch(last=last)
 
     def end_step(self, factor: torch.Tensor | float, *, iteration: int) -> None:
-        """Multiply the error feedback like a step's gradients; call after the optimizer's step, or its skipping.
+        """Scale the error feedback like the gradients of this step; call it after the optimizer's step or its skipping.
 
-        So the next step adds it to gradients of the same unit. No host synchronization.
+        Error feedback keeps the quantization errors of gradients and adds them to the next step's gradients. So both
+        must have the same scale. The host does not wait for the device.
 
         Args:
-            factor: the clip factor times the next step's loss scale over this step's; 0 if the step was skipped. A
-                scalar on the model's device, or a number.
-            iteration: number of the step, from 1; error feedback is forgotten at multiples of its reset interval.
+            factor: clip factor times the ratio of the next step's loss scale to this step's; 0 if the step was skipped.
+                A scalar tensor on the model's device, or a number.
+            iteration: number of the step, from 1. Error feedback is reset at multiples of its reset interval.
         """
         reset = self._zero.zero_error_feedback_reset
         if reset is not None and iteration % reset == 0:
@@ -116,13 +129,16 @@ class Sharding:
         self.rescale_feedback(factor)
 
     def rescale_feedback(self, factor: torch.Tensor | float) -> None:
-        """Multiply the error feedback by `factor`; `end_step` does it for whole steps."""
+        """Multiply the error feedback of all units, the stored quantization errors of gradients, by `factor`.
+
+        `end_step` calls it for a training step.
+        """
         rescale_([errors for reduce in self._reduces if (errors := reduce.kept_errors) is not None], factor)
         for reduce in self._reduces:
             reduce.settle_errors()
 
     def compile_kernels(self, device: torch.device) -> None:
-        """Compile the kernels of quantized messages for `device` now, and not in the first step; nothing is sent."""
+        """Compile the quantization kernels for `device` now instead of in the first step; nothing is communicated."""
         with torch.no_grad():
             for gather in self._gathers:
                 gather.warm_up(device)
@@ -130,13 +146,16 @@ class Sharding:
                 reduce.warm_up(device)
 
     def reshard(self) -> None:
-        """Free gathered parameters, so that the next forward gathers the shards anew; call after an evaluation."""
+        """Free the gathered parameters, so that the next forward gathers them again; call it after an evaluation."""
         for module, _ in self._modules:
             module.reshard()
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Keep each weight after its first gather, as stage 2 does (the whole model's memory); afterwards free all."""
+        """Keep each parameter gathered after its first use, and free all of them at the end.
+
+        Inside, the forwards use the memory of the whole model.
+        """
         for module, _ in self._modules:
             module.set_reshard_after_forward(False, recurse=False)
         try:
@@ -147,33 +166,46 @@ class Sharding:
             self.reshard()
 
     def weights_changed(self) -> None:
-        """Have the next use of each weight gather it anew, whole.
+        """Make the next use of each unit gather whole weights again.
 
-        Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`). With `zeropp`
-        these are noticed, except on CUDA inside a step, and a call on one rank is enough.
+        Call it after a write that moves no version counter, such as one through `parameter.data` or `torch._foreach_*`.
+        In a model of `megazpp.zeropp` such writes are detected, except on CUDA inside a step; there a call on one rank
+        is enough.
         """
         for gather in self._gathers:
             gather.drop()
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Call before the step of an optimizer that is not one of torch's; for those it is done."""
+        """Prepare for an optimizer step; call it only for an optimizer that does not derive from torch's.
+
+        A hook calls it for torch's optimizers.
+
+        Args:
+            optimizer: the optimizer that is about to step; None means one that holds all parameters.
+        """
         held = _held_by(optimizer)
         for gather in self._residents:
             gather.before_step(held)
 
     def refuse_early_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if gradients that `optimizer` is about to use wait for the step's last backward."""
+        """Raise RuntimeError if `optimizer` is about to use gradients that have not crossed nodes yet.
+
+        With `set_is_last_backward(False)` they wait for the last backward of the step.
+        """
         waiting = [reduce for reduce in self._reduces if reduce.waits]
         held = _ids_of(optimizer) if waiting else set()
         for reduce in waiting:
             if (name := reduce.waits_for(held)) is not None:
                 raise RuntimeError(
-                    f"the optimizer steps while the gradients of {name} wait to cross nodes: call "
+                    f"the optimizer steps, but the gradients of {name} have not crossed nodes yet: call "
                     "model.set_is_last_backward(True) before the last backward of each step"
                 )
 
     def keep_errors(self, optimizer: torch.optim.Optimizer) -> None:
-        """Know after a step of `optimizer` that the gradients of the model's last backward were not given up."""
+        """Record that a step of `optimizer` has used the last backward's gradients.
+
+        The error feedback of those gradients is then kept, also when the program clears them.
+        """
         unsettled = [reduce for reduce in self._reduces if reduce.kept_errors is not None]
         held = _ids_of(optimizer) if unsettled else set()
         for reduce in unsettled:
@@ -181,12 +213,14 @@ class Sharding:
                 reduce.settle_errors()
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Call after such a step: the next use of the weights sends what it has changed.
+        """Record that an optimizer has stepped: the next use of its weights sends the update to the other nodes.
+
+        Call it only for an optimizer that does not derive from torch's; a hook calls it for those.
 
         Args:
-            optimizer: the one that has made the step; None: one that holds all parameters.
+            optimizer: the optimizer that has stepped; None means one that holds all parameters.
         Raises:
-            RuntimeError: --zero-weight-keyframe-interval is set, and `begin_step` was never called.
+            RuntimeError: --zero-weight-keyframe-interval is set, but `begin_step` was never called.
         """
         interval, keyframe = self._zero.zero_weight_keyframe_interval, False
         if interval is not None:
@@ -198,11 +232,15 @@ class Sharding:
             gather.after_step(keyframe=keyframe, held=held)
 
     def secondary_state(self) -> dict[str, torch.Tensor]:
-        """The state to continue with bit for bit where weights cross nodes as differences; {} where they do not.
+        """Return the secondary partition, the weights that all nodes keep, as part of a checkpoint.
 
-        {parameter}: a copy of the weights that the nodes keep, a DTensor sharded like the parameter; none where the
-        next use sends whole weights. {unit's first parameter}.crossing: what the next use sends, a scalar, the same on
-        all ranks. Call while the parameters are shards, as after `reshard`.
+        From it a run resumes bit for bit. It is empty unless weights cross nodes as lossless differences. Call it while
+        the parameters are sharded, for example after `reshard`. There are two kinds of entries:
+
+            {parameter}                        a copy of the weights that all nodes keep, a DTensor sharded like the
+                                               parameter; missing if the next use sends whole weights
+            {unit's first parameter}.crossing  the kind of message that the next use sends, as a scalar
+                                               (`InterNodeMessage`)
         """
         state: dict[str, torch.Tensor] = {}
         for gather in self._residents:
@@ -212,11 +250,14 @@ class Sharding:
                 assert resident is not None
                 assert resident.weights is not None
                 own = gather.unit.as_parameters(resident.weights[resident.cross.rank])
-                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save takes no views
+                state |= {name: weight.clone() for name, weight in own.items()}  # --async-save does not support views
         return state
 
     def secondary_targets(self) -> dict[str, torch.Tensor]:
-        """Zeros of all that `secondary_state` may hold, to read a saved one into, of any layout and world size."""
+        """Return zeros for every entry that `secondary_state` may hold, as targets for loading a checkpoint.
+
+        The checkpoint may have been saved with another layout or number of ranks.
+        """
         targets: dict[str, torch.Tensor] = {}
         for gather in self._residents:
             targets[gather.crossing_key] = torch.zeros((), dtype=torch.uint8)
@@ -224,10 +265,14 @@ class Sharding:
         return targets
 
     def load_secondary_state(self, state: Mapping[str, torch.Tensor]) -> bool:
-        """Go on from what `secondary_state` was, once the weights are loaded; call on all ranks with the same keys.
+        """Restore the weights that all nodes keep from a `secondary_state`.
 
+        Call it on all ranks, after loading the weights.
+
+        Args:
+            state: entries by name, with the same names on all ranks.
         Returns:
-            Whether it was complete; a unit of which something is missing begins with whole weights.
+            True if the state was complete. A unit with a missing entry sends whole weights at its next use.
         """
         complete = True
         for gather in self._residents:
@@ -245,10 +290,11 @@ class Sharding:
         return complete
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the steps since the last call; {} where weights do not cross nodes as lossless differences.
+        """Return counters of the steps since the last call; empty unless weights cross nodes as lossless differences.
 
-        weights_left_out: changed weights that messages had no room for, of the ranks of this rank's cross axis, as far
-        as the host knows: the last step's come with the next one.
+        weights_left_out: changed weights for which messages had no room, summed over the ranks of this rank's cross
+        axis (one per node). The last step's are included in the next call, because their number has not reached the
+        host yet.
         """
         if not self._residents:
             return {}
@@ -258,18 +304,19 @@ class Sharding:
 
     @property
     def keeps_state(self) -> bool:
-        """True if there is a `secondary_state` or a `rank_state`."""
+        """True if there is ZeRO++ state to save, from `secondary_state` or `rank_state`."""
         return bool(self._residents) or any(reduce.feeds_back for reduce in self._reduces)
 
     @property
     def secondary_state_bytes(self) -> int:
-        """About the bytes of this rank's `secondary_state`."""
+        """The approximate bytes of `secondary_state`, this rank's share of the secondary partition in a checkpoint."""
         return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """The buffers that this rank alone keeps between steps, by name, to load into; other layouts begin with zeros.
+        """Return the buffers that belong to this rank alone, by name.
 
-        That is its error feedback, and the sizes that lossless differences had.
+        These are its error feedback, and the sizes of its last lossless differences. A checkpoint is loaded into these
+        tensors in place. With another layout they start from zeros.
         """
         buffers: dict[str, torch.Tensor] = {}
         for gather in self._residents:
@@ -282,14 +329,18 @@ class Sharding:
         return buffers
 
     def watch_gradients(self) -> None:
-        """Begin to watch this rank's gradients: one pass over them before they are summed. Call once per step."""
+        """Start to sum this rank's gradients before they are reduced; call it once per step.
+
+        The sum shows which rank a NaN or Inf comes from. It costs one pass over the gradients.
+        """
         for reduce in self._watchable:
             reduce.watch()
 
     def own_gradients(self) -> dict[str, torch.Tensor] | None:
-        """By parameter the sum of its unit's gradients on this rank since `watch_gradients`, a scalar on the device.
+        """Return the sum of this rank's gradients since `watch_gradients`, a scalar tensor by parameter name.
 
-        None with stage 0, where FSDP2 itself sums the gradients of whole copies.
+        All parameters of a unit share the sum of their unit. Returns None for stage 0, where FSDP2 all-reduces the
+        gradients itself.
         """
         if not self._watchable:
             return None
@@ -297,11 +348,12 @@ class Sharding:
 
     @property
     def shard_elements(self) -> int:
-        """Elements of all parameters on one data rank, padded as FSDP2 shards them."""
+        """The number of elements of all parameters on one data rank, with FSDP2's padding."""
         return sum(unit.segments[-1].stop for unit in self.units)
 
     @property
     def _device(self) -> torch.device:
+        """The device of the model's parameters."""
         return next(self.model.parameters()).device
 
 
@@ -315,23 +367,27 @@ def shard_model(
     wire: CommPlan | None = None,
     experts: Sequence[nn.Module] = (),
 ) -> Sharding:
-    """Shard `model` in place.
+    """Shard `model` in place with FSDP2, and install ZeRO++'s collectives where `zero` asks for them.
 
     Args:
-        model: parameters may be on the meta device; with tensor parallelism all of them are DTensors on the tp mesh.
-        units: modules whose parameters travel together, in the order of use; `model` takes what is left.
-        dims: the axes to shard and replicate over; with stage 0 one replica per data rank.
-        zero: stage and wire formats; the default is ZeRO-3.
-        precision: compute and reduction formats; the shards stay fp32. The default computes in fp32.
-        wire: what `plan_comm` makes of `zero` on the layout of `dims`.
+        model: the model. Its parameters may be on the meta device. With tensor parallelism they are DTensors on the tp
+            mesh.
+        units: groups of modules in the order of use; the parameters of a group are gathered and reduced together. The
+            model's remaining parameters form one more unit.
+        dims: the mesh axes to shard and replicate over. With stage 0, every data rank is a replica.
+        zero: stage and message formats; the default is ZeRO-3.
+        precision: compute and reduction dtypes; the default computes in fp32. Shards are always fp32.
+        wire: the plan that `plan_comm` makes from `zero` and the layout of `dims`; None makes it here.
         experts: modules inside those of `units` that are sharding units of their own, along `dims.experts`.
+    Returns:
+        The handle on the sharded model.
     Raises:
-        ValueError: `zero` asks for what `dims` cannot do.
+        ValueError: `zero` asks for something that the layout of `dims` does not support.
     """
     zero, precision = zero or ZeroConfig(), precision or PrecisionConfig()
     assert zero.stage > 0 or dims.shard.size == 1, "stage 0 replicates: dims must have shards of one rank"
     if wire is None:
-        wire = plan_comm(zero, dims.layout, precision.param_dtype)  # refuses before anything is changed
+        wire = plan_comm(zero, dims.layout, precision.param_dtype)  # raises before the model is changed
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
@@ -359,39 +415,52 @@ def install_comms(
     watch: bool = False,
     experts: Sequence[nn.Module] = (),
 ) -> Sharding:
-    """Have FSDP2 call our collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
+    """Replace FSDP2's collectives in a model that `fully_shard` has wrapped over `dims.data_mesh`.
 
     Args:
-        means: whether gradients are FSDP2's: divided (`set_gradient_divide_factor`), None where no rank had one, and
-            dropped when the program clears them. Else they are sums, zeros where nobody had one.
-        watch: whether ranks vote before each forward on what was written to the weights.
+        model: the wrapped model.
+        units: its sharding units, from `find_units`.
+        dims: the mesh axes of the model.
+        wire: the plan of the collectives.
+        zero: switches and intervals.
+        precision: compute and reduction dtypes.
+        stage: the ZeRO stage.
+        means: whether gradients behave as in FSDP2: they are divided (`set_gradient_divide_factor`), a parameter that
+            has no gradient on any rank gets None, and gradients that wait are dropped when the program clears them.
+            Otherwise gradients are sums, and a parameter without a gradient gets zeros.
+        watch: whether ranks vote before each forward on which weights were written to (writes.py).
         experts: modules that are sharded along `dims.experts`.
+    Returns:
+        The handle on the sharded model.
     """
     replicate = dims.replicate
 
     def count_all_reduce(reduced: torch.Tensor) -> None:
-        """Count FSDP2's own all-reduce between replicas."""
+        """Count the bytes of FSDP2's own all-reduce over replicas."""
         replicate.count("all_reduce", 2 * replicate.ring_bytes(reduced))
 
     def axes_of(dims: ParallelDims) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
-        two_hops = wire.gather or wire.reduce  # without them no groups are made for these
+        """Return the axes of the hops; without hops only shard: `cross` and `local` would create process groups."""
+        two_hops = wire.gather or wire.reduce
         return (dims.cross, dims.local, dims.shard) if two_hops else (dims.shard, dims.shard, dims.shard)
 
+    # ---- one all-gather and one reduce-scatter per unit
     context = CommContext(*axes_of(dims), plan=wire, zero=zero, precision=precision, restores_none=means)
     of_experts = context.over(*axes_of(dims.experts)) if experts else context
-    # FSDP2 calls no collectives for one rank
     comms = [
         make_comms(unit, of_experts if unit.modules[0] in experts else context, watch=watch)
-        if unit.num_shards > 1
+        if unit.num_shards > 1  # with one rank FSDP2 calls no collectives
         else None
         for unit in units
     ]
     made = [pair for pair in comms if pair is not None]
     if watched := [gather for gather, _ in made if isinstance(gather, WatchedGather)]:
         WriteWatch(watched, model, *dims.host_axes("local", "cross"))
+
+    # ---- hand them to FSDP2, and set how it scales gradients
     for unit, pair in zip(units, comms, strict=True):
         for module in unit.modules:
-            if unit.num_shards * replicate.size > 1 and not means:  # for one rank FSDP2 divides by nothing
+            if unit.num_shards * replicate.size > 1 and not means:  # with one rank FSDP2 does not divide
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if replicate.size > 1:
@@ -407,7 +476,13 @@ def install_comms(
 def make_comms(
     unit: Unit, context: CommContext, *, watch: bool = False
 ) -> tuple[TwoHopGather | CountedGather, TwoHopReduce | CountedReduce]:
-    """Make the unit's all-gather of parameters, which may `watch` writes to them, and its reduce-scatter."""
+    """Make the all-gather and the reduce-scatter of one unit as the plan in `context` says.
+
+    Args:
+        unit: the sharding unit.
+        context: axes, schedules and formats that all units share.
+        watch: whether the all-gather detects writes to weights (`WatchedGather`).
+    """
     plan = context.plan
     two_hops = WatchedGather if watch and plan.gather is not None and plan.gather.keep else TwoHopGather
     gather = CountedGather(unit, context) if plan.gather is None else two_hops(unit, context)
@@ -417,20 +492,24 @@ def make_comms(
 
 
 def _held_by(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
-    """The `id`s of the tensors that an optimizer holds; None without one."""
+    """Return the `id`s of an optimizer's tensors; None if `optimizer` is None, which means all tensors."""
     return None if optimizer is None else _ids_of(optimizer)
 
 
 def _on_steps(sharding: Sharding, before: _StepHook, after: _StepHook) -> None:
     """Call two methods of `Sharding` before and after every step of any torch optimizer.
 
-    Hooks on all optimizers, because fused and foreach steps on DTensors move no version counter. They outlive the model
-    and then do nothing: taking them away could happen while torch goes through its hooks.
+    The hooks are global because fused and foreach optimizer steps on DTensors move no version counter. They stay
+    registered after the model is deleted and do nothing then: removing them could happen while torch iterates over its
+    hooks.
     """
     reference = weakref.ref(sharding)
 
     def hook(method: _StepHook) -> Callable[..., None]:
+        """Return an optimizer hook that calls `method` while the handle exists."""
+
         def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            """Call the method with the optimizer that steps."""
             if (alive := reference()) is not None:
                 method(alive, optimizer)
 
@@ -444,4 +523,5 @@ _StepHook = Callable[[Sharding, torch.optim.Optimizer], None]
 
 
 def _ids_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the `id`s of the tensors in an optimizer's parameter groups."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,6 +1,7 @@
-"""The sharding units of an FSDP2 model (FSDP2 calls them parameter groups), their parameters in FSDP2's flat order.
+"""The sharding units of an FSDP2 model and their parameters in FSDP2's flat order.
 
-One file of more than 300 lines: all that is read of FSDP2's own objects is read here.
+A unit is what FSDP2 calls a parameter group. One file of more than 300 lines, because only this file reads FSDP2's
+private objects.
 """
 
 from __future__ import annotations
@@ -19,79 +20,86 @@ from torch.distributed.tensor import DTensor, Shard
 from megazpp.zero.wire import QUANTIZABLE, Segment, plan_segments
 
 Fingerprint = tuple[object, ...]
+# The end of an error about a hook that would run before the overlapped reduction has finished
 EARLY = (
-    ", which would see gradients before they are reduced: it needs --no-overlap-grad-reduce, "
-    "ZeroConfig(overlap_grad_reduce=False), and no backward with set_is_last_backward(False)"
+    ", which would see gradients before they are reduced: set --no-overlap-grad-reduce or "
+    "ZeroConfig(overlap_grad_reduce=False), and run no backward with set_is_last_backward(False)"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParameter:
-    """One parameter of a unit."""
+    """One parameter of a sharding unit."""
 
     name: str
-    module: nn.Module  # where it is registered; FSDP2 puts another object there while it is gathered
-    attribute: str
-    shape: tuple[int, ...]  # on this tensor-parallel rank, not sharded over data ranks
-    mesh_dims: int  # of the mesh that its shards are on; gathered parameters have none, or the tensor-parallel one
+    module: nn.Module  # module that registers the parameter; while gathered, FSDP2 registers another object there
+    attribute: str  # attribute name in that module
+    shape: tuple[int, ...]  # full over the data ranks, local to this tensor-parallel rank
+    mesh_dims: int  # dims of the sharded DTensor's mesh; a gathered parameter is a plain tensor or on the tp mesh alone
     exact: bool = False  # never quantized between ranks, as its `ParameterSpec` says
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One of FSDP2's parameter groups: the parameters that are gathered and reduced together."""
+    """A sharding unit, FSDP2's parameter group: the parameters that are gathered and reduced together."""
 
-    name: str = ""  # of its modules in the model, for messages
-    modules: tuple[FSDPModule, ...]  # usually one
+    name: str = ""  # names of its modules in the model, for messages to the user
+    modules: tuple[FSDPModule, ...]  # the modules of one `fully_shard` call, usually one
     parameters: tuple[UnitParameter, ...]  # in FSDP2's flat order
-    num_shards: int = 1  # the ranks that its parameters are spread over
-    segments: tuple[Segment, ...]  # of the parameters in the flat shard
+    num_shards: int = 1  # number of ranks over which dim 0 of each parameter is sharded
+    segments: tuple[Segment, ...]  # the place of each parameter in this rank's flat shard
 
     @property
     def key(self) -> str:
-        """The name of its first parameter, which no other unit has."""
+        """The name of the unit's first parameter, which identifies the unit."""
         return self.parameters[0].name
 
     @property
     def is_sharded(self) -> bool:
-        """True if the modules hold the shards now, not the gathered parameters (with tp, DTensors on its mesh)."""
+        """True if the modules hold the sharded parameters now, False if they hold the gathered ones."""
+        # With tensor parallelism gathered parameters are DTensors too, but on a mesh with fewer dims.
         tensors = zip(self._tensors(), self.parameters, strict=True)
         return all(isinstance(t, DTensor) and t.device_mesh.ndim == p.mesh_dims for t, p in tensors)
 
     @property
     def in_last_backward(self) -> bool:
-        """True if the backward that runs is a step's last one, as `FSDPModule.set_is_last_backward` has said."""
+        """True unless `FSDPModule.set_is_last_backward(False)` was called for the backward that is running."""
         return all(module._get_fsdp_state()._state_ctx.is_last_backward for module in self.modules)
 
     @property
     def gradient_divide_factor(self) -> float | None:
-        """The number that `FSDPModule.set_gradient_divide_factor` was given; None: the data ranks."""
+        """The value of `FSDPModule.set_gradient_divide_factor`; None means the number of data ranks."""
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
     @property
     def gather_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtype in which FSDP2 gathers each parameter; an integer parameter keeps its own."""
+        """The dtype in which FSDP2 gathers each parameter.
+
+        This is `param_dtype` of the mixed-precision policy for floating-point parameters, and the parameter's dtype
+        otherwise.
+        """
         policy = self._group.mp_policy.param_dtype
         own = [p.sharded_param.dtype for p in self._group.fsdp_params]
         return tuple(policy if policy is not None and dtype.is_floating_point else dtype for dtype in own)
 
     @property
     def reduce_dtypes(self) -> set[torch.dtype]:
-        """The dtypes in which FSDP2 reduces the gradients of the trained parameters; FSDP2 takes one."""
+        """The dtypes in which the gradients of the trained parameters would be reduced; FSDP2 supports one per unit."""
         policy = self._group.mp_policy.reduce_dtype
         return {policy or self.gather_dtypes[index] for index in self.trained}
 
     def check_one_mesh(self) -> None:
-        """Raise ValueError if FSDP2 keeps parameters of the unit on several meshes."""
+        """Raise ValueError if FSDP2 shards parameters of the unit over several meshes."""
         for module in self.modules:
             if len(getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())) > 1:
                 raise ValueError(
-                    f"{self.name} has parameters on several meshes (shard_placement_fn): ZeRO++ takes one mesh"
+                    f"{self.name} has parameters on several meshes (shard_placement_fn): ZeRO++ needs one mesh"
                 )
 
     def check_fsdp2(self) -> None:
-        """Raise ValueError for what FSDP2 was asked to do with the unit and ZeRO++ cannot do."""
+        """Raise ValueError if the unit uses an FSDP2 option that ZeRO++ does not support."""
+        # ---- options of the unit
         group = self._group
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise ValueError(
@@ -99,18 +107,22 @@ class Unit:
                 "offload_policy"
             )
         if group.post_forward_mesh_info not in (None, group.mesh_info):
-            raise ValueError(f"{self.name} reshards to fewer ranks after forward: it needs reshard_after_forward=True")
+            raise ValueError(
+                f"{self.name} reshards to fewer ranks after forward, which ZeRO++ does not support: set "
+                "reshard_after_forward=True"
+            )
         if not type(group._all_gather_comm).__name__.startswith("Default"):
             raise ValueError(
-                f"{self.name} has {type(group._all_gather_comm).__name__} for its all-gathers, which ZeRO++ replaces: "
-                "leave the call that has set it out"
+                f"{self.name} uses {type(group._all_gather_comm).__name__} for its all-gathers, which ZeRO++ would "
+                "replace: remove the call that sets it"
             )
+        # ---- types and dtypes of its parameters
         for parameter, p in zip(self.parameters, group.fsdp_params, strict=True):
             kind = type(p.sharded_param._local_tensor)
             if kind is not torch.Tensor:
                 raise ValueError(
-                    f"{parameter.name} is a {kind.__name__}, which gathers itself: ZeRO++ takes plain tensors; keep "
-                    "weights in bf16 or fp32 (torchao: enable_fsdp_float8_all_gather=False)"
+                    f"{parameter.name} is a {kind.__name__}, a tensor subclass with its own all-gather: ZeRO++ needs "
+                    "plain tensors; keep weights in bf16 or fp32 (torchao: enable_fsdp_float8_all_gather=False)"
                 )
         for dtype in self.reduce_dtypes - set(QUANTIZABLE):
             name = self.parameters[self.trained[0]].name
@@ -121,24 +133,32 @@ class Unit:
             )
 
     def fingerprint(self) -> Fingerprint:
-        """One value per parameter that changes when autograd counts a write to its shard, or the shard is replaced."""
+        """Return a value per parameter that changes if its shard is replaced, or if a write moves its version counter.
+
+        Fused and foreach optimizer steps on DTensors move no version counter.
+        """
         shards = [p.sharded_param for p in self._group.fsdp_params]
         return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in shards])
 
     @property
     def has_our_comms(self) -> bool:
-        """True if the unit's collectives are not FSDP2's own."""
+        """True if this project's collectives are installed in the unit."""
         state = self.modules[0]._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # several on several meshes
+        # A unit on several meshes has several FSDP2 groups.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         return any(type(group._all_gather_comm).__module__.startswith("megazpp.") for group in groups)
 
     @property
     def is_trained(self) -> tuple[bool, ...]:
-        """True for each parameter that requires a gradient now."""
+        """For each parameter, True if it requires a gradient now."""
         return tuple([p.sharded_param.requires_grad for p in self._group.fsdp_params])
 
     def stepped(self, held: Collection[int] | None) -> tuple[bool, ...]:
-        """True for each parameter that a step changes, of an optimizer that holds these `id`s; None: any tensor."""
+        """Return, for each parameter, True if a step of an optimizer may change it.
+
+        Args:
+            held: `id`s of the tensors that the optimizer holds; None means all tensors.
+        """
         shards = [p.sharded_param for p in self._group.fsdp_params]
         return tuple([
             (tensor.requires_grad or tensor.grad is not None) and (held is None or id(tensor) in held)
@@ -146,21 +166,31 @@ class Unit:
         ])  # fmt: skip
 
     def padded_shards(self) -> list[torch.Tensor]:
-        """This rank's shard of each parameter, 1-D and padded, which FSDP2 gathers from; also while it is gathered."""
+        """Return this rank's shard of each parameter, 1-D and with FSDP2's padding.
+
+        FSDP2 gathers from these tensors. They exist also while the unit is gathered.
+        """
         return [p._sharded_param_data for p in self._group.fsdp_params]
 
     @property
     def is_frozen(self) -> bool:
-        """True if no optimizer's step can change the unit: nothing in it is trained, or has a gradient."""
+        """True if no optimizer step can change the unit: no parameter requires a gradient or has one."""
         return not any(tensor.requires_grad or tensor.grad is not None for tensor in self._tensors())
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        """A function that makes this rank's flat shard [S] as FSDP2 gathers it; None while parameters are gathered."""
+        """Return a function that builds this rank's flat shard [S], equal to FSDP2's input of the unit's all-gather.
+
+        Returns None while the parameters are gathered.
+
+        Args:
+            dtype: dtype of the flat shard; uint8 for a unit whose parameters have several dtypes.
+        """
         if not self.is_sharded:
             return None
         shards = self.padded_shards()
 
         def read() -> torch.Tensor:
+            """Copy the shards into a flat shard [S], with zeros as padding."""
             if dtype == torch.uint8:
                 return self._read_bytes(shards)
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
@@ -170,7 +200,7 @@ class Unit:
         return read
 
     def _read_bytes(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat shard of parameters of several dtypes, as FSDP2 gathers it: their bytes, one after the other."""
+        """Return the flat shard of parameters with several dtypes as bytes [S] uint8, in FSDP2's layout."""
         rows = []
         for shard, segment, dtype in zip(shards, self.segments, self.gather_dtypes, strict=True):
             row = torch.zeros(segment.size, dtype=dtype, device=shard.device)
@@ -179,18 +209,30 @@ class Unit:
         return torch.cat(rows)
 
     def check_shard_reader(self, expected: torch.Tensor) -> None:
-        """Raise RuntimeError if this version of FSDP2 lays shards out otherwise; call before using `shard_reader`."""
+        """Raise RuntimeError if `shard_reader` does not reproduce the flat shard that this version of FSDP2 gathers.
+
+        Call it once before relying on `shard_reader`.
+
+        Args:
+            expected: [S] the input that FSDP2 passed to the all-gather.
+        """
         read = self.shard_reader(expected.dtype)
         with torch.no_grad():
             if read is not None and not torch.equal(read().view(torch.uint8), expected.view(torch.uint8)):
-                raise RuntimeError(f"torch {torch.__version__} lays the shard of {self.key} out otherwise")
+                raise RuntimeError(
+                    f"torch {torch.__version__} lays out the shard of {self.key} in an unknown way: use torch 2.11 to "
+                    "2.13"
+                )
 
     def shards(self) -> list[torch.Tensor]:
-        """This rank's shard of each parameter, to read or to write in place, while the unit `is_sharded`."""
+        """Return this rank's shard of each parameter, for reading or in-place writing. The unit must be sharded."""
         return [tensor._local_tensor.detach() for tensor in self._tensors()]
 
     def as_dtensors(self, shards: Sequence[torch.Tensor]) -> dict[str, DTensor]:
-        """Tensors shaped like `shards` as DTensors sharded like the parameters, by name."""
+        """Return tensors shaped like `shards` as DTensors by parameter name.
+
+        They have the meshes and placements of the unit's parameters.
+        """
         found = {}
         for shard, like, p in zip(shards, self._tensors(), self.parameters, strict=True):
             whole = {"shape": like.shape, "stride": like.stride()}
@@ -198,13 +240,19 @@ class Unit:
         return found
 
     def as_parameters(self, flat: torch.Tensor) -> dict[str, DTensor]:
-        """Views of a flat shard [S] as DTensors sharded like the unit's parameters, by name, while it `is_sharded`."""
+        """Return views of a flat shard [S] as DTensors by parameter name, sharded like the parameters.
+
+        The unit must be sharded.
+        """
         shards = self.shards()
         parts = _parts_of(flat, self.segments, [shard.view(-1) for shard in shards])
         return self.as_dtensors([part.view(shard.shape) for part, shard in zip(parts, shards, strict=True)])
 
     def segments_of(self, indices: Sequence[int]) -> tuple[Segment, ...]:
-        """The segments of some parameters in a flat shard that holds these alone, as FSDP2 lays out gradients."""
+        """Return the segments of a flat shard that holds only the parameters `indices`.
+
+        FSDP2 lays out the gradients of a backward in this way.
+        """
         known = self._known_segments.get(key := tuple(indices))
         if known is not None:
             return known
@@ -217,20 +265,20 @@ class Unit:
 
     @functools.cached_property
     def _known_segments(self) -> dict[tuple[int, ...], tuple[Segment, ...]]:
-        """Results of `segments_of`: every backward asks for the same few."""
+        """The cache of `segments_of`: each backward asks for the same few index tuples."""
         return {}
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """Indices of the parameters that require a gradient now; FSDP2 reads this at each use, too."""
+        """Indices of the parameters that require a gradient now; FSDP2 also reads this at each use."""
         return tuple(i for i, p in enumerate(self._group.fsdp_params) if p.sharded_param.requires_grad)
 
     def gradient(self, index: int) -> Any:
-        """The `.grad` of a parameter's shard, which FSDP2 sets; a DTensor or None."""
+        """Return the `.grad` that FSDP2 has set on a parameter's shard: a DTensor or None."""
         return self._group.fsdp_params[index].sharded_param.grad
 
     def shard_id(self, index: int) -> int:
-        """The `id` of a parameter's shard, which optimizers hold."""
+        """Return the `id` of a parameter's sharded DTensor, the tensor that optimizers hold."""
         return id(self._group.fsdp_params[index].sharded_param)
 
     def clear_gradient(self, index: int) -> None:
@@ -238,19 +286,25 @@ class Unit:
         self._group.fsdp_params[index].sharded_param.grad = None
 
     def add_to_gradients(self, reduced: torch.Tensor, indices: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Add the flat shard of the gradients of `indices` to `gradients`; None stands for one that is not wanted."""
+        """Add a reduced flat shard to the unit's gradients in place.
+
+        Args:
+            reduced: [S] flat shard of the gradients of the parameters `indices`.
+            indices: indices of the parameters.
+            gradients: the `.grad` of each of these parameters; None skips the parameter.
+        """
         parts = zip(self.segments_of(indices), gradients, strict=True)
         wanted = [(s, gradient._local_tensor.view(-1)) for s, gradient in parts if gradient is not None]
         if not wanted:
             return
-        if reduced.is_cuda:  # FSDP2 itself waits for its stream only when a whole backward is over
+        if reduced.is_cuda:  # FSDP2 makes the compute stream wait for its reduce stream only after the whole backward
             torch.cuda.current_stream().wait_stream(self._group.comm_ctx.reduce_scatter_stream)
         with torch.no_grad():
             flat = [own for _, own in wanted]
             torch._foreach_add_(flat, [reduced[s.start : s.start + len(own)] for s, own in wanted])
 
     def refuse_gradient_hooks(self) -> None:
-        """Raise RuntimeError if something wants gradients before the backward is over, when they are not there yet."""
+        """Raise RuntimeError if a hook of the unit would read gradients while their reduction is still in flight."""
         for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True):
             if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None):
                 raise RuntimeError(f"{parameter.name} has a post-accumulate-grad hook{EARLY}")
@@ -258,35 +312,42 @@ class Unit:
             raise RuntimeError(f"{self.name} has an all-reduce hook{EARLY}")
 
     def origins(self) -> list[tuple[str, object]]:
-        """Name and origin of each parameter: one origin in two units was one parameter. torch 2.11 does not say it."""
+        """Return the name and the original parameter's identity of each parameter.
+
+        Two units with the same identity share a parameter. torch 2.11 does not record identities, so they never match
+        there.
+        """
         found = zip(self.parameters, self._group.fsdp_params, strict=True)
         return [(parameter.name, getattr(p, "_orig_param_uid", id(p))) for parameter, p in found]
 
-    # ---- what FSDP2 reduces at the end of a backward -------------------------------------------------------------
+    # ---- gradients that FSDP2 has not reduced yet ----------------------------------------------------------------
 
     def wrap_post_backward(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Replace the function by which FSDP2 reduces the unit's gradients with what `wrap` makes of it."""
+        """Replace the function with which FSDP2 reduces the unit's gradients by `wrap(function)`."""
         self._group.post_backward = wrap(self._group.post_backward)
 
     @property
     def reduces_gradients(self) -> bool:
-        """False if FSDP2 accumulates gradients without communication (`set_requires_gradient_sync`)."""
+        """False if FSDP2 accumulates gradients without communication, as set by `set_requires_gradient_sync(False)`."""
         reduces: bool = self._group.reduce_grads
         return reduces
 
     @property
     def is_gathered(self) -> bool:
-        """True if FSDP2 keeps the gathered parameters now."""
+        """True if FSDP2 holds the gathered parameters of the unit now."""
         gathered: bool = self._group.is_unsharded
         return gathered
 
     @property
     def zero_fills(self) -> bool:
-        """True if `FSDPModule.set_reduce_scatter_unused_params` has asked for zeros in the place of None."""
+        """True if `FSDPModule.set_reduce_scatter_unused_params` is set.
+
+        FSDP2 then gives parameters without a gradient zeros instead of None.
+        """
         return bool(getattr(self._group, "reduce_scatter_unused_params", False))
 
     def with_gradient(self) -> set[int]:
-        """Indices of the parameters that have got a gradient on this rank, which FSDP2 has not reduced yet."""
+        """Return the indices of the parameters that have a gradient on this rank which FSDP2 has not reduced yet."""
         return {
             index
             for index, p in enumerate(self._group.fsdp_params)
@@ -294,7 +355,10 @@ class Unit:
         }
 
     def fill_gradients(self, indices: Sequence[int]) -> None:
-        """Give parameters without a gradient zeros, which FSDP2 then reduces; torch 2.13 could, torch 2.11 cannot."""
+        """Set zero gradients for the parameters `indices`, so that FSDP2 reduces them with the others.
+
+        torch 2.13 has an option for this (`set_reduce_scatter_unused_params`), torch 2.11 does not.
+        """
         accumulated = [p.unsharded_accumulated_grad for p in self._group.fsdp_params]
         dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
         for index in indices:
@@ -302,42 +366,45 @@ class Unit:
             zeros = torch.zeros_like(_gathered(p), dtype=dtype, requires_grad=False)
             if dtype is None:
                 _gathered(p).grad = zeros
-            else:  # FSDP2 reduces gradients of one dtype, and has those of earlier backwards in this one
+            else:  # FSDP2 reduces one dtype per unit, and has accumulated earlier backwards in this dtype
                 p.unsharded_accumulated_grad = zeros
 
     def can_fill(self, index: int) -> bool:
-        """True if FSDP2 can reduce zeros for a parameter: it was gathered once, and has elements."""
+        """Return True if `fill_gradients` can set a zero gradient: the parameter was gathered once and is not empty."""
         gathered = _gathered(self._group.fsdp_params[index])
         return gathered is not None and gathered.numel() > 0
 
     def force_sums(self) -> None:
-        """Have FSDP2 ask for sums that it divides itself, also where the program has set it otherwise since."""
+        """Make FSDP2 request plain sums and divide them itself, even if the program has changed that setting since."""
         self._group.force_sum_reduction_for_comms = True
 
     @functools.cached_property
     def _group(self) -> Any:
-        """FSDP2's own object for the unit, the same as long as its modules live."""
+        """FSDP2's private object for the unit; it stays the same for the lifetime of the unit's modules."""
         return self.modules[0]._get_fsdp_state()._fsdp_param_group
 
     @property
     def _is_hsdp(self) -> bool:
+        """True if FSDP2 replicates the unit's shards (HSDP)."""
         hsdp: bool = self._group._is_hsdp
         return hsdp
 
     def _tensors(self) -> list[Any]:
-        return [p.module._parameters[p.attribute] for p in self.parameters]  # half of the time of `getattr`
+        """Return the tensors that the modules hold now, sharded or gathered."""
+        return [p.module._parameters[p.attribute] for p in self.parameters]  # twice as fast as `getattr`
 
 
 def find_units(model: nn.Module, *, data_dims: int = 1) -> list[Unit]:
-    """The units of a wrapped model, outermost last; call while its parameters are shards.
+    """Return the sharding units of a wrapped model, the outermost last. The parameters must be sharded.
 
     Args:
-        data_dims: leading dims of the parameters' meshes that are FSDP2's; the others are tensor-parallel.
+        model: a model that `fully_shard` has wrapped.
+        data_dims: number of leading mesh dims that belong to FSDP2; the remaining ones are tensor-parallel.
     Raises:
-        TypeError: `model` has not been wrapped by `fully_shard`.
+        TypeError: `fully_shard` has not wrapped `model`.
     """
     if not isinstance(model, FSDPModule):
-        raise TypeError(f"{type(model).__name__} has not been wrapped by fully_shard")
+        raise TypeError(f"{type(model).__name__} is not wrapped by fully_shard: call fully_shard(model) first")
     names = {module: name for name, module in model.named_modules()}
     states: dict[object, list[Any]] = {}
     for module in model.modules():
@@ -363,12 +430,18 @@ def find_units(model: nn.Module, *, data_dims: int = 1) -> list[Unit]:
 
 
 def _gathered(fsdp_parameter: Any) -> Any:
-    """The gathered parameter, an object that FSDP2 keeps; None before the first use."""
+    """Return the gathered parameter that FSDP2 keeps for `fsdp_parameter`; None before the first use."""
     return getattr(fsdp_parameter, "_unsharded_param", None)
 
 
 def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of the segments of a flat shard [S], each as long as its 1-D tensor of `like`: without the padding."""
+    """Return views of a flat shard [S], one per segment, without FSDP2's padding.
+
+    Args:
+        flat: [S] the flat shard.
+        segments: the segments of the flat shard.
+        like: 1-D tensors whose lengths are the unpadded sizes.
+    """
     padded = flat.split([segment.size for segment in segments])
     return [part if part.shape == other.shape else part[: len(other)] for part, other in zip(padded, like, strict=True)]
 
@@ -376,9 +449,10 @@ def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[to
 def _parameters(
     root: nn.Module, names: dict[nn.Module, str], seen: set[object], data_dims: int
 ) -> Iterator[UnitParameter]:
-    """FSDP2's order: children before their parent, nested units left out, a shared parameter where it first appears.
+    """Yield a unit's parameters in FSDP2's order: depth first, children before their parent.
 
-    Parameters that FSDP2 was told to ignore are no DTensors of its mesh, and left out.
+    Nested units are skipped, and a shared parameter appears once, at its first place. Parameters in `ignored_params`
+    are not DTensors and are skipped too.
     """
     for child in root.children():
         if not isinstance(child, FSDPModule) and child not in seen:

@@ -1,9 +1,9 @@
-"""The check for silent data corruption on the wire: it compares the gathered weights of all ranks.
+"""A check for silent data corruption: it compares the gathered weights of all ranks.
 
-All ranks that share a tensor-parallel index gather the same weights, bit for bit: what arrives is what the owner of a
-shard has sent, quantized or not. So between a backward and its update each rank gathers once more what that backward
-has used (with hpZ: out of the secondary partition) and adds up the bits of every shard of every unit. Sums that differ
-say which unit, which shard, and on which ranks. Any single wrong word is found; several could cancel.
+All ranks with the same tensor-parallel index gather the same weights, bit for bit. Quantization does not change that,
+because all of them unpack the same messages. So between a backward and its update, each rank gathers the weights of
+that backward once more and sums the bits of every shard of every unit. With hpZ they come from the secondary partition.
+Different sums show the unit, the shard and the ranks. Any single wrong word is detected; several could cancel.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
 
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-SHOWN = 8  # differences that the message names
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtype by bytes per element
+SHOWN = 8  # number of differences that the error message lists
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """Silent data corruption."""
+    """Silent data corruption.
+
+    The flags of the check.
+    """
 
     zero_verify_interval: int | None = flag(
         None,
-        "every this many steps, before the update, compare checksums of the gathered weights across ranks; if they "
-        "differ the job ends and names unit and ranks (costs one more gather of all weights)",
+        "steps between two checks that all ranks gather the same weights; a difference ends the job before the update "
+        "and names the unit and the ranks; a check costs one more gather of all weights (default: never)",
     )
 
     def __post_init__(self) -> None:
@@ -42,14 +45,19 @@ class VerifyConfig:
 
 
 class CorruptWeightsError(JobError):
-    """Ranks have gathered different weights."""
+    """Raised if ranks have gathered different weights."""
 
 
 def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
-    """Compare the gathered weights of all units; call on all ranks, while no forward or backward is running.
+    """Compare the gathered weights of all units across ranks.
 
+    Call it on all ranks, while no forward or backward is running.
+
+    Args:
+        sharding: handle on the model.
+        dims: mesh axes of the model.
     Raises:
-        CorruptWeightsError: the same on all ranks.
+        CorruptWeightsError: gathered weights differ; raised on all ranks.
     """
     units = sharding.units
     with torch.no_grad(), dims.counter.paused():
@@ -65,11 +73,13 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
 
 
 def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) -> str:
-    """The message that names the ranks whose weights differ from most ranks', in a tie from the shard owner's.
+    """Return the error message, which names the ranks whose weights differ from most ranks'.
+
+    In a tie the weights of the shard's owner count as right.
 
     Args:
-        found: of each rank its tensor-parallel and its shard rank, and by unit and owner's shard rank the sums of the
-            bits of the shards on which ranks differ.
+        found: per rank its tensor-parallel rank, its shard rank, and the sums that differ between ranks. The sums are
+            keyed by unit and the owner's shard rank.
     """
     lines = []
     for tp_rank, key in dict.fromkeys((tp_rank, key) for tp_rank, _, sums in found for key in sums):
@@ -86,7 +96,7 @@ def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) ->
 
 
 def _sums_of_shards(unit: Unit, num_shards: int) -> torch.Tensor:
-    """[num_shards] int64: the sum over the bits of each rank's part of the unit's gathered parameters."""
+    """Gather a unit and return the sums of its bits per owner's shard, [num_shards] int64."""
     for module in unit.modules:
         module.unshard()
     parts = [_sums_of_rows(getattr(p.module, p.attribute), num_shards) for p in unit.parameters]
@@ -96,7 +106,10 @@ def _sums_of_shards(unit: Unit, num_shards: int) -> torch.Tensor:
 
 
 def _sums_of_rows(parameter: Any, num_shards: int) -> torch.Tensor:
-    """[rows, ...] -> [num_shards]; FSDP2 gives each rank ceil(rows / num_shards) rows, the last ones fewer or none."""
+    """Return the sums of a parameter's bits per shard: [rows, ...] -> [num_shards].
+
+    FSDP2 gives each rank ceil(rows / num_shards) rows, and the last ranks fewer or none.
+    """
     local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().contiguous()
     rows = _sums_of_bits(local.view(local.shape[0], -1))
     per_shard = -(-len(rows) // num_shards)
@@ -104,5 +117,5 @@ def _sums_of_rows(parameter: Any, num_shards: int) -> torch.Tensor:
 
 
 def _sums_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """[..., n] -> [...] int64"""
+    """Return the sums over the last dim of the elements' bits, read as integers: [..., n] -> [...] int64."""
     return x.view(WORDS[x.element_size()]).sum(-1, dtype=torch.int64)

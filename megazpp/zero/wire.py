@@ -1,21 +1,22 @@
-"""A shard on the wire: the layout of its message, pure integers that are planned once per unit, and the codecs.
+"""The layout of a flat shard's message, and the codecs that pack and unpack messages.
 
-FSDP2 lays a unit's shards out flat: for each parameter its rows on this rank, padded to the same count on every rank
-(zeros), one parameter after the other. Each parameter is a segment. On the wire a shard is one message of bytes:
+FSDP2 concatenates the shards of a unit's parameters in one flat shard. Each parameter's rows on this rank are padded
+with zeros to the same count on every rank. The part of one parameter is a segment. A flat shard is sent as one message
+of bytes, whose layout is planned once per unit:
 
-    | payloads of the quantized segments | their scales | segments that travel exact | to a multiple of 16 bytes
+    | payloads of the quantized segments | their scales | segments that are sent exactly | padding to 16 bytes |
 
-No quantization block spans two parameters (a block half norm gains, half weights loses 25 dB of the weights), and 1-D
-parameters travel exact, as do those so small that a block would be no shorter. Any shape and any number of ranks is
-padding here, so nothing downstream has a special case.
+No quantization block spans two parameters: a block of half norm gains and half weights would lose 25 dB of the weights.
+1-D parameters are sent exactly, and so are parameters for which a block would be no shorter. Padding makes every shape
+and number of ranks valid, so later code has no special cases.
 
     Example: W = 4 ranks, norm [6], weight [6, 100], 8 bits, blocks of 128, exact part bf16
         segments    norm: 2 elements (6 rows -> 8, 2 each), weight: 200 elements (2 rows of 100)
         message     payload 2 blocks = 256 B | 2 scales = 4 B, to 272 | norm exact 4 B | to 288 B
 
-The codecs are the only code between the hops and the kernels. A, B: leading dims (peers), in any order of memory; S:
-elements of a shard; M: bytes of a message. Every method but `elements` is one call of a kernel, whatever the number of
-parameters and peers.
+The codecs are the only callers of the quantization kernels. Shapes: A, B: leading dims (peers), with any strides; S:
+elements of a shard; M: bytes of a message. Each method except `elements` calls one kernel, for any number of parameters
+and peers.
 """
 
 from __future__ import annotations
@@ -38,26 +39,28 @@ QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One parameter's part of a flat shard."""
+    """The part of one parameter in a flat shard."""
 
     name: str
-    start: int  # element in the shard
-    size: int  # elements, padding included; the same on every rank
-    exact: bool  # never quantized
+    start: int  # its first element in the flat shard
+    size: int  # number of elements including padding, the same on every rank
+    exact: bool  # True if it is never quantized
 
     @property
     def stop(self) -> int:
+        """The element after its last one."""
         return self.start + self.size
 
 
 def plan_segments(
     parameters: Sequence[tuple[str, tuple[int, ...]]], num_ranks: int, *, exact: Collection[str] = ()
 ) -> tuple[Segment, ...]:
-    """Return the segments of a flat shard.
+    """Plan the segments of a flat shard.
 
     Args:
-        parameters: names and shapes on this tensor-parallel rank, in FSDP2's flat order.
-        num_ranks: the ranks that the rows of each are spread over.
+        parameters: name and shape of each parameter in FSDP2's flat order. Shapes are full over the data ranks and
+            local to this tensor-parallel rank.
+        num_ranks: data ranks over which dim 0 of each parameter is sharded.
         exact: names of parameters that are never quantized, in addition to those with one dimension.
     """
     segments, start = [], 0
@@ -70,17 +73,27 @@ def plan_segments(
 
 
 def own_rows(rows: int, num_ranks: int, rank: int) -> int:
-    """Rows of a parameter that a rank has, without padding: from rank x c to (rank + 1) x c, c the most of any."""
+    """Return how many rows of a parameter a rank has, without padding.
+
+    A rank holds up to c = ceil(rows / num_ranks) rows from row rank x c on, so the last ranks may hold fewer or none.
+    """
     most = -(-rows // num_ranks)
     return max(min(most, rows - rank * most), 0)
 
 
 def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_itemsize: int) -> MessageLayout:
-    """Lay a shard's segments out in a message; without `fmt` all travel exact, `exact_itemsize` bytes an element."""
+    """Lay out the segments of a flat shard in a message.
+
+    Args:
+        segments: segments of the flat shard.
+        fmt: quantization format; None sends all segments exactly.
+        exact_itemsize: bytes per element of the segments that are sent exactly.
+    """
     quantized: list[Segment] = []
     exact: list[Segment] = []
     for segment in segments:
         size = segment.size
+        # Quantize only where that makes the message shorter.
         pays = fmt is not None and fmt.payload_bytes(size) + fmt.scale_bytes(size) < size * exact_itemsize
         (quantized if pays and not segment.exact else exact).append(segment)
 
@@ -95,7 +108,7 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
 
 
 def _byte_ranges(layout: MessageLayout, segments: Sequence[Segment], *, exact_itemsize: int) -> list[tuple[int, int]]:
-    """The bytes (first, the one after the last) that hold these segments of a message."""
+    """Return the byte ranges (start, stop) of a message that hold the given segments."""
     found = []
     for segment in segments:
         for part in layout.ranges:
@@ -103,13 +116,13 @@ def _byte_ranges(layout: MessageLayout, segments: Sequence[Segment], *, exact_it
                 if part.scales is None:
                     start = part.payload[0] + (segment.start - part.start) * exact_itemsize
                     found.append((start, start + segment.size * exact_itemsize))
-                else:  # a quantized segment has a range of its own
+                else:  # each quantized segment has its own range
                     found += [(start, start + length) for start, length in (part.payload, part.scales)]
     return found
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Neighbouring segments joined, empty ones left out."""
+    """Return (start, stop) of runs of adjacent segments, without empty ones."""
     runs: list[tuple[int, int]] = []
     for segment in segments:
         if segment.size == 0:
@@ -122,7 +135,12 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 
 class Codec:
-    """Packs and unpacks the shards of one unit; elements that are not quantized travel in `dtype`."""
+    """The codec that packs the flat shards of one unit into messages and unpacks them.
+
+    Args:
+        layout: layout of the messages.
+        dtype: dtype in which elements that are not quantized are sent.
+    """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
@@ -130,11 +148,14 @@ class Codec:
 
     @property
     def message_bytes(self) -> int:
-        """M."""
+        """Bytes of one message (M)."""
         return self.layout.message_bytes
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
-        """Messages to pack into, [*peers, M] uint8: zeros, so that the padding between parts compares equal."""
+        """Allocate messages [*peers, M] uint8 to pack into.
+
+        They are zeroed, so that the padding between parts is equal on all ranks.
+        """
         return torch.zeros(*peers, self.message_bytes, dtype=torch.uint8, device=device)
 
     def pack(
@@ -146,57 +167,71 @@ class Codec:
         beta: float = 0.0,
         base: torch.Tensor | None = None,
     ) -> None:
-        """shards [A, B, S] (any strides) -> messages [A, B, M].
+        """Pack flat shards into messages.
 
         Args:
-            errors: quantization errors of earlier packs, see `new_errors`; they are added first, and replaced.
-            beta: share of the earlier errors in those that replace them (LoCo's moving average).
-            base: [A, B, S] what the receivers have: quantized runs are differences from it, the others whole as ever.
+            shards: [A, B, S] flat shards, with any strides.
+            messages: [A, B, M] uint8, written.
+            errors: quantization errors of earlier calls, from `new_errors`. They are added to the shards before
+                quantization and then replaced by the new errors.
+            beta: weight of the earlier errors in the errors that replace them (LoCo's moving average).
+            base: [A, B, S] weights that the receivers hold. Quantized segments then hold the difference from it; the
+                others hold the shards themselves.
         """
         pack(shards, self._table, messages=messages, errors=errors, beta=beta, base=base)
 
     def byte_ranges(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
-        """Return the bytes (first, the one after the last) of a message that hold these segments of the unit."""
+        """Return the byte ranges (start, stop) of a message that hold these segments of the unit."""
         return _byte_ranges(self.layout, segments, exact_itemsize=self.dtype.itemsize)
 
     def new_errors(self, *peers: int, device: torch.device) -> Feedback | None:
-        """Zero quantization errors for messages [*peers, M]: int8 blocks, one byte per quantized element.
+        """Allocate zero quantization errors for messages [*peers, M], as int8 blocks of one byte per quantized element.
 
-        None where nothing is quantized.
+        Returns None if the layout quantizes nothing.
         """
         is_exact = all(part.scales is None for part in self.layout.ranges)
         return None if is_exact else Feedback.zeros(peers, self._table, device)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """messages [A, B, M] -> shards [A, B, S] (any strides)."""
+        """Unpack messages [A, B, M] into flat shards [A, B, S] with any strides."""
         unpack(messages, self._table, out=shards)
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
-        """messages [B, M] -> base [B, S]: differences are added, each sum rounded once; what travels exact replaces."""
+        """Unpack messages [B, M] that `pack` made with a `base`, onto that base [B, S].
+
+        Quantized differences are added, and each sum is rounded once. Elements that were sent exactly are replaced.
+        """
         unpack_onto(messages, self._table, out=base)
 
     def elements(self, messages: torch.Tensor) -> torch.Tensor:
-        """A view of the elements [B, S] in messages [B, M] of which nothing is quantized."""
+        """Return a view of the elements [B, S] of messages [B, M]; only for a layout that quantizes nothing."""
         (whole,) = self.layout.ranges
         start, num_bytes = whole.payload
         return messages[..., start : start + num_bytes].view(self.dtype)
 
     def unpack_sum(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-        """The sum over peers, in fp32: messages [K, B, M] -> out [B, S], onto what is there with `accumulate`."""
+        """Unpack messages [K, B, M] and sum them over the K peers in fp32, into out [B, S].
+
+        Args:
+            messages: [K, B, M] uint8.
+            out: [B, S], written.
+            accumulate: whether the sum is added to the values in `out`.
+        """
         unpack_sum(messages, self._table, out=out, accumulate=accumulate)
 
 
 class MixedCodec(Codec):
-    """Packs shards of parameters of several dtypes, which FSDP2 gathers as bytes; S counts bytes.
+    """The codec of a unit whose parameters have several dtypes; FSDP2 gathers such a unit as bytes, so S counts bytes.
 
-        | message of the fp32 parameters | of the bf16 ones | ... | bytes of all others, as they are |
+        | message of the fp32 parameters | message of the bf16 parameters | ... | unchanged bytes of all others |
 
-    fp32, bf16 and fp16 parameters are quantized as in a unit of their own.
+    The fp32, bf16 and fp16 parameters are quantized as in separate units.
 
     Args:
-        segments, dtypes: of the unit's parameters.
-        fmt: block format; None: nothing is quantized.
-        codec: makes the codec of some segments, see `Codec`.
+        segments: segments of the unit's parameters, in elements.
+        dtypes: dtype of each parameter.
+        fmt: quantization format; None quantizes nothing.
+        codec: makes the codec for segments of one dtype, see `CommContext.codec`.
     """
 
     def __init__(
@@ -206,6 +241,7 @@ class MixedCodec(Codec):
         fmt: BlockFormat | None,
         codec: Callable[[Sequence[Segment], BlockFormat | None, torch.dtype], Codec],
     ) -> None:
+        # ---- group the parameters by dtype; `spans` are their bytes in the flat shard
         self.dtype = torch.uint8
         spans: dict[torch.dtype, list[tuple[int, int]]] = {}
         chosen: dict[torch.dtype, list[Segment]] = {}
@@ -218,8 +254,10 @@ class MixedCodec(Codec):
             place = before[-1].stop if before else 0
             before.append(Segment(name=segment.name, start=place, size=segment.size, exact=segment.exact))
             start = stop
+
+        # ---- one part of the message per dtype: bytes in the shard, codec, bytes in the message
         self._parts: list[tuple[list[tuple[int, int]], Codec | None, slice]] = []
-        self._segments = list(chosen.values())  # of each part
+        self._segments = list(chosen.values())  # the segments of each part
         for key, places in spans.items():
             own = None if key == torch.uint8 else codec(chosen[key], fmt, key)
             size = align(sum(b - a for a, b in places)) if own is None else own.message_bytes
@@ -228,7 +266,7 @@ class MixedCodec(Codec):
         self.layout = MessageLayout(size=start, message_bytes=end, ranges=(), fmt=fmt)
 
     def byte_ranges(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
-        """Return the bytes (first, the one after the last) of a message that hold these segments of the unit."""
+        """Return the byte ranges (start, stop) of a message that hold these segments of the unit."""
         names, found = {segment.name for segment in segments}, list[tuple[int, int]]()
         for (places, codec, part), own in zip(self._parts, self._segments, strict=True):
             chosen = [segment for segment in own if segment.name in names]
@@ -243,7 +281,13 @@ class MixedCodec(Codec):
         return found
 
     def pack(self, shards: torch.Tensor, messages: torch.Tensor, **how: Any) -> None:
-        """shards [A, B, S] of bytes -> messages [A, B, M]."""
+        """Pack flat shards [A, B, S] of bytes into messages [A, B, M].
+
+        Args:
+            shards: [A, B, S] uint8.
+            messages: [A, B, M] uint8, written.
+            how: keyword arguments of `Codec.pack`, which are ignored here.
+        """
         for places, codec, part in self._parts:
             own = torch.cat([shards[..., a:b] for a, b in places], dim=-1)
             if codec is None:
@@ -252,7 +296,7 @@ class MixedCodec(Codec):
                 codec.pack(own.view(codec.dtype), messages[..., part])
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """messages [A, B, M] -> shards [A, B, S] of bytes."""
+        """Unpack messages [A, B, M] into flat shards [A, B, S] of bytes."""
         for places, codec, part in self._parts:
             own = messages[..., part]
             if codec is not None:
@@ -265,24 +309,29 @@ class MixedCodec(Codec):
                 start += b - a
 
 
-ROOM, SPARE = 0.125, 512  # of a message beyond what is predicted: a share, and bytes (small units vary more)
+# Capacity of a lossless message beyond its predicted size: a fraction, and bytes, because small units vary more.
+ROOM, SPARE = 0.125, 512
 
 
 class LosslessCodec:
-    """Packs what has changed of the 16-bit weights of one unit, bit for bit, into messages whose size is predicted.
+    """The codec that sends the changes of a unit's 16-bit weights bit for bit, in messages of a predicted size.
 
-    How many bytes a difference takes is known on the device alone, and the size of a collective on the host. So a
-    message has room for an eighth more than what the last one needed plus what that was more than the one before; the
-    first two have room for whatever may come, for a warm-up's first step moves next to nothing. The numbers travel in
-    the messages, so all ranks of an axis know the same; the host reads them a step later, when they have long been
-    there. Blocks that do not fit are left out: their weights stay as they are on every rank, the owner's copy too, and
-    the next difference has them.
+    Only the device knows how many bytes a difference takes, but the host must give the size of a collective. So the
+    host predicts it: the bytes that the last difference needed, plus its growth over the one before, plus an eighth.
+    The first two messages have room for any difference, because the first step of a learning rate warm-up changes
+    almost nothing.
+
+    Each message contains the number of bytes that it needed, so all ranks of an axis make the same prediction. The host
+    reads this number one step later, without waiting for the device.
+
+    Blocks that do not fit are left out. Their weights stay unchanged on every rank, including the owner's copy, so the
+    next difference contains them.
 
     Args:
-        size: elements of a shard.
+        size: elements of a flat shard.
     Attributes:
-        recent: [2] int64 on the host: bytes that the last difference and the one before it needed, the most of any
-            rank; 0 where there was none. Part of a checkpoint.
+        recent: [2] int64 on the host: bytes that the last difference and the one before it needed, as the maximum over
+            ranks; 0 if there was none. It is part of a checkpoint.
     """
 
     def __init__(self, size: int) -> None:
@@ -292,29 +341,29 @@ class LosslessCodec:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the next message."""
+        """Bytes of the next message. Reading it may wait for the device."""
         self.settle()
         last, before = self.recent.tolist()
         needed = int((last + max(last - before, 0)) * (1 + ROOM)) + SPARE
         return message_bytes(self.size, min(needed, 2 * self.size) if before else None)
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
-        """Messages to pack into, [*peers, M] uint8."""
+        """Allocate messages [*peers, M] uint8 to pack into."""
         return torch.empty(*peers, self.message_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, shard: torch.Tensor, message: torch.Tensor, *, base: torch.Tensor) -> None:
-        """shard [S] of weights, base [S] what every rank has of them -> message [M]."""
+        """Encode the difference of `shard` [S] from `base` [S], which every rank holds, into `message` [M]."""
         encode(shard, base, message)
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
-        """messages [N, M] -> base [N, S]: each row becomes its sender's weights."""
+        """Decode messages [N, M] onto base [N, S]: each row becomes the weights of its sender."""
         decode(messages, base)
 
     def learn(self, messages: torch.Tensor) -> None:
-        """Know from messages [N, M] that have arrived what the next one needs."""
+        """Start to copy the size counters of received messages [N, M] to the host; `settle` reads them."""
         if isinstance(messages, FakeTensor):
             return
-        found, arrived = numbers(messages).clone(), None  # a view would keep the messages
+        found, arrived = numbers(messages).clone(), None  # a view would keep the messages in memory
         if found.is_cuda:
             found = torch.empty(found.shape, dtype=torch.int64, pin_memory=True).copy_(found, non_blocking=True)
             arrived = torch.cuda.Event()
@@ -322,7 +371,7 @@ class LosslessCodec:
         self._arriving = found, arrived
 
     def settle(self) -> None:
-        """Take the numbers of the last difference; waits for the device if it has not got there."""
+        """Read the size counters of the last message; waits until they have reached the host."""
         if self._arriving is None:
             return
         (found, event), self._arriving = self._arriving, None
@@ -333,6 +382,9 @@ class LosslessCodec:
         self._left_out += sum(left_out)
 
     def take_left_out(self) -> int:
-        """Changed elements that were left out since the last call, of all ranks of the axis, as far as is known."""
+        """Return and reset the number of changed weights for which messages had no room, over all ranks of the axis.
+
+        The counters of the last message are included once `settle` has read them.
+        """
         found, self._left_out = self._left_out, 0
         return found

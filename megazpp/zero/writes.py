@@ -1,25 +1,27 @@
-"""Writes to weights: before each forward all ranks agree which units' weights have to cross nodes.
+"""Detection of writes to weights.
 
-One file of more than 300 lines: a vote is read from its reasons to its result without leaving the page.
+Before each forward all ranks vote on which units must send their weights across nodes. One file of more than 300 lines,
+so that a vote can be read in one place from its reasons to its result.
 
-A rank sees only its own shards, so what it knows of them must not choose a collective. Each forward of an outermost
-FSDP2 module begins with a vote, one byte per unit:
+A rank sees only its own shards. If it decided alone, ranks could call different collectives and deadlock. So each
+forward of an outermost FSDP2 module begins with a vote, one byte per unit:
 
-    own vote     what this rank has to send of the unit: nothing, a difference or the trained part, whole weights
-    exchange     bitwise or over the ranks of a node, then over nodes, in a thread, over gloo groups of its own
-    each unit    all ranks send what any rank has voted for
+    own vote     the message that this rank needs to send: none, a difference or the trained part, or whole weights
+    exchange     bitwise or over the ranks of a node, then over nodes, in a thread and over separate gloo groups
+    result       for each unit, all ranks send every message that any rank has voted for
 
-A rank that votes for whole weights knows the outcome and sends at once, so a training step does not wait for votes. A
-forward in which this rank has nothing to send waits for them: 1.5 round trips between nodes, because gloo announces a
-message before it sends it.
+A rank that votes for whole weights knows the result for that unit and sends at once, so a training step does not wait
+for votes. A forward in which this rank has nothing to send waits for the result, 1.5 round trips between nodes,
+because gloo announces a message before it sends it.
 
-A rank votes for a unit if an optimizer that holds its parameters has made a step, if a version counter has moved, if
-`Sharding.weights_changed` was called, or if the checksum of its shard differs from that of the shard it sent last. The
-checksum sees writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed at most
-once per forward, and only where the rest is silent. Backward uses the weights of its forward.
+A rank votes for a unit for one of four reasons: an optimizer that holds its parameters has stepped, a version counter
+has moved, `Sharding.weights_changed` was called, or the checksum of its shard has changed since the shard was sent.
+The checksum detects writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed
+at most once per forward, and only if the other reasons do not apply. A backward uses the weights of its forward.
 
-On CUDA the host waits for a checksum only outside of a step. Between two forwards with gradients in succession it
-compares on the device, reads the result one forward later, and then all ranks raise an error.
+On CUDA the host waits for a checksum only outside of a training step. Between two consecutive forwards with gradients
+the device compares the checksums, and the host reads the result one forward later. If a write was missed, all ranks
+then raise an error.
 """
 
 from __future__ import annotations
@@ -40,33 +42,34 @@ from megazpp.zero.gather import InterNodeMessage, TwoHopGather
 from megazpp.zero.schedule import in_backward
 from megazpp.zero.units import Unit
 
-LATE = 4  # a bit of a vote beside those of `InterNodeMessage`: the last forward has used weights that were written to
+# A vote is an `InterNodeMessage`, possibly with this bit, which says that the last forward used outdated weights.
+LATE = 4
 
 
 class Ballot:
-    """The votes of one forward on all units.
+    """The votes of one forward on which units must send their weights between nodes.
 
     Args:
-        own: this rank's votes.
-        work: returns those of all ranks, bitwise or.
+        own: this rank's votes, one per unit.
+        work: returns the bitwise or of all ranks' votes.
     """
 
     def __init__(self, own: Sequence[int], work: Work[list[int]]) -> None:
         self.own, self._work = own, work
 
     def result(self) -> list[int]:
-        """Return the votes of all ranks; waits for those that have not voted yet."""
+        """Return the bitwise or of all ranks' votes; waits until every rank has voted."""
         return self._work.join()
 
 
 class WatchedGather(TwoHopGather):
-    """A `TwoHopGather` that sends what ranks have voted for.
+    """A two-hop all-gather that sends weights between nodes when the ranks have voted for it.
 
-    Of a unit that is trained in part, only the trained part crosses after a step.
+    If only some parameters of a unit are trained, an optimizer step sends only those between nodes.
 
     Attributes:
-        watch: holds the votes; set before the first use.
-        ballot: the last vote, until a use has sent what it has decided.
+        watch: the votes on all units; set before the first use.
+        ballot: the last vote on this unit; None after a use has sent the weights that it decided on.
     """
 
     watch: WriteWatch
@@ -74,19 +77,25 @@ class WatchedGather(TwoHopGather):
     def __init__(self, unit: Unit, context: CommContext) -> None:
         super().__init__(unit, context)
         self.ballot: Ballot | None = None
-        self._trained: tuple[bool, ...] = ()  # what was trained when the shard was last sent
-        self._sums: torch.Tensor | None = None  # [2] checksums of what was sent: of frozen and of trained parameters
+        self._trained: tuple[bool, ...] = ()  # `Unit.is_trained` when the shard was last sent
+        # [2] checksums of the shards that were sent last: frozen parameters, trained parameters
+        self._sums: torch.Tensor | None = None
 
     @property
     def has_parts(self) -> bool:
-        """True if there is less to send than whole weights."""
+        """True if the unit can send less than whole weights: a difference, or only its trained parameters."""
         return self.secondary.sends_differences or len(set(self._trained)) > 1
 
     def before_step(self, held: Collection[int] | None = None) -> None:
+        """Make the next use send whole weights if the weights were written to before this step.
+
+        See `TwoHopGather.before_step`.
+        """
         if any(self.unit.stepped(held)) and self.vote() == InterNodeMessage.KEYFRAME:
             self.drop()
 
     def after_step(self, *, keyframe: bool, held: Collection[int] | None = None) -> None:
+        """Record the step of an optimizer that holds parameters of the unit; see `TwoHopGather.after_step`."""
         stepped = self.unit.stepped(held)
         if not any(stepped):
             return
@@ -95,7 +104,7 @@ class WatchedGather(TwoHopGather):
             self.drop()
         else:
             self._has_stepped, self._received = True, None
-            if self.secondary.sends_differences:  # what else is written from here on is no difference
+            if self.secondary.sends_differences:  # a later write is not part of this step's difference
                 assert self._crossed is not None
                 self._crossed.wait()
                 self._keep_sums()
@@ -103,12 +112,15 @@ class WatchedGather(TwoHopGather):
         self._after_step = self.unit.fingerprint()
 
     def next_crossing(self) -> InterNodeMessage:
-        """The kind of message that this rank has to send, as far as it knows; on CUDA this waits for the device."""
+        """Return the kind of message that this rank has to send, including the evidence of checksums.
+
+        On CUDA the host waits for the device.
+        """
         vote = self.vote()
         return max([vote, *(kind for differs, kind in self.unknown(vote) if differs)])
 
     def vote(self) -> InterNodeMessage:
-        """Return what this rank has to send, as far as it knows without a checksum."""
+        """Return the kind of message that this rank needs to send, judged without a checksum."""
         if self.secondary.messages is None or self._made_from is None or self._trained != self.unit.is_trained:
             return InterNodeMessage.KEYFRAME
         moved = [now != then for now, then in zip(self.unit.fingerprint(), self._made_from, strict=True)]
@@ -118,7 +130,12 @@ class WatchedGather(TwoHopGather):
         return max([InterNodeMessage.NOTHING, *kinds, *([self._kind_of(True)] if self._has_stepped else ())])
 
     def unknown(self, vote: InterNodeMessage) -> Iterator[tuple[torch.Tensor, InterNodeMessage]]:
-        """Yield, of each part that `vote` does not send, whether it was written to, and what to vote for if it was."""
+        """Compare checksums of the parts of the unit that `vote` does not send.
+
+        Yields:
+            (differs, kind): a bool tensor on the device, True if the part was written to, and the kind to vote for
+            then.
+        """
         if vote == InterNodeMessage.KEYFRAME:
             return
         assert self._crossed is not None
@@ -130,48 +147,61 @@ class WatchedGather(TwoHopGather):
                 yield checksum(shards) != self._sums[int(trained)], kind
 
     def restore(self, row: torch.Tensor, crossing: InterNodeMessage) -> None:
+        """Restore the resident weights from a checkpoint, and store the checksums of the loaded shards.
+
+        See `TwoHopGather.restore`.
+        """
         super().restore(row, crossing)
         self._trained = self.unit.is_trained
         self._keep_sums()
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        if self.secondary.messages is None:  # on all ranks
+        """Return the kinds of messages to send between nodes, as voted; see `TwoHopGather._crossings`."""
+        if self.secondary.messages is None:  # equal on all ranks, so no vote is needed
             self.ballot = None
             return (InterNodeMessage.KEYFRAME,)
         return self.watch.undone(self) if early else self.watch.crossings(self)
 
     @property
     def _is_current(self) -> bool:
+        """True if the unit is sharded and everything that the last vote decided on was sent."""
         return self.unit.is_sharded and self.watch.is_done(self)
 
     def _start_cross_hop(self, *args: Any) -> None:
+        """Submit the cross-node hop, and record which parameters are trained now."""
         self._trained = self.unit.is_trained
         super()._start_cross_hop(*args)
 
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
+        """Run the cross-node hop for whole weights, a difference or the trained part; called in the cross queue."""
         is_part = crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences
-        self._keep_sums(of_frozen=not is_part)  # before the shard is read: a write in between is sent once more
+        self._keep_sums(of_frozen=not is_part)  # before the shard is read, so a write in between is detected later
         if is_part:
             self.secondary.take_in_part(messages, shard(), self._trained_bytes())
         else:
             super()._take_in(crossing, messages, shard)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
+        """Return the bytes that this rank sends to each other node for a message of the kind `crossing`."""
         if crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences:
             return sum(stop - start for start, stop in self._trained_bytes())
         return super()._crossing_bytes(crossing)
 
     def _trained_bytes(self) -> list[tuple[int, int]]:
+        """Return the byte ranges of a message that hold the trained parameters."""
         trained = [segment for segment, each in zip(self.unit.segments, self._trained, strict=True) if each]
         return self._codec.byte_ranges(trained)
 
     def _kind_of(self, trained: bool) -> InterNodeMessage:
-        """The kind of message that sends a write to the trained or to the frozen parameters."""
+        """Return the kind of message to send after a write to the trained, or else to the frozen, parameters."""
         is_part = trained and self.has_parts and not self.secondary.sends_differences
         return InterNodeMessage.DIFFERENCE if is_part else InterNodeMessage.KEYFRAME
 
     def _parts(self) -> Iterator[tuple[bool, list[torch.Tensor]]]:
-        """Yield the shards of trained and of frozen parameters, each of which has a checksum; differences have one."""
+        """Yield (trained, shards) of the parts of the unit that have separate checksums.
+
+        These are the trained and the frozen parameters. With differences, all parameters are one part.
+        """
         shards = self.unit.padded_shards()
         if self.secondary.sends_differences:
             yield True, shards
@@ -180,7 +210,7 @@ class WatchedGather(TwoHopGather):
             yield trained, [shard for shard, each in zip(shards, self._trained, strict=True) if each == trained]
 
     def _keep_sums(self, *, of_frozen: bool = True) -> None:
-        """Keep the checksums of the shard, or only those of its trained part."""
+        """Store the checksums of the shards, for frozen parameters only if `of_frozen`."""
         if self._sums is None:
             with torch.inference_mode(False):
                 self._sums = torch.zeros(2, dtype=torch.int64, device=self.unit.padded_shards()[0].device)
@@ -191,40 +221,46 @@ class WatchedGather(TwoHopGather):
 
 
 class WriteWatch:
-    """Holds the votes on the units of one model.
+    """The votes on all units of one model: before each forward, ranks agree which weights are sent between nodes.
 
     Args:
-        gathers: the units' gathers, in an order that is the same on all ranks.
-        model: the outermost FSDP2 module, which may have no parameters of its own and thus no unit.
-        local, cross: axes over groups that nothing else uses.
+        gathers: the units' gathers, in the same order on all ranks.
+        model: the outermost FSDP2 module. It may own no parameters directly, and then it has no unit.
+        local: axis inside a node over a process group that nothing else uses.
+        cross: axis across nodes over a process group that nothing else uses.
     """
 
     def __init__(self, gathers: Sequence[WatchedGather], model: nn.Module, local: MeshAxis, cross: MeshAxis) -> None:
         self._gathers, self._axes, self._queue = list(gathers), (local, cross), cross.queue
         self._index = {gather: index for index, gather in enumerate(gathers)}
-        self._root: nn.Module | None = None  # the outermost module whose forward is running
-        self._decided: Sequence[WatchedGather] = ()  # the units that its vote was on
-        self._below: dict[nn.Module, list[WatchedGather]] = {}
+        self._root: nn.Module | None = None  # outermost module whose forward is running
+        self._decided: Sequence[WatchedGather] = ()  # units on which that forward has voted
+        self._below: dict[nn.Module, list[WatchedGather]] = {}  # cache of `_units_below`
         self._ballot: Ballot | None = None
         self._had_gradients = False  # whether autograd has recorded the last forward
+        # Comparisons of checksums that the host has not read yet: ballot, units, results, and the event to wait for
         self._unread: tuple[Ballot, list[int], torch.Tensor, torch.cuda.Event] | None = None
         for gather in gathers:
             gather.watch = self
         for module in [each for each in model.modules() if isinstance(each, FSDPModule)]:
-            module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's, which gathers
+            module.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's hook, which gathers
             module.register_forward_hook(self._end, always_call=True)
 
     def crossings(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
-        """Yield the kinds of messages that all ranks send of the unit now, in order; waits where it has to."""
-        if not (in_backward() or gather in self._decided):  # `FSDPModule.unshard` outside of a forward
+        """Yield the kinds of messages that all ranks send of the unit now, in order.
+
+        It votes first if the unit is used outside of a forward, and may wait for other ranks' votes.
+        """
+        if not (in_backward() or gather in self._decided):  # the program called `FSDPModule.unshard` itself
             self._decide([gather])
         yield from self.undone(gather)
 
     def undone(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
-        """Yield what the last vote has decided of the unit and no use has sent yet."""
+        """Yield the kinds of messages that the last vote decided on for the unit and that were not sent yet."""
         ballot, gather.ballot = gather.ballot, None
         if ballot is None:
             return
+        # A rank knows part of the result from its own vote and sends that part before it waits for the other votes.
         index, own = self._index[gather], InterNodeMessage(ballot.own[self._index[gather]] & ~LATE)
         if own == InterNodeMessage.KEYFRAME and not gather.has_parts:
             yield InterNodeMessage.KEYFRAME
@@ -238,13 +274,14 @@ class WriteWatch:
             yield InterNodeMessage.KEYFRAME
 
     def is_done(self, gather: WatchedGather) -> bool:
-        """Return True if nothing that was decided of the unit has still to be sent."""
+        """Return True if nothing that the last vote decided on for the unit remains to be sent."""
         ballot, index = gather.ballot, self._index[gather]
         return ballot is None or not (ballot.own[index] or ballot.result()[index])
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Any) -> None:
-        if self._root is not None or in_backward():  # activation checkpoints run forwards in backward
+        """Vote on which weights to send between nodes, when the forward of an outermost FSDP2 module begins."""
+        if self._root is not None or in_backward():  # activation checkpointing runs forwards inside a backward
             return
         self._root, below = module, self._units_below(module)
         if any(gather.unit.is_sharded for gather in below):
@@ -253,6 +290,11 @@ class WriteWatch:
 
     @torch.compiler.disable
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the forward of an outermost module.
+
+        Raises:
+            RuntimeError: the previous forward missed a write on some rank; raised on all ranks.
+        """
         if self._root is not module:
             return
         (ballot, self._ballot), self._root, self._decided = (self._ballot, None), None, ()
@@ -261,23 +303,27 @@ class WriteWatch:
         late = [g.unit.name for g, votes in zip(self._gathers, ballot.result(), strict=True) if votes & LATE]
         if late:
             raise RuntimeError(
-                f"{', '.join(late)}: the weights were written to between two forwards of a step, and the second one "
-                "has used the old weights; call sharding.weights_changed() after such a write"
+                f"{', '.join(late)}: the weights were written to between two forwards of a step, and the second "
+                "forward used the old weights; call sharding.weights_changed() after such a write"
             )
 
     def _units_below(self, module: nn.Module) -> list[WatchedGather]:
+        """Return the gathers of the units inside `module`."""
         if module not in self._below:
             inside = set(module.modules())
             self._below[module] = [g for g in self._gathers if not inside.isdisjoint(g.unit.modules)]
         return self._below[module]
 
     def _decide(self, gathers: Sequence[WatchedGather]) -> None:
-        """Vote on these units, and start the exchange of votes."""
+        """Vote on whether these units must send their weights between nodes, and start the exchange of votes."""
+        # ---- this rank's votes, and comparisons of checksums
         votes, found = [0] * len(self._gathers), []
         with torch.no_grad():
             for gather in gathers:
                 vote = votes[self._index[gather]] = gather.vote()
                 found += [(self._index[gather], kind, differs) for differs, kind in gather.unknown(vote)]
+
+        # ---- read the comparisons now, or one forward later if the host would have to wait inside a step
         differ = torch.stack([differs for _, _, differs in found]) if found else torch.zeros(0)
         inside_step = self._had_gradients and torch.is_grad_enabled()
         self._had_gradients = torch.is_grad_enabled()
@@ -290,22 +336,24 @@ class WriteWatch:
                 votes[index] = max(votes[index], kind * int(differs))
         for index in self._read_late():
             votes[index] |= LATE
+
+        # ---- exchange the votes
         self._ballot = ballot = Ballot(votes, self._queue.submit(functools.partial(self._exchange, votes)))
         self._unread = None if unread is None else (ballot, *unread)
         for gather in gathers:
             gather.ballot = ballot
 
     def _read_late(self) -> list[int]:
-        """Return the units of which the last forward has used weights that this rank had written to."""
+        """Return the indices of the units for which the last forward has missed a write on this rank."""
         if self._unread is None:
             return []
         ballot, indices, differ, event = self._unread
-        event.synchronize()  # it was recorded when the last forward began
+        event.synchronize()  # a short wait: the event was recorded when the last forward began
         found = [index for index, differs in zip(indices, differ.tolist(), strict=True) if differs]
         return [index for index in found if not ballot.result()[index]]
 
     def _exchange(self, votes: Sequence[int]) -> list[int]:
-        """Return the votes of all ranks, bitwise or."""
+        """Return the bitwise or of all ranks' votes; runs in a communication thread."""
         found = torch.tensor(votes, dtype=torch.uint8)
         for axis in self._axes:
             received = axis.all_to_all(found.repeat(axis.size, 1), of="votes")

@@ -25,8 +25,8 @@ def islands(number: int, *, fragments: int = 1, **case: int) -> Case:
 NONE, TWO, FOUR, FRAGMENTS = Case(nodes=4), islands(2), islands(4), islands(2, fragments=2)
 WIDE = islands(2, tp=2, nodes=2)  # islands of one node each
 NONE_1, TWO_1, FOUR_1 = (dataclasses.replace(case, stage=1) for case in (NONE, TWO, FOUR))
-BEGIN = "note: islands begin at the outer weights: the checkpoint "
-OTHERS = [f"{BEGIN}has other islands' own, or none"]
+BEGIN = "note: replica groups start at the outer weights, because the checkpoint "
+OTHERS = [f"{BEGIN}has another number of groups"]
 MODEL = {"model.": "model."}
 BEGUN = MODEL | {"diloco.common.": "model.", "island.I.inner.": "model."}
 KEPT = BEGUN | {"diloco.momentum.": "diloco.momentum."}
@@ -39,7 +39,7 @@ CASES = {
     "none from two, zero 1": (TWO_1, NONE_1, MODEL, []),
     "two from none": (NONE, TWO, BEGUN, OTHERS),
     "two from none, zero 1": (NONE_1, TWO_1, BEGUN, OTHERS),
-    "fragments": (TWO, FRAGMENTS, KEPT, [f"{BEGIN}is of another --diloco-fragments"]),
+    "fragments": (TWO, FRAGMENTS, KEPT, [f"{BEGIN}has other --diloco-fragments"]),
     "wide from narrow": (TWO, WIDE, ALL, []),
     "narrow from wide": (WIDE, TWO, ALL, []),
 }
@@ -92,7 +92,7 @@ def accepted(case: Case) -> list[str]:
     there, own = attempt.state.tensors(optimizer=True, rng=False), f"island.{attempt.dims.island.rank}."
     missing = ("diloco.common.final_norm.weight", f"{own}inner.final_norm.weight", f"{own}values")
     without = {gone: {key: x for key, x in there.items() if key != gone} for gone in missing}
-    rows = [(rest, f"the checkpoint of islands has no {gone}") for gone, rest in without.items()]
+    rows = [(rest, f"the DiLoCo checkpoint has no {gone}") for gone, rest in without.items()]
     cut = there | {f"{own}values": there[f"{own}values"][:-3]}
     rows.append((cut, f"{own}values: loss scale, losses or groups are damaged"))
 

@@ -1,4 +1,4 @@
-"""Drawing that seldom waits for the device and replays its steps, against drawing that looks at each token."""
+"""Decoding that rarely waits for the device and replays its steps, against decoding that checks each token."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ from megazpp.model.gpt import GPTModel
 
 PROMPTS = [[5, 1, 100], [7], [2, 3, 5, 7, 11, 13], [30, 31], [50], [99, 98, 97, 96]]
 LIMIT = 40
-STYLES = {  # a larger std than usual, so that the logits differ by much more than rounding
+STYLES = {  # a larger standard deviation than usual, so that logits differ by much more than rounding
     "gpt2": dataclasses.replace(GPT2_STYLE, init_method_std=0.3, max_position_embeddings=64),
     "llama": dataclasses.replace(LLAMA_STYLE, init_method_std=0.3, max_position_embeddings=64),
 }
@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "penalty": {"sample_repetition_penalty": 1.5, "sample_top_k": 0},
     "greedy": {"sample_temperature": 0.0, "sample_repetition_penalty": 1.2},
 }
-ROUNDING = 1e-5  # fp32: products of other numbers of rows, and attention over more masked keys
+ROUNDING = 1e-5  # fp32 rounding, because batch size and number of masked keys differ
 
 
 def draw(model: GPTModel, config: SampleConfig, *, ends: Sequence[int] = (), **options: Any) -> Drawn:
@@ -43,7 +43,7 @@ def draw(model: GPTModel, config: SampleConfig, *, ends: Sequence[int] = (), **o
 
 
 def end_of_some(model: GPTModel, config: SampleConfig) -> list[int]:
-    """Two tokens, with one of which about half of the completions end."""
+    """Return a token that ends about half of the completions, and a token outside of the vocabulary."""
     found = draw(model, config)
     counts = collections.Counter(token for row in found.tokens.tolist() for token in set(row))
     return [min(counts, key=lambda token: abs(counts[token] - len(PROMPTS) // 2)), 500]
@@ -56,7 +56,7 @@ def assert_same(found: Drawn, expected: Drawn, *, atol: float) -> None:
 
 
 @pytest.mark.parametrize(("style", "config"), [*zip(itertools.cycle(STYLES), CONFIGS, strict=False)])
-def test_replayed_steps_draw_what_eager_steps_draw(style, config, monkeypatch):
+def test_replayed_steps_sample_the_same_tokens_as_eager_steps(style, config, monkeypatch):
     model, sample = build_gpt(STYLES[style]), SampleConfig(sample_tokens=LIMIT, **CONFIGS[config])
     ends = end_of_some(model, sample)
     expected = draw(model, sample, ends=ends)
@@ -70,11 +70,11 @@ def test_replayed_steps_draw_what_eager_steps_draw(style, config, monkeypatch):
     assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)
     assert graphs.captured >= 2
     assert graphs.replayed > LIMIT // 2
-    assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)  # of the same object again
+    assert_same(draw(model, sample, ends=ends, look_every=8, graphs=graphs), eager, atol=0)  # reuse
 
 
-def test_stop_strings_and_rows_that_leave_are_seen_by_replayed_steps(monkeypatch):
-    """Row i ends with its token 1 + 5i, so that the batch shrinks twice; the host looks at each token."""
+def test_replayed_steps_handle_stop_strings_and_a_shrinking_batch(monkeypatch):
+    """Row i ends with its token 1 + 5i, so the batch shrinks twice, and the host checks each token."""
     model, sample = build_gpt(STYLES["llama"]), SampleConfig(sample_tokens=LIMIT, sample_top_k=0)
 
     def draw_and_ask(**options: Any) -> tuple[Drawn, list[tuple[int, int]]]:
@@ -100,7 +100,7 @@ def test_stop_strings_and_rows_that_leave_are_seen_by_replayed_steps(monkeypatch
 
 
 def count_waits(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
-    """Count calls of methods of tensors that wait for a device, and tensors that are made on the host."""
+    """Count the tensor methods that wait for a device, and the tensors that are created on the host."""
     counts: collections.Counter[str] = collections.Counter()
 
     def counted(owner: Any, name: str) -> None:
@@ -118,22 +118,22 @@ def count_waits(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     return counts
 
 
-def test_the_host_waits_once_per_eight_tokens_and_copies_nothing_to_the_device(monkeypatch):
+def test_host_waits_once_per_eight_tokens_and_copies_nothing(monkeypatch):
     model, found = build_gpt(STYLES["gpt2"]), []
     counts = count_waits(monkeypatch)
     for limit in (8, 40):
         counts.clear()
         sample = SampleConfig(sample_tokens=limit, sample_top_k=20, sample_top_p=0.9, sample_repetition_penalty=1.1)
-        draw(model, sample, ends=[500], look_every=8)  # beyond the vocabulary: no row ends
+        draw(model, sample, ends=[500], look_every=8)  # 500 is outside of the vocabulary, so no row ends
         found.append(dict(counts))
     short, long = found
     assert long.pop("tolist") == 4  # after 8, 16, 24 and 32 tokens
-    assert long == short  # before the first token and after the last one
+    assert long == short  # all other waits are before the first token or after the last
     assert short["cpu"] == 4
 
 
-def test_hooks_on_forwards_run_for_the_prompts_alone_and_stay():
-    """FSDP2's and those of frozen units gather weights, which stay gathered."""
+def test_forward_hooks_run_for_the_prompts_only_and_stay_registered():
+    """Hooks of FSDP2 and frozen units gather weights, which stay gathered after the prompts' forward."""
     model, calls = build_gpt(STYLES["gpt2"]), collections.Counter()
     units = [model, *model.layers]
     for index, module in enumerate(units):
@@ -144,7 +144,7 @@ def test_hooks_on_forwards_run_for_the_prompts_alone_and_stay():
     assert all(module._forward_pre_hooks is kept for module, kept in zip(units, hooks, strict=True))
 
 
-def test_a_capture_that_fails_is_a_warning_and_tokens_are_drawn_eagerly(monkeypatch):
+def test_failed_capture_warns_and_decoding_runs_eagerly(monkeypatch):
     model, sample = build_gpt(STYLES["gpt2"]), SampleConfig(sample_tokens=9)
     expected = draw(model, sample)
     record_steps(monkeypatch)
@@ -154,7 +154,7 @@ def test_a_capture_that_fails_is_a_warning_and_tokens_are_drawn_eagerly(monkeypa
 
     monkeypatch.setattr(decoding, "capture_graph", fail)
     graphs = StepGraphs(capture=True)
-    with pytest.warns(UserWarning, match="drawn eagerly.*operation not permitted when stream is capturing$"):
+    with pytest.warns(UserWarning, match="decoding runs eagerly.*operation not permitted when stream is capturing$"):
         found = draw(model, sample, graphs=graphs)
     assert_same(found, expected, atol=ROUNDING)
     assert (graphs.capture, graphs.captured, graphs.replayed) == (False, 0, 0)
@@ -166,7 +166,7 @@ def test_a_capture_that_fails_is_a_warning_and_tokens_are_drawn_eagerly(monkeypa
     (True, 1, 2, False),
     (False, 1, 1, False),
 ])  # fmt: skip
-def test_steps_are_captured_on_cuda_where_they_have_no_collectives(cuda, tp, cp, expected):
+def test_steps_without_collectives_are_captured_on_cuda(cuda, tp, cp, expected):
     word = SimpleNamespace(weight=SimpleNamespace(is_cuda=cuda))
     axes = {"tp": SimpleNamespace(size=tp), "cp": SimpleNamespace(size=cp)}
     assert may_capture(SimpleNamespace(embedding=SimpleNamespace(word=word), **axes)) is expected
@@ -177,7 +177,7 @@ def draw_on_ranks(config: SampleConfig, ends: Sequence[int], look_every: int) ->
 
 
 @pytest.mark.parametrize("config", ["top k and p", "penalty"])
-def test_tensor_parallel_ranks_that_look_every_eight_tokens_draw_the_same(config):
+def test_tp_ranks_that_look_every_eight_tokens_sample_the_same(config):
     sample = SampleConfig(sample_tokens=LIMIT, **CONFIGS[config])
     ends = end_of_some(build_gpt(STYLES["llama"]), sample)
     (expected,) = ranks(1).run(draw_on_ranks, sample, ends, 1)
@@ -193,8 +193,8 @@ def test_tensor_parallel_ranks_that_look_every_eight_tokens_draw_the_same(config
     ("llama", "penalty", True),
     ("gpt2", "greedy", True),
 ])  # fmt: skip
-def test_on_a_gpu_captured_steps_draw_the_bits_of_eager_ones(style, config, compile_):
-    """Over a mask's length of 128, so that a second graph takes the memory of the first."""
+def test_gpu_captured_steps_match_eager_steps_bit_for_bit(style, config, compile_):
+    """The completions exceed a mask length of 128, so that a second graph reuses the memory of the first."""
     wide = dataclasses.replace(STYLES[style], max_position_embeddings=256, kv_channels=16, compile=compile_)
     model, sample = build_gpt(wide).to("cuda", torch.bfloat16), SampleConfig(sample_tokens=200, **CONFIGS[config])
     ends = end_of_some(model, sample)

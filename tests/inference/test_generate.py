@@ -1,4 +1,4 @@
-"""Generation against a plain loop over one model, and over every way of spreading the model."""
+"""Generation against a plain loop over one model, on every parallel layout."""
 
 import dataclasses
 import functools
@@ -19,19 +19,19 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.parameters import initialize_parameters_
 from megazpp.zero.config import ZeroConfig
 
-PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13), tuple(range(30, 50)))  # the last one is longer than the model takes
-STYLES = {  # a larger std than usual, so that the logits differ by much more than rounding
+PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13), tuple(range(30, 50)))  # the last one exceeds the longest input
+STYLES = {  # a larger standard deviation than usual, so that logits differ by much more than rounding
     "gpt2": dataclasses.replace(GPT2_STYLE, init_method_std=0.5),
     "llama": dataclasses.replace(LLAMA_STYLE, init_method_std=0.5),
 }
-GREEDY = SampleConfig(sample_tokens=20, sample_temperature=0.0)  # beyond the longest input of 16
+GREEDY = SampleConfig(sample_tokens=20, sample_temperature=0.0)  # more tokens than the longest input, 16
 DRAWN = SampleConfig(sample_tokens=20, sample_temperature=0.7, sample_top_k=10)
 ZEROPP = ZeroConfig(zeropp=True)
 
 
 @torch.no_grad()
 def plain_loop(model: GPTModel, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    """Argmax of a plain forward over what came before, one token after the other, without padding."""
+    """Generate greedily by a plain forward over all earlier tokens for each token, without padding."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         logits = model.tp.all_gather(model(torch.tensor([tokens[-16:]]))[0, -1])[:101]
@@ -47,7 +47,7 @@ def greedy_reference(style: GPTConfig, prompt: tuple[int, ...]) -> list[int]:
 
 
 def generate_on_ranks(case: Case, *asked: tuple[tuple[tuple[int, ...], ...], SampleConfig, int, int]) -> list[Any]:
-    """The tokens of prompts with a config, a seed and the first prompt's number, for each that is asked."""
+    """Generate for each request (prompts, config, seed, index of the first prompt), and return the tokens."""
     built = build_on_ranks(case)
     found = [
         generate(*built, prompts, config, max_length=16, seed=seed, first_prompt=number).tokens
@@ -70,7 +70,7 @@ DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
         slow("llama", 4, 4, 2, False),
     ],
 )
-def test_greedy_tokens_are_those_of_plain_forwards_row_by_row_and_drawn_ones_depend_on_the_seed_alone(
+def test_greedy_tokens_match_plain_forwards_and_samples_follow_the_seed(
     style, world_size, tp, stage, sequence_parallel
 ):
     model, asked = STYLES[style], [(PROMPTS[:3], GREEDY, 1, 0), (PROMPTS[3:], GREEDY, 1, 0), *DRAWS]
@@ -78,14 +78,17 @@ def test_greedy_tokens_are_those_of_plain_forwards_row_by_row_and_drawn_ones_dep
     (alone,) = ranks(1).run(generate_on_ranks, Case(model=model), *DRAWS)
     for first, second, *drawn in ranks(world_size).run(generate_on_ranks, case, *asked):
         assert [*first, *second] == [greedy_reference(model, prompt) for prompt in PROMPTS]
-        assert len(set(second[0])) > 2  # a text that varies, so equality says something
+        assert len(set(second[0])) > 2  # the text varies, so that equality is significant
         assert drawn == alone
         assert drawn[0] == drawn[2] != drawn[1]
 
 
 def generate_sharded(case: Case) -> tuple[list[list[int]], list[int]]:
-    """Tokens as plain forwards of the same shards have them, which see quantized weights; gathers of weights by
-    generations of 2, 2 and 8 tokens (the first also crosses nodes), then by the plain forwards."""
+    """Check generated tokens against plain forwards of the same, possibly quantized, shards; return tokens and gathers.
+
+    The numbers of gathers are for generations of 2, 2 and 8 tokens and for the plain forwards. Only the first
+    generation crosses nodes.
+    """
     model, sharding, dims = build_on_ranks(case)
     tokens: list[list[int]] = []
 
@@ -104,9 +107,7 @@ def generate_sharded(case: Case) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.parametrize(("style", "tp", "zero"), [("gpt2", 2, ZEROPP), slow("llama", 1, ZEROPP), ("llama", 2, None)])
-def test_weights_are_gathered_once_per_generation_whose_tokens_are_those_of_plain_forwards_and_freed_after_it(
-    style, tp, zero
-):
+def test_generation_gathers_weights_once_and_frees_them_afterwards(style, tp, zero):
     results = ranks(4).run(generate_sharded, Case(model=STYLES[style], tp=tp, nodes=2, zero=zero))
     for tokens, (first, short, long, after) in results:
         assert tokens == results[0][0]
@@ -126,13 +127,13 @@ def train_around_a_sample(case: Case, samples: bool) -> list[tuple[float, float]
 
 
 @pytest.mark.parametrize("zero", [slow(None), ZEROPP])
-def test_a_sample_in_the_middle_changes_nothing_about_the_training(zero):
+def test_sample_during_training_changes_nothing(zero):
     dropout = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1)
     case = Case(model=dropout, tp=2, nodes=2, sequence_parallel=True, zero=zero)
     assert ranks(4).run(train_around_a_sample, case, True) == ranks(4).run(train_around_a_sample, case, False)
 
 
-def test_drawn_tokens_of_a_prompt_do_not_depend_on_the_others_of_its_batch_and_none_are_drawn_unasked():
+def test_sampled_tokens_do_not_depend_on_other_prompts_of_the_batch():
     nothing = dataclasses.replace(GREEDY, sample_tokens=0)
     alone = [(PROMPTS[number : number + 1], DRAWN, 1, number) for number in range(3)]
     asked = [(PROMPTS[:3], DRAWN, 1, 0), *alone, (PROMPTS[:2], nothing, 1, 0)]

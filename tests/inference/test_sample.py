@@ -1,4 +1,4 @@
-"""Drawing a token: which are possible, and how often each comes."""
+"""Sampling of a token: the tokens that are kept, and their frequencies."""
 
 import math
 
@@ -13,18 +13,18 @@ LOGITS = SHARES.log() + 3.0
 
 
 def sample(**fields: float) -> SampleConfig:
-    """Temperature 1, all tokens, and this."""
+    """Return settings with temperature 1 and all tokens, changed by `fields`."""
     return SampleConfig(**{"sample_temperature": 1.0, "sample_top_k": 0, **fields})
 
 
-def test_at_temperature_1_tokens_come_as_often_as_the_model_says():
+def test_token_frequencies_at_temperature_1_match_the_model():
     generator = torch.Generator().manual_seed(1)
     drawn = torch.tensor([pick(LOGITS, sample(), generator) for _ in range(4000)])
     shares = torch.bincount(drawn, minlength=5) / 4000
-    assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the likeliest
+    assert (shares - SHARES).abs().max() < 0.03  # 4 standard deviations of the most likely token's share
 
 
-def test_probabilities_are_those_of_transformers_logits_processors():
+def test_probabilities_match_transformers_logits_processors():
     generator = torch.Generator().manual_seed(3)
     logits, rows = 3 * torch.randn(40, 23, generator=generator), torch.randint(23, (40, 6), generator=generator)
     for config in (
@@ -51,7 +51,7 @@ def test_probabilities_are_those_of_transformers_logits_processors():
         assert torch.equal(found > 0, expected > -math.inf), config
 
 
-def test_top_p_keeps_the_token_with_which_its_share_is_reached_and_min_p_one_that_is_just_as_likely():
+def test_top_p_and_min_p_keep_tokens_that_just_reach_their_share():
     logits = torch.tensor([[0.25, 0.5, 0.125, 0.125]]).log2() * math.log(2.0)
     for config, kept in (
         (sample(sample_top_p=0.5), [1]),
@@ -62,16 +62,16 @@ def test_top_p_keeps_the_token_with_which_its_share_is_reached_and_min_p_one_tha
         assert next_probabilities(logits, config)[0].nonzero().flatten().tolist() == kept, config
 
 
-def test_at_temperature_0_the_most_likely_token_is_taken_after_a_penalty_and_nothing_is_drawn():
+def test_temperature_0_takes_the_most_likely_token_after_the_penalty():
     config, generator = sample(sample_temperature=0.0, sample_repetition_penalty=2.0), torch.Generator().manual_seed(1)
     before, logits = generator.get_state(), torch.tensor([-1.0, 3.0, 2.0])
     assert [pick(logits, config, generator, tokens) for tokens in ([], [0, 2], [1, 1])] == [1, 1, 2]
-    negative = torch.tensor([-1.0, -3.0, -1.5])  # multiplied: -2
+    negative = torch.tensor([-1.0, -3.0, -1.5])  # the penalty multiplies: -2
     assert pick(negative, config, generator, [0]) == 2
     assert torch.equal(generator.get_state(), before)
 
 
-def test_settings_that_cannot_work_are_refused():
+def test_invalid_sampling_settings_raise_an_error():
     rows = [
         ({"sample_top_p": 1.1}, "--sample-top-p 1.1 is not in (0, 1]"),
         ({"sample_min_p": 1.5}, "--sample-min-p 1.5 is not in [0, 1]"),
@@ -80,5 +80,5 @@ def test_settings_that_cannot_work_are_refused():
     assert not not_refused(rows, lambda fields: sample(**fields))
 
 
-def test_a_stop_string_may_name_a_new_line():
+def test_stop_string_may_contain_a_line_break():
     assert SampleConfig(sample_stop=(r"\n\n", "é.")).stops == ("\n\n", "é.")

@@ -1,4 +1,4 @@
-"""Texts as their tokens come: what is shown when, and where they end."""
+"""Texts while their tokens arrive: the text that is printed after each token, and where texts end."""
 
 import dataclasses
 import io
@@ -22,7 +22,7 @@ BYTES = ByteTokenizer()
 
 
 def grow(text: str, *stop: str) -> list[str]:
-    """What is certain after each token."""
+    """Return the final part of the text after each token."""
     row, shown = Continuation(BYTES, [], stop), []
     for token in BYTES.encode(text):
         over = row.add(token)
@@ -33,7 +33,7 @@ def grow(text: str, *stop: str) -> list[str]:
     return shown
 
 
-def test_a_text_ends_before_the_stop_string_that_comes_first():
+def test_text_ends_before_the_first_stop_string():
     assert grow("one. two! three", "!", ".")[-1] == "one"
     assert grow("aab", "ab", "b")[-1] == "a"
     assert grow("no end", "!")[-1] == "no end"
@@ -47,7 +47,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize("write", [qwen2, llama3, byte_fallback, gpt2])
-def test_a_text_ends_at_the_token_at_which_transformers_ends_it(tmp_path, write):
+def test_text_ends_at_the_same_token_as_in_transformers(tmp_path, write):
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     tokenizer = load_tokenizer(find_tokenizer(tmp_path))
@@ -64,20 +64,20 @@ def test_a_text_ends_at_the_token_at_which_transformers_ends_it(tmp_path, write)
             assert not any(name in row.text for name in (*tokenizer.specials, *stops))
 
 
-def test_half_a_character_and_what_may_begin_a_stop_string_are_held_back_until_there_is_no_more():
+def test_partial_characters_and_stop_strings_are_held_back_until_the_end():
     assert grow("aé€") == ["a", "a", "aé", "aé", "aé", "aé€"]
     assert grow("ab-\nc", "-\n\n") == ["a", "ab", "ab", "ab", "ab-\nc"]
     ended, finished = (Continuation(BYTES, BYTES.encode("x"), ["-\n\n"]) for _ in range(2))
     for row in (ended, finished):
         assert [row.add(token) for token in BYTES.encode("ab-\n")] == [False] * 4
         assert row.text == "ab"
-    assert ended.add(BYTES.eod)  # which is not shown
+    assert ended.add(BYTES.eod)  # eod is not part of the text
     finished.finish()
     assert [(row.text, row.over) for row in (ended, finished)] == [("ab-\n", True)] * 2
 
 
-def test_the_space_between_prompt_and_text_is_part_of_the_text():
-    model = io.BytesIO()  # a model as SentencePiece makes it by default, which drops a text's first space
+def test_space_between_prompt_and_text_belongs_to_the_text():
+    model = io.BytesIO()  # SentencePiece models drop the first space of a text by default
     sentences = iter(["call me ishmael some years ago"] * 20)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=sentences, model_writer=model, vocab_size=17, minloglevel=2
@@ -91,7 +91,7 @@ def test_the_space_between_prompt_and_text_is_part_of_the_text():
     assert row.text == " ishmael"
 
 
-def test_rows_are_written_in_order_and_the_first_that_is_not_over_as_it_grows():
+def test_rows_are_printed_in_order_and_the_first_open_one_as_it_grows():
     out, rows = io.StringIO(), [Continuation(BYTES, [], ("!",)) for _ in range(2)]
     stream = Stream([Start([0], "A:"), Start([0], "B:")], rows, out)
     seen = []
@@ -111,7 +111,7 @@ def texts_on_ranks(case: Case, config: SampleConfig) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("tp", [slow(1), 2])
-def test_what_is_shown_is_what_is_returned_and_stop_strings_end_a_row_on_all_ranks(tp):
+def test_printed_text_equals_returned_text_and_stops_end_rows_on_all_ranks(tp):
     config, case = SampleConfig(sample_tokens=8, sample_temperature=1.0, sample_top_k=0), Case(vocab_size=257, tp=tp)
     (texts, shown), (others, _) = ranks(2).run(texts_on_ranks, case, config)
     assert texts == others

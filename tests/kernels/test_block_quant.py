@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_with_its_name():
 
     wrong = [
         (X.double(), {}, "x is torch.float64"),
-        (torch.zeros(2, 65), {}, "x (2, 65) has rows of another size than 40"),
+        (torch.zeros(2, 65), {}, "x (2, 65) has rows of the wrong size; expected 40 elements"),
         (X, {"messages": SENT.view(torch.int8)}, "messages is torch.int8"),
         (X, {"messages": SENT[:1]}, "messages is torch.uint8 (1, 80)"),
         (X, {"messages": torch.zeros(200, dtype=torch.uint8).as_strided((2, 80), (81, 1))}, "a multiple of 4"),
@@ -106,11 +106,11 @@ def test_what_does_not_fit_is_refused_with_its_name():
         (X, {"errors": Feedback.zeros((2,), table_of(41))}, "another layout"),
         (X, {"base": torch.zeros(2, 40, device="meta")}, "base is (2, 40) on meta"),
         (X, {"base": X.double()}, "base is torch.float64"),
-        (X, {"base": X, "errors": Feedback.zeros((2,), table_of(40))}, "without errors"),
+        (X, {"base": X, "errors": Feedback.zeros((2,), table_of(40))}, "errors and base are both given"),
         (X.to("meta"), {}, "no implementation for meta"),  # an error, not a slow path
     ]
     assert not_refused(wrong, ask) == []
-    with pytest.raises(ValueError, match="nothing to sum"):
+    with pytest.raises(ValueError, match="cannot be summed"):
         unpack_sum(SENT[None, :0].transpose(0, 1), table_of(40), out=X[0])
 
 

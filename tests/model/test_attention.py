@@ -1,4 +1,4 @@
-"""Rotary positions, document masks and whole attention layers against independent formulas."""
+"""Rotary embeddings, document masks and whole attention layers against independent formulas."""
 
 import functools
 import itertools
@@ -21,15 +21,21 @@ FAR = torch.arange(2000, 2009).expand(2, 9)
 
 
 def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int, base: float) -> torch.Tensor:
-    """Channels (i, i + channels/2) of x [S, B, heads, D] as one complex number, times exp(i position base^(-2i/c))."""
+    """Rotate the channel pairs (i, i + channels/2) of x [S, B, D] as complex numbers.
+
+    The factor is exp(i position base^(-2i/channels)).
+    """
     half = channels // 2
     angle = position_ids.t()[:, :, None, None] * base ** (-2 * torch.arange(half).double() / channels)
     turned = torch.complex(x[..., :half], x[..., half:channels]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((turned.real, turned.imag, x[..., channels:]), dim=-1)
 
 
-def test_rotary_positions_turn_pairs_of_channels_as_complex_numbers():
-    """In fp32, rounded once. Its angles: 6e-8 relative to at most 2009 radians, 1.2e-4; below 10 radians 1e-6."""
+def test_rotary_embeddings_rotate_pairs_like_complex_numbers():
+    """Tolerances are one fp32 rounding of the angles.
+
+    Relative 6e-8 of at most 2009 radians is 1.2e-4; below 10 radians it is 1e-6.
+    """
     for (ids, near), percent, base, (dtype, rounding) in itertools.product(
         ((RESTARTING, 5e-6), (FAR, 1e-3)),
         (1.0, 0.5, 0.2),
@@ -46,13 +52,13 @@ def test_rotary_positions_turn_pairs_of_channels_as_complex_numbers():
         assert torch.equal(turned[..., channels:], x[..., channels:])
 
 
-def test_a_query_looks_at_earlier_tokens_of_its_own_document_only():
+def test_query_attends_only_to_earlier_tokens_of_its_document():
     for starts in (
-        [0, 14],  # one document over two rows: rows are separate all the same
+        [0, 14],  # one document over two rows; rows are separate nevertheless
         [0, 7, 14],
         [0, 1, 2, 7, 12, 13, 14],
         [0, 3, 7, 8, 14],
-        [*range(15)],  # every token by itself
+        [*range(15)],  # every token is a document
     ):
         mask = document_mask(torch.tensor(starts, dtype=torch.int32), batch=2, seq=7)
         assert mask.shape == (2, 1, 7, 7)
@@ -73,7 +79,7 @@ def head_norm(config: GPTConfig, letter: str, x: torch.Tensor, weights: dict[str
 def attention_by_heads(
     config: GPTConfig, mask: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """One head at a time; the fused rows are [group, (queries, key, value), channels]."""
+    """Compute attention one head at a time; the rows of the fused projection are [group, (queries, key, value), D]."""
     projected = x @ weights["qkv.weight"].t() + weights.get("qkv.bias", 0.0)
     groups, contexts = projected.unflatten(-1, (config.query_groups, -1, config.head_size)), []
     for group in groups.unbind(2):
@@ -112,12 +118,12 @@ def compare_with_formula() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_attention_however_it_is_split_is_its_formula_head_by_head(size):
+def test_attention_on_any_layout_equals_its_formula_per_head(size):
     ranks(size).run(compare_with_formula)
 
 
 def keeps_fused_product(inputs: AttentionInputs, **changes: Any) -> bool:
-    """True if autograd keeps the output of the fused projection, of which queries, keys and values are views."""
+    """Return True if autograd keeps the output of the fused projection; queries, keys and values are views of it."""
     config = GPTConfig(hidden_size=8, num_attention_heads=4, attention_dropout=0.0, **changes)
     attention = SelfAttention(config, tp=MeshAxis("tp"), sequence_parallel=False, output_std=1.0).double()
     outputs: list[torch.Tensor] = []
@@ -128,8 +134,8 @@ def keeps_fused_product(inputs: AttentionInputs, **changes: Any) -> bool:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_rotary_attention_does_not_keep_the_fused_product(masked):
-    """Turned queries and keys are other tensors, and the values alone are a small part of the product."""
+def test_rotary_attention_does_not_keep_the_fused_projection(masked):
+    """Rotated queries and keys are new tensors, and the copied values are only a small part of the projection."""
     mask = document_mask(torch.tensor([0, 2, 6, 7, 12]), batch=2, seq=6) if masked else None
     core = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
     cases = itertools.product(("multi-head", "grouped", "multi-query"), (1.0, 0.5), ({}, core))
@@ -140,8 +146,11 @@ def test_rotary_attention_does_not_keep_the_fused_product(masked):
         assert not keeps_fused_product(inputs, **changes, **recompute), (shape, percent, recompute)
 
 
-def test_attention_without_copies_of_its_parts_keeps_the_fused_product():
-    """Without rotary positions all three are views of it, and norms of heads need it as their input."""
+def test_attention_without_rotary_keeps_the_fused_projection():
+    """Without rotary embeddings, queries, keys and values are views of the projection.
+
+    Norms of heads need the projection as their input.
+    """
     rotary = rotary_angles(torch.arange(6).expand(2, 6), channels=4, base=10000.0)
     assert keeps_fused_product(AttentionInputs(rotary=None, mask=None), kv_channels=4)
     with mock.patch.object(torch.Tensor, "contiguous", side_effect=AssertionError("a copy that saves no memory")):

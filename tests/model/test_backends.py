@@ -1,4 +1,4 @@
-"""Attention kernels: no mask for cuDNN, documents without anything of S x S; layers compiled where they can be."""
+"""Back ends: no mask for cuDNN, no S x S tensors for documents, and compiled layers where a compiler exists."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 @torch.no_grad()
 def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
-    """Losses of documents, which take a mask; logits of a prompt, without one; and of another token, with one."""
+    """Run a model with documents (with a mask), with a prompt (without one) and with one more token (with one)."""
     cache, tokens = KVCache(len(gpt.layers), 3, SEQ), packed().tokens
     found = [losses_of(gpt, packed()), gpt(tokens[:, :5], cache=cache)]
     cache.add([5, 3, 4])
@@ -42,8 +42,8 @@ def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(style, monkeypatch):
-    """A CPU whose tensors say that they are CUDA's. Without a mask torch chooses, among all kernels."""
+def test_cuda_masks_use_two_kernels_without_grouped_heads(style, monkeypatch):
+    """A CPU stands in for CUDA: its tensors report to be on CUDA. Without a mask torch chooses among all kernels."""
     gpt, calls, original = build_gpt(STYLES[style]), [], F.scaled_dot_product_attention
     expected, everything = documents_and_generation(gpt), set(_cur_sdpa_kernel_backends())
 
@@ -66,7 +66,7 @@ def test_a_mask_on_cuda_goes_to_two_kernels_and_heads_are_not_grouped(style, mon
 def one_by_one(
     q, k, v, starts, key_starts, longest, longest_key, *, window_size, enable_gqa=False, scale=None
 ) -> torch.Tensor:
-    """Stands in for torch's varlen_attn, which is for CUDA, and checks what it is given."""
+    """Replace torch's varlen_attn, which needs CUDA, by attention inside each document, and check its arguments."""
     left, right = window_size
     assert right == 0  # causal
     assert not enable_gqa or "enable_gqa" in backends.VARLEN_ARGUMENTS
@@ -88,10 +88,10 @@ def one_by_one(
     ("gpt2", {"recompute_granularity": "full"}, 2, ("window_size", "enable_gqa")),
     ("llama", {}, 1, ("window_size", "enable_gqa")),
     ("llama", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}, 2, ("window_size",)),
-    ("gpt2", {"recompute_granularity": "selective"}, 1, ("window_size",)),  # of which attention is no part
+    ("gpt2", {"recompute_granularity": "selective"}, 1, ("window_size",)),  # attention is not recomputed
 ])  # fmt: skip
-def test_documents_by_offsets_are_those_of_the_mask(style, changes, times, arguments, monkeypatch):
-    """fp64 up to the losses, which are fp32: 1e-6. Without enable_gqa, as of torch 2.11, heads are repeated."""
+def test_document_kernel_equals_the_mask(style, changes, times, arguments, monkeypatch):
+    """The computation is in fp64 up to the fp32 losses: 1e-6. Without enable_gqa (torch 2.11) heads are repeated."""
     kernel = mock.Mock(side_effect=one_by_one)
     monkeypatch.setattr(backends, "varlen_attn", kernel)
     monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(arguments))
@@ -113,8 +113,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("in_documents", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_windows_by_the_kernel_are_those_of_the_mask(name, in_documents, monkeypatch):
-    """fp64 up to the losses, which are fp32: 1e-6. A whole mask of zeros and minus infinity is the reference."""
+def test_window_kernel_equals_the_mask(name, in_documents, monkeypatch):
+    """The computation is in fp64 up to the fp32 losses: 1e-6. The reference uses a mask of zeros and minus infinity."""
     monkeypatch.setattr(backends, "varlen_attn", one_by_one)
     monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
     config, batch = dataclasses.replace(STYLES["llama"], **WINDOWS[name]), packed()
@@ -128,7 +128,7 @@ def test_windows_by_the_kernel_are_those_of_the_mask(name, in_documents, monkeyp
     assert not torch.allclose(losses, whole, rtol=1e-4)
 
 
-def test_a_sample_inside_the_window_has_the_bits_of_a_model_without_one():
+def test_window_longer_than_the_sample_changes_no_bit():
     batch, wide = packed()._replace(document_starts=None), dataclasses.replace(STYLES["llama"], window_size="31,0")
     (losses, grads), (ours, our_grads) = (step(build_gpt(config), batch) for config in (STYLES["llama"], wide))
     assert torch.equal(ours, losses)
@@ -137,8 +137,8 @@ def test_a_sample_inside_the_window_has_the_bits_of_a_model_without_one():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("style", WIDE)
-def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style):
-    """bf16: a few roundings of 2^-8 in different places."""
+def test_document_kernel_equals_the_mask_on_a_gpu(style):
+    """The tolerance allows a few bf16 roundings of 2^-8 in different places."""
     config = dataclasses.replace(WIDE[style], max_position_embeddings=128)
     (losses, grads), (ours, our_grads) = (
         step(build_gpt(config, document_kernel=each).to("cuda", torch.bfloat16), packed(128).to("cuda"))
@@ -149,7 +149,10 @@ def test_on_a_gpu_the_kernel_gives_the_losses_and_gradients_of_the_mask(style):
 
 
 def bytes_of_documents(kernel: DocumentKernel | None, seq: int) -> int:
-    """The most that live in forward and backward of three rows on paper; torch checks the kernel's arguments."""
+    """Return the memory peak of a forward and a backward of three rows without real tensors.
+
+    torch checks the kernel's arguments.
+    """
     with torch.device("meta"):
         gpt = build_gpt(WIDE["llama"], document_kernel=kernel).bfloat16()
         tokens, starts = torch.zeros(3, seq, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
@@ -158,13 +161,13 @@ def bytes_of_documents(kernel: DocumentKernel | None, seq: int) -> int:
     return recorder.segments[FORWARD, 0].peak
 
 
-def test_with_torchs_kernel_nothing_of_s_by_s_is_made():
+def test_varlen_attention_needs_no_s_by_s_memory():
     assert bytes_of_documents(variable_length, 4096) < 2.01 * bytes_of_documents(variable_length, 2048)
     assert bytes_of_documents(None, 4096) > 3.5 * bytes_of_documents(None, 2048)
 
 
 @pytest.mark.slow
-def test_a_compiled_layer_takes_documents_in_one_graph():
+def test_compiled_layer_takes_documents_in_one_graph():
     with torch.device("meta"):
         gpt = build_gpt(WIDE["llama"], document_kernel=variable_length).bfloat16()
         layer = torch.compile(gpt.layers[0]._run, backend="aot_eager", fullgraph=True)
@@ -175,17 +178,17 @@ def test_a_compiled_layer_takes_documents_in_one_graph():
             layer(x, gpt._attention_inputs(positions, starts, None, SEQ)).sum().backward()
 
 
-def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(monkeypatch):
+def test_unsupported_document_kernels_give_a_reason_and_a_mask(monkeypatch):
     def reason(changes: dict[str, Any], capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
         return mask_reason(dataclasses.replace(WIDE["llama"], **changes), capability=capability, dtype=dtype)
 
     for *given, words in (
-        ({}, None, torch.bfloat16, "only CUDA has a kernel for documents"),
+        ({}, None, torch.bfloat16, "only NVIDIA GPUs have a kernel for attention inside documents"),
         ({}, (7, 5), torch.float16, "needs compute capability 8.0, not 7.5"),
-        ({}, A100, torch.float32, "computes in 16 bit, not in torch.float32: see --bf16"),
+        ({}, A100, torch.float32, "needs 16-bit inputs, not torch.float32: see --bf16"),
         ({"kv_channels": 12}, A100, torch.bfloat16, "up to 192 channels per head, not 12"),
         ({"kv_channels": 256}, A100, torch.bfloat16, "up to 192 channels per head, not 256"),
-        ({"attention_dropout": 0.1}, A100, torch.bfloat16, "no dropout: --attention-dropout is 0.1"),
+        ({"attention_dropout": 0.1}, A100, torch.bfloat16, "not support dropout: --attention-dropout is 0.1"),
     ):
         assert words in reason(*given)
     assert reason({}, A100, torch.bfloat16) is reason({}, H100, torch.float16) is None
@@ -193,7 +196,7 @@ def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(monkeypatch):
     assert "has no window_size" in reason({}, H100, torch.bfloat16)
 
 
-def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkeypatch):
+def test_cpu_uses_a_mask_and_gpu_the_kernel_and_both_are_listed(monkeypatch):
     monkeypatch.setattr(backends, "capability", {CPU: None, GPU: H100}.get)
     for device, dtype, kernel, name in (
         (CPU, torch.bfloat16, None, "scaled_dot_product_attention"),
@@ -208,7 +211,7 @@ def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkey
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_compiled_on_cuda_by_default(monkeypatch):
+def test_layers_are_compiled_by_default_on_cuda(monkeypatch):
     def choice(compile_: bool | None, device: str) -> bool:
         return compiles_layers(dataclasses.replace(GPT2_STYLE, compile=compile_), device)[0]
 
@@ -221,7 +224,7 @@ def test_layers_are_compiled_on_cuda_by_default(monkeypatch):
     assert not not_refused([(True, device, "--compile: there is no Triton") for device in ("cuda", "cpu")], choice)
 
 
-def test_a_missing_compiler_is_named(monkeypatch):
+def test_missing_compiler_is_named(monkeypatch):
     for device, variable, compiler, triton, capability, words in (
         ("cpu", "CXX", "no-such-compiler", True, None, "there is no C++ compiler (no-such-compiler)"),
         ("cpu", "CXX", "ls", True, None, "None"),

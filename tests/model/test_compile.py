@@ -1,7 +1,7 @@
-"""--compile: a graph per layer, one compilation for all, the same losses and gradients, below FSDP2 and recomputation.
+"""torch.compile of layers: one graph per kind of layer, eager losses and gradients, also with FSDP2 and recomputation.
 
-Except for one test, layers are compiled with torch's "aot_eager" back end: all of torch.compile but the C++ compiler,
-which takes most of the time.
+Except for one test, layers are compiled with torch's back end "aot_eager", which runs all of torch.compile but the C++
+compiler. The compiler would take most of the time.
 """
 
 import contextlib
@@ -37,17 +37,17 @@ def compiled(model: GPTConfig, **changes: Any) -> GPTConfig:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU: no g++ here")
-def test_compiled_kernels_give_the_losses_and_gradients_of_eager_ones():
-    """1e-5 relative, and to the largest element of a gradient: fused kernels add in another order."""
+def test_compiled_kernels_match_eager_losses_and_gradients():
+    """Fused kernels sum in another order: 1e-5, relative and to the largest element of a gradient."""
     model = dataclasses.replace(GPT2_STYLE, num_layers=1)
     (losses, grads), (expected, wanted) = (step(build_gpt(each)) for each in (compiled(model), model))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-    assert_gradients_near(grads, wanted)  # compiling renames nothing
+    assert_gradients_near(grads, wanted)  # compiled models have the same parameter names
 
 
 @contextlib.contextmanager
 def aot_eager() -> Iterator[None]:
-    """Until the end of the block, torch.compile stops short of generating code, and needs no compiler for it."""
+    """Compile without generating code inside the block, so that no compiler is needed."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     stopped = functools.partial(torch.compile, backend="aot_eager")
@@ -59,12 +59,15 @@ def aot_eager() -> Iterator[None]:
 
 
 def graphs() -> int:
-    """Since the beginning of the block."""
+    """Return the number of graphs compiled since the beginning of the `aot_eager` block."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def eager_and_compiled(model: GPTConfig, sequence_parallel: bool, float8: Float8Format | None) -> dict[str, Any]:
-    """What two steps of each sent and made; graph breaks, and what the compiled one kept of a whole sequence."""
+    """Run two steps eagerly and compiled.
+
+    Returns results and traffic of both, graph breaks, and the shapes of the tensors that the compiled model kept.
+    """
     found: dict[str, Any] = {}
     product = None if float8 is None else float8_product(float8, emulate=True)
     for name, config in (("eager", model), ("compiled", compiled(model))):
@@ -88,14 +91,12 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",
     (1, False, "gpt2", CORE, None, 0),
     (2, False, "gpt2", DROPOUT | NORMS_AND_ACTIVATION, None, 0),
     (2, True, "llama", DROPOUT | NORMS_AND_ACTIVATION, None, 0),
-    (2, True, "gpt2", DROPOUT | CORE, None, 1),  # because of torch 2.13
+    (2, True, "gpt2", DROPOUT | CORE, None, 1),  # one graph break, because of torch 2.13
     (1, False, "llama", {}, "hybrid", 0),
     (2, True, "llama", {}, "hybrid", 0),
 ])  # fmt: skip
-def test_a_layer_is_one_graph_but_for_recomputed_attention_of_several_ranks_and_sends_as_eager_ones_do(
-    size, sequence_parallel, style, changes, float8, breaks
-):
-    """Masks are the same, too; 1e-5 as above."""
+def test_layer_is_one_graph_and_communicates_like_eager(size, sequence_parallel, style, changes, float8, breaks):
+    """Dropout masks are equal too. The tolerance is 1e-5 because compiled code sums in another order."""
     if float8:
         pytest.importorskip("torchao")
     model = dataclasses.replace(STYLES[style], **changes)
@@ -107,20 +108,20 @@ def test_a_layer_is_one_graph_but_for_recomputed_attention_of_several_ranks_and_
         for (losses, grads), (wanted, wanted_grads) in zip(steps, expected, strict=True):
             torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
             assert_gradients_near(grads, wanted_grads)
-        if float8 is None:  # of the sequence, its slice is kept: 16 tokens, 3 samples
+        if float8 is None:  # with sequence parallelism a slice of the sequence is kept: 16 tokens, 3 samples
             assert ((16, 3, model.hidden) in found["kept"]) == (not sequence_parallel)
             assert (8, 3, model.hidden) in found["kept"] or not sequence_parallel
 
 
 def test_all_layers_share_one_compilation():
-    """Of 10 layers, which is more than torch's limit for one function."""
+    """10 layers are more than torch's limit of graphs for one function."""
     model, counts = compiled(GPT2_STYLE, num_layers=10, hidden_size=8, ffn_hidden_size=8), []
     with aot_eager():
         gpt = build_gpt(model)
         for action in (lambda: step(gpt), lambda: step(gpt), lambda: gpt.eval()(sample()[0])):
             action()
             counts.append(graphs())
-    assert counts[:2] == [3, 3]  # a layer, and the loss each way
+    assert counts[:2] == [3, 3]  # one graph for all layers, and one for each direction of the loss
     assert counts[2] <= 4  # dropout is a branch at compile time
 
 
@@ -128,9 +129,12 @@ def post_training_model(style: GPTConfig, *, frozen: bool = False) -> GPTModel:
     return build_gpt(style, scalar_head=not frozen, varying_sizes=True).requires_grad_(not frozen)
 
 
-def test_models_of_post_training_have_a_graph_of_each_kind_for_every_size():
-    """Policy in training, scored and evaluated; a frozen reference; a reward model of another shape: 5 kinds, and each
-    again for single rows, which is more than torch's own limit of 8."""
+def test_post_training_models_have_one_graph_per_kind_for_any_size():
+    """There are 5 kinds of graphs, and each again for single rows, which is more than torch's limit of 8.
+
+    The kinds are the policy in training, without gradients and in evaluation, a frozen reference, and a reward model of
+    another size.
+    """
     style, other = LLAMA_STYLE, dataclasses.replace(LLAMA_STYLE, hidden_size=16, ffn_hidden_size=16)
     with aot_eager():
         policy, eager = post_training_model(compiled(style)), post_training_model(style)
@@ -146,13 +150,13 @@ def test_models_of_post_training_have_a_graph_of_each_kind_for_every_size():
                     model.train(training)(ids, ids)
             counts.append(graphs())
     frames = torch._dynamo.utils.counters["frames"]
-    assert frames["total"] == frames["ok"]  # none was given up
-    assert counts == [8, 8, 8, 13, 13, 13]  # three are the loss's
+    assert frames["total"] == frames["ok"]  # no function fell back to eager
+    assert counts == [8, 8, 8, 13, 13, 13]  # three graphs are the loss's
 
 
 @aot_eager()
 def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
-    """What follows three prompts, two and one, and the graphs after each."""
+    """Continue three, two and one prompts; return the tokens, and the number of graphs after each."""
     prompts, tokens, counts = [[5, 6, 7], [8, 9, 10, 11], [1]], [], []
     greedy = SampleConfig(sample_tokens=9, sample_temperature=0.0)
     model = build_gpt(dataclasses.replace(LLAMA_STYLE, compile=compile_))
@@ -165,8 +169,8 @@ def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_decoding_has_a_graph_for_any_number_of_rows_and_places_and_one_for_a_single_row(size):
-    """The same tokens as without; --no-compile makes none."""
+def test_decoding_has_one_graph_for_many_rows_and_one_for_single(size):
+    """Tokens are the same as without compilation, and --no-compile makes no graph."""
     for (tokens, counts), (expected, none) in zip(
         *(ranks(size).run(decode, each) for each in (True, False)), strict=True
     ):
@@ -181,9 +185,9 @@ def one_step(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, d
 
 @pytest.mark.parametrize(("size", "sequence_parallel", "kind"), [
     (1, False, "selective"),
-    (2, True, "full"),  # what is recomputed contains the gathers of sequence parallelism
+    (2, True, "full"),  # the recomputation includes the all-gathers of sequence parallelism
 ])  # fmt: skip
-def test_recomputation_of_compiled_layers_with_dropout_changes_no_bit(size, sequence_parallel, kind):
+def test_recomputation_of_compiled_dropout_layers_changes_no_bit(size, sequence_parallel, kind):
     plain, recomputed = (compiled(GPT2_STYLE, **DROPOUT, recompute_granularity=each) for each in (None, kind))
     found = [ranks(size).run(one_step, model, sequence_parallel) for model in (plain, recomputed)]
     torch.testing.assert_close(*found, rtol=0, atol=0)
@@ -194,7 +198,7 @@ def with_graphs(function: Callable[..., Any], *args: Any, **flags: Any) -> tuple
     return function(*args, **flags), graphs()
 
 
-def test_a_compiled_run_that_resumes_ends_with_the_same_bits(tmp_path):
+def test_resumed_compiled_run_is_bit_identical(tmp_path):
     case = Case(model=compiled(GPT2_STYLE, **DROPOUT), tp=2, sequence_parallel=True, micro_batches=2)
     folder = str(tmp_path / "save")
     runs = (2, {}), (1, {"save": folder}), (2, {"load": folder})
@@ -208,12 +212,12 @@ def test_a_compiled_run_that_resumes_ends_with_the_same_bits(tmp_path):
     (1, 2, False, {"recompute_granularity": "full"}),
     (2, 1, True, {}),
 ])  # fmt: skip
-def test_a_compiled_sharded_run_equals_one_plain_process(tp, cp, sequence_parallel, changes):
-    """Through build_model and FSDP2, two steps of two micro-batches: 1e-5 as for every other layout."""
+def test_compiled_sharded_run_equals_one_plain_process(tp, cp, sequence_parallel, changes):
+    """Two steps of two micro-batches by build_model and FSDP2; 1e-5 as for every other layout."""
     case = Case(steps=2, micro_batches=2, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
     expected = train_plain(case)
     case = dataclasses.replace(case, model=compiled(case.model, **changes))
     for result, graphs_made in ranks(2).run(with_graphs, train_on_ranks, case):
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-        assert 0 < graphs_made < 20  # and not one per layer, step and micro-batch
+        assert 0 < graphs_made < 20  # not one graph for each layer, step and micro-batch

@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism: the same masks where tp ranks hold the same activations, others elsewhere."""
+"""Dropout under tensor parallelism: equal masks where tp ranks hold equal activations, different masks elsewhere."""
 
 import dataclasses
 import itertools
@@ -20,8 +20,8 @@ HIDDEN_ONLY = dataclasses.replace(BOTH, attention_dropout=0.0)
 
 
 @pytest.mark.parametrize(("rate", "shared"), [(0.1, False), (0.5, True)])
-def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate, shared):
-    """Within 5 standard errors of 40,000 coin tosses; the gradient has the mask of the forward."""
+def test_dropout_zeroes_a_share_and_scales_the_rest(rate, shared):
+    """The share of zeros is within 5 standard errors for 40,000 samples. The gradient has the forward's mask."""
     torch.manual_seed(3)
     dropout = Dropout(rate, SharedGenerator(CPU, seed=1, data_rank=0) if shared else None)
     x = torch.ones(40, 1000, requires_grad=True)
@@ -31,11 +31,11 @@ def test_a_share_of_the_elements_is_zero_and_the_rest_scaled(rate, shared):
     torch.testing.assert_close(y[~zeros], torch.full_like(y[~zeros], 1 / (1 - rate)), rtol=1e-6, atol=0)
     y.sum().backward()
     assert torch.equal(x.grad, y)
-    assert not torch.equal(dropout(x) == 0.0, zeros)  # the next call draws another mask
+    assert not torch.equal(dropout(x) == 0.0, zeros)  # the next call samples another mask
     assert dropout.eval()(x) is x or torch.equal(dropout(x), x)
 
 
-def test_rate_zero_draws_nothing_and_bf16_stays_bf16():
+def test_dropout_at_rate_zero_samples_nothing_and_keeps_bf16():
     generator = SharedGenerator(CPU, seed=1, data_rank=0)
     x, state, default = torch.ones(100), generator.generator.get_state(), torch.get_rng_state()
     assert all(torch.equal(Dropout(0.0, shared)(x), x) for shared in (generator, None))
@@ -45,8 +45,8 @@ def test_rate_zero_draws_nothing_and_bf16_stays_bf16():
     assert (y.dtype, set(y.tolist())) == (torch.bfloat16, {0.0, 2.0})
 
 
-def test_no_generator_of_a_job_starts_like_another():
-    """Shared ones and every rank's default one: 4 data ranks x 4 tp ranks, 3 neighbouring seeds."""
+def test_generators_of_a_job_start_differently():
+    """Compare shared generators and each rank's default one: 4 data ranks x 4 tp ranks, 3 adjacent seeds."""
     starts = []
     for seed in (1234, 1235, 1236):
         for data_rank in range(4):
@@ -59,7 +59,7 @@ def test_no_generator_of_a_job_starts_like_another():
 
 
 def hidden_masks(sequence_parallel: bool) -> list[torch.Tensor]:
-    """What is dropped of the embedding's output, and in each of two layers of attention's and the MLP's."""
+    """Return the masks of the embedding's output and of attention and MLP in each of two layers."""
     gpt, masks = build_gpt(BOTH, sequence_parallel=sequence_parallel), list[torch.Tensor]()
     for dropout in (module for module in gpt.modules() if isinstance(module, Dropout)):
         dropout.register_forward_hook(lambda module, args, output: masks.append(output == 0.0))
@@ -67,8 +67,11 @@ def hidden_masks(sequence_parallel: bool) -> list[torch.Tensor]:
     return masks
 
 
-def test_tp_ranks_drop_the_same_of_the_residual_stream_and_of_its_slices_each_other_elements():
-    """At rate 0.25 two masks agree on 0.625 of their elements, 240 in a slice: within 5 standard errors of 0.031."""
+def test_tp_masks_agree_on_the_residual_stream_and_differ_on_slices():
+    """At rate 0.25, independent masks agree on 0.625 of their elements.
+
+    With 240 elements per slice, 0.16 is 5 standard errors of 0.031.
+    """
     whole, slices = (ranks(4).run(hidden_masks, sequence_parallel) for sequence_parallel in (False, True))
     for other in whole:
         assert all(map(torch.equal, other, whole[0]))
@@ -80,7 +83,7 @@ def test_tp_ranks_drop_the_same_of_the_residual_stream_and_of_its_slices_each_ot
 
 
 def contexts_of_equal_heads() -> list[torch.Tensor]:
-    """The attention core's output in evaluation and twice in training, with the same weights on every rank."""
+    """Return the attention core's output in evaluation and twice in training, with equal weights on every rank."""
     gpt, seen = build_gpt(dataclasses.replace(BOTH, num_layers=1, hidden_dropout=0.0)), list[torch.Tensor]()
     qkv = local(gpt.layers[0].attention.qkv.weight.detach())
     qkv.copy_(draw(2, *qkv.shape))
@@ -91,7 +94,7 @@ def contexts_of_equal_heads() -> list[torch.Tensor]:
 
 
 def test_attention_dropout_differs_over_tp_ranks():
-    """Different heads need different masks; with equal weights the masks are all that can differ."""
+    """Ranks hold different heads, which need different masks. The weights are equal, so only masks can differ."""
     (evaluated, trained, again), (evaluated_1, trained_1, _) = ranks(2).run(contexts_of_equal_heads)
     assert torch.equal(evaluated, evaluated_1)
     for other in (trained_1, again, evaluated):
@@ -99,7 +102,10 @@ def test_attention_dropout_differs_over_tp_ranks():
 
 
 def two_forwards(model: GPTConfig, sequence_parallel: bool, seed: int) -> dict[str, torch.Tensor]:
-    """Losses of two training forwards, the first's gradients, and losses of an evaluation, which draws nothing."""
+    """Run two training forwards, a backward of the first, and an evaluation, which samples nothing.
+
+    Returns the losses of all three, and the gradients.
+    """
     gpt = build_gpt(model, sequence_parallel=sequence_parallel, dropout_seed=seed)
     first, gradients = step(gpt)
     second, state = gpt(*sample()).detach(), torch.get_rng_state()
@@ -109,7 +115,7 @@ def two_forwards(model: GPTConfig, sequence_parallel: bool, seed: int) -> dict[s
 
 
 def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.Tensor]:
-    """The same, another and no dropout."""
+    """Compare runs with the same seed, with another seed, and without dropout; return the first run's results."""
     none = dataclasses.replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     ours, same, other, plain = (
         two_forwards(config, sequence_parallel, seed)
@@ -126,8 +132,11 @@ def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.
 @pytest.mark.parametrize(
     ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), (4, False, BOTH)]
 )
-def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
-    """Losses, and gradients of what is not split: else their weights would drift apart."""
+def test_dropout_depends_on_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
+    """Losses, and gradients of replicated parameters, are equal on all tp ranks.
+
+    Otherwise these parameters would diverge.
+    """
     first, *others = ranks(size).run(compare_seeds, model, sequence_parallel)
     agreed = ["first", "second", "eval", *(name for name in first if name.endswith(("fc2.bias", "norm.weight")))]
     assert len(agreed) > 6
@@ -136,14 +145,14 @@ def test_dropout_follows_from_the_seed_and_is_off_in_evaluation(size, sequence_p
 
 
 def loss_of_the_same_samples(case: Case) -> tuple[int, list[list[float]]]:
-    """Every data rank is given the samples of data rank 0."""
+    """Return the loss with the samples of data rank 0, on every data rank."""
     model, _, dims = build_on_ranks(case)
     data = case.batch(0, 0, 4)
     return dims.data_rank, model(data.tokens, data.labels).tolist()
 
 
 @pytest.mark.parametrize(("stage", "tp", "model"), [(3, 2, HIDDEN_ONLY), (0, 1, BOTH)])
-def test_data_ranks_draw_different_masks(stage, tp, model):
+def test_data_ranks_sample_different_masks(stage, tp, model):
     results = ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage))
     for (one, loss), (other, loss_there) in itertools.combinations(results, 2):
         assert (loss == loss_there) == (one == other)  # tp ranks of one data rank agree

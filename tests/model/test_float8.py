@@ -1,4 +1,7 @@
-"""--fp8-format, emulated: what is rounded and how, how far a model comes from its 16-bit self, and who is refused."""
+"""Float8 products (--fp8-format): rounding, distance of a model to its 16-bit results, and refused settings.
+
+Most tests emulate float8 on a CPU.
+"""
 
 import dataclasses
 import math
@@ -27,13 +30,13 @@ GRADIENTS: dict[Float8Format, torch.dtype] = {"e4m3": E4M3, "hybrid": E5M2}
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as `dtype` has it when its largest element is the format's largest."""
+    """Round x to `dtype` with a scale that maps its largest element to the largest number of the format."""
     scale = torch.finfo(dtype).max / x.abs().max()
     return (x * scale).to(dtype).float() / scale
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of the norms: of the difference to `other`'s."""
+    """Return the norm of the difference, relative to the norm of `other`."""
     return float((one - other).norm() / other.norm())
 
 
@@ -46,17 +49,17 @@ def float8_device() -> str:
 
 
 def products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The output, and the gradients of x and weight."""
+    """Return the exact output, and the exact gradients of x and weight."""
     return x @ weight.t() + bias, grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 @pytest.mark.parametrize("fmt", GRADIENTS)
-def test_all_three_products_are_those_of_rounded_inputs(fmt):
-    """To 1e-5: sums in fp32; on GPUs to 2^-10: tensor cores keep about 14 bits of sums of float8 (DeepSeek-V3, 3.3.2).
+def test_float8_products_equal_products_of_rounded_inputs(fmt):
+    """Sums in fp32 agree to 1e-5, and on GPUs to 2^-10, because tensor cores keep about 14 bits (DeepSeek-V3, 3.3.2).
 
-    From those of unrounded inputs they are a few per cent away: 4 bits of a number, or 3 (e5m2).
+    Products of unrounded inputs are a few per cent away, because float8 numbers have 4 significant bits, or 3 in e5m2.
     """
-    for shape in ((3, 5, 32), (4, 4, 32), (1, 7)):  # 15 rows, 16, and 7 columns, which GPUs do not multiply
+    for shape in ((3, 5, 32), (4, 4, 32), (1, 7)):  # 15 rows; 16 rows; 7 columns, which GPUs do not support
         device = "cpu" if shape[-1] % 16 else float8_device()
         sizes = [shape, (48, shape[-1]), (48,), (*shape[:-1], 48)]
         x, weight, bias, grad = (draw(n, *size, dtype=torch.float32).to(device) for n, size in enumerate(sizes))
@@ -72,7 +75,7 @@ def test_all_three_products_are_those_of_rounded_inputs(fmt):
         torch.testing.assert_close(leaves[2].grad, grad.flatten(0, -2).sum(dim=0))
 
 
-def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in_place():
+def test_frozen_weight_skips_its_product_and_result_is_writable():
     x, weight = draw(0, 2, 8, 32, dtype=torch.float32).requires_grad_(), draw(1, 16, 32, dtype=torch.float32)
     product = float8_product("hybrid", emulate=True)
     counts = []
@@ -82,12 +85,12 @@ def test_a_frozen_weight_costs_no_third_product_and_the_result_may_be_changed_in
             product(x, trained, None).mul_(2.0).sum().backward()
         torch.testing.assert_close(x.grad, (2.0 * rounded(weight, E4M3).sum(dim=0)).expand_as(x), rtol=1e-5, atol=1e-5)
         assert (trained.grad is None) == (not trained.requires_grad)
-        counts.append(multiply.call_count // 2)  # torchao's product of float8 is another inside
+        counts.append(multiply.call_count // 2)  # torchao's float8 product calls a second one inside
     assert counts == [3, 2]
 
 
 @pytest.mark.parametrize(("bad", "emulate"), [(math.nan, True), (math.inf, False)])
-def test_nan_and_inf_arrive_as_nan_and_zeros_as_zeros(bad, emulate):
+def test_nan_and_inf_become_nan_and_zeros_stay_zeros(bad, emulate):
     product = float8_product("hybrid", emulate=emulate)
     x, weight = (draw(seed, 16, 32, dtype=torch.float32).requires_grad_() for seed in (0, 1))
     product(x, weight, None).backward(torch.zeros(16, 16))
@@ -101,11 +104,11 @@ def test_nan_and_inf_arrive_as_nan_and_zeros_as_zeros(bad, emulate):
     assert product(torch.full_like(x, bad), weight, None).isnan().all()
 
 
-def test_what_the_scaled_products_are_given_is_what_cuda_s_kernel_takes():
-    """Sizes, orders and types as torch 2.13 checks them for tensors on CUDA (torch/_meta_registrations.py).
+def test_scaled_products_get_operands_that_cuda_supports():
+    """Sizes, strides and dtypes follow torch 2.13's rules for CUDA tensors (torch/_meta_registrations.py).
 
-    15 rows are padded to 16 for the product that sums over them. torch has a scaled product for the CPU too, with fewer
-    rules, and what it gives is compared with the emulation.
+    15 rows are padded to 16 for the product that sums over them. torch also has a scaled product for CPUs, with fewer
+    rules. Its result is compared with the emulation.
     """
     x, weight, grad = draw(0, 3, 5, 32), draw(1, 48, 32), draw(2, 3, 5, 48)
     results, sizes, multiply = [], [], torch._scaled_mm
@@ -135,7 +138,7 @@ def test_what_the_scaled_products_are_given_is_what_cuda_s_kernel_takes():
 def losses_and_gradients(
     model: GPTConfig, fmt: Float8Format | None, sequence_parallel: bool = False
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]:
-    """Losses, gradients, and the collectives of backward."""
+    """Return losses, gradients, and the calls of collectives in backward."""
     product = None if fmt is None else float8_product(fmt, emulate=True)
     gpt = build_gpt(model, sequence_parallel=sequence_parallel, product=product)
     losses = gpt(*sample())
@@ -147,15 +150,14 @@ def losses_and_gradients(
     ("style", "fmt", "sequence_parallel", "calls"),
     [
         ("gpt2", "e4m3", False, {"all_reduce": 5}),
-        ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),  # two of each layer, the output layer's
+        # two for each layer, one for the output layer
+        ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),
     ],
 )
-def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_input_twice(
-    style, fmt, sequence_parallel, calls
-):
-    """Weights begin small, so losses differ little; a gradient has gone through all products that follow.
+def test_float8_model_is_near_16_bits_and_gathers_inputs_once(style, fmt, sequence_parallel, calls):
+    """Losses differ little, because initial weights are small. Gradients accumulate the errors of all later products.
 
-    Each rank scales its own slices, so what is rounded differs from one rank's in its last bits.
+    Each rank scales its own slices, so rounded operands differ from one rank's in the last bits.
     """
     (losses, grads, _), (plain, exact, _) = (losses_and_gradients(STYLES[style], f) for f in (fmt, None))
     assert 0.0 < distance(losses, plain) < 2e-3
@@ -165,14 +167,14 @@ def test_losses_and_gradients_are_near_those_without_it_and_two_ranks_gather_no_
     for rank, (ours, slices, backward) in enumerate(results):
         assert backward == calls
         assert distance(ours, losses) < 2e-3
-        for name in grads.keys() - {"embedding.word.weight", "output.weight"}:  # padded otherwise
+        for name in grads.keys() - {"embedding.word.weight", "output.weight"}:  # other tp sizes pad these differently
             part, grad = slices[name], grads[name]
             split = [dim for dim in range(grad.dim()) if part.shape[dim] != grad.shape[dim]]
             assert distance(part, grad.chunk(2, split[0])[rank] if split else grad) < 0.2, name
 
 
 @pytest.mark.slow
-def test_a_sharded_run_learns_as_without_it_and_recomputation_changes_no_bit():
+def test_float8_sharded_run_learns_and_recomputes_bit_identically():
     zero = ZeroConfig(zeropp=True)
     case = Case(model=LLAMA_STYLE, float8="hybrid", nodes=2, tp=2, sequence_parallel=True, zero=zero)
     models = [LLAMA_STYLE, *(dataclasses.replace(LLAMA_STYLE, recompute_granularity=g) for g in ("full", "selective"))]
@@ -185,7 +187,7 @@ def test_a_sharded_run_learns_as_without_it_and_recomputation_changes_no_bit():
     assert ours[-1] < ours[0] - 0.3
 
 
-# ---- who is refused, and what is said -----------------------------------------------------------------------------
+# ---- refused settings and notes -----------------------------------------------------------------------------------
 
 ASKED = "--bf16 --fp8-format hybrid --num-attention-heads 4 --ffn-hidden-size 96"
 
@@ -194,41 +196,42 @@ def noticed(flags: str) -> tuple[str, ...]:
     return check(f"{ASKED} {flags}", ranks_per_node=2, device="cuda").notices
 
 
-def test_a_model_of_multiples_of_16_is_fine_and_a_note_says_what_eager_casts_cost():
-    assert noticed("--compile") == noticed("--kv-channels 8 --group-query-attention") == ()  # compiled on CUDA
+def test_sizes_in_multiples_of_16_pass_with_a_note_on_eager_casts():
+    # compiled on CUDA by default
+    assert noticed("--compile") == noticed("--kv-channels 8 --group-query-attention") == ()
     assert noticed("--tensor-model-parallel-size 2 --no-compile") == (
         "--fp8-format hybrid without --compile: each cast to float8 is several passes over memory",
     )
 
 
 REFUSED = """
---no-bf16 | --fp8-format hybrid needs --bf16:
---no-bf16 --fp16 | --fp8-format hybrid needs --bf16:
---hidden-size 72 | --hidden-size 72: 72 rows or columns of a matrix are no multiple of 16
---ffn-hidden-size 100 | --ffn-hidden-size 100 over 1 tensor-parallel rank(s): 100 rows
---tensor-model-parallel-size 2 --ffn-hidden-size 80 | --ffn-hidden-size 80 over 2 tensor-parallel rank(s): 40
---kv-channels 2 | 4 heads of 2 channels over 1 tensor-parallel rank(s): 8 rows
+--no-bf16 | --fp8-format hybrid needs --bf16,
+--no-bf16 --fp16 | --fp8-format hybrid needs --bf16,
+--hidden-size 72 | --hidden-size 72: a matrix has 72 rows or columns, not a multiple of 16
+--ffn-hidden-size 100 | --ffn-hidden-size 100 over 1 tensor-parallel rank(s): a matrix has 100
+--tensor-model-parallel-size 2 --ffn-hidden-size 80 | --ffn-hidden-size 80 over 2 tensor-parallel rank(s): a
+--kv-channels 2 | 4 heads of 2 channels over 1 tensor-parallel rank(s): a matrix has 8
 --kv-channels 4 --group-query-attention | queries, keys and values of 4 heads in 1 group(s)
 --fp8-recipe delayed | --fp8-recipe delayed is not supported, only tensorwise
 """
 
 
-def test_flags_and_sizes_that_do_not_fit_are_refused_by_name():
+def test_float8_refuses_unsupported_flags_and_sizes():
     assert not not_refused(table(REFUSED), noticed)
 
 
-def test_devices_without_float8_are_refused_by_name():
+def test_devices_without_float8_are_refused():
     gpu, fp8 = torch.device("cuda", 1), dataclasses.replace(GPT2_STYLE, fp8_format="e4m3")
 
     def find(device: torch.device, found: tuple[int, int] | None, model: GPTConfig = fp8) -> object:
         with mock.patch.object(backends, "capability", return_value=found):
             return find_product(model, device)
 
-    refused = "--fp8-format e4m3 needs an NVIDIA GPU of compute capability 8.9 or later, and this device is "
+    refused = "--fp8-format e4m3 needs an NVIDIA GPU with compute capability 8.9 or later, but this device is "
     rows = [
         (CPU, None, f"{refused}a CPU"),
         (gpu, (8, 0), f"{refused}NVIDIA A100 (cuda:1)"),
-        (gpu, None, f"{refused}NVIDIA A100 (cuda:1)"),  # AMD's
+        (gpu, None, f"{refused}NVIDIA A100 (cuda:1)"),  # an AMD GPU
     ]
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"):
         assert not not_refused(rows, find)
@@ -236,7 +239,7 @@ def test_devices_without_float8_are_refused_by_name():
     assert all(find(gpu, found) for found in ((8, 9), (10, 0)))
 
 
-def test_without_torchao_a_line_says_what_to_install():
+def test_missing_torchao_error_says_how_to_install_it():
     with (
         mock.patch.dict(sys.modules, {"torchao.float8.config": None}),
         pytest.raises(ValueError, match=r"^--fp8-format hybrid needs torchao: pip install 'torchao>=0.18'"),

@@ -1,4 +1,4 @@
-"""The whole GPT: causality, documents, positions, output shapes, and what it communicates."""
+"""GPT model: causality, documents, positions, shapes of outputs, and communication."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ BATCH = 3
 
 @torch.no_grad()
 def change_a_token() -> None:
-    """Compare the logits of a batch with those of the same batch with token 9 of row 1 replaced, bitwise."""
+    """Compare, bitwise, the logits of a batch with the logits after token 9 of row 1 is replaced."""
     tokens, _ = sample()
     changed = tokens.clone()
     changed[1, 9] = (changed[1, 9] + 1) % VOCAB
@@ -30,7 +30,7 @@ def change_a_token() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_token_changes_no_earlier_logit_and_no_other_row(size):
+def test_token_changes_no_earlier_logits_and_no_other_row(size):
     ranks(size).run(change_a_token)
 
 
@@ -43,8 +43,8 @@ def logits_of_packed(model: GPTConfig, masked: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize(("style", "size"), [("gpt2", 1), ("llama", 2)])
 @torch.no_grad()
-def test_packed_documents_are_each_as_if_alone(style, size):
-    """1e-6 absolute: fp32 sums of other lengths, logits of about 0.1."""
+def test_packed_documents_equal_separate_documents(style, size):
+    """The tolerance of 1e-6 allows fp32 sums of other lengths; logits are about 0.1."""
     alone, batch = build_gpt(STYLES[style]), packed()
     logits, unmasked = (
         torch.cat(ranks(size).run(logits_of_packed, STYLES[style], masked), dim=-1)[..., :VOCAB].flatten(0, 1)
@@ -53,11 +53,11 @@ def test_packed_documents_are_each_as_if_alone(style, size):
     for first, last in itertools.pairwise(batch.document_starts.tolist()):
         expected = alone(batch.tokens.flatten()[None, first:last])[0, :, :VOCAB]
         torch.testing.assert_close(logits[first:last], expected, rtol=0, atol=1e-6)
-        if first % SEQ:  # attention to the documents before it would have shown
+        if first % SEQ:  # without the mask, a document behind another one in its row has other logits
             assert float((unmasked[first:last] - expected).abs().max()) > 1e-4
 
 
-def test_positions_count_from_zero_unless_they_are_given():
+def test_positions_count_from_zero_by_default():
     tokens, _ = sample()
     for model in STYLES.values():
         gpt = build_gpt(model)
@@ -66,8 +66,8 @@ def test_positions_count_from_zero_unless_they_are_given():
         assert not torch.allclose(gpt(tokens), gpt(tokens, position_ids=counting.flip(1)))
 
 
-def test_without_positions_the_order_of_earlier_tokens_does_not_matter():
-    """One layer of attention without positions is a set operation on what came before."""
+def test_order_of_earlier_tokens_is_irrelevant_without_positions():
+    """One layer of attention without positions depends only on the set of earlier tokens."""
     model = dataclasses.replace(GPT2_STYLE, num_layers=1, position_embedding_type="none", max_position_embeddings=None)
     gpt = build_gpt(model)
     assert not [name for name, _ in gpt.named_parameters() if "position" in name]
@@ -77,7 +77,7 @@ def test_without_positions_the_order_of_earlier_tokens_does_not_matter():
 
 
 def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
-    """Logits, losses, and the collectives of the losses' step, forward and backward."""
+    """Return logits, losses, and the calls of collectives in forward and backward of the losses."""
     gpt, (tokens, labels) = build_gpt(model, sequence_parallel=sequence_parallel), sample()
     logits = gpt(tokens)
     losses, forward = counted(gpt.tp, gpt, tokens, labels)
@@ -88,10 +88,12 @@ def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.
 
 
 @pytest.mark.parametrize(("style", "size", "layers"), [("gpt2", 1, 1), ("llama", 2, 3), ("gpt2", 4, 1)])
-def test_logits_are_split_losses_are_whole_and_a_step_communicates_what_the_docstrings_say(style, size, layers):
-    """[B, S, V/T] and [B, S] in fp32; losses are those of the gathered logits, to fp32 rounding of 4.6 nats.
+def test_forward_has_documented_shapes_and_communication(style, size, layers):
+    """Logits are [B, S, V/T] and losses [B, S] fp32, equal to losses of gathered logits up to fp32 rounding of 4.6
+    nats.
 
-    2 collectives per layer each way, one at each end, two small ones in the loss; column layers gather again.
+    The collectives are 2 per layer each way, one at each end, and two small ones in the loss. Column-parallel layers
+    gather again in backward.
     """
     model, padded = dataclasses.replace(STYLES[style], num_layers=layers), STYLES[style].padded_vocab_size(VOCAB, size)
     count = 2 * layers + 1
@@ -110,8 +112,8 @@ def test_logits_are_split_losses_are_whole_and_a_step_communicates_what_the_docs
             assert found == (calls if size > 1 else [{}, {}])
 
 
-def test_the_scalar_head_multiplies_in_fp32():
-    """Of activations in bf16: fp32 sums in another order, 1e-6, where products in bf16 would be 1e-3 away."""
+def test_scalar_head_computes_in_fp32():
+    """Inputs are bf16. fp32 sums in another order differ by 1e-6; products in bf16 would differ by 1e-3."""
     gpt, seen = build_gpt(GPT2_STYLE, scalar_head=True).bfloat16(), list[torch.Tensor]()
     gpt.final_norm.register_forward_hook(lambda module, args, output: seen.append(output))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Our GPT against transformers' models with the same weights: logits, all gradients, scaled rotary angles."""
+"""GPT model against transformers' models with the same weights: logits, all gradients, and scaled rotary angles."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,13 +18,16 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "gpt2": make_gpt2,
     "llama": make_llama,
     "llama tied, plain heads": lambda: make_llama(tie_word_embeddings=True, num_key_value_heads=4),
-    "qwen3": make_qwen3,  # norms of heads
+    "qwen3": make_qwen3,  # has norms of heads
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
-    """fp32 sums in another order; their weights, and their gradients saved as weights, are read as ours."""
+def test_logits_and_gradients_equal_transformers(name, tmp_path):
+    """The tolerance allows fp32 sums in another order.
+
+    Weights and gradients of transformers' models are converted by this project's reader of weights.
+    """
     theirs = MODELS[name]()
     source = open_model(save(theirs, tmp_path / "weights"))
     sizes = {"make_vocab_size_divisible_by": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -47,8 +50,8 @@ def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize(("base", "factor"), [(10000.0, 32.0), (500000.0, 8.0)])
-def test_scaled_angles_are_those_of_llama_3_1(base, factor):
-    """fp32, at positions of up to 100000 radians: 6e-3 there, and 3e-7 of the frequency at position 1."""
+def test_scaled_rotary_angles_equal_llama_3_1(base, factor):
+    """Errors are fp32 roundings: 6e-3 at positions of 100000 radians, and 3e-7 of the frequency at position 1."""
     rope = {"rope_type": "llama3", "rope_theta": base, "factor": factor, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = transformers.LlamaConfig(
@@ -60,5 +63,5 @@ def test_scaled_angles_are_those_of_llama_3_1(base, factor):
         torch.testing.assert_close(ours[:, 0, 0], theirs[0], rtol=0, atol=2e-2)
         torch.testing.assert_close(ours[:2, 0, 0], theirs[0, :2], rtol=0, atol=1e-6)
     plain, scaled = (rotary_angles(positions, channels=128, base=base, scaling=s)[1][4, 0, 0] for s in (None, factor))
-    assert torch.equal(plain[:8], scaled[:8])  # what turns often stays
+    assert torch.equal(plain[:8], scaled[:8])  # frequencies with many turns are unchanged
     assert float((plain - scaled).abs().max()) > 0.5

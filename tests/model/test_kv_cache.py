@@ -1,4 +1,4 @@
-"""The cache against forwards without one: same logits, whatever the rows' lengths and however tokens come in."""
+"""Key-value cache: logits equal a forward's without a cache, for any lengths of rows and any order of forwards."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from helpers.training import GPT2_STYLE, LLAMA_STYLE
 
 from megazpp.model.kv_cache import KVCache
 
-ROUNDING = 1e-5  # fp32: a masked kernel instead of the causal one
+ROUNDING = 1e-5  # tolerance in fp32, because a masked kernel replaces the causal one
 STYLES = {
     "gpt2": GPT2_STYLE,
     "llama": LLAMA_STYLE,
@@ -34,7 +34,7 @@ STYLES = {
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 @torch.no_grad()
-def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_padding(style):
+def test_cached_logits_do_not_depend_on_chunks_or_padding(style):
     model, tokens, lengths = build_gpt(style), sample()[0], [2, 7, 5]
     for parts in ((16,), (9, 1, 1, 5), (1,) * 16):
         cache, found = KVCache(2, 3, 16), []
@@ -59,8 +59,8 @@ def test_logits_do_not_depend_on_how_the_tokens_come_in_nor_on_other_rows_paddin
 
 @pytest.mark.parametrize("multiple", [1, 16])
 @torch.no_grad()
-def test_rows_that_stay_have_their_logits_with_masks_of_rounded_lengths(multiple):
-    """The host's lengths and the device's places agree after every kind of change."""
+def test_kept_rows_have_their_logits_with_rounded_mask_lengths(multiple):
+    """The lengths on the host and the places on the device agree after every change."""
     model, tokens = build_gpt(LLAMA_STYLE), sample()[0]
     cache = KVCache(2, 3, 16, mask_multiple=multiple)
     model(tokens[:, :4], cache=cache)
@@ -80,7 +80,7 @@ def test_rows_that_stay_have_their_logits_with_masks_of_rounded_lengths(multiple
 
 
 @torch.no_grad()
-def test_keys_and_values_take_the_type_in_which_the_model_computes():
+def test_cache_has_the_dtype_of_the_models_computation():
     model = build_gpt(LLAMA_STYLE).bfloat16()
     cache = KVCache(2, 1, 4)
     model(sample()[0][:1, :3], cache=cache)

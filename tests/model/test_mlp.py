@@ -1,4 +1,4 @@
-"""The MLP's activations, whole and split, against their formulas in fp64."""
+"""MLP with each activation, on one rank and split over ranks, against formulas in fp64."""
 
 import functools
 import itertools
@@ -41,6 +41,6 @@ def compare_with_the_formula() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_mlp_is_its_formula_however_it_is_split(size):
-    """Output and all gradients; one region entered and one left, for SwiGLU's two matrices too."""
+def test_mlp_equals_its_formula_in_any_layout(size):
+    """Output and all gradients agree. There is one collective at each end, also for SwiGLU's two matrices."""
     ranks(size).run(compare_with_the_formula)

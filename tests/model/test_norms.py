@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm against their formulas in fp64, and their gradients when the sequence is split."""
+"""LayerNorm and RMSNorm against formulas in fp64, and their gradients with a split sequence."""
 
 import functools
 import itertools
@@ -27,10 +27,10 @@ def compare_with_the_formula() -> None:
         sliced = {"x_dim": 0, "y_dim": 0} if split else {}
         norm = compare_slices((kind, one_plus, split), make, whole, draw(0, 8, 3, 7), **sliced)
         assert ("bias" in norm.specs) == (kind == "LayerNorm")
-        assert norm.specs["weight"].value == float(not one_plus)  # a fresh one scales by one
+        assert norm.specs["weight"].value == float(not one_plus)  # an initial norm scales by one
         assert all(spec.std == 0.0 and spec.split is None for spec in norm.specs.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_norm_is_its_formula_scales_by_one_at_first_and_sums_its_gradients_over_slices(size):
+def test_norm_equals_its_formula_and_sums_gradients_over_slices(size):
     ranks(size).run(compare_with_the_formula)

@@ -1,4 +1,4 @@
-"""Recomputation gives the loss and the gradients of a run without it, to the bit, also with dropout."""
+"""Recomputation gives bit-identical losses and gradients, also with dropout."""
 
 import dataclasses
 import itertools
@@ -29,14 +29,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def two_steps(model: GPTConfig, sequence_parallel: bool, documents: bool) -> dict[str, Any]:
-    """Losses and accumulated gradients of two micro-batches, and the state the generators are left in."""
+    """Return losses and accumulated gradients of two micro-batches, and the final state of the generators."""
     gpt = build_gpt(model, sequence_parallel=sequence_parallel)
     (first, _), (second, gradients) = (step(gpt, packed() if documents else None) for _ in range(2))
     return {"first": first, "second": second, **gradients, "default": torch.get_rng_state()}
 
 
 def differences() -> list[str]:
-    """What is not the same with recomputation, each kind with and without documents, in one style each."""
+    """Return the differences to a run without recomputation, for each kind, with and without documents."""
     found = []
     for documents, style in itertools.product((False, True), STYLES):
         sequence_parallel = documents and tp_axis().size > 1
@@ -54,14 +54,14 @@ def differences() -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_recomputation_with_dropout_changes_no_bit(size):
-    """Nor the generators' states, so the next step's masks are the same too."""
+    """The generators' states are equal too, so the masks of the next step do not change."""
     assert ranks(size).run(differences) == [[]] * size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tp", "sequence_parallel"), [("selective", 1, False), ("full", 2, True)])
-def test_a_sharded_run_is_the_same_with_recomputation(kind, tp, sequence_parallel):
-    """Through FSDP2, which gathers a layer's weights again for the recomputation; bitwise."""
+def test_sharded_run_is_bit_identical_with_recomputation(kind, tp, sequence_parallel):
+    """FSDP2 gathers a layer's weights again for the recomputation; results are bit-identical."""
     case = Case(model=STYLES["gpt2"], tp=tp, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
     expected = ranks(4).run(train_on_ranks, case)
     recomputed = dataclasses.replace(case, model=dataclasses.replace(case.model, **KINDS[kind]))
@@ -70,7 +70,7 @@ def test_a_sharded_run_is_the_same_with_recomputation(kind, tp, sequence_paralle
 
 
 def calls_of_a_step(model: GPTConfig, training: bool) -> list[Any]:
-    """What forward and backward call on tp, and how often each layer's MLP ran."""
+    """Return the calls of collectives on tp in forward and backward, and how often each layer's MLP ran."""
     gpt, ran = build_gpt(model).train(training), list[int]()
     for index, layer in enumerate(gpt.layers):
         layer.mlp.register_forward_pre_hook(lambda module, args, index=index: ran.append(index))
@@ -79,8 +79,8 @@ def calls_of_a_step(model: GPTConfig, training: bool) -> list[Any]:
     return [forward, backward, [ran.count(index) for index in range(len(gpt.layers))]]
 
 
-def test_the_chosen_layers_run_twice_with_their_forward_collectives():
-    """A layer's last all-reduce is not repeated where nothing after it is needed again."""
+def test_chosen_layers_run_twice_with_their_forward_collectives():
+    """The last all-reduce of a layer is not repeated, because backward needs nothing that follows it."""
     for kind, runs, repeated in (("full", [2, 2, 2], 6), ("block", [2, 1, 1], 2), ("selective", [1, 1, 1], 0)):
         model = dataclasses.replace(STYLES["gpt2"], **KINDS[kind])
         for forward, backward, ran in ranks(2).run(calls_of_a_step, model, True):
@@ -88,12 +88,12 @@ def test_the_chosen_layers_run_twice_with_their_forward_collectives():
             assert forward == {"all_reduce": 2 * 3 + 1 + 2}
             assert 7 + repeated // 2 <= backward["all_reduce"] <= 7 + repeated, kind
         for _, backward, ran in ranks(2).run(calls_of_a_step, model, False):
-            assert ran == [1, 1, 1]  # nothing is recomputed in evaluation mode
+            assert ran == [1, 1, 1]  # evaluation recomputes nothing
             assert backward == {"all_reduce": 7}
 
 
 def saved_bytes(model: GPTConfig) -> int:
-    """Bytes that autograd keeps between forward and backward."""
+    """Return the bytes that autograd keeps from forward to backward."""
     gpt = build_gpt(model)
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     with saved_tensors() as saved:
@@ -102,15 +102,15 @@ def saved_bytes(model: GPTConfig) -> int:
     return sum(size for pointer, size in kept.items() if pointer not in weights)
 
 
-def test_recomputation_keeps_less():
-    """What it is for: full < block < none, and selective, where norms and activation are, < norms alone < none."""
+def test_recomputation_keeps_fewer_bytes():
+    """Memory is ordered: full < block < none, and norms and activation < norms only < none."""
     plain = saved_bytes(STYLES["gpt2"])
     kept = {kind: saved_bytes(dataclasses.replace(STYLES["gpt2"], **KINDS[kind])) for kind in KINDS}
     assert kept["full"] == kept["uniform"] < kept["block"] < plain
     assert kept["selective"] == kept["activations"] < kept["norms"] < plain
     assert kept["core"] < plain
     gpt2 = STYLES["gpt2"]
-    tensor = 4 * 3 * SEQ * gpt2.hidden  # bytes of what a norm gives
+    tensor = 4 * 3 * SEQ * gpt2.hidden  # bytes of a norm's output
     assert plain - kept["norms"] >= gpt2.layers * 2 * tensor
     assert kept["norms"] - kept["selective"] >= gpt2.layers * tensor * gpt2.ffn_size // gpt2.hidden
     assert kept["full"] < plain / 2

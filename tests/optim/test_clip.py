@@ -1,4 +1,4 @@
-"""Global norms: each element counts once, whatever the layout; what is not finite stays so."""
+"""Global norms and clipping: every element counts once in any layout, and NaN or Inf stays NaN or Inf."""
 
 import math
 from dataclasses import replace
@@ -23,7 +23,7 @@ ONE = MeshAxis("tp"), MeshAxis("shard")
 
 
 def compare_with_one_process(tp: int, replicas: int) -> None:
-    """fp32 sums in another order: 1e-6."""
+    """fp32 sums in another order agree to 1e-6."""
     whole, (model, dims) = one_process_model(), sharded_model(tp, replicas)
     for parameter in whole.parameters():
         parameter.grad = parameter.detach() / 2.0
@@ -51,9 +51,9 @@ def test_four_ranks_measure_and_clip_like_one_process(tp, replicas):
 
 
 def measure_padded(case: Case) -> tuple[StepRecord, float, float]:
-    """A step whose zeros are counted, the parameters' norm, and the gradients' without what pads the vocabulary."""
+    """Return a step's record with counted zeros, the parameter norm, and the gradient norm without padding rows."""
     step, dims = build_step(case)
-    for name, exist in existing_rows(step.model).items():  # fill padding as a conversion might leave it
+    for name, exist in existing_rows(step.model).items():  # fill the padding, as converted weights may
         parameter = step.model.get_parameter(name).detach()
         if not isinstance(parameter, DTensor):
             parameter[exist:] = 3.0
@@ -74,8 +74,11 @@ def measure_padded(case: Case) -> tuple[StepRecord, float, float]:
 
 
 @pytest.mark.parametrize("style", [GPT2_STYLE, LLAMA_STYLE], ids=["tied", "untied"])
-def test_rows_that_pad_a_vocabulary_enter_no_statistic(style):
-    """101 tokens in 128 rows at tp 1, in 256 at tp 2: one rank of four has rows of both kinds, others padding alone."""
+def test_vocabulary_padding_enters_no_statistic(style):
+    """101 tokens have 128 rows at tp 1 and 256 at tp 2.
+
+    Of four ranks, one then holds rows with and without padding, and others hold only padding.
+    """
     case = Case(model=replace(style, make_vocab_size_divisible_by=128), steps=1)
     plain = GPTModel(replace(style, make_vocab_size_divisible_by=1), vocab_size=101, tp=ONE[0])
     initialize_parameters_(plain, seed=case.seed, draw_device=CPU)
@@ -94,7 +97,7 @@ def test_rows_that_pad_a_vocabulary_enter_no_statistic(style):
 
 
 def measure_what_is_wrong() -> None:
-    """One element of one rank, and an axis that the sum would miss."""
+    """Check NaN and Inf in one element of one rank, and a shard axis that the norm does not sum over."""
     model, dims = sharded_model(2, 1)
     for bad, norm in ((-math.inf, math.inf), (math.nan, math.nan)):
         if dims.tp.rank == dims.shard.rank == 1:
@@ -105,12 +108,12 @@ def measure_what_is_wrong() -> None:
         global_grad_norm(model.named_parameters(), dims.tp, MeshAxis("data"))
 
 
-def test_one_bad_element_reaches_every_rank_and_a_split_that_the_sum_would_miss_is_an_error():
+def test_nan_reaches_every_rank_and_unsummed_axis_is_an_error():
     ranks(4).run(measure_what_is_wrong)
 
 
 def measure_a_plain_tensor() -> None:
-    """Where the tp or the shard axis has all ranks of the job."""
+    """Check a plain tensor with all ranks of the job on the tp axis, and with all of them on the shard axis."""
     parameter, tp = nn.Parameter(torch.zeros(9)), tp_axis()
     parameter.grad = torch.ones(9)
     shard = MeshAxis("shard", ranks=tp.ranks, rank=tp.rank, group=tp.group, wire="cross")
@@ -118,7 +121,7 @@ def measure_a_plain_tensor() -> None:
         assert global_grad_norm([("p", parameter)], *axes).value.item() == 3.0
 
 
-def test_a_plain_tensor_counts_once_along_either_axis():
+def test_plain_tensor_counts_once_on_either_axis():
     ranks(2).run(measure_a_plain_tensor)
 
 
@@ -129,11 +132,11 @@ def norm_of(*grads: torch.Tensor) -> float:
     return global_grad_norm(named, *ONE).value.item()
 
 
-def test_sums_are_exact_in_one_process_too():
+def test_sums_are_exact_in_one_process():
     half = torch.full((100_000,), 0.5, dtype=torch.bfloat16)
     assert norm_of(half) == pytest.approx(0.5 * math.sqrt(100_000), rel=1e-6)  # bf16 is summed in fp32
     large = torch.full((1,), 3e19)
-    assert norm_of(large, large) == pytest.approx(3e19 * math.sqrt(2))  # whose square fp32 does not have
+    assert norm_of(large, large) == pytest.approx(3e19 * math.sqrt(2))  # fp32 cannot represent the squares
     model = nn.Linear(63, 5)
     expected = nn.utils.parameters_to_vector(model.parameters()).norm().item()
     assert clip.global_parameter_norm(model.named_parameters(), *ONE, rows={}).item() == pytest.approx(
@@ -141,7 +144,7 @@ def test_sums_are_exact_in_one_process_too():
     )
 
 
-def test_no_gradient_at_all_is_norm_zero():
+def test_norm_without_gradients_is_zero():
     model = nn.Linear(3, 2)
     assert global_grad_norm(model.named_parameters(), *ONE).value.item() == 0.0
     assert clip.count_zero_grads(model.named_parameters(), *ONE, rows={}).item() == 0.0
@@ -149,13 +152,13 @@ def test_no_gradient_at_all_is_norm_zero():
     assert model.weight.grad is None
 
 
-def test_the_factor_is_megatrons():
+def test_clipping_factor_equals_megatrons():
     for norm, max_norm, divisor, factor in (
         (5.0, 1.0, 1.0, 1.0 / (5.0 + 1e-6)),
         (0.5, 1.0, 1.0, 1.0),
         (5.0, 0.0, 4.0, 0.25),
         (5.0, 2.5, 4.0, 2.5 / (5.0 + 1e-6) / 4.0),
-        (1e-4, 1e-5, 1.0, 1 / 10.1),  # 1e-6 is not nothing here
+        (1e-4, 1e-5, 1.0, 1 / 10.1),  # 1e-6 matters at this size
         (math.nan, 1.0, 1.0, math.nan),
     ):
         parameter = nn.Parameter(torch.zeros(3))

@@ -1,4 +1,4 @@
-"""The loss scale follows Megatron's rule step by step."""
+"""Loss scale: every step follows Megatron-LM's rule."""
 
 from helpers.refusals import not_refused
 
@@ -8,7 +8,7 @@ CONFIG = LossScaleConfig(initial_loss_scale=16.0, min_loss_scale=2.0, loss_scale
 
 
 def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
-    """The scale before and after each step; "." is a good one, "x" an overflow."""
+    """Return the scale before the first and after every step; "." is a step without overflow, "x" one with overflow."""
     scaler = scaler or DynamicLossScale(CONFIG)
     history = [scaler.scale]
     for outcome in outcomes:
@@ -17,15 +17,16 @@ def scales(outcomes: str, scaler: LossScaler | None = None) -> list[float]:
     return history
 
 
-def test_the_dynamic_scale_is_megatrons():
+def test_dynamic_scale_follows_megatrons_rule():
     assert scales("......") == [16, 16, 16, 32, 32, 32, 64]  # doubles after each window
-    assert scales("xxxxxx") == [16, 16, 8, 4, 2, 2, 2]  # one overflow is forgiven; never below the minimum
-    assert scales("x.x") == [16, 16, 16, 8]  # a good step does not restore the hysteresis
-    assert scales("x...x") == [16, 16, 16, 16, 32, 32]  # a grown scale does
-    assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]  # an overflow starts the window again
+    # one overflow is tolerated, and the scale stays at or above the minimum
+    assert scales("xxxxxx") == [16, 16, 8, 4, 2, 2, 2]
+    assert scales("x.x") == [16, 16, 16, 8]  # a step without overflow does not restore the hysteresis
+    assert scales("x...x") == [16, 16, 16, 16, 32, 32]  # a doubled scale restores the hysteresis
+    assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]  # an overflow restarts the window
 
 
-def test_a_saved_scale_continues_as_if_it_had_not_stopped():
+def test_restored_scale_continues_unchanged():
     outcomes = "..xx....x..x...xx."
     for cut in range(len(outcomes)):
         before, after = DynamicLossScale(CONFIG), DynamicLossScale(CONFIG)
@@ -34,7 +35,7 @@ def test_a_saved_scale_continues_as_if_it_had_not_stopped():
         assert scales(outcomes[cut:], after) == scales(outcomes)[cut:]
 
 
-def test_fp16_alone_scales_dynamically_from_two_to_the_32_and_a_constant_scale_does_not_move():
+def test_fp16_scale_starts_at_2_to_the_32_and_constant_scale_stays():
     for constant, fp16, expected in (
         (128.0, True, [128.0, 128.0]),
         (None, True, [2.0**32, 2.0**31]),
@@ -46,7 +47,7 @@ def test_fp16_alone_scales_dynamically_from_two_to_the_32_and_a_constant_scale_d
         assert scaler.scale == expected[-1]
 
 
-def test_values_that_cannot_work_are_refused():
+def test_invalid_loss_scales_are_refused():
     rows = [
         ({"loss_scale": 0.0}, "--loss-scale 0.0 is not positive"),
         ({"hysteresis": 0}, "--hysteresis 0 is not positive"),

@@ -1,4 +1,4 @@
-"""Muon on shards steps like torch.optim.Muon on whole matrices, or on the blocks that nodes have of them."""
+"""Muon on shards against torch.optim.Muon on whole matrices, or on the blocks of rows that nodes hold."""
 
 import dataclasses
 import itertools
@@ -43,12 +43,15 @@ def is_matrix(name: str) -> bool:
 
 
 def is_split(name: str) -> bool:
-    """Whether tensor-parallel ranks share out the rows."""
+    """Return True if tensor-parallel ranks split the rows."""
     return name.rpartition(".")[0].endswith(("qkv", "fc1", "gate"))
 
 
 def blocks(name: str, num_rows: int, case: Case, nodes: int) -> list[torch.Tensor]:
-    """The rows of each block of a whole parameter on four ranks: queries, keys and values apart, nodes apart."""
+    """Return the rows of each block of a whole parameter on four ranks.
+
+    Queries, keys and values are separate blocks, and so are the rows of different nodes.
+    """
     rows = torch.arange(num_rows)
     if not is_matrix(name):
         return [rows]
@@ -61,14 +64,14 @@ def blocks(name: str, num_rows: int, case: Case, nodes: int) -> list[torch.Tenso
 
 
 def gradient(name: str, shape: torch.Size, step: int) -> torch.Tensor:
-    """A gradient of the whole parameter, the same wherever it is asked for."""
+    """Return the gradient of a whole parameter, equal on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(step * 1000 + sum(map(ord, name))))
 
 
 def by_torch(
     weights: Weights, case: Case, nodes: int, steps: int = STEPS, gradient: Callable[..., torch.Tensor] = gradient
 ) -> Weights:
-    """Every block is a parameter of torch.optim.Muon, here in fp32; the others are AdamW's."""
+    """Update every block by torch.optim.Muon in fp32, and all other parameters by AdamW; return the weights."""
     parts = {
         name: [(rows, torch.nn.Parameter(weight[rows])) for rows in blocks(name, len(weight), case, nodes)]
         for name, weight in weights.items()
@@ -109,7 +112,7 @@ def build(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 @torch.no_grad()
 def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, bad: float | None = None) -> None:
-    """A step with gradients that are three times too large; with `bad`, one that is to be skipped."""
+    """Take a step with gradients and divisor three times too large; with `bad`, a step that must be skipped."""
     for name, p in model.named_parameters():
         whole = gradient(name, p.shape, step) * (3.0 if bad is None else bad)
         p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
@@ -118,7 +121,7 @@ def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 
 def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
-    """The whole weights before and after."""
+    """Return the whole weights before and after training."""
     model, optimizer = build(case)
     first = full_state(model, optimizer)
     for step in range(1, steps + 1):
@@ -127,7 +130,7 @@ def train(case: Case, steps: int = STEPS) -> tuple[Weights, Weights]:
     return first, {name: last[name] for name in first}
 
 
-FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)  # 45 rows, 12 to a rank
+FIVE_HEADS = dataclasses.replace(GPT2_STYLE, num_attention_heads=5, kv_channels=3)  # 45 rows, 12 on each rank
 SETTINGS = OptimizerConfig(
     optimizer="muon", muon_momentum=0.8, muon_use_nesterov=False, muon_num_ns_steps=3, muon_adam_lr_multiple=0.5
 )
@@ -147,7 +150,7 @@ DEFAULT = ("tp, copies", "tp, every setting", "2 nodes, llama, tp", "shards that
 
 
 @pytest.mark.parametrize("case", chosen(CASES, *DEFAULT))
-def test_steps_are_torch_s_on_whole_matrices_or_where_a_copy_spans_nodes_on_each_node_s_rows(case):
+def test_muon_equals_torch_on_whole_matrices_or_rows_of_nodes(case):
     first, last = ranks(4).run(train, case)[0]
     expected = by_torch(first, case, max(1, case.nodes // case.replicas))
     torch.testing.assert_close(last, expected, rtol=0, atol=1e-6)
@@ -168,7 +171,7 @@ def test_each_expert_is_orthogonalized_whole_whatever_the_layout(ep):
         torch.testing.assert_close(last[key], expected, rtol=0, atol=1e-6)
 
 
-def test_scales_are_megatrons():
+def test_update_scales_equal_megatrons():
     modes = {"spectral": math.sqrt(8), "unit_rms_norm": math.sqrt(2), "shape_scaling": math.sqrt(2)}
     for mode, expected in modes.items():
         config = OptimizerConfig(optimizer="muon", muon_scale_mode=mode, muon_extra_scale_factor=3.0)
@@ -177,7 +180,7 @@ def test_scales_are_megatrons():
 
 
 def in_8_bits(whole: torch.Tensor, dim: int, tp: int, shards: int) -> torch.Tensor:
-    """A parameter whose shards were packed and unpacked, each by itself."""
+    """Return a parameter after packing and unpacking each of its shards in 8 bits."""
     found = []
     for of_tp in whole.chunk(tp, dim):
         segments = plan_segments([("", tuple(of_tp.shape))], shards)
@@ -191,7 +194,7 @@ def in_8_bits(whole: torch.Tensor, dim: int, tp: int, shards: int) -> torch.Tens
     return torch.cat(found, dim)
 
 
-def test_at_multiples_of_the_interval_nodes_step_by_the_whole_matrix_of_rows_in_8_bits():
+def test_full_steps_use_whole_matrices_gathered_in_8_bits():
     for tp in (1, 2):
         case = Case(model=LLAMA_STYLE, nodes=2, tp=tp, optimizer=dataclasses.replace(MUON, muon_full_interval=1))
 
@@ -208,7 +211,7 @@ def test_at_multiples_of_the_interval_nodes_step_by_the_whole_matrix_of_rows_in_
 
 
 def crossed(case: Case, optimizer: OptimizerConfig) -> list[int]:
-    """Bytes that each of four steps sends to other nodes."""
+    """Return the bytes that each of four steps sends to other nodes."""
     step, dims = build_step(dataclasses.replace(case, optimizer=optimizer))
     found = [dims.counter.sent_bytes("cross")]
     for iteration in range(1, 5):
@@ -217,7 +220,7 @@ def crossed(case: Case, optimizer: OptimizerConfig) -> list[int]:
     return [after - before for before, after in itertools.pairwise(found)]
 
 
-def test_muon_sends_nothing_to_other_nodes_but_at_the_interval_where_it_is_a_byte_per_element():
+def test_muon_crosses_nodes_only_at_intervals_by_a_byte_per_element():
     model = dataclasses.replace(GPT2_STYLE, hidden_size=64, ffn_hidden_size=256)
     case = Case(model=model, nodes=2, zero=ZeroConfig(zeropp=True), seq_length=4)
     every_second = dataclasses.replace(MUON, muon_full_interval=2)
@@ -225,12 +228,12 @@ def test_muon_sends_nothing_to_other_nodes_but_at_the_interval_where_it_is_a_byt
     assert never == adam
     matrices = model.layers * model.hidden * (4 * model.hidden + 2 * model.ffn_size)
     for index, (more, without) in enumerate(zip(at_times, never, strict=True), 1):
-        sent = (more - without) / (matrices / 4)  # of the elements that a rank has
+        sent = (more - without) / (matrices / 4)  # relative to the elements that a rank holds
         assert sent == 0 if index % 2 else 1.0 < sent < 1.02
 
 
 def skip(case: Case) -> None:
-    """Steps with NaN or Inf change no bit of weights and moments, and the next goes on as if there had been none."""
+    """Check that steps with NaN or Inf leave weights and state bit-identical, and do not affect the next step."""
     ends = []
     for bad in (None, math.nan, math.inf):
         model, optimizer = build(case)
@@ -246,7 +249,7 @@ def skip(case: Case) -> None:
     assert moments == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
-def test_a_skipped_step_leaves_weights_and_momentum_as_they_are():
+def test_skipped_step_leaves_weights_and_momentum_unchanged():
     ranks(4).run(skip, Case(nodes=2, tp=2, optimizer=MUON))
 
 
@@ -259,7 +262,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("case", chosen(TRAININGS, "stage 2, tp, sequence"))
-def test_a_training_has_the_losses_of_one_rank(case):
+def test_muon_training_matches_one_rank(case):
     case = dataclasses.replace(case, optimizer=MUON, steps=STEPS)
     (expected,) = ranks(1).run(train_on_ranks, Case(model=case.model, optimizer=MUON, steps=STEPS))
     for result in ranks(4).run(train_on_ranks, case):
@@ -268,7 +271,7 @@ def test_a_training_has_the_losses_of_one_rank(case):
 
 
 def multiplications(case: Case) -> int:
-    """Of this rank in one step of the optimizer, as torch counts them."""
+    """Count this rank's scalar multiplications in one optimizer step, by torch's FLOP counter."""
     model, optimizer = build(case)
     with FlopCounterMode(display=False) as counter:
         take_step(model, optimizer, 1)
@@ -281,7 +284,7 @@ def test_each_of_four_ranks_does_about_a_quarter_of_the_work():
     assert max(shared) < 0.35 * sum(shared)
 
 
-def test_newton_schulz_brings_singular_values_near_one_and_takes_a_matrix_of_zeros():
+def test_newton_schulz_gives_singular_values_near_one_or_zeros():
     x = torch.randn(3, 7, 31, generator=torch.Generator().manual_seed(0))
     x[1] = 0.0
     for each in (x, x.mT):
@@ -290,7 +293,7 @@ def test_newton_schulz_brings_singular_values_near_one_and_takes_a_matrix_of_zer
         assert (values[1] == 0).all()
 
 
-def test_owners_share_the_work_of_a_node_and_every_row_has_one():
+def test_owners_share_a_nodes_work_and_cover_every_row():
     shapes = {
         "qkv": ((120, 64), 0, (16, 8, 8)),
         "proj": ((64, 32), 1, (64,)),
@@ -310,7 +313,7 @@ def test_owners_share_the_work_of_a_node_and_every_row_has_one():
             assert rows == [matrix.shape[0] for matrix in matrices]
 
 
-def test_what_cannot_work_is_refused():
+def test_invalid_muon_flags_are_refused():
     rows = [
         ({"muon_momentum": 1.0}, "--muon-momentum 1.0 is not in [0, 1)"),
         ({"muon_num_ns_steps": 0}, "--muon-num-ns-steps 0 is not positive"),

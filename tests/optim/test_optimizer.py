@@ -1,4 +1,7 @@
-"""Parameter groups and rates; what torch's and apex's optimizers (with a stand-in for its kernels) do to shards."""
+"""Optimizers on shards: parameter groups, rates, and the updates of torch's and apex's optimizers.
+
+A fake replaces apex's kernels.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -20,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class FakeFusedAdam(torch.optim.AdamW):
-    """apex's interface (step count in the group, moments in the state), and like its kernels no DTensors."""
+    """Fake of apex's FusedAdam: the step is in the group, moments are in the state, and DTensors are not supported."""
 
     def __init__(self, params, lr, betas, eps, adam_w_mode):
         assert adam_w_mode
@@ -37,7 +40,7 @@ class FakeFusedAdam(torch.optim.AdamW):
 
 
 def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    """The optimizer "adam", "sgd" or "apex"."""
+    """Build the optimizer "adam", "sgd" or "apex"."""
     name, backend = ("adam", "apex") if kind == "apex" else (kind, "torch")
     constants = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "sgd_momentum": 0.7}
     config = OptimizerConfig(optimizer=name, optimizer_backend=backend, **constants)
@@ -48,7 +51,7 @@ def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> None:
-    """Rates, and gradients that are the parameters."""
+    """Set the rates, and set each gradient to its parameter."""
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     set_rates_(optimizer, learning_rate=0.1 / step, weight_decay=0.1 * step)
@@ -62,7 +65,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Opt
 
 
 def compare_with_one_process(kind: str, tp: int) -> bool:
-    """Train the sharded model and the whole one; returns True if a shard of this rank is empty."""
+    """Train the sharded model and the whole one; return True if a shard of this rank is empty."""
     whole, (model, _) = one_process_model(), sharded_model(tp, 1)
     train(whole, build(whole, "sgd" if kind == "sgd" else "adam"))
     optimizer = train(model, build(model, kind))
@@ -72,18 +75,18 @@ def compare_with_one_process(kind: str, tp: int) -> bool:
         assert [group["step"] for group in optimizer.param_groups] == [3, 3]
     for name, parameter in whole.named_parameters():
         ours = model.get_parameter(name).detach().full_tensor()
-        # vector and scalar tails of the fused kernel may round differently
+        # the fused kernel may round its vector part and its scalar part differently
         torch.testing.assert_close(ours, parameter.detach(), rtol=1e-6, atol=1e-7)
     return any(parameter.to_local().numel() == 0 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("kind", "tp"), [("adam", 2), ("sgd", 4), ("sgd", 1), ("apex", 1), ("apex", 2)])
-def test_the_optimizer_updates_shards_empty_ones_too_like_one_process(kind, tp):
+def test_optimizer_updates_shards_like_one_process(kind, tp):
     assert any(ranks(4).run(compare_with_one_process, kind, tp)) == (tp < 4)
 
 
 def compare_with_torch(tp: int, replicas: int) -> None:
-    """Both load what the other has saved, too; ours runs on local tensors and divides gradients inside the step."""
+    """Compare with torch's optimizer on DTensors, after each has loaded the other's state."""
     model, theirs = (sharded_model(tp, replicas)[0] for _ in range(2))
     optimizer, divisor = build(model, "adam"), torch.tensor(3.7)
     groups = parameter_groups(theirs.named_parameters(), 0.1)
@@ -104,18 +107,18 @@ def compare_with_torch(tp: int, replicas: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "replicas"), [(2, 1), (1, 2)])
-def test_torch_s_update_of_divided_gradients_has_the_same_bits_and_the_same_state(tp, replicas):
+def test_fused_adamw_matches_torch_on_divided_gradients(tp, replicas):
     ranks(4).run(compare_with_torch, tp, replicas)
 
 
-def test_only_the_fused_adam_skips_without_the_host():
+def test_only_fused_adam_skips_without_the_host():
     adam, sgd = (build(nn.Linear(3, 2), kind) for kind in ("adam", "sgd"))
     assert [optimizers.skips_on_device(each) for each in (adam, sgd)] == [True, False]
-    with pytest.raises(AssertionError, match="cannot skip a step by itself"):
+    with pytest.raises(AssertionError, match="cannot skip a step on the device"):
         update_(sgd, torch.tensor(1.0), torch.tensor(0.0))
 
 
-def test_apex_s_saved_state_continues_where_it_was():
+def test_restored_apex_state_continues_unchanged():
     ends = []
     for resumes in (True, False):
         model = one_process_model()
@@ -129,12 +132,12 @@ def test_apex_s_saved_state_continues_where_it_was():
 
 
 def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
-    missing = "apex.optimizers.FusedAdam is not importable"
-    assert not not_refused([("cpu", "--optimizer-backend apex needs a CUDA device, this run is on cpu")], check_apex)
+    missing = "apex.optimizers.FusedAdam is not installed"
+    assert not not_refused([("cpu", "--optimizer-backend apex needs a CUDA device, but this run uses cpu")], check_apex)
     assert not not_refused([("cuda", missing), ("cuda", "or use --optimizer-backend torch")], check_apex)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "apex" / "optimizers").mkdir(parents=True)
-    # the package of that name on PyPI, which must not be imported
+    # the unrelated package named apex on PyPI, which must not be imported
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
     assert not not_refused([("cuda", missing)], check_apex)
     (tmp_path / "apex" / "optimizers" / "fused_adam.py").touch()
@@ -143,7 +146,7 @@ def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
     check_apex("cuda")
 
 
-def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_decay():
+def test_groups_without_weight_decay_equal_megatrons():
     model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3), "embedding": nn.Embedding(4, 3)})
     odd = nn.Parameter(torch.zeros(2, 2))
     decayed, exempt = parameter_groups([*model.named_parameters(), ("odd.bias", odd)], weight_decay=0.3)
@@ -155,7 +158,7 @@ def test_the_groups_are_megatrons_biases_and_one_dimensional_parameters_do_not_d
     assert (only["params"], only["wd_mult"]) == ([model["linear"].weight], 1.0)
 
 
-def test_rates_are_scaled_by_the_groups_multiples():
+def test_rates_are_scaled_by_group_multiples():
     optimizer = build(nn.Linear(3, 2), "adam")
     assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
     optimizer.param_groups[1]["lr_mult"] = 3.0
@@ -163,7 +166,7 @@ def test_rates_are_scaled_by_the_groups_multiples():
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.25, 0.5), (0.75, 0.0)]
 
 
-def test_values_that_cannot_work_are_refused():
+def test_invalid_optimizer_flags_are_refused():
     rows = [
         ({"adam_beta1": -0.1}, "--adam-beta1 -0.1 is not in [0, 1)"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 is negative"),
@@ -174,7 +177,7 @@ def test_values_that_cannot_work_are_refused():
 
 
 @pytest.mark.gpu
-def test_the_fused_optimizer_on_a_gpu_agrees_with_the_cpu():
+def test_fused_optimizer_on_a_gpu_matches_the_cpu():
     on_cpu, on_gpu = one_process_model(), one_process_model().cuda()
     for model in (on_cpu, on_gpu):
         train(model, build(model, "adam"))

@@ -1,4 +1,4 @@
-"""Frozen units compute what trained weights do whose gradients nobody wants, and send each weight inside nodes only."""
+"""Frozen units compute exactly like weights that need no gradients, and send each weight only inside nodes."""
 
 import functools
 from unittest import mock
@@ -20,11 +20,11 @@ from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.sharding import shard_model
 
-WIDTH = 101  # divides nothing
+WIDTH = 101  # not divisible by the number of ranks or a block size
 
 
 class Stack(nn.Module):
-    """Three layers and a scale of the model's own."""
+    """A model of three layers and a scale, which belongs to the whole model."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            with set_checkpoint_early_stop(index == 0):  # else the recomputed forward is whole
+            with set_checkpoint_early_stop(index == 0):  # layer 0: recomputation stops early
                 x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
         return x * self.scale
 
@@ -58,7 +58,7 @@ def frozen_stack(
 
 
 def plain_stack(bits: int | None) -> Stack:
-    """Of the same weights, of which the matrices have been in packed rows."""
+    """Return a plain model with the same weights, after packing and unpacking its matrices."""
     model, rows = Stack(), plan_rows(WIDTH, *at_rest(bits, torch.float32))
     model.load_state_dict(stack_weights())
     for layer in model.layers:
@@ -67,7 +67,7 @@ def plain_stack(bits: int | None) -> Stack:
 
 
 def assert_same(model: Stack, frozen: FrozenUnits, bits: int | None) -> None:
-    """As a plain one: outputs and gradients of inputs, bit for bit; and nothing stays unpacked."""
+    """Check that outputs and input gradients are bit-identical to the plain model, and that nothing stays unpacked."""
     x, found = torch.randn(5, WIDTH, requires_grad=True), []
     for each in (model, plain_stack(bits)):
         y, x.grad = each(x), None
@@ -83,12 +83,16 @@ def make_dims(nodes: int) -> ParallelDims:
 
 
 def gathers(dims: ParallelDims) -> tuple[int, int]:
-    """Calls and bytes so far."""
+    """Return the number of all-gathers of frozen units so far, and their bytes."""
     return dims.counter.table()["local", "frozen", "all_gather"]
 
 
 def use_stack(bits: int | None, recompute: bool) -> None:
-    """Of 101 rows each of two ranks has 51, the last of which is padding; a message has a multiple of 16 bytes."""
+    """Check loads, messages and memory of a frozen model on two ranks.
+
+    The ranks share 101 rows: each has 51, and the second rank's last row is padding. Weights start at multiples of 16
+    bytes.
+    """
     dims, held = make_dims(2), list[int]()
     load = mock.Mock(side_effect=rows_of_stack)
     model, frozen = frozen_stack(dims.twin("local", "frozen"), bits=bits, recompute=recompute, load=load)
@@ -100,19 +104,19 @@ def use_stack(bits: int | None, recompute: bool) -> None:
     assert sorted(call.args[0] for call in load.call_args_list) == sorted(stack_weights())
     assert {rows.stop - rows.start for (_, rows), _ in load.call_args_list} == {51 - dims.local.rank}
     row_bytes = {None: 4 * WIDTH, 8: 128 + 2 * 2 + 12, 4: 64 + 4 * 2 + 8}[bits]  # elements, bf16 scales, padding
-    vector = 208  # 51 elements of fp32
+    vector = 208  # 51 fp32 elements, with padding to 16 bytes
     message_bytes = 3 * (-(-51 * row_bytes // 16) * 16 + vector) + vector
     assert frozen.kept_bytes == message_bytes
-    assert gathers(dims) == (8, 2 * message_bytes)  # forward and again backward, to one other rank
+    assert gathers(dims) == (8, 2 * message_bytes)  # 4 units in forward and backward, to one other rank
     assert dims.counter.sent_bytes("cross") == 0
-    assert max(held) == 2  # the layer and the model's own
+    assert max(held) == 2  # the layer's unit and the unit of the whole model
     assert sum(whole.untyped_storage().nbytes() for unit in frozen.units for _, whole, _ in unit.weights) == 0
 
 
 @pytest.mark.parametrize(
     ("bits", "recompute"), [(None, False), (8, False), slow(4, False), (None, True)], ids=["16", "8", "4", "again"]
 )
-def test_a_use_gathers_each_message_inside_the_node_once_and_frees_the_weights(bits, recompute):
+def test_use_gathers_each_message_once_per_node_and_frees_the_weights(bits, recompute):
     ranks(4).run(use_stack, bits, recompute)
 
 
@@ -127,10 +131,10 @@ def generate() -> None:
         assert not any(unit.is_unpacked for unit in frozen.units)
         model(torch.ones(1, WIDTH))
     assert gathers(dims)[0] == 8
-    assert_same(model, frozen, None)  # outside of inference mode
+    assert_same(model, frozen, None)  # outside of inference mode again
 
 
-def test_kept_weights_travel_once_for_any_number_of_tokens():
+def test_kept_weights_are_gathered_once_for_any_number_of_tokens():
     ranks(2).run(generate)
 
 
@@ -146,20 +150,23 @@ def use_upper_layers() -> None:
     assert gathers(dims)[0] - before == 2
 
 
-def test_below_the_first_gradient_nothing_is_gathered_in_backward():
+def test_backward_gathers_nothing_below_the_first_gradient():
     ranks(2).run(use_upper_layers)
 
 
-def test_one_rank_holds_the_weights_as_they_are_and_packs_them_where_bits_are_fewer():
+def test_one_rank_uses_weights_in_place_or_packs_them_in_fewer_bits():
     model, frozen = frozen_stack(MeshAxis("frozen"))
     padding = frozen.kept_bytes - sum(weight.nbytes for weight in stack_weights().values())
-    assert 0 <= padding < 7 * 16  # each weight begins at 16 bytes
+    assert 0 <= padding < 7 * 16  # padding of 7 weights to multiples of 16 bytes
     assert_same(model, frozen, None)
     assert_same(*frozen_stack(MeshAxis("frozen"), bits=8), 8)
 
 
 def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
-    """Of two forwards before their backwards, and one that has none: as of chosen and rejected texts, evaluated too."""
+    """Return the input gradients of two forwards before their backwards, with a forward without gradients between.
+
+    Preference training does this with its chosen and rejected texts and an evaluation.
+    """
     inputs = [torch.full((3, WIDTH), value, requires_grad=True) for value in (0.5, -1.0)]
     a, b = model(inputs[0]).sum(), model(inputs[1]).square().sum()
     with torch.no_grad():
@@ -170,13 +177,13 @@ def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_two_forwards_before_their_backwards_and_one_that_has_none(together):
+def test_two_forwards_before_their_backwards_match_plain_weights(together):
     model, frozen = frozen_stack(MeshAxis("frozen"), bits=8)
     assert all(map(torch.equal, gradients_of_two(model, together), gradients_of_two(plain_stack(8), together)))
     assert not any(unit.is_unpacked for unit in frozen.units)
 
 
-def test_a_weight_in_two_places_stays_one():
+def test_weight_in_two_places_stays_shared():
     with torch.device("meta"):
         model = nn.ModuleDict({"words": nn.Embedding(11, 8), "output": nn.Linear(8, 11, bias=False)})
         model["output"].weight = model["words"].weight
@@ -185,16 +192,16 @@ def test_a_weight_in_two_places_stays_one():
     assert frozen.kept_bytes == 4 * 88
 
 
-def test_rows_of_another_shape_are_refused_by_name():
+def test_rows_of_another_shape_raise_an_error_with_the_name():
     with pytest.raises(ValueError, match=r"scale: rows of shape \(101, 5\) were loaded, not \(101,\)"):
         frozen_stack(MeshAxis("frozen"), load=lambda name, rows: torch.ones(WIDTH, 5))
 
 
-# ---- beside the training ------------------------------------------------------------------------------------------
+# ---- together with trained weights --------------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained one beside it, in one module, as of LoRA."""
+    """A module with a frozen layer and a trained layer, as with LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +212,7 @@ class Adapted(nn.Module):
 
 
 def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], int]:
-    """The trained weights after three steps of two micro-batches, and the bytes sent between nodes."""
+    """Return the trained weights after three steps of two micro-batches, and the bytes sent between nodes."""
     dims = make_dims(2)
     torch.manual_seed(0)
     model = nn.Sequential(*(Adapted() for _ in range(3)))
@@ -228,8 +235,8 @@ def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], 
 
 
 @pytest.mark.parametrize(("zero", "tolerance"), [(ZeroConfig(), 0.0), slow(ZeroConfig(zeropp=True), 0.05)])
-def test_trained_weights_beside_frozen_ones_become_the_same_as_beside_weights_without_gradients(zero, tolerance):
-    """Bit for bit; with --zeropp the base without frozen units is int8."""
+def test_adapters_train_equally_on_frozen_units_and_on_plain_weights(zero, tolerance):
+    """The weights are bit-identical, except with --zeropp, which rounds plain weights to int8 and frozen units not."""
     with_units, without = (ranks(4).run(train_adapted, zero, freezes) for freezes in (True, False))
     assert sum(sent for _, sent in with_units) < sum(sent for _, sent in without)
     for (units, _), (parameters, _) in zip(with_units, without, strict=True):
@@ -237,7 +244,7 @@ def test_trained_weights_beside_frozen_ones_become_the_same_as_beside_weights_wi
 
 
 def race_alone() -> list[str]:
-    """The races of a frozen model forward and backward, in inference mode, kept for a while, and again."""
+    """Return the races of a frozen model in forward, backward, and inference with kept weights, three times."""
     with simulated_streams() as streams:
         model, frozen = frozen_stack(make_dims(2).twin("local", "frozen"), bits=8)
         for _ in range(3):
@@ -255,5 +262,5 @@ def race_beside_training() -> list[str]:
 
 
 @pytest.mark.parametrize("race", [race_alone, slow(race_beside_training)])
-def test_nothing_races_in_a_frozen_model(race):
+def test_frozen_model_has_no_races_between_streams(race):
     assert ranks(4).run(race) == [[]] * 4

@@ -1,4 +1,4 @@
-"""Models of stored weights out of a checkpoint compute what was saved, wherever the weights lie, on any layout."""
+"""Models with packed weights compute the same as the checkpoint, wherever the weights are stored, on any layout."""
 
 import dataclasses
 import gc
@@ -39,7 +39,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.trace import FORWARD, TraceRecorder
 from megazpp.zero.config import PrecisionConfig
 
-# 101 rows of the vocabulary are padded to a multiple of 8 with one tp rank, and of 16 with two
+# The vocabulary's 101 rows are padded to a multiple of 8 with one tensor-parallel rank, and of 16 with two.
 SAVED = Case(model=dataclasses.replace(LLAMA_STYLE, init_method_std=0.5), tp=2)
 TIED = Case(model=dataclasses.replace(GPT2_STYLE, init_method_std=0.5))
 ALONE = dataclasses.replace(SAVED, tp=1, seed=99)
@@ -50,7 +50,7 @@ GREEDY = SampleConfig(sample_tokens=4, sample_temperature=0.0)
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> str:
-    """The folder of the checkpoints of two iterations."""
+    """Return the folder of a run's checkpoints of two iterations."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(4).run(run, SAVED, 2, save=folder, save_interval=1)
     return folder
@@ -68,7 +68,7 @@ def found(load: str, step: int | None = None) -> tuple[LoadSource, CheckpointMet
 
 
 def build_trained(case: Case, load: str, step: int | None = None) -> tuple[GPTModel, Any, ParallelDims]:
-    """The model as a training has it: shards, with gradients."""
+    """Load the checkpoint as a training does: into shards with gradients."""
     model, sharding, dims = build_on_ranks(case)
     load_weights(model, sharding, dims, *found(load, step), vocab_size=101, say=lambda line: None)
     return model, sharding, dims
@@ -82,7 +82,7 @@ def disk(folder: Path, **options: Any) -> WeightsConfig:
 
 
 def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list[torch.Tensor]:
-    """The gradient is that of what comes out of the embedding, below which nothing is trained."""
+    """Return the losses and the gradient of the embedding's output; weights before that output need no gradients."""
     outputs, (batch,) = list[torch.Tensor](), case.batches(0, dims)
 
     def cut(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def losses_and_gradient(model: GPTModel, case: Case, dims: ParallelDims) -> list
 
 
 def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, int]:
-    """The checksum of the weights, and the elements that this rank reads of them."""
+    """Check a frozen model against a trained one; return its checksum and the number of elements read by this rank."""
     trained, _, dims = build_trained(case, load, step)
     with mock.patch.object(SafeReader, "read_box", autospec=True, side_effect=SafeReader.read_box) as read_box:
         model, units, checksum = load_frozen_model(spec_of(case), frozen_place(dims), *found(load, step))
@@ -111,7 +111,7 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
     planned = [frozen_bytes(each, dims.local.size, case.precision.param_dtype) for each in shapes]
     assert units.kept_bytes == sum(each.kept for each in planned)
     share = sum(p.numel() for p in trained.parameters()) / (dims.local.size * case.tp)
-    assert elements < 1.2 * share  # norms are whole on each tp rank
+    assert elements < 1.2 * share  # more than a share, because norms are whole on each tensor-parallel rank
     return checksum, elements
 
 
@@ -125,9 +125,7 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
     ],
     ids=["tp", "bf16", "float8", "copies"],
 )
-def test_every_layout_reads_each_weight_once_per_node_and_has_every_bit_of_a_trained_model_without_gradients(
-    load, layout
-):
+def test_frozen_model_reads_weights_once_per_node_and_is_bit_identical(load, layout):
     if "float8" in layout:
         pytest.importorskip("torchao")
     case = dataclasses.replace(ALONE, **layout)
@@ -137,23 +135,23 @@ def test_every_layout_reads_each_weight_once_per_node_and_has_every_bit_of_a_tra
     assert sum(read for _, read in results) >= case.nodes * elements
 
 
-def test_so_has_a_model_with_biases_and_a_tied_embedding(tied):
+def test_frozen_model_with_biases_and_tied_embedding_is_bit_identical(tied):
     ranks(2).run(load_frozen, dataclasses.replace(TIED, tp=2, sequence_parallel=True), tied)
 
 
-# ---- layers that stream ------------------------------------------------------------------------------------------
+# ---- streamed layers ----------------------------------------------------------------------------------------------
 
 
 def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]], torch.Tensor, list[str]]:
-    """Tokens and losses of a model that streams, and the lines that it says on this rank."""
+    """Return tokens and losses of a streamed model, and the lines that it printed on this rank."""
     dims, lines, passes = dims_on_ranks(case), list[str](), GREEDY.sample_tokens
-    gc.freeze()  # no search among what is there already
+    gc.freeze()  # `bytes_of_live_messages` then ignores earlier objects
     with mock.patch.object(FetchRing, "fetch", autospec=True, side_effect=FetchRing.fetch) as fetch:
         model, units = load_streamed_model(config, spec_of(case), frozen_place(dims, lines.append), *found(load))
         tokens = generate(model, units, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
         fetched = f" {passes} passes fetched {passes * units.plan.pass_bytes} bytes"
         assert units.describe_speed(24, 1.0).startswith(f"{fetched}; 24.0 tokens/s; ")
-        assert units.describe_speed(24, 0.0) == f"{fetched}; 0.0 tokens/s; 0% of the time waited for weights"
+        assert units.describe_speed(24, 0.0) == f"{fetched}; 0.0 tokens/s; 0% of the time spent waiting for weights"
         batch = case.batch(0, 0, 2)
         with torch.no_grad():
             losses = model.eval()(batch.tokens, batch.labels)
@@ -162,14 +160,14 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     gc.unfreeze()
     assert dims.counter.sent_bytes("cross") == 0
     assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
-    if on_disk:  # the tokens, the losses, and the first of two layers ahead for another pass
+    if on_disk:  # passes for tokens and losses, and one of two layers that was fetched ahead for another pass
         fetched = sum(units.plan.streamed[index].num_bytes for (_, index), _ in fetch.call_args_list)
         assert fetched == (passes + 1 + 0.5 * (config.prefetch_layers > 0)) * units.plan.pass_bytes
     return tokens, losses, lines
 
 
 def bytes_of_live_messages() -> int:
-    """Bytes of the storages of all tensors of bytes, but for those that `gc.freeze` has put aside."""
+    """Return the bytes of all live uint8 tensors' storages, except objects that `gc.freeze` has put aside."""
     gc.collect()
     storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -179,7 +177,7 @@ def bytes_of_live_messages() -> int:
     ("world", "layout", "bits"),
     [(2, {"tp": 2}, 8), (4, {"nodes": 2}, None), slow(2, {}, 16), slow(4, {"nodes": 2, "tp": 2}, 4)],
 )
-def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layout(load, tmp_path, world, layout, bits):
+def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_path, world, layout, bits):
     case = dataclasses.replace(ALONE, **layout)
     configs = [WeightsConfig(weights_on=place, weight_bits=bits) for place in ("device", "host")]
     configs += [disk(tmp_path, weight_bits=bits, prefetch_layers=ahead) for ahead in (0, 5)]
@@ -193,8 +191,8 @@ def test_from_disk_come_the_same_tokens_and_losses_as_from_memory_on_every_layou
     assert len([*tmp_path.glob("*.weights")]) == world // case.nodes
 
 
-def test_while_it_loads_a_model_is_never_in_memory_twice(monkeypatch):
-    """Live bytes: messages where they stay (on a device: without memory, but counted), one more, and its pieces."""
+def test_model_is_never_in_memory_twice_while_it_loads(monkeypatch):
+    """The peak is the messages in their final memory, one more message, and its pieces; meta tensors count too."""
     empty, pinned = torch.empty, []
 
     def without_pinning(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -219,7 +217,7 @@ def test_while_it_loads_a_model_is_never_in_memory_twice(monkeypatch):
 
 
 def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
-    """Tokens and losses of the shards of a training."""
+    """Return tokens and losses of the model as a training loads it."""
     model, sharding, dims = build_trained(case, load)
     tokens = generate(model, sharding, dims, PROMPTS, GREEDY, max_length=16, seed=1).tokens
     batch = case.batch(0, 0, 2)
@@ -227,8 +225,8 @@ def resident(case: Case, load: str) -> tuple[list[list[int]], torch.Tensor]:
         return tokens, model.eval()(batch.tokens, batch.labels)
 
 
-def test_the_losses_are_those_of_the_checkpoint_but_for_the_rounding_of_weights(tied, load):
-    """Weights of std 0.5 in a model of three small layers: the loss moves with the relative error of the weights."""
+def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
+    """The weights have a standard deviation of 0.5, so the loss depends visibly on their relative error."""
     for case, folder, said, tolerances in (
         (TIED, tied, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
         (ALONE, load, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
@@ -248,7 +246,7 @@ def test_the_losses_are_those_of_the_checkpoint_but_for_the_rounding_of_weights(
 
 @torch.no_grad()
 def leave_forwards(load: str, config: WeightsConfig) -> None:
-    """By an exception, in each layer and again; the losses after it have to be those before."""
+    """Interrupt a forward by an exception in each layer, twice, and check that the next losses are unchanged."""
     model, _ = load_streamed_model(config, spec_of(ALONE), frozen_place(dims_on_ranks(ALONE)), *found(load))
     batch = ALONE.batch(0, 0, 2)
     expected = model.eval()(batch.tokens, batch.labels)
@@ -259,7 +257,7 @@ def leave_forwards(load: str, config: WeightsConfig) -> None:
         assert torch.equal(model(batch.tokens, batch.labels), expected)
 
 
-def test_a_forward_that_was_left_does_not_mix_up_layers(load, tmp_path):
+def test_interrupted_forward_does_not_mix_up_layers(load, tmp_path):
     for world, ahead in ((1, 0), (1, 1), (2, 2)):
         ranks(world).run(leave_forwards, load, disk(tmp_path, prefetch_layers=ahead))
 
@@ -268,7 +266,7 @@ def test_a_forward_that_was_left_does_not_mix_up_layers(load, tmp_path):
 
 
 def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | None = None) -> str:
-    """What is said while one rank's model is loaded and computes once, or the error that ends it."""
+    """Load the model on one rank and run it once; return the printed lines, or the error that ended it."""
     dims, lines = dims_on_ranks(case), list[str]()
     try:
         place = frozen_place(dims, lines.append)
@@ -282,7 +280,7 @@ def use(load: str, config: WeightsConfig, *, case: Case = ALONE, step: int | Non
 
 @pytest.fixture(scope="module")
 def written(load, tmp_path_factory) -> Path:
-    """A store's only file."""
+    """Write a store, and return its only file."""
     folder = tmp_path_factory.mktemp("store")
     assert " wrote " in ranks(1).run(use, load, disk(folder))[0]
     (path,) = folder.glob("*.weights")
@@ -290,7 +288,10 @@ def written(load, tmp_path_factory) -> Path:
 
 
 def damage(path: Path, place: float, *, cut: bool = False) -> None:
-    """By another file: the model of the last run may still read this one ahead, and would remove it as damaged."""
+    """Replace the file by a damaged copy with a new inode.
+
+    The last run's model may still read the old file ahead. It would remove the path if it found damage there.
+    """
     content = bytearray(path.read_bytes())
     at = int(len(content) * place)
     content[at] ^= 1
@@ -298,20 +299,18 @@ def damage(path: Path, place: float, *, cut: bool = False) -> None:
     path.write_bytes(content[:at] if cut else content)
 
 
-def test_a_flipped_byte_or_a_cut_is_an_error_and_the_next_run_writes_the_store_anew(load, written):
+def test_damaged_store_raises_an_error_and_is_written_again(load, written):
     for place, cut in ((0.3, False), (0.7, False), (0.999, False), (0.0, True), (0.999, True)):
         damage(written, place, cut=cut)
         (said,) = ranks(1).run(use, load, disk(written.parent))
         assert "part0of1.weights is damaged: " in said, (place, cut)
-        assert "is removed, and the next run writes it anew" in said
+        assert "is removed, and the next run writes it again" in said
         assert not written.exists()
         (said,) = ranks(1).run(use, load, disk(written.parent))
         assert " wrote " in said
 
 
-def test_other_weights_another_tokenizer_and_a_damaged_checkpoint_are_refused_and_the_store_stays(
-    load, written, tmp_path
-):
+def test_wrong_weights_or_tokenizer_raise_errors_and_keep_the_store(load, written, tmp_path):
     shutil.copytree(load, tmp_path / "copy")
     (path,) = (tmp_path / "copy/iter_0000002").glob("__0_*.distcp")
     damage(path, 0.5)
@@ -338,7 +337,7 @@ def use_on_a_full_disk(load: str, config: WeightsConfig) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_left_is_written_over(load, tmp_path):
+def test_full_disk_leaves_no_store_and_unfinished_file_is_overwritten(load, tmp_path):
     (said,) = ranks(1).run(use_on_a_full_disk, load, disk(tmp_path))
     assert "needs 0.00 GB: File too large; nothing of it was kept" in said
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
@@ -350,7 +349,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_and_what_a_killed_writer_le
     assert left.with_suffix("").stat().st_size < 10_000_000
 
 
-def test_a_store_has_its_name_after_its_bytes_are_on_disk(tmp_path):
+def test_store_is_renamed_after_its_bytes_are_on_disk(tmp_path):
     path, existed = tmp_path / "a.weights", list[bool]()
     with mock.patch.object(store, "sync", side_effect=lambda file: existed.append(path.exists())):
         store.write_store(path, {"of": 1}, [("one", 4096, [torch.zeros(4096, dtype=torch.uint8)])])
@@ -358,7 +357,7 @@ def test_a_store_has_its_name_after_its_bytes_are_on_disk(tmp_path):
     assert path.exists()
 
 
-def test_flags_that_contradict_each_other_are_refused():
+def test_contradicting_flags_raise_an_error():
     rows = (
         ({"weight_store": "x"}, "--weight-store x needs --weights-on disk, not device"),
         ({"weights_on": "disk", "prefetch_layers": -1}, "--prefetch-layers -1 is negative"),

@@ -1,4 +1,4 @@
-"""Packed rows against plain tensors: products and lookups are those of the unpacked matrix, bit for bit."""
+"""Packed rows against plain tensors: products and lookups are bit-identical to the unpacked matrix."""
 
 import itertools
 from typing import Any
@@ -28,7 +28,7 @@ def unpacked_rows(matrix: PackedMatrix) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("bits", "error"), [(16, 0.003), (8, 0.01), (4, 0.1)])
-def test_products_and_lookups_are_those_of_the_unpacked_matrix(monkeypatch, bits, error):
+def test_products_and_lookups_match_the_unpacked_matrix(monkeypatch, bits, error):
     for columns, parts, piece in itertools.product([1, 37, 64, 257], [1, 3], [1, 5, 1000]):
         monkeypatch.setattr("megazpp.packed_weights.streamed._CPU_PIECE", piece * columns)
         torch.manual_seed(0)
@@ -41,7 +41,9 @@ def test_products_and_lookups_are_those_of_the_unpacked_matrix(monkeypatch, bits
         assert (unpacked - weight).norm() < error * weight.norm()
         for with_bias in (None, bias):
             expected = F.linear(x.double(), unpacked.double(), None if with_bias is None else with_bias.double())
-            assert torch.allclose(F.linear(x, packed, with_bias).double(), expected, atol=1e-4)  # fp32 sums of 257
+            assert torch.allclose(
+                F.linear(x, packed, with_bias).double(), expected, atol=1e-4
+            )  # tolerance for fp32 sums of 257 products
         for rows in (slice(0, 29), slice(9, 10), slice(10, None)):
             assert torch.allclose(F.linear(x, packed[rows]), F.linear(x, unpacked[rows]), atol=1e-4)
             assert torch.allclose(F.linear(x, packed[rows][1:]), F.linear(x, unpacked[rows][1:]), atol=1e-4)
@@ -49,7 +51,7 @@ def test_products_and_lookups_are_those_of_the_unpacked_matrix(monkeypatch, bits
         assert torch.equal(F.embedding(ids, packed), F.embedding(ids, unpacked))
 
 
-def test_16_bits_of_the_compute_dtype_are_used_where_they_lie():
+def test_16_bit_weights_in_the_compute_dtype_are_used_in_place():
     for dtype in (torch.bfloat16, torch.float16):
         weight, x = torch.randn(31, 37).to(dtype), torch.randn(3, 37).to(dtype)
         matrix = matrix_of(weight.float(), plan_rows(37, 16, dtype), dtype=dtype)
@@ -57,7 +59,7 @@ def test_16_bits_of_the_compute_dtype_are_used_where_they_lie():
         assert torch.allclose(F.linear(x, PackedWeight(matrix)), F.linear(x, weight), atol=0.1)
 
 
-def test_int4_scales_are_never_worse_than_those_of_the_largest_element():
+def test_int4_scales_are_never_worse_than_scales_of_the_peak_element():
     torch.manual_seed(0)
     weight = torch.randn(64, 256) * 0.02
     blocks = weight.view(-1, 32)
@@ -71,20 +73,22 @@ def test_int4_scales_are_never_worse_than_those_of_the_largest_element():
     error = (found - weight).view(-1, 32).square().sum(1)
     assert rows.row_bytes * 8 / 256 == 4.5
     assert (error <= plain * 1.0001).all()
-    assert error.sum().sqrt() < 0.083 * weight.norm()  # 0.086 without the choice of a scale
+    assert error.sum().sqrt() < 0.083 * weight.norm()  # 0.086 with the peak's scale only
 
 
-def test_int8_elements_are_off_by_half_a_step_of_their_own_block():
+def test_int8_error_is_at_most_half_a_step_of_its_block():
     weight = torch.randn(5, 320) * torch.logspace(-4, 4, 5).repeat_interleave(64)
 
     rows = plan_rows(320, 8)
     found = rows.unpack(rows.pack(weight), torch.empty_like(weight))
 
     step = weight.view(5, 5, 64).abs().amax(-1, keepdim=True) / 127
-    assert ((found - weight).view(5, 5, 64).abs() <= 0.505 * step).all()  # a scale is rounded up to bf16
+    assert (
+        (found - weight).view(5, 5, 64).abs() <= 0.505 * step
+    ).all()  # slightly above 0.5, because a scale is rounded up to bf16
 
 
-def test_what_is_not_finite_stays_so_and_zeros_stay_zeros():
+def test_non_finite_values_and_zeros_are_preserved():
     for bits in (8, 4):
         weight = torch.randn(4, 128)
         weight[1, 70], weight[2] = torch.inf, 0.0
@@ -95,7 +99,7 @@ def test_what_is_not_finite_stays_so_and_zeros_stay_zeros():
         assert torch.equal(found[2], weight[2])
 
 
-def test_a_weight_that_is_not_there_or_another_use_of_it_is_an_error():
+def test_missing_weight_or_unsupported_use_raises_an_error():
     layer, matrix = nn.Linear(64, 8, bias=False), matrix_of(torch.randn(8, 64), plan_rows(64, 8))
     del layer.weight
     layer.weight = PackedWeight(matrix)  # type: ignore[assignment]

@@ -75,7 +75,7 @@ def test_hsdp_makes_one_copy_per_domain():
 def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_one_is_not(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda ranks=None, group_desc=None: None)
     cyclic = Cluster(num_nodes=2, ranks_per_node=2, order=CYCLIC)
-    with pytest.raises(ValueError, match="cannot make process groups"):
+    with pytest.raises(ValueError, match="cannot create process groups"):
         plan_dims(ParallelConfig(), cyclic, zero_stage=3)
     plan_dims(ParallelConfig(), dataclasses.replace(cyclic, order=(0, 1, 2, 3)), zero_stage=3)
     plan_dims(ParallelConfig(tensor_model_parallel_size=2), cyclic, zero_stage=3)  # tp {0 2} {1 3}, shard {0 1} {2 3}

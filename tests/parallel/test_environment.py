@@ -36,12 +36,12 @@ def built_for_cuda(monkeypatch, tmp_path):
 def test_a_single_connection_is_unset_with_a_line_or_refused_once_cuda_has_started(monkeypatch):
     (line,) = prepare_environment(env := {CONNECTIONS: "1"})
     assert CONNECTIONS not in env
-    assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is unset: ")
+    assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 was unset: ")
     assert prepare_environment(env := {CONNECTIONS: "32"}) == ()
     assert env[CONNECTIONS] == "32"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for check in (prepare_environment, check_connections):
-        with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1, and CUDA has started"):
+        with pytest.raises(ValueError, match="CUDA was initialized with CUDA_DEVICE_MAX_CONNECTIONS=1"):
             check({CONNECTIONS: "1"})
     check_connections({CONNECTIONS: "8"})
 
@@ -52,7 +52,7 @@ def test_programs_unset_it_before_they_look_for_a_gpu(monkeypatch, capsys, tmp_p
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["program"])
     assert run_on_ranks(lambda: 7 if CONNECTIONS not in os.environ else 1) == 7
-    assert capsys.readouterr().err.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 is unset")
+    assert capsys.readouterr().err.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 was unset")
 
 
 def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alone_unless_the_user_says_so(tmp_path):
@@ -72,12 +72,12 @@ def test_a_folder_that_others_could_have_filled_is_refused(tmp_path):
     own, elsewhere = tmp_path / f"megazpp-{os.getuid()}", tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     own.symlink_to(elsewhere)
-    with pytest.raises(ValueError, match="is not a folder of this user alone"):
+    with pytest.raises(ValueError, match="must be a folder that only this user can access"):
         node_folder("triton")
     own.unlink()
     own.mkdir()
     own.chmod(0o777)
-    with pytest.raises(ValueError, match="is not a folder of this user alone"):
+    with pytest.raises(ValueError, match="must be a folder that only this user can access"):
         node_folder("triton")
 
 

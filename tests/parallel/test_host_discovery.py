@@ -102,7 +102,7 @@ def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path):
         for text in (*OTHER_TEXTS, pickle.dumps(Evil(tmp_path / "ran"))):
             store = dist.HashStore()
             dist.PrefixStore("megazpp/survey", store).set(key, text)
-            with pytest.raises(ValueError, match=f"is no {kind}"):
+            with pytest.raises(ValueError, match=f"is not a {kind}"):
                 share_survey(store, rank, 2, HostInfo(host="a"))
     assert not (tmp_path / "ran").exists()
 

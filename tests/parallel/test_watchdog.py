@@ -25,13 +25,13 @@ def test_ranks_that_hang_are_named_with_the_collectives_that_wait_for_them_and_t
     output = program.finish()
     assert time.monotonic() - began < SECONDS
     assert program.process.returncode == 1
-    assert "watchdog: the job has not moved for 1.5 s\n" in output
+    assert "watchdog: the job has made no progress for 1.5 s\n" in output
     assert "  all_reduce number 3 on axis shard: rank 3 waiting, rank 1 did not arrive\n" in output
     assert "  all_reduce number 3 on axis shard: rank 0 waiting, rank 2 did not arrive\n" in output
-    assert "  rank 2 did not answer: stopped, gone, or stuck outside Python\n" in output
+    assert "  rank 2 did not answer: stopped, ended, or stuck outside Python\n" in output
     assert "  rank 1: step step 3 for " in output
     assert output.count("in hang\n") == 1
-    assert output.splitlines()[-1] == "the job hung, see above; the job is over"
+    assert output.splitlines()[-1] == "the job hung, see the watchdog's report above; the job is over"
     (file,) = tmp_path.glob("hang-*.txt")
     stacks = file.read_text()
     assert [f"==== rank {rank}\n" in stacks for rank in range(4)] == [True, True, False, True]
@@ -66,7 +66,7 @@ def test_only_ranks_that_wait_for_nobody_are_taken_to_be_the_cause():
 
 def test_a_collective_that_all_have_entered_is_the_network_s():
     text = report(*[(("shard", "reduce_scatter", 3), {"shard": 3})] * 4)
-    assert "axis shard: ranks 0, 1, 2, 3 waiting, all ranks are in it, and it does not finish" in text
+    assert "axis shard: ranks 0, 1, 2, 3 waiting, all ranks are in it, but it does not finish" in text
 
 
 def test_where_the_host_waits_for_the_device_the_rank_that_launched_less_is_named():

@@ -1,4 +1,4 @@
-"""Costs by hand: rings, trees, all-to-alls, shared adapters, and the roofline of a product."""
+"""Cost model: rings, trees, all-to-alls, shared network adapters and matrix products against hand-computed seconds."""
 
 import math
 
@@ -30,55 +30,66 @@ def layout(links: Links = LINKS, device: Device | None = DEVICE, tp: int = 1) ->
     return plan_layout(cluster, tp=tp, replicas=1)
 
 
-SECONDS = {  # a GB by the axis, and beside it the latency of each message
+SECONDS = {  # seconds of 1 GB on an axis, which include the latency of each message
     "inside a node a ring sends at the rank's rate": (layout(), "local", Shares(), 7 * 2e-6 + 0.01),
     "all ranks of a node share its adapters": (layout(), "cross", Shares(), 3 * 5e-6 + 8 * 0.1),
-    "of a ring over all ranks one sends to another node": (layout(), "shard", Shares(), 28 * 2e-6 + 15e-6 + 0.1),
-    "of two rings two do": (layout(tp=2), "shard", Shares(), 12 * 2e-6 + 15e-6 + 2 * 0.1),
-    "a share of the link makes it slower": (layout(), "cross", HALF, 15e-6 + 8 * 0.2),
-    "a byte takes its rank's path to the adapters, then its share of them": (layout(), "cross", PATH, 15e-6 + 1.65),
-    "inside a node there is no such path": (layout(), "local", PATH, 14e-6 + 0.01),
-    "a measured rate is what programs reach": (layout(MEASURED), "cross", PATH, 15e-6 + 8 * 0.1),
+    "in a ring over all ranks one rank of a node sends to another node": (
+        layout(),
+        "shard",
+        Shares(),
+        28 * 2e-6 + 15e-6 + 0.1,
+    ),
+    "with two rings two ranks of a node send to another node": (
+        layout(tp=2),
+        "shard",
+        Shares(),
+        12 * 2e-6 + 15e-6 + 2 * 0.1,
+    ),
+    "a share of the link's bandwidth takes longer": (layout(), "cross", HALF, 15e-6 + 8 * 0.2),
+    "bytes cross the rank's path to the adapters and then the network": (layout(), "cross", PATH, 15e-6 + 1.65),
+    "inside a node bytes do not cross the path to the adapters": (layout(), "local", PATH, 14e-6 + 0.01),
+    "a measured rate needs no share": (layout(MEASURED), "cross", PATH, 15e-6 + 8 * 0.1),
 }
 
 
 @pytest.mark.parametrize(("on", "axis", "shares", "expected"), SECONDS.values(), ids=SECONDS)
-def test_a_ring_takes_its_bytes_over_its_links(on, axis, shares, expected):
+def test_ring_seconds_equal_latency_plus_bytes_over_links(on, axis, shares, expected):
     assert AxisCost(on, axis, shares).seconds("all_gather", 10**9) == pytest.approx(CALL + expected)
 
 
-def test_a_small_all_reduce_goes_along_the_tree_and_an_axis_of_one_rank_costs_nothing():
+def test_small_all_reduce_uses_tree_and_one_rank_costs_nothing():
     tree = 2 * (7 * 2e-6 + math.log2(4) * 5e-6)
     assert AxisCost(layout(), "shard", Shares()).seconds("all_reduce", 0) == pytest.approx(CALL + tree)
     assert AxisCost(layout(), "tp", Shares()).seconds("all_reduce", 10**9) == 0.0
 
 
-def test_a_product_takes_its_full_tiles_or_its_bytes_and_a_pass_over_memory_its_share():
+def test_product_costs_full_tiles_or_bytes_and_memory_pass_its_share():
     costs = ClusterCosts(layout(), Shares(matrix=0.5, memory=0.25))
     full = 2 * 1024 * 1024 * 4096 / 50e12
     product = Operation("matrix", 0, m=1024, n=1024, k=4096, batch=1.0)
     assert costs.operation(product) == pytest.approx(full)
-    assert costs.operation(product._replace(m=1024 - 127, n=1024 - 127)) == pytest.approx(full)  # tiles not full
+    # edge tiles cost as much as full ones
+    assert costs.operation(product._replace(m=1024 - 127, n=1024 - 127)) == pytest.approx(full)
     assert costs.operation(product._replace(batch=2.0)) == pytest.approx(2 * full)
     assert costs.operation(product._replace(bytes=10**9)) == costs.memory(10**9) == pytest.approx(4e-3)
     assert costs.operation(Operation("memory", 10**9)) == pytest.approx(4e-3)
 
 
-def test_a_free_axis_takes_nothing():
+def test_free_axis_costs_nothing():
     costs = ClusterCosts(layout(), Shares(), free=("cross",))
     assert costs.collective("local", "all_gather", 10**8) > 0
     assert costs.collective("cross", "all_gather", 10**8) == 0.0
 
 
-def test_figures_that_are_needed_and_not_known_are_named():
-    with pytest.raises(ValueError, match=r"links\.network is not given, and axis cross"):
+def test_missing_cluster_figures_are_named_in_the_error():
+    with pytest.raises(ValueError, match=r"links\.network is missing, and axis cross"):
         AxisCost(layout(Links(domain=Link(1.0))), "cross", Shares())
-    with pytest.raises(ValueError, match=r"--cluster-file: device is not given"):
+    with pytest.raises(ValueError, match=r"--cluster-file: device is missing"):
         ClusterCosts(layout(device=None), Shares())
 
 
-def test_a_device_has_the_calibration_that_it_names_whatever_its_own_name_is():
-    assert tuple(CALIBRATIONS) == SHARES  # what a cluster file may name
+def test_calibration_follows_shares_not_the_device_name():
+    assert tuple(CALIBRATIONS) == SHARES  # names that a cluster file may use
     assert calibration_for(DEVICE._replace(name="H100", shares="v100")).shares == DGX2_SHARES
     assert calibration_for(DEVICE._replace(shares="h100")).shares == H100_SHARES
     assert calibration_for(DEVICE._replace(name="v100")) == calibration_for(None)

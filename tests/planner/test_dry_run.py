@@ -1,4 +1,4 @@
-"""The program on a cluster that is not there sends what its plan says, and holds as much memory as planned."""
+"""Dry run: the program on fake ranks sends exactly the planned bytes and needs about the planned memory."""
 
 from collections import Counter
 from pathlib import Path
@@ -41,9 +41,9 @@ WORDS = {
     "EXACT": "--diloco-weight-bits 16 --diloco-gradient-bits 16",
     "SHORT": "--num-layers 1 --vocab-size 8192 --seq-length 8 --micro-batch-size 1",
     "HUGE": "--num-layers 1 --hidden-size 73728 --num-attention-heads 192 --ffn-hidden-size 294912",
-    "K4": "",  # micro-batches
+    "K4": "",  # four micro-batches per step
 }
-# nodes x ranks of each (c: in cyclic order), the rank that runs, flags
+# Cases: nodes x ranks per node ("c": ranks in cyclic order), the rank that runs, and flags.
 RUNS = table("""
     2x4   |   0 | --zero-stage 0 K4
     2x4   |   0 | --fp16 --zero-stage 1 TP
@@ -92,7 +92,7 @@ def run_config(text: str, cluster: Cluster) -> RunConfig:
 
 
 def instances(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """Those of a class that a dry run makes and keeps to itself."""
+    """Return a list that collects the instances of a class which a dry run creates."""
     made: list[Any] = []
     make = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: made.append(make(*args, **kwargs)) or made[-1])
@@ -100,7 +100,7 @@ def instances(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 
 
 def lasting(step: TrainStep, outer: list[OuterUnit]) -> dict[Memory, list[torch.Tensor | None]]:
-    """What outlives a step."""
+    """Return the tensors that persist between steps, by kind of memory."""
     moments = [value for state in step.optimizer.state.values() for value in state.values()]
     return {
         Memory.PARAMETERS: list(step.model.parameters()),
@@ -117,7 +117,7 @@ QUICK = ("--bf16 --zeropp CP K4", "--bf16 MUON --zeropp TP", "--bf16 TP LOCAL", 
 
 
 @pytest.mark.parametrize("case", chosen({row[-1]: row for row in RUNS}, *QUICK))
-def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(case, monkeypatch):
+def test_dry_run_sends_planned_bytes_and_needs_planned_memory(case, monkeypatch):
     shape, rank, flags = case
     nodes, ranks_per_node = map(int, shape.removesuffix("c").split("x"))
     order = cyclic_order(nodes, ranks_per_node) if shape.endswith("c") else None
@@ -140,25 +140,25 @@ def test_a_dry_run_sends_what_is_planned_and_lives_on_as_much_memory(case, monke
     for kind, tensors in lasting(steps[0], islands[0].units if islands else []).items():
         storages = {getattr(t, "_local_tensor", t).untyped_storage()._cdata for t in tensors if t is not None}
         assert dry.memory[kind] == sum(fullest.get(storage, 0) for storage in storages), kind
-    if "SHORT EXACT" not in flags:  # of which the fullest moment is a synchronization
+    if "SHORT EXACT" not in flags:  # with these flags the memory peak is in a synchronization
         assert dry.memory[Memory.OUTER_MESSAGES] == sum(fullest[message] for message in messages)
     assert (dry.memory[Memory.OUTER_MESSAGES] > 0) == ("--diloco-delay" in flags or "SHORT EXACT" in flags)
-    # recomputation leaves cycles, which live until the garbage collector comes
+    # recomputation leaves reference cycles, which keep tensors until the garbage collector runs
     assert dry.memory.total() == pytest.approx(dry.live_bytes, rel=0.05 if run.model.recompute_granularity else 0.007)
     if flags == "HUGE":
         assert dry.live_bytes > 12 * 73728**2 * 4 // 16
 
 
 @pytest.mark.slow
-def test_three_micro_batches_say_of_many_what_all_of_them_do(monkeypatch):
+def test_three_micro_batches_extrapolate_to_many(monkeypatch):
     run = run_config("--zeropp --bf16 K4", SQUARE)
     few = dry_run(run, SQUARE, rank=1)
-    assert "one optimizer step (3 micro-batches run, the middle one counts 2 times):" in few.describe()
+    assert "one optimizer step (3 micro-batches are run; the middle one counts 2 times):" in few.describe()
     monkeypatch.setattr(module, "SIMULATED_MICRO_BATCHES", 4)
     assert few == dry_run(run, SQUARE, rank=1)
 
 
-def test_a_plan_that_is_a_byte_off_is_noticed():
+def test_plan_one_byte_off_is_reported():
     _, plan = module.plan_dry_run(run_config("", SQUARE), SQUARE, 0)
     key, other = ("local", "shard", "all_gather"), ("cross", "shard", "all_gather")
     counted = {key: Traffic(3, 100), other: Traffic(3, 100)}
@@ -172,6 +172,6 @@ def test_a_plan_that_is_a_byte_off_is_noticed():
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_that_is_not_there_is_refused(rank):
-    with pytest.raises(ValueError, match=f"--dry-run-rank {rank} is not a rank of the cluster: it has 0 to 3"):
+def test_rank_outside_the_cluster_is_refused(rank):
+    with pytest.raises(ValueError, match=f"--dry-run-rank {rank} is not a rank of the cluster, which has ranks 0 to 3"):
         dry_run(run_config("", SQUARE), SQUARE, rank=rank)

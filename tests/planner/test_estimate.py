@@ -1,4 +1,4 @@
-"""One run, estimated: bytes of a node from those of one rank, times where they are known, and the schemes beside it."""
+"""Estimate of a run: bytes per node, times with and without a described device, and the run's other schemes."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def pair(links: Links | None = LINKS, device: Device | None = DEVICE) -> Cluster
 
 
 @pytest.mark.parametrize("flags", ["", "--zeropp", "--tensor-model-parallel-size 2", "--hsdp"])
-def test_a_node_sends_to_others_what_its_ranks_send_together(flags):
+def test_node_cross_bytes_equal_the_sum_over_its_ranks(flags):
     run, cluster = config(f"--micro-batch-size 4 {flags}"), Cluster(num_nodes=2, ranks_per_node=4)
     plan, own, crossing = check_run_config(run, cluster, device_type="cpu"), estimate(run, cluster), 0
     for rank in range(cluster.world_size):
@@ -47,7 +47,7 @@ def test_a_node_sends_to_others_what_its_ranks_send_together(flags):
 
 
 @pytest.mark.parametrize(("links", "device", "usable"), [(None, DEVICE, 0.9), (LINKS, None, math.inf)])
-def test_without_links_or_device_bytes_and_memory_are_there_and_times_are_not(links, device, usable):
+def test_bytes_and_memory_need_no_links_or_device_but_times_do(links, device, usable):
     own = estimate(config("--zeropp"), pair(links, device))
     assert (own.seconds, own.busy, own.exposed, own.tokens_per_second) == (None, {}, {}, 0.0)
     assert own.wires["cross"] > 0
@@ -56,7 +56,7 @@ def test_without_links_or_device_bytes_and_memory_are_there_and_times_are_not(li
     assert own.fits
 
 
-def test_speeds_are_those_of_the_step():
+def test_tokens_and_flops_per_second_follow_from_step_seconds():
     own, model = estimate(config(), pair()), config().model
     assert own.tokens_per_second == pytest.approx(32 * 128 / own.seconds)
     flops = model_flops_per_token(model, padded_vocab_size=model.padded_vocab_size(2048, 1), seq_length=128)
@@ -64,7 +64,7 @@ def test_speeds_are_those_of_the_step():
     assert 0 < own.exposed["shard"] <= own.seconds
 
 
-def test_schemes_differ_from_the_run_in_nothing_but_how_it_shards_and_sends_and_share_its_trace():
+def test_schemes_change_only_sharding_and_share_one_trace():
     run = config("--zeropp --zero-gradient-bits 8 8")
     found = schemes(run)
     assert list(found) == ["ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp", "--zeropp, lossless"]
@@ -80,7 +80,7 @@ def test_schemes_differ_from_the_run_in_nothing_but_how_it_shards_and_sends_and_
     assert trace_model.cache_info().misses == 1
 
 
-def test_the_size_of_lossless_differences_follows_the_learning_rate_between_measured_ones():
+def test_lossless_share_interpolates_between_learning_rates():
     assert lossless_share(1e-5) == LOSSLESS_SHARES[1e-5]
     assert LOSSLESS_SHARES[1e-5] < lossless_share(3e-5) < LOSSLESS_SHARES[1e-4]
     assert (lossless_share(1e-9), lossless_share(1.0)) == (LOSSLESS_SHARES[1e-6], LOSSLESS_SHARES[3e-3])
@@ -91,21 +91,21 @@ def test_the_size_of_lossless_differences_follows_the_learning_rate_between_meas
 EVERY = "--diloco-steps 4 --micro-batch-size 4"
 
 
-def test_bytes_between_islands_are_those_of_4_bits_twice_and_means_over_steps():
+def test_island_bytes_are_two_4_bit_hops_averaged_over_steps():
     run = config(f"{EVERY} --diloco-islands 2")
     rarely = run.with_section(dataclasses.replace(run.section(DilocoConfig), diloco_steps=8))
     own, rarer = estimate(run, FOUR_NODES), estimate(rarely, FOUR_NODES)
-    parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # of four ranks of an island
-    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops; two islands, of two nodes each
-    assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # 1-D parameters travel exact
+    parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # four ranks of an island
+    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops between two islands of two nodes each
+    assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # one-dimensional parameters are sent exactly
     assert rarer.node_island_bytes == own.node_island_bytes
-    each_step = own.node_cross_bytes - own.node_island_bytes / 4  # the ring of an island's two nodes
+    each_step = own.node_cross_bytes - own.node_island_bytes / 4  # bytes of the ring inside an island of two nodes
     assert each_step == pytest.approx(rarer.node_cross_bytes - own.node_island_bytes / 8)
     assert each_step > 0
     assert own.wires["cross"] * 2 >= own.node_island_bytes / 4
 
 
-def test_a_synchronization_holds_steps_up_unless_it_hides_under_its_delay():
+def test_synchronization_delays_steps_unless_its_delay_hides_it():
     slow = pair(Links(domain=Link(100.0), network=Link(0.01)))
     delays = ("", "--diloco-delay 2", "--diloco-delay 2 --diloco-fragments 2")
     plain, late, parts = (estimate(config(f"{EVERY} {delay}"), slow) for delay in delays)
@@ -114,14 +114,15 @@ def test_a_synchronization_holds_steps_up_unless_it_hides_under_its_delay():
     step = plain.seconds - plain.held_up / 4
     assert 0 < plain.exposed["shard"] < step  # faster shards do not make synchronizations faster
     assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
-    assert parts.held_up == pytest.approx(plain.held_up - 4 * step, rel=0.01)  # each of two fragments has two steps
+    # each of the two fragments overlaps with two steps
+    assert parts.held_up == pytest.approx(plain.held_up - 4 * step, rel=0.01)
     assert plain.sufficient_gigabits * 0.05 * 4 == pytest.approx(late.sufficient_gigabits * 2, rel=0.01)
     assert late.sufficient_gigabits == pytest.approx(2 * parts.sufficient_gigabits, rel=0.01)
     untimed = estimate(config(EVERY))
     assert (untimed.seconds, untimed.node_island_bytes) == (None, plain.node_island_bytes)
 
 
-def test_local_steps_are_planned_beside_the_schemes_which_have_none():
+def test_local_steps_are_estimated_next_to_schemes_without_them():
     own = config("--diloco-steps 8 --diloco-delay 3 --diloco-islands 2 --zeropp")
     plain = changed(own, zero={"zeropp": False})
     assert local_steps(own, Cluster(num_nodes=1, ranks_per_node=4)) == {}
@@ -136,10 +137,10 @@ def test_local_steps_are_planned_beside_the_schemes_which_have_none():
     ("name", "dropout", "masked"),
     [("H100-SXM5-80GB", 0, False), ("H100-SXM5-80GB", 0.1, True), ("V100-SXM3-32GB", 0, True), (None, 0, True)],
 )
-def test_documents_are_planned_as_the_device_will_keep_them_apart(name, dropout, masked):
+def test_document_memory_follows_the_devices_attention_kernel(name, dropout, masked):
     cluster = pair(None, name and DEVICE._replace(name=name))
     flags = f"--attention-dropout {dropout} --micro-batch-size 1"
     plain, own = (estimate(config(f"{flags} {more}"), cluster) for more in ("", "--reset-attention-mask"))
     extra = own.memory.total() - plain.memory.total()
-    mask = 128 * 128 * 2 * 2  # of two layers, in bf16
+    mask = 128 * 128 * 2 * 2  # masks of two layers, in bf16
     assert extra >= mask if masked else extra == 0

@@ -1,4 +1,4 @@
-"""What pages quote of the planner is what it says."""
+"""Figures that documentation pages quote of the planner are the figures that the planner computes."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ def page(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_page_of_zero_quotes_how_much_faster_the_planner_finds_zeropp():
+def test_zeropp_page_quotes_the_planners_speedups():
     quoted = QUOTED.search(page("zeropp.md"))
     for network in ("fast", "slow"):
         file = ROOT / quoted["folder"] / quoted[network]
@@ -36,7 +36,7 @@ def test_the_page_of_zero_quotes_how_much_faster_the_planner_finds_zeropp():
             assert f"{rival / zeropp:.{len(text.partition('.')[2])}f}" == text, network
 
 
-def test_the_planner_s_page_quotes_what_it_says_of_local_steps():
+def test_planner_page_quotes_the_planners_local_steps():
     text = page("planner.md")
     cluster = read_cluster(ROOT / "configs/clusters/dgx_h100_8x_100gbit.yaml")
 

@@ -1,4 +1,7 @@
-"""On paper: order and time of queues and links, passes of codecs, and the ledger. Bytes: test_step.py."""
+"""Simulation of a rank: order and time of queues and links, bytes of codec passes, and the memory ledger.
+
+The bytes of collectives are tested in test_step.py.
+"""
 
 import functools
 from collections import Counter
@@ -12,7 +15,7 @@ from megazpp.planner.simulator import Ledger, Memory, SimulatedCodec, SimulatedQ
 from megazpp.zero.wire import plan_message
 
 
-def test_a_codec_tells_what_its_passes_read_and_write():
+def test_codec_reports_the_bytes_that_its_passes_touch():
     unit, told = SimulatedUnit([("norm", (6,)), ("weight", (6, 100))], 4), []
     layout = plan_message(unit.segments, BlockFormat(8, 128), exact_itemsize=2)
     codec, meta = SimulatedCodec(layout, torch.bfloat16, told.append), torch.device("meta")
@@ -25,11 +28,11 @@ def test_a_codec_tells_what_its_passes_read_and_write():
     codec.pack(shards, messages, errors=errors)
     whole, sent, summed, fed_back = 3 * 202 * 2, 3 * layout.message_bytes, 202 * 4, errors.messages.nbytes
     assert told[:4] == [whole + sent, whole + sent, sent + summed, sent + 2 * summed]
-    assert told[4:] == [whole + sent + 2 * fed_back]  # read and written
+    assert told[4:] == [whole + sent + 2 * fed_back]  # bytes read and written
     assert fed_back > 0
 
 
-def test_the_ledger_remembers_its_peak_by_kind():
+def test_ledger_keeps_its_peak_by_kind():
     ledger = Ledger()
     ledger.add(Memory.PARAMETERS, 10)
     ledger.pass_through(Memory.ACTIVATIONS, 5)
@@ -44,7 +47,7 @@ def test_the_ledger_remembers_its_peak_by_kind():
 
 
 class TwoSeconds(Costs):
-    """Of every collective; a quarter of it is taken from the compute."""
+    """Costs of 2 seconds for every collective; a quarter of them delays the compute."""
 
     beside = 0.25
 
@@ -57,7 +60,7 @@ def simulation() -> Simulation:
     return Simulation(TwoSeconds())
 
 
-def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it_and_does_not_start_before_it_was_given(simulation):
+def test_task_starts_when_submitted_and_overlaps_until_waited_for(simulation):
     queue = SimulatedQueue(simulation, "cross")
     work = queue.submit(lambda: simulation.spend(3.0))
     simulation.spend(2.0)
@@ -67,7 +70,7 @@ def test_a_task_is_hidden_behind_compute_until_somebody_waits_for_it_and_does_no
     assert queue.submit(lambda: simulation.running.now).wait() == 8.0
 
 
-def test_a_queue_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done(simulation):
+def test_queue_keeps_order_and_tasks_wait_for_dependencies(simulation):
     cross, local = SimulatedQueue(simulation, "cross"), SimulatedQueue(simulation, "local")
     began: list[float] = []
 
@@ -82,7 +85,7 @@ def test_a_queue_keeps_the_order_and_a_task_starts_when_what_it_needs_is_done(si
     assert simulation.compute.now == 0.0
 
 
-def test_a_new_step_begins_when_all_is_done_and_works_of_the_last_one_hold_nobody_up(simulation):
+def test_new_step_starts_after_all_clocks_and_ignores_old_works(simulation):
     work = SimulatedQueue(simulation, "cross").submit(lambda: simulation.spend(3.0))
     simulation.spend(1.0)
     assert simulation.busy == {"compute": 1.0}
@@ -92,7 +95,7 @@ def test_a_new_step_begins_when_all_is_done_and_works_of_the_last_one_hold_nobod
     assert not simulation.busy
 
 
-def test_collectives_of_a_group_run_one_after_the_other_and_those_beside_the_compute_take_from_it(simulation):
+def test_collectives_of_an_axis_run_in_turn_and_delay_compute(simulation):
     reductions, gathers = simulation.new_clock(), simulation.new_clock()
     for clock in (reductions, gathers):
         with simulation.on(clock):
@@ -100,6 +103,6 @@ def test_collectives_of_a_group_run_one_after_the_other_and_those_beside_the_com
     assert (reductions.now, gathers.now) == (2.0, 4.0)
     assert simulation.busy["shard"] == 4.0
     assert simulation.compute.now == 1.0
-    simulation.running.wait_until(gathers.now)  # it was taken from a compute that had nothing to do
-    simulation.send("shard", "all_reduce", 1)  # the compute waits for it
+    simulation.running.wait_until(gathers.now)  # the delay was added to an idle compute clock
+    simulation.send("shard", "all_reduce", 1)  # the compute itself runs this collective
     assert simulation.compute.now == 6.0

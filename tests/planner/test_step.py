@@ -1,4 +1,4 @@
-"""Planned bytes are counted bytes, sent in the order of a real step; planned memory is that of real tensors."""
+"""Simulated step: its bytes and their order equal a real step's, and its memory is close to real tensors' memory."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ two_nodes = functools.partial(Case, nodes=2)
 
 
 def plan(case: Case, rank: int = 0) -> StepSimulator:
-    """The step of one of four ranks."""
+    """Return the simulator of the case's step on one of four ranks."""
     cluster = Cluster(num_nodes=case.nodes, ranks_per_node=4 // case.nodes, order=case.order)
     config = ParallelConfig(
         tensor_model_parallel_size=case.tp,
@@ -51,7 +51,7 @@ def plan(case: Case, rank: int = 0) -> StepSimulator:
 
 
 def watch(counter: Any, axes: Any) -> Mock:
-    """Is told of every collective, as "add", and by the axis's name of every task that its queue is given."""
+    """Record every collective (as "add") and every task that an axis's queue receives (by the axis's name)."""
     told = Mock()
     told.attach_mock(Mock(wraps=counter.add), "add")
     counter.add = told.add
@@ -62,14 +62,14 @@ def watch(counter: Any, axes: Any) -> Mock:
 
 
 def in_order(told: Mock) -> tuple[list[str], dict[str, list[Any]]]:
-    """The queues that were given tasks, and what each axis sends, as [collective, bytes]."""
+    """Return the order of the queues that received tasks, and the [collective, bytes] that each axis sent."""
     collectives = [call.args for call in told.add.mock_calls]
     sent = {axis: [what for _, on, *what in collectives if on == axis] for axis in DATA_AXES}
     return [name for name, *_ in told.mock_calls if name != "add"], sent
 
 
 def count(case: Case) -> tuple[TrafficTable, Any, TrafficTable]:
-    """What the second step of a run sends, in which order, and what a synchronization of islands sends then."""
+    """Return traffic and order of a run's second step, and the traffic of a synchronization of islands after it."""
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
@@ -125,7 +125,7 @@ QUICK = ("stage 1", "HSDP", "zeropp", "zeropp, tp, sequence", "Muon, whole over 
 
 
 @pytest.mark.parametrize("case", chosen(GRID, *QUICK))
-def test_planned_calls_and_bytes_are_the_counted_ones_exactly_and_sent_in_their_order(case):
+def test_simulated_calls_and_bytes_equal_a_real_steps_in_order(case):
     for rank, (counted, order, synchronized) in enumerate(ranks(4).run(count, case)):
         step = plan(case, rank)
         assert measure(step, case.micro_batches).traffic == counted
@@ -147,8 +147,11 @@ LONG = dataclasses.replace(WIDE, num_layers=1, max_position_embeddings=16384)
 wide = functools.partial(Case, nodes=2, model=WIDE, vocab_size=512, seq_length=64, global_batch=8)
 
 
-def test_local_steps_take_what_their_formulas_say():
-    """P parameters on L ranks of an island and W in all: R 4 P/L, feedback P/L, outer weights and momentum 8 P/W."""
+def test_local_steps_memory_equals_its_formulas():
+    """Check bytes for P parameters, L ranks of an island and W ranks in all.
+
+    Common copy 4 P/L, outer feedback about P/L, outer weights and momentum 8 P/W.
+    """
     model = dataclasses.replace(WIDE, hidden_size=512)
     step = plan(wide(model=model, diloco=LOCAL(diloco_outer_momentum=0.9), precision=BF16))
     step.run(1)
@@ -163,17 +166,17 @@ def test_local_steps_take_what_their_formulas_say():
     assert messages == pytest.approx((0.5 + 2 / GRADIENT_BLOCK) * parameters / 2, rel=0.05)
 
 
-def test_the_buffers_of_a_reduction_s_hops_hold_what_is_sent_and_what_is_received():
+def test_reduction_buffers_hold_sent_and_received_messages():
     step = plan(two_nodes(zero=ALL, model=LLAMA_STYLE, precision=BF16))
     traffic = measure(step, 1).traffic
     sent = {axis: counted.sent_bytes for (_, axis, what), counted in traffic.items() if what == "all_to_all"}
-    # to one of two ranks, where the buffers also hold what stays
+    # with two ranks per axis, half of a buffer is sent and half stays
     assert sum(unit.reduce_buffer for unit in step.units) == 2 * 2 * sent["local"]
     assert sum(unit.cross_buffer for unit in step.units) == 2 * 2 * sent["cross"]
 
 
 def live_bytes(case: Case) -> int:
-    """The most within the third step."""
+    """Return the memory peak within the third step."""
     gc.collect()
     with PeakBytes() as live:
         step, dims = build_step(case)
@@ -183,7 +186,7 @@ def live_bytes(case: Case) -> int:
     return live.peak
 
 
-REAL = {  # without overlap: PeakBytes does not see what queues allocate in their threads
+REAL = {  # without overlap, because PeakBytes does not see what queues allocate in their threads
     "zeropp, k = 2": wide(zero=ALONE, micro_batches=2, precision=BF16),
     "tp": wide(tp=2),
     "16k tokens on 4": wide(nodes=1, model=LONG, cp=4, precision=BF16, seq_length=16384, global_batch=1),
@@ -192,7 +195,7 @@ REAL = {  # without overlap: PeakBytes does not see what queues allocate in thei
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REAL.values(), ids=REAL)
-def test_real_tensors_take_what_is_planned(case):
+def test_simulated_memory_is_close_to_real_tensors(case):
     peak = ranks(4).run(live_bytes, case)[0]
     step = plan(case)
     step.run(case.micro_batches)

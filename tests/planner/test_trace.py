@@ -1,4 +1,4 @@
-"""What the traced model does is what the whole model would do, and as much as its formula says."""
+"""Trace of the model: its operations and memory equal the whole model's, and agree with formulas."""
 
 import dataclasses
 import functools
@@ -41,30 +41,31 @@ def kept(found: Trace, layer: int = 2) -> int:
     return found.segments[FORWARD, layer].kept
 
 
-def test_products_come_to_the_model_s_flops():
+def test_traced_products_equal_the_models_flops():
     for config, tp in itertools.product(STYLES, (1, 2)):
         padded = config.padded_vocab_size(VOCAB, tp)
         per_token = model_flops_per_token(like(config), padded_vocab_size=padded, seq_length=SEQ)
         assert tp * flops(trace(like(config), tp=tp)) == pytest.approx(SAMPLES * SEQ * per_token, rel=0.08)
 
 
-def test_recomputation_adds_the_layers_forward_and_keeps_less():
+def test_full_recomputation_adds_a_forward_and_keeps_less():
     plain, full = trace(like(GPT2_STYLE)), trace(like(GPT2_STYLE, recompute_granularity="full"))
     again = flops(plain._replace(segments={layer: plain.segments[FORWARD, layer] for layer in range(1, 6)}))
-    last = 2 * SAMPLES * SEQ * 20 * 44  # the layer's last product, whose result nothing else needs, is not run again
+    # the last product of a layer is not recomputed, because nothing in backward needs its result
+    last = 2 * SAMPLES * SEQ * 20 * 44
     assert flops(full) == flops(plain) + again - 5 * last
     assert kept(full) < kept(plain) / 4
 
 
-def test_recomputing_norms_and_activation_adds_no_product_and_keeps_less():
+def test_selective_recomputation_adds_no_products_and_keeps_less():
     for config in STYLES:
         plain, selective = trace(like(config)), trace(like(config, recompute_granularity="selective"))
         assert flops(selective) == flops(plain)
         assert kept(selective) < 0.8 * kept(plain)
 
 
-def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_and_all_of_it_with_float8():
-    """Bytes of a GPT layer in units of tokens x hidden at T = 8: 34 / 8 and a little (Korthikanti et al. 2022)."""
+def test_column_layer_keeps_a_slice_but_the_whole_input_with_float8():
+    """With T = 8 ranks a GPT layer keeps a little over 34 / 8 bytes per token and channel (Korthikanti et al. 2022)."""
     config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None)
     for changes, most in (({}, 4.5), ({"recompute_granularity": "selective"}, 3.0), ({"fp8_format": "hybrid"}, 8.0)):
         changed = dataclasses.replace(config, **changes)
@@ -72,22 +73,22 @@ def test_with_sequence_parallelism_a_column_layer_keeps_its_slice_of_the_input_a
         assert most - 1.0 < kept(found, 1) / (64 * 512) < most
 
 
-def test_rmsnorm_keeps_its_input_and_a_scale_per_row_as_the_kernel_of_cuda_does():
-    """Of LayerNorm the kernel keeps one more fp32 per row, the mean, and its bias's gradient comes at the end."""
-    for again, means in ((None, 2 * SAMPLES * SEQ * 4), ("full", 0)):  # two norms
+def test_rmsnorm_keeps_its_input_and_one_scale_per_row():
+    """The kernel of LayerNorm keeps one more fp32 number per row, the mean."""
+    for again, means in ((None, 2 * SAMPLES * SEQ * 4), ("full", 0)):  # two norms in each layer
         config = dataclasses.replace(LLAMA_STYLE, recompute_granularity=again)
         layer_norm = trace(dataclasses.replace(config, normalization="LayerNorm"))
         assert kept(layer_norm, 1) - kept(trace(config), 1) == means
 
 
-def test_of_a_block_only_the_first_layers_are_run_again():
+def test_block_recomputation_covers_only_the_first_layers():
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
     found = trace(like(GPT2_STYLE, **block))
     first, second, *others = (kept(found, layer) for layer in range(1, 6))
     assert first == second < others[0] == others[1] == others[2]
 
 
-def test_units_hold_every_parameter_once_under_its_name():
+def test_units_hold_every_parameter_once_by_name():
     for config in (*STYLES, dataclasses.replace(LLAMA_STYLE, qk_layernorm=True, add_qkv_bias=True)):
         found = trace(like(config))
         with torch.device("meta"):
@@ -97,36 +98,40 @@ def test_units_hold_every_parameter_once_under_its_name():
         assert found.tied == config.tied
 
 
-def test_documents_by_offsets_cost_as_much_as_plain_causal_attention_and_several_rows_a_copy():
-    """The output layer keeps the kernel's output, which lies row by row, as the layer lies; nothing of S x S is."""
+def test_document_kernel_costs_the_same_plus_a_copy_of_rows():
+    """With several rows, the output projection keeps a copy of the kernel's output in another memory layout.
+
+    No S x S tensor is kept.
+    """
     for config, samples in itertools.product(STYLES, (1, SAMPLES)):
         plain, documents = (trace(like(config), micro_batch_size=samples, documents=how) for how in (None, "kernel"))
         copy = 2 * samples * SEQ * config.heads * config.head_size if samples > 1 else 0
         if config.query_groups != config.heads and "enable_gqa" not in VARLEN_ARGUMENTS:  # torch 2.11
-            copy += 4 * samples * SEQ * config.heads * config.head_size  # keys and values of every head
+            copy += 4 * samples * SEQ * config.heads * config.head_size  # keys and values are repeated for every head
         more = kept(documents) - kept(plain)
         assert more <= copy if copy else more == 0
         assert flops(documents) == flops(plain)
 
 
-def test_windows_by_the_kernel_cost_the_keys_inside_them_and_no_memory():
+def test_window_kernel_computes_only_keys_inside_the_window():
     window = SEQ // 4
     config = dataclasses.replace(LLAMA_STYLE, window_size=f"{window - 1},0", window_attn_skip_freq="2")
     plain, windows = (trace(like(each), documents="kernel") for each in (LLAMA_STYLE, config))
     assert kept(windows) == kept(plain)
     inside = window - window * (window - 1) / (2 * SEQ)
-    keys = 2 / 5 * SEQ / 2 + 3 / 5 * inside  # on average over the layers
+    keys = 2 / 5 * SEQ / 2 + 3 / 5 * inside  # keys per token, averaged over the layers
     above = SAMPLES * config.heads * SEQ * (SEQ / 2 - keys) * 2 * config.head_size
     assert flops(plain) - flops(windows) == pytest.approx(like(config).layers * (2 + 5) * above, rel=1e-9)
 
 
-def test_a_mask_is_kept_by_every_layer_and_on_cuda_repeated_groups_are_too():
+def test_every_layer_keeps_the_mask_and_on_cuda_repeated_heads():
     for config, how in itertools.product(STYLES, ("CPU's mask", "mask")):
         plain, documents = trace(like(config)), trace(like(config), documents=how)
         extra, heads, groups = 2 * SAMPLES * SEQ**2, config.heads, config.query_groups
         if how == "mask" and heads > groups:
-            # keys and values of each head, in place of those of each group
+            # keys and values are kept for each head instead of each group
             extra += 2 * (heads - groups) * 2 * SAMPLES * SEQ * config.head_size
         assert kept(documents) - kept(plain) == extra
-        above = SAMPLES * heads * SEQ**2 * config.head_size  # flops of a product's half above the diagonal
-        assert flops(documents) - flops(plain) == 5 * (2 + 5) * above  # layers; forward and backward
+        above = SAMPLES * heads * SEQ**2 * config.head_size  # FLOPs of the half of a product that is above the diagonal
+        # five layers; 2 products in forward and 5 in backward
+        assert flops(documents) - flops(plain) == 5 * (2 + 5) * above

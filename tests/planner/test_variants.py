@@ -1,4 +1,4 @@
-"""The search: the fastest that fits comes first."""
+"""Search for the fastest variant of a run: the fastest candidate that fits comes first."""
 
 import pytest
 from helpers.small_run import parse
@@ -11,7 +11,7 @@ SLOW = Links(domain=Link(100.0), network=Link(0.1))
 
 
 def found(flags: str = "", *, gigabytes: float = 1.0, links: Links | None = SLOW, nodes: int = 2) -> dict[str, Choice]:
-    """The candidates for a tiny model with ZeRO-3 on nodes of two ranks, in their order."""
+    """Return the candidates for a tiny model with ZeRO-3 on nodes of two ranks, by name, in their order."""
     config = parse(f"@configs/gpt_tiny.args --bf16 {flags}").config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
     cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device)
@@ -22,7 +22,7 @@ def heads(names: dict[str, Choice], before: str) -> set[str]:
     return {name.split(before)[0] for name in names}
 
 
-def test_schemes_are_varied_and_what_fits_comes_first_by_speed_and_then_the_rest():
+def test_search_sorts_fitting_candidates_by_speed_before_the_rest():
     choices = found()
     assert heads(choices, ",") == {"ZeRO-3", "HSDP", "--zeropp"}
     assert heads(choices, ", micro") >= {"--zeropp, tp 1, local domain 2", "--zeropp, tp 2, local domain 1"}
@@ -36,7 +36,7 @@ def test_schemes_are_varied_and_what_fits_comes_first_by_speed_and_then_the_rest
     assert not any("diloco" in name for name in choices)
 
 
-def test_local_steps_are_kept():
+def test_search_keeps_local_steps():
     choices = found("--diloco-steps 4")
     assert heads(choices, ", micro") == {
         "ZeRO-3, --diloco-steps 4, tp 1, local domain 2",
@@ -46,23 +46,23 @@ def test_local_steps_are_kept():
 
 
 @pytest.mark.slow
-def test_on_islands_of_several_nodes_zeropp_is_tried_inside_and_hsdp_is_not():
+def test_search_tries_zeropp_but_not_hsdp_inside_wide_islands():
     choices = found("--diloco-steps 4 --diloco-islands 2", nodes=4)
     assert heads(choices, ",") == {"ZeRO-3", "--zeropp"}
     assert next(iter(choices)).startswith("--zeropp, --diloco-steps 4, ")
 
 
-def test_a_batch_that_does_not_divide_is_the_nearest_that_does_and_what_cannot_run_says_why():
+def test_search_uses_nearest_batch_and_names_impossible_flags():
     choices = found("--global-batch-size 18 --num-attention-heads 1")
     assert any("tp 1, local domain 2, micro-batch 4 of batch 16," in name for name in choices)
-    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in choices)  # 32 samples at once
+    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in choices)  # a step would need 32 samples
     problems = [choice.problem for name, choice in choices.items() if "tp 2" in name]
     assert problems
     assert all("--num-attention-heads 1" in problem for problem in problems)
 
 
 @pytest.mark.slow
-def test_where_a_candidate_does_not_fit_more_recomputation_is_tried():
+def test_search_tries_more_recomputation_until_it_fits():
     name, flags = "ZeRO-3, tp 1, local domain 2, micro-batch 1, recompute none", "--global-batch-size 4"
     plain = found(flags)[name].estimate.gigabytes
     for share, tried in ((0.95, ["selective"]), (0.5, ["selective", "full"])):
@@ -71,11 +71,11 @@ def test_where_a_candidate_does_not_fit_more_recomputation_is_tried():
         assert [word for word in ("selective", "full") if name.replace("none", word) in choices] == tried
 
 
-def test_without_links_everything_that_fits_is_said_to():
+def test_search_without_links_reports_fitting_without_speeds():
     assert all(choice.fits and not choice.speed for choice in found(links=None).values() if choice.estimate)
 
 
-def test_recomputation_leaves_no_method_where_there_is_none():
+def test_with_recompute_drops_the_method_without_recomputation():
     flags = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     full = parse(f"@configs/gpt_tiny.args {flags}").config
     assert with_recompute(full, None).model.recompute_method is None

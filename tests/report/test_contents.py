@@ -94,10 +94,10 @@ def test_the_summary_says_what_came_out_of_each_run(tmp_path):
         "unigram entropy of the validation text": ("6.5000", "-"),
         "tokens per second, median": ("300", "100"),
         "peak memory, GB": ("3.000", "3.000"),
-        "MB per step and node: between nodes": ("4.000", "4.000"),
+        "inter-node MB per step and node": ("4.000", "4.000"),
         "skipped steps": ("1", "-"),
-        "losses that are not finite": ("-", "1"),
-        "times it went back (restarts)": ("-", "2"),
+        "non-finite losses": ("-", "1"),
+        "restarts from an earlier step": ("-", "2"),
     }
 
 
@@ -120,12 +120,12 @@ def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(tmp_path):
     summary = {"iterations": 4, "traffic": traffic, "zero3": {"cross_bytes": 90_000_000, "formula": "3 k M"}}
     run = read(tmp_path / "run", row(2), row(4), summary=summary)
     assert traffic_table(run)[1:] == [["shard", "cross", "all_gather", "8", "12.000", "3.000"]]
-    assert traffic_line(run).startswith("Counted over the 4 steps of the last start. ZeRO-3 would have sent 90.000 MB")
+    assert traffic_line(run).startswith("Counted over the 4 steps since the last start. ZeRO-3 would have sent 90.000")
     assert tiles(run) == [
         ("training loss", "5.0000"),
         ("training time", "4.0 s"),
         ("tokens per second, median", "100"),
-        ("bytes between nodes than ZeRO-3", "7.5 x fewer"),
+        ("inter-node bytes, compared with ZeRO-3", "7.5 x fewer"),
     ]
     assert ("MFU, median", "50.0 %") in tiles(read(tmp_path / "known", row(2, mfu=0.25), row(4, mfu=0.5)))
 

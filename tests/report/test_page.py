@@ -65,7 +65,7 @@ def test_the_curves_and_tables_of_all_runs_are_in_the_page(folders):
     assert [run["name"] for run in data["runs"]] == ["whole", BAD.replace("/", ""), "line", "none"]
     assert [len(run["curves"].get("lm_loss", ())) for run in data["runs"]] == [1, 2, 1, 0]
     assert data["runs"][1]["curves"]["lm_loss"][0][3] == [5, None]
-    for title in ("Summary", "Flags that differ", "Bytes by axis, wire and collective", "Who gets which rank"):
+    for title in ("Summary", "Flags that differ", "Bytes by axis, wire and collective", "Placement of ranks"):
         assert html.count(f"<h2>{title}</h2>") == 1
     alone = report_html(read_runs(folders[3:]), NOW)
     assert alone.count("<h2>") == 1

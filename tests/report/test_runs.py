@@ -48,11 +48,11 @@ def test_what_is_damaged_is_left_out_with_a_note(tmp_path):
     (folder / "not-finite-2.json").touch()
     (run,) = read_runs([folder])
     assert ([row["iteration"] for row in run.rows], run.flags, run.summary, run.layout) == ([2], {}, {}, None)
-    assert run.notes[0].startswith("metrics.jsonl: 1 line(s) cut or damaged")
+    assert run.notes[0].startswith("metrics.jsonl: 1 line(s) are cut or damaged")
     noted = [note.split()[0] for note in run.notes[1:]]
     assert noted == ["not-finite-2.json", "topology.json", "args.json", "summary.json"]
     folder = make_run(tmp_path / "other", [row(2)], tail='{"iter\n\x00\x00\n[1]\n{"iteration": "3"}\n')
-    assert read_runs([folder])[0].notes[0].startswith("metrics.jsonl: 4 line(s) cut or damaged")
+    assert read_runs([folder])[0].notes[0].startswith("metrics.jsonl: 4 line(s) are cut or damaged")
 
 
 def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(tmp_path):
@@ -68,7 +68,7 @@ def test_what_is_no_run_folder_is_refused(tmp_path):
             (make_run(tmp_path / ascii(text), tail=text), "no line is a JSON object with an iteration")
             for text in texts
         ),
-        (tmp_path / "none", "none is no folder"),
-        (tmp_path, "is no run folder: it has neither metrics.jsonl nor args.json"),
+        (tmp_path / "none", "none is not a folder"),
+        (tmp_path, "is not a run folder: it has neither metrics.jsonl nor args.json"),
     ]
     assert not not_refused(rows, lambda folder: read_runs([folder]))

@@ -20,11 +20,11 @@ REFUSED = """
 1 | --use-rope-scaling | --use-rope-scaling needs --position-embedding-type rope
 1 | --window-size 62 | --window-size 62 is not LEFT,0
 1 | --window-attn-skip-freq 2 | --window-attn-skip-freq 2 needs --window-size
-1 | --window-size 7,0 --window-attn-skip-freq 0 | --window-attn-skip-freq 0 is neither N nor [0,1,...]
-1 | --window-size 7,0 --window-attn-skip-freq [1,2] | --window-attn-skip-freq [1,2] is neither N nor
-1 | --window-size 7,0 --window-attn-skip-freq [1,1,1,1,1,1,1] | [1,1,1,1,1,1,1] is not a list of --num-layers
+1 | --window-size 7,0 --window-attn-skip-freq 0 | --window-attn-skip-freq 0 is neither a number N nor a list
+1 | --window-size 7,0 --window-attn-skip-freq [1,2] | --window-attn-skip-freq [1,2] is neither a number N nor
+1 | --window-size 7,0 --window-attn-skip-freq [1,1,1,1,1,1,1] | [1,1,1,1,1,1,1] does not have one entry for each of
 1 | --no-rope-freq 4 | --no-rope-freq 4 needs --position-embedding-type rope
-1 | --position-embedding-type rope --no-rope-freq -1 | --no-rope-freq -1 is neither N nor
+1 | --position-embedding-type rope --no-rope-freq -1 | --no-rope-freq -1 is neither a number N nor
 1 | --rope-type yarn | --rope-type yarn needs --position-embedding-type rope
 1 | --rotary-scaling-factor 2 | --rotary-scaling-factor 2.0 needs --rope-type yarn or dynamic
 1 | --position-embedding-type rope --rope-type yarn --rotary-scaling-factor 0.5 | --rotary-scaling-factor 0.5 is not
@@ -50,9 +50,9 @@ REFUSED = """
 4 | --hsdp | --hsdp makes one copy of the model per node, and there is only one node
 2 | --zero-stage 0 --use-distributed-optimizer | --use-distributed-optimizer
 2 | --global-batch-size 6 | --global-batch-size 6 is not divisible by --micro-batch-size 2
-1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be mixed with --train-iters 10
+1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be combined with --train-iters 10
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
-1 | --fp16 --bf16 | --fp16 and --bf16 exclude each other
+1 | --fp16 --bf16 | --fp16 and --bf16 are both set: choose one
 1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only
 1 | --grad-reduce-in-bf16 | --grad-reduce-in-bf16 needs --bf16
 1 | --seed 4294967296 | --seed 4294967296 is not a number from 0 to 4294967295
@@ -61,7 +61,7 @@ REFUSED = """
 1 | --optimizer sgd --sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
 1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is not a number from 1 to 64
 1 | --lr -1 --min-lr 1e-4 | --lr -1.0 is negative
-1 | --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not two of 4, 8 and 16
+1 | --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not valid; expected two of 4, 8 and 16
 1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)
 1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam

@@ -44,11 +44,11 @@ def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run_main):
     for said in (
         "2,032 bytes in .bin, 122 in .idx",
         "1,016 of uint16",
-        "4, 1 of them empty, in 4 sequences",
+        "4, including 1 empty ones, in 4 sequences",
         "0 to 1,000 tokens, mean 254.0",
         "half below 8,",
         "at most 256; a vocabulary of 257",
-        "of the first 3 documents that have text 1 end with eod (256)",
+        "of the first 3 documents with text, 1 end with eod (256)",
     ):
         assert said in out
     assert out.endswith("\ndocument 0, 13 of its 13 tokens:\nHello, world\n")
@@ -116,7 +116,7 @@ def test_a_trained_tokenizer_gives_text_back(run_main):
     for model_type in ("bpe", "unigram"):
         code, out, err = run_main(train_tokenizer.main, *flags, "--model-type", model_type)
         assert (code, out) == (0, "my.model\n")
-        said = r"read 1,319 .*; training 292 pieces takes a while\na tokenizer of 292 pieces in .* s\n"
+        said = r"read 1,319 .*; training 292 pieces takes a while\ntrained a tokenizer with 292 pieces in .* s\n"
         assert re.fullmatch(said, err)
         tokenizer = load_tokenizer(MY_MODEL)
         assert (tokenizer.vocab_size, tokenizer.eod) == (292, 1)

@@ -149,16 +149,21 @@ def test_chat_renders_prompts_and_messages_and_takes_their_columns(tmp_path):
 
 def test_a_prompt_that_is_too_long_is_refused_or_cut_and_reported():
     assert starts(["a" * 56], truncate_prompt=True) == (["a" * 56], [])
-    cut = "note: prompt 2 is cut from 70 tokens to its last 56"
+    cut = "note: prompt 2 is truncated from 70 tokens to its last 56"
     assert starts(["a", "b" * 14 + "c" * 56], truncate_prompt=True) == (["a", "c" * 56], [cut])
     assert starts(["ab"], tokens=90, truncate_prompt=True)[0] == ["b"]
     assert starts(["a" * 64])[1] == [
-        "note: of prompt 1 and its text, a token sees the last 64 at most: the model takes no more"
+        "note: prompt 1 and its continuation exceed the model's 64 tokens, so each token attends only to the latest "
+        "ones"
     ]
     rows = [
-        (["a" * 65], {}, "prompt 1 (--truncate-prompt cuts its beginning) has 65 tokens, and the model takes 64"),
-        (["a" * 60], {"chat": True}, "has 110 tokens, and the model takes 64"),
-        ([{"prompt": TALK}], {}, "prompt 1: a list of messages, which --chat renders"),
+        (
+            ["a" * 65],
+            {},
+            "prompt 1 (--truncate-prompt removes its beginning) has 65 tokens, and the model takes at most 64",
+        ),
+        (["a" * 60], {"chat": True}, "has 110 tokens, and the model takes at most 64"),
+        ([{"prompt": TALK}], {}, "prompt 1: the prompt is a list of messages, which needs --chat"),
         (["x", {"text": "a"}], {}, "prompt 2: there is no 'prompt', only 'text'"),
         (
             [{"prompt": [{"role": "assistant", "content": "a"}]}],
@@ -195,7 +200,7 @@ def test_chat_answers_as_the_rendered_prompt_is_continued(load, tmp_path):
         said = run(load, *chat, *given, *flags)
         assert answer in said.splitlines()
     code, output = run_tool("generate", "--load", load, "--prompt", "a" * 300)
-    assert (code, "prompt 1 (--truncate-prompt cuts its beginning) has " in output) == (2, True), output
+    assert (code, "prompt 1 (--truncate-prompt removes its beginning) has " in output) == (2, True), output
     assert "loading weights" not in output
 
 

@@ -58,7 +58,7 @@ def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(run_parts,
     assert [part["status"] for part in found] == ["failed", "failed", "passed", "skipped"]
     assert [part["rows"] for part in found] == [[{"figure": 2}], [{"other": 3}], [{"figure": 1}], []]
     assert [part["failures"] for part in found] == [["the bits differ"], ["RuntimeError: no memory"], [], []]
-    assert found[3]["notes"] == ["not run: less than the 1000 s that it needs are left"]
+    assert found[3]["notes"] == ["not run: it needs 1000 s, but less time is left"]
     shown = capsys.readouterr().out
     assert shown.rstrip().endswith(gpu_check.REHEARSAL)
     assert "## failing: A title (failed, 0 s)\n\n| figure |\n|---|\n| 2 |\n\n- FAILED: the bits differ\n" in shown

@@ -20,14 +20,14 @@ REFUSED = """
 inspect_dataset --tokens 1 | --input is missing
 inspect_dataset --input nothing | nothing.idx does not exist
 inspect_dataset --input junk | not a Megatron index
-inspect_dataset --input a --document 4 | --document 4: there are documents 0 to 1
+inspect_dataset --input a --document 4 | --document 4 does not exist; the documents are 0 to 1
 inspect_dataset --input a --tokens -1 | --tokens -1 is negative
-inspect_dataset --input large --tokenizer-type NullTokenizer | has the id 300: the tokenizer has only 257
+inspect_dataset --input large --tokenizer-type NullTokenizer | has the ID 300, but the tokenizer has only 257 tokens
 merge_datasets --output-prefix x | --input is missing
 merge_datasets --input a | --output-prefix is missing
-merge_datasets --input a wide --output-prefix x | a holds uint16 ids, wide int32
+merge_datasets --input a wide --output-prefix x | a holds uint16 ids, but wide holds int32
 merge_datasets --input a none --output-prefix x | --input none: none.idx does not exist
-merge_datasets --input empty --output-prefix x | there are no .bin and .idx files in it
+merge_datasets --input empty --output-prefix x | the folder has no .bin or .idx files
 merge_datasets --input half --output-prefix x | half/x.idx does not exist
 merge_datasets --input modes --output-prefix x | multimodal
 merge_datasets --input a --output-prefix a --overwrite | a is one of the inputs
@@ -50,9 +50,9 @@ train_tokenizer --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 train_tokenizer --input a.jsonl --vocab-size 0 | --vocab-size 0 is not positive
 train_tokenizer --input a.jsonl --output-prefix there | there.model exists (--overwrite replaces it)
 convert_checkpoint --output x | --input
-report none | none is no folder
+report none | none is not a folder
 report junk_run | metrics.jsonl: no line is a JSON object
-report run --output run/metrics.jsonl | metrics.jsonl exists and is no report
+report run --output run/metrics.jsonl | metrics.jsonl exists and is not a report
 report run --output none/r.html | none/r.html cannot be written: No such file or directory
 evaluate | --load is missing
 evaluate --load . | --load . has no checkpoint
@@ -70,7 +70,7 @@ generate --load ours --prompts-at-once 0 | --prompts-at-once 0 is not positive
 plan | --cluster-file and --vocab-size are needed
 plan --cluster-file x.yaml --micro-batch-size none | --micro-batch-size is required
 show_topology | --cluster-file FILE, or --nodes N
-show_topology --nodes 2 | which cluster
+show_topology --nodes 2 | no cluster is given
 show_topology --nodes 0 --ranks-per-node 2 | --nodes 0 is not positive
 show_topology --nodes 2 --cluster-file x.yaml | --cluster-file x.yaml and --nodes 2 both
 show_topology --cluster-file nowhere.yaml | --cluster-file nowhere.yaml cannot be read
@@ -78,7 +78,7 @@ show_topology --nodes 2 --ranks-per-node 4 --tensor-model-parallel-size 3 | --te
 gpu_check --out run | --out run holds the results of another run
 gpu_check --out 'a b' | a b has blanks in its path
 gpu_check --out new --budget-minutes 0 | --budget-minutes 0.0 is not positive
-gpu_check --out new --device cuda | --device cuda: torch finds no GPU here
+gpu_check --out new --device cuda | --device cuda: torch finds no GPU
 emulate_cluster -- no_such_program.py | give a Python program that exists
 benchmark_cluster --rates fast | --rate fast is neither
 benchmark_cluster --samples 0 | --samples 0 is not positive

@@ -21,7 +21,7 @@ def test_the_report_on_a_machine_has_its_sections_as_text_and_as_json(run_main, 
     assert list(report) == SECTIONS
     assert "cores usable" in report["devices"]["CPU"]
     assert report["back ends"]["optimizer"].startswith("torch.optim.AdamW")
-    assert not any("not found out" in section for section in report.values()), report
+    assert not any("not available" in section for section in report.values()), report
     out = run_main(env_report.main)[1]
     assert [line for line in out.splitlines() if line and line[0] != " "] == SECTIONS
 
@@ -50,7 +50,7 @@ def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatc
 def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(env_report, "devices", Mock(side_effect=RuntimeError("the driver is gone")))
     report = collect()
-    assert report["devices"] == {"not found out": "RuntimeError: the driver is gone"}
+    assert report["devices"] == {"not available": "RuntimeError: the driver is gone"}
     assert report["versions"]["torch version"]
 
 
@@ -68,12 +68,12 @@ SPLIT = "--nodes 2 --ranks-per-node 8 --tensor-model-parallel-size 2 --context-p
 MAPS = [  # flags, a pattern of what is shown
     (
         f"{PAIRS} --tensor-model-parallel-size 2",
-        r"^4 node.* x 4 rank.* \(fastest wire among 2\): tensor parallel 2, shards 8",
+        r"^4 node.* x 4 rank.* \(fastest links among 2\): tensor parallel 2, shards 8",
     ),
     (PAIRS, r"domain \(56.25 GB/s per rank\)"),
     (LARGE, r"ranks in the order 0 2 4 6 8 10 12 14 ...: tensor parallel 8, shards 2 \(2 across nodes x 1 inside\)"),
     (ISLANDS, r"^4 node.* shards 4 \(2 across nodes x 2 inside\), replicas 1, islands 2$"),
-    (SPLIT, r"^cp +4 +4 +domain +0 2 4 6 +heads of attention"),
+    (SPLIT, r"^cp +4 +4 +domain +0 2 4 6 +parts of samples"),
 ]
 
 

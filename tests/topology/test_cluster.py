@@ -28,11 +28,11 @@ def test_nested_sizes_are_parts_of_the_inner_size_and_multiples_that_divide_the_
 def test_domains_and_orders_that_do_not_fit_are_refused_with_what_would():
     rows = [
         *(("domain_size", size, f"fast_domain {size}: 4 node(s) of 4") for size in (0, 3, 12, 32)),
-        ("domain_size", 3, "1, 2, 4, 8, 16 would fit"),
-        ("order", range(15), "rank_order has 15 ranks, the cluster 16, and rank 15 is not among them"),
-        ("order", (*range(16), 3), "rank_order has 17 ranks, the cluster 16"),
-        ("order", (0, 1, 1, *range(3, 16)), "has 16 ranks, the cluster 16, and rank 2 is not among them"),
-        ("order", (*range(15), 16), "rank 15 is not among them"),
+        ("domain_size", 3, "possible sizes are 1, 2, 4, 8, 16"),
+        ("order", range(15), "rank_order lists 15 ranks, but the cluster has 16; rank 15 is missing"),
+        ("order", (*range(16), 3), "rank_order lists 17 ranks, but the cluster has 16"),
+        ("order", (0, 1, 1, *range(3, 16)), "lists 16 ranks, but the cluster has 16; rank 2 is missing"),
+        ("order", (*range(15), 16), "rank 15 is missing"),
     ]
     assert not not_refused(rows, lambda name, value: Cluster(num_nodes=4, ranks_per_node=4, **{name: value}))
 

@@ -74,7 +74,7 @@ def test_a_cluster_that_is_not_the_job_s_is_refused(path):
     written(path, "nodes: 2\nranks_per_node: 4\n")
     three = {"LOCAL_WORLD_SIZE": "3"}
     rows = [
-        (4, path, None, {}, f"--cluster-file {path}: nodes 2 x ranks_per_node 4 are 8 ranks, the job has 4"),
+        (4, path, None, {}, f"--cluster-file {path}: nodes 2 x ranks_per_node 4 are 8 ranks, but the job has 4"),
         (8, path, 2, {}, f"--cluster-file {path} and --emulate-nodes 2"),
         (8, None, 3, {}, "--emulate-nodes 3 does not divide the 8 ranks"),
         (8, None, 3, {}, "1, 2, 4 or 8"),
@@ -136,22 +136,22 @@ WHOLE_FILES = [  # text, words of the message
     (f"nodes: 0x{'f' * 5000}\nranks_per_node: 8", "an integer has more digits than are read"),
     ("nodes: true\nranks_per_node: 2", "nodes True is not"),
     ("nodes: 2\nranks_per_node: 2.5", "ranks_per_node 2.5 is not"),
-    ("nodes: 2\nnodes: 3\nranks_per_node: 2", "is not YAML: key nodes twice"),
+    ("nodes: 2\nnodes: 3\nranks_per_node: 2", "is not YAML: key nodes is given twice"),
     ("", "the file (empty) is not"),
     ("nodes: [", "is not YAML"),
 ]
 LINES = """
     fast_domain:                                              | fast_domain None is not
     fast_domain: 3                                            | fast_domain 3: 2 node(s) of 2
-    rank_oder: block                                          | unknown key rank_oder (value 'block'); known are nodes
+    rank_oder: block                                          | unknown key rank_oder (value 'block'); known keys are
     rank_order: random                                        | rank_order 'random' is not block, cyclic or
-    rank_order: [[0, 1]]                                      | lists for 1 node(s), nodes is 2
+    rank_order: [[0, 1]]                                      | lists for 1 node(s), but nodes is 2
     rank_order: [[0, 1, 2], [3]]                              | of node 0 is not a list of 2 ranks
     rank_order: [[0, x], [2, 3]]                              | [0, 'x'] of node 0 is not a list of 2 ranks
-    links: fast                                               | links 'fast' is not a list of key: value
+    links: fast                                               | links 'fast' is not a mapping of keys to values
     links: {net: {}}                                          | links: unknown key net
-    links: {node: {}}                                         | links.node {} needs one of gigabytes_per_second and
-    links: {node: {gigabits_per_second: 8, gigabytes_per_second: 1}} | needs one of
+    links: {node: {}}                                         | links.node {} needs exactly one of gigabytes_per_second
+    links: {node: {gigabits_per_second: 8, gigabytes_per_second: 1}} | needs exactly one of
     links: {network: {gigabits_per_second: .nan}}             | links.network.gigabits_per_second nan is not
     links: {network: {gigabits_per_second: 1, microseconds: fast}} | links.network.microseconds 'fast' is not
     links: {network: {gigabits_per_second: 1, source: 7}}     | links.network.source 7 is not text

@@ -104,14 +104,14 @@ def test_what_does_not_fit_is_named_with_its_hosts_and_what_would():
     mixed = [*hosts("a", 4, paired), gpu("b", 0), gpu("b", 1), paired("b", 2), paired("b", 3)]
     split = [gpu(host, index, fabric=f"cluster/{index}") for host in ("n0", "n1") for index in (0, 1)]
     rows = [
-        (uneven, "4 on a (rank 0 1 2 3), b (rank 4 5 6 7); 2 on short (rank 8 9). What would fit: 2 on each of the 3"),
+        (uneven, "4 on a (rank 0 1 2 3), b (rank 4 5 6 7); 2 on short (rank 8 9). Start 2 on each of the 3"),
         (uneven, "4 on each of 2"),
         (thousand, "8 on host0 (rank 0 1 2 3 ...)"),
-        (thousand, "and 996 more; 1 on last (rank 8000). What would fit"),
-        ([*hosts("g", 2, switched), cpu("bad"), cpu("bad", 1)], "a GPU on g (rank 0 1); none on bad (rank 2 3). What"),
-        (twice, "ranks 1 and 2 use the same GPU b-0 of b. What"),
-        (mixed, "3 of 2 ranks, 2 of 1 ranks; those of 1 are on b (rank 4 5). What would fit"),
+        (thousand, "and 996 more; 1 on last (rank 8000). Start"),
+        ([*hosts("g", 2, switched), cpu("bad"), cpu("bad", 1)], "a GPU on g (rank 0 1); none on bad (rank 2 3). Give"),
+        (twice, "ranks 1 and 2 use the same GPU b-0 of b. Start"),
+        (mixed, "3 of 2 ranks, 2 of 1 ranks. The domains of 1 are on b (rank 4 5). Start"),
         (mixed, "--emulate-nodes"),
-        (split, "n0 (rank 0), n1 (rank 2). What"),
+        (split, "n0 (rank 0), n1 (rank 2). Only domains of whole hosts are"),
     ]
     assert not not_refused(rows, cluster_from_hosts)

@@ -120,7 +120,9 @@ def test_local_takes_what_tp_leaves_of_a_node_or_rack_and_replicas_are_groups_or
 
 def test_tp_beyond_the_fastest_wire_is_laid_out_with_a_notice_that_gives_the_price():
     [notice] = plan_layout(Cluster(num_nodes=2, ranks_per_node=8, domain_size=2), tp=4, replicas=1).notices
-    assert notice.startswith("--tensor-model-parallel-size 4 does not fit into the 2 ranks that share the fastest wire")
+    assert notice.startswith(
+        "--tensor-model-parallel-size 4 does not fit into the 2 ranks that the fastest links connect"
+    )
     assert "each rank sends 12 x --hidden-size bytes per token and layer" in notice
     layout = plan_layout(Cluster(num_nodes=4, ranks_per_node=4), tp=8, replicas=1)
     assert (layout.local, layout.cross, layout.links("tp")) == (1, 2, {"domain": 12, "network": 4})
@@ -137,7 +139,7 @@ def test_samples_are_split_inside_a_node_unless_that_is_asked_for():
     across = plan_layout(SPLIT.cluster, tp=2, replicas=1, cp=4, cp_across=True)
     assert across.links("cp") == {"domain": 4, "network": 4}
     sent = 2 * 4 * 2 * 3 / 4 / 2  # queries, keys, values, outputs; there and back; two bytes; to 3 of 4 ranks; tp 2
-    assert f"each rank sends {sent:g} x --hidden-size bytes per token of its own" in across.notices[0]
+    assert f"each rank sends {sent:g} x --hidden-size bytes per layer and local token" in across.notices[0]
 
 
 # nodes, ranks of each, tp, replicas, cp

@@ -8,7 +8,7 @@ from megazpp.topology.show import axis_wires, topology_text
 def test_the_docstring_example():
     cluster = Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=(0, 2, 4, 6, 1, 3, 5, 7))
     text = topology_text(plan_layout(cluster, tp=2, replicas=1))
-    assert text.startswith("2 node(s) x 4 rank(s) (fastest wire among 2), ranks in the order 0 2 4 6 1 3 5 7: ")
+    assert text.startswith("2 node(s) x 4 rank(s) (fastest links among 2), ranks in the order 0 2 4 6 1 3 5 7: ")
     assert "  node 0  [0 (0.0.0.0)  2 (0.0.0.1)]  [4 (0.0.1.0)  6 (0.0.1.1)]\n" in text
     assert "  node 1  [1 (0.1.0.0)  3 (0.1.0.1)]  [5 (0.1.1.0)  7 (0.1.1.1)]\n" in text
     rows = {line.split()[0]: line.split()[1:6] for line in text.splitlines()[-5:]}
@@ -24,8 +24,8 @@ def test_an_axis_on_two_wires_says_how_many_ranks_send_over_each():
 
 def test_a_domain_of_several_nodes_stands_above_its_nodes_and_notices_are_shown():
     text = topology_text(plan_layout(Cluster(num_nodes=4, ranks_per_node=2, domain_size=4), tp=8, replicas=1))
-    assert text.count("share the fastest wire\n") == 2
-    assert "domain 1: nodes 2 to 3 share the fastest wire\n  node 2  [4 " in text
+    assert text.count(", joined by the fastest links\n") == 2
+    assert "domain 1: nodes 2 to 3, joined by the fastest links\n  node 2  [4 " in text
     assert "\nnote: warning: --tensor-model-parallel-size 8 spans 2 domains" in text
 
 

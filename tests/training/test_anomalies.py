@@ -1,6 +1,6 @@
-"""The steps that are taken: what is not finite ends the job or is skipped, a spike is skipped or rewound.
+"""The guard: a step that is not finite ends the job or is skipped, and a loss spike is skipped or rewound.
 
-A NaN on one rank ends the job on all, before the update, with the rank, the parameter and the samples named.
+A NaN on one rank ends the job on all ranks before the update. The error names the rank, the parameter and the samples.
 """
 
 import json
@@ -32,7 +32,7 @@ ZEROPP = ZeroConfig(zeropp=True)
 
 
 class Watched:
-    """A guard of a model on one rank that looks for spikes of `sigma`, and what it said."""
+    """A guard on one rank that detects loss spikes above `sigma` deviations; `said` is a list of its log lines."""
 
     def __init__(self, sigma: float | None = None, *, check: bool = True, **settings: Any) -> None:
         self.history, self.iteration = LossHistory(), 0
@@ -44,7 +44,7 @@ class Watched:
         self.guard = Guard(config, self.sharding, run, plan, self.history, **{"dynamic_scale": False, **settings})
 
     def takes(self, *losses: float, norm: float = 1.0) -> list[bool]:
-        """Whether it allows one step after the other."""
+        """Pass one step per loss to the guard, and return for each whether the guard allows it."""
         return [self._takes(loss, norm) for loss in losses]
 
     def _takes(self, loss: float, norm: float) -> bool:
@@ -54,8 +54,8 @@ class Watched:
         return self.guard.allows(self.iteration, loss, norm, self.guard.evidence(torch.tensor([loss]), found))
 
 
-def test_what_is_not_finite_ends_the_job_or_is_skipped():
-    """With a dynamic loss scale gradients may overflow but the loss may not; without the check nothing is looked at."""
+def test_non_finite_loss_or_gradient_ends_the_job_or_skips_the_step():
+    """With a dynamic loss scale, only a non-finite loss ends the job. Without the check, the step is skipped."""
     dynamic, unchecked = {"dynamic_scale": True}, {"check": False}
     for settings, loss, norm, expected in (
         ({}, 1.0, 1.0, [True]),
@@ -79,7 +79,7 @@ def test_what_is_not_finite_ends_the_job_or_is_skipped():
         assert watched.sharding.watch_gradients.called == (settings != unchecked), row
 
 
-def test_a_decision_can_wait_for_the_next_step_where_only_what_is_not_finite_is_looked_for():
+def test_guard_can_wait_a_step_if_it_only_checks_for_finite_values():
     for settings in ({}, {"sigma": 6.0}, {"verify_interval": 3}, {"dynamic_scale": True}, {"check": False}):
         assert Watched(**settings).guard.can_wait == (settings == {}), settings
 
@@ -89,15 +89,15 @@ def noisy(count: int, level: float = 3.0) -> list[float]:
     return [generator.gauss(level, 0.1) for _ in range(count)]
 
 
-def test_a_loss_far_above_the_last_ones_is_skipped_and_named_and_training_goes_on():
+def test_loss_spike_is_skipped_and_logged_and_training_continues():
     watched = Watched(6.0)
     assert watched.takes(*noisy(50), 5.0, *noisy(50)) == [True] * 50 + [False] + [True] * 50
     assert watched.said == [
-        "iteration 51: the loss is 5.0000, after 2.9985 +- 0.0894 over 50 steps; the step is skipped"
+        "iteration 51: the loss is 5.0000, the earlier mean 2.9985 +- 0.0894 over 50 steps; the step is skipped"
     ]
 
 
-def test_a_falling_loss_and_the_first_steps_are_no_spikes_and_where_losses_stay_high_few_are_skipped():
+def test_falling_and_first_losses_are_no_spikes_and_a_plateau_skips_few():
     watched = Watched(6.0)
     assert all(watched.takes(1.0, 9.0, 1.0, 9.0, *noisy(30), *noisy(100, level=1.0)))
     after = watched.takes(*noisy(100, level=6.0))
@@ -105,45 +105,45 @@ def test_a_falling_loss_and_the_first_steps_are_no_spikes_and_where_losses_stay_
     assert all(after[5:])
 
 
-def test_a_loss_that_is_not_finite_is_not_compared_with_where_nothing_is_checked():
+def test_non_finite_loss_is_not_added_to_the_history_without_the_check():
     assert Watched(6.0, check=False).takes(*noisy(50), NAN, 9.0) == [True] * 51 + [False]
 
 
-def test_the_21st_loss_is_the_first_that_can_be_a_spike():
+def test_loss_spikes_are_detected_from_the_21st_loss_on():
     for before in (19, 20):
         assert Watched(6.0).takes(*noisy(before), 9.0)[-1] == (before < 20)
 
 
-def test_rewind_takes_the_weights_back_and_says_where_to():
+def test_rewind_takes_the_weights_back_and_logs_the_iteration():
     def rewind() -> int:
-        watched.history.load_state_dict({"losses": [5.0]})  # those of the checkpoint
+        watched.history.load_state_dict({"losses": [5.0]})  # the checkpoint's history
         return 40
 
     watched = Watched(6.0, rewind=rewind)
     assert watched.takes(*noisy(50), 9.0) == [True] * 50 + [False]
-    assert watched.said[0].endswith("the step is skipped, and the weights go back to those of iteration 40")
-    assert list(watched.history.losses) == [*noisy(50), 9.0]  # the latest are remembered
+    assert watched.said[0].endswith("the step is skipped, and the weights return to iteration 40")
+    assert list(watched.history.losses) == [*noisy(50), 9.0]  # the rewind kept the latest losses
 
 
-def test_without_a_checkpoint_to_go_back_to_the_step_is_only_skipped():
+def test_rewind_without_a_checkpoint_only_skips_the_step():
     watched = Watched(6.0, rewind=mock.Mock(side_effect=ValueError("--save x has no checkpoint to go back to")))
     assert watched.takes(*noisy(50), 9.0) == [True] * 50 + [False]
     assert watched.said[0].endswith("the step is skipped (--save x has no checkpoint to go back to)")
 
 
-def test_a_resumed_guard_remembers_the_losses():
+def test_resumed_guard_restores_the_loss_history():
     first, resumed = Watched(6.0), Watched(6.0)
     assert all(first.takes(*noisy(50)))
     resumed.history.load_state_dict(first.history.state_dict())
     assert resumed.takes(5.0) == [False]
 
 
-def test_to_rewind_needs_spikes():
+def test_rewind_without_loss_spike_sigma_raises_an_error():
     with pytest.raises(ValueError, match="--loss-spike-action rewind needs --loss-spike-sigma"):
         AnomalyConfig(loss_spike_action="rewind")
 
 
-def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decided(monkeypatch):
+def test_weights_are_verified_at_the_interval_before_other_checks(monkeypatch):
     verified: list[int] = []
     watched = Watched(verify_interval=3)
     monkeypatch.setattr(anomalies, "verify_weights", lambda sharding, dims: verified.append(watched.iteration))
@@ -154,7 +154,7 @@ def test_weights_are_verified_every_so_many_steps_before_anything_else_is_decide
 
 
 def spike_after_a_checkpoint(folder: str) -> None:
-    """Six steps with a checkpoint after the second, and a loss spike in the last one."""
+    """Train six steps with a checkpoint after the second, and check that a loss spike in the last one rewinds."""
     attempt = Attempt(Case(nodes=2, zero=ZEROPP), save=folder)
     watched = Watched(6.0, rewind=lambda: attempt.checkpoints.rewind().iteration)
     attempt.load()
@@ -166,26 +166,26 @@ def spike_after_a_checkpoint(folder: str) -> None:
     watched.history.load_state_dict({"losses": [0.1, 0.2] * 20})
     attempt.train(6, saves=False)
     assert attempt.whole() == saved
-    assert watched.said[-1].endswith("; the step is skipped, and the weights go back to those of iteration 2")
+    assert watched.said[-1].endswith("; the step is skipped, and the weights return to iteration 2")
 
 
 @pytest.mark.slow
-def test_a_spike_takes_weights_and_moments_back_to_the_checkpoint(tmp_path):
+def test_spike_with_rewind_restores_weights_and_moments(tmp_path):
     ranks(4).run(spike_after_a_checkpoint, str(tmp_path))
 
 
-def test_an_island_leaves_its_weights_alone_and_the_job_ends_when_islands_meet():
+def test_nan_in_a_replica_group_ends_the_job_when_groups_settle():
     watched = Watched(islands=True)
     assert watched.takes(1.0) == [True]
     assert watched.guard.found == (False, False)
     assert not watched.guard.settle(failed=False, back=False)
     assert watched.takes(NAN) == watched.takes(1.0, norm=INF) == [False]
     assert watched.guard.found == (True, False)
-    with pytest.raises(NotFiniteError, match="iteration 2: "):  # the first of them
+    with pytest.raises(NotFiniteError, match="iteration 2: "):  # the first of two failures
         watched.guard.settle(failed=True, back=False)
 
 
-def test_where_islands_failed_in_two_steps_only_the_one_that_is_told_of_names_ranks():
+def test_report_names_only_ranks_that_failed_in_the_reported_step():
     reports = [StepReport(rank, step, NAN, 1.0, [NAN], [], {}) for rank, step in enumerate((3, 4, 3))]
     watched = Watched(islands=True)
     watched.guard.run.dims.world = mock.Mock(gather_objects=lambda own: reports, share_object=lambda message: message)
@@ -196,15 +196,17 @@ def test_where_islands_failed_in_two_steps_only_the_one_that_is_told_of_names_ra
     assert [line.rpartition(" ")[2] for line in others] == ["0", "2"]
 
 
-def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():
+def test_spike_in_a_replica_group_rewinds_all_when_groups_settle():
     back = mock.Mock(return_value=7)
     watched = Watched(4.0, islands=True, rewind=back)
     assert watched.takes(*(3.0, 3.1) * 15, 9.0) == [True] * 30 + [False]
     assert (watched.guard.found, back.call_count) == ((False, True), 0)
-    assert watched.said[-1].endswith("the weights of all islands go back when they synchronize")
+    assert watched.said[-1].endswith(
+        "the weights of all replica groups return to the last checkpoint when they synchronize"
+    )
     assert watched.guard.settle(failed=False, back=True)
     assert (watched.guard.found, back.call_count) == ((False, False), 1)
-    assert watched.said[-1] == "the loss of an island has jumped, and the weights go back to those of iteration 7"
+    assert watched.said[-1] == "the loss of a replica group has jumped, and the weights return to iteration 7"
     assert len(watched.history.losses) == 31
 
 
@@ -212,9 +214,10 @@ def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():
 
 
 def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late: bool) -> str:
-    """The message of the third of four steps, which leaves weights and moments as the good steps before made them.
+    """Return the error of the third of four steps, and check that weights and moments are unchanged by it.
 
-    The host waits for the third step, in which the fault is, or hears of it in the next one.
+    If `late` is False, the host waits for the faulty third step. Otherwise it reads the step's numbers in the fourth
+    step.
     """
     step, dims = build_step(case)
     guarded(step, case, folder, waits=not late)
@@ -226,7 +229,7 @@ def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late:
     try:
         bad = launch(step, case, 2)
         assert late
-        assert not bad.skipped  # as far as the host knows
+        assert not bad.skipped  # the host does not know yet
         assert state(step) == before
         for hook in hooks:
             hook.remove()
@@ -238,8 +241,8 @@ def train_with_a_fault(case: Case, where: str, rank: int, folder: Path, *, late:
     return "no error"
 
 
-UNKNOWN = "a rank that is not known, because whole copies are summed inside FSDP2"
-FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {  # case, rank, late, where it is from
+UNKNOWN = "an unknown rank, because FSDP2 sums the gradients of whole copies (ZeRO stage 0)"
+FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {  # case, faulty rank, late, origin in the error
     "late": ({"nodes": 2, "zero": ZEROPP, "tp": 2}, 1, True, "rank 1"),
     "late, stage 2": ({"stage": 2}, 0, True, "rank 0"),
     "at once": ({"stage": 1}, 0, False, "rank 0"),
@@ -249,13 +252,13 @@ FAULTS: dict[str, tuple[dict[str, Any], int, bool, str]] = {  # case, rank, late
 
 
 @pytest.mark.parametrize("fault", chosen(FAULTS, "late", "at once", "whole copies"))
-def test_a_nan_in_one_gradient_of_one_rank_names_the_parameter_and_the_rank_where_it_is_known(fault, tmp_path):
+def test_nan_gradient_report_names_the_parameter_and_the_rank_if_known(fault, tmp_path):
     flags, rank, late, origin = fault
     case = Case(micro_batches=2, **flags)
     (message,) = set(ranks(4).run(train_with_a_fault, case, "gradient", rank, tmp_path, late=late))
     first, *lines = message.splitlines()
     assert first.startswith("iteration 3: loss ")
-    assert first.endswith(", gradient norm nan; the job ends before the update, the weights are those of iteration 2")
+    assert first.endswith(", gradient norm nan; the job ends before the update, with the weights of iteration 2")
     file = tmp_path / "not-finite-3.json"
     assert lines == [
         f"layers.1.mlp.fc2.weight: the norm of the gradient is nan, from {origin}",
@@ -269,8 +272,8 @@ def test_a_nan_in_one_gradient_of_one_rank_names_the_parameter_and_the_rank_wher
 
 
 @pytest.mark.parametrize("late", [True, slow(False)])
-def test_a_nan_in_the_loss_names_the_micro_batch_and_its_samples(late, tmp_path):
-    """4 data ranks, 2 micro-batches of 2: the second one of rank 2 in the third step is samples 32 + (4 + 2) * 2."""
+def test_nan_loss_report_names_the_micro_batch_and_its_samples(late, tmp_path):
+    """With 4 data ranks and 2 micro-batches of 2, rank 2's second one in step 3 starts at sample 32 + (4 + 2) * 2."""
     case = Case(micro_batches=2, nodes=2, zero=ZEROPP)
     (message,) = set(ranks(4).run(train_with_a_fault, case, "output", 2, tmp_path, late=late))
     lines = message.splitlines()
@@ -278,7 +281,7 @@ def test_a_nan_in_the_loss_names_the_micro_batch_and_its_samples(late, tmp_path)
     assert all(line.endswith("from rank 2") for line in lines[2:-2])
 
 
-def test_long_lists_are_cut_and_the_rest_counted():
+def test_long_report_is_truncated_and_counts_the_rest():
     norms = {f"p{i}": float("inf") for i in range(10)}
     reports = [StepReport(rank, 5, 1.0, float("nan"), [float("nan")], [], norms) for rank in range(12)]
     lines = describe(reports[0], reports, first_sample=0, micro_batch_size=1).splitlines()

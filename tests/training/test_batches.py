@@ -1,4 +1,4 @@
-"""Batch sizes, ramp-up and the length of a run, in integers."""
+"""Batch sizes, ramp-up and the length of a run."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def plan(dp: int = 2, **flags: Any) -> BatchPlan:
     return plan_batches(BatchConfig(**{"micro_batch_size": 4, **flags}), data_parallel_size=dp)
 
 
-def test_a_size_that_is_not_given_is_one_micro_batch_per_rank():
+def test_missing_batch_size_defaults_to_one_micro_batch_per_rank():
     constant = plan(train_iters=5)
     assert (constant.batch_size_at(0), constant.num_micro_batches_at(0)) == (8, 1)
     assert (constant.total_iterations, constant.total_samples) == (5, 40)
@@ -23,19 +23,19 @@ def test_a_size_that_is_not_given_is_one_micro_batch_per_rank():
         assert (shared.micro_batch_size, shared.num_micro_batches_at(0)) == (16 // ranks, 1)
 
 
-def test_a_constant_batch_size_has_micro_batches_and_drops_a_partial_last_batch():
-    for rampup in (None, (24, 8, 96), (8, 8, 0)):  # over nothing
+def test_constant_batch_size_splits_evenly_and_drops_a_partial_batch():
+    for rampup in (None, (24, 8, 96), (8, 8, 0)):  # a ramp of no increment, and a ramp over 0 samples
         constant = plan(global_batch_size=24, train_samples=100, rampup_batch_size=rampup)
         assert (constant.batch_size_at(0), constant.num_micro_batches_at(77)) == (24, 3)
         assert (constant.total_iterations, constant.total_samples) == (4, 96)
         assert [constant.iteration_at(s) for s in (0, 23, 24, 96)] == [0, 0, 1, 4]
 
 
-def test_the_ramp_up_grows_in_equal_steps_over_the_given_samples():
+def test_ramp_up_grows_in_equal_steps_over_the_given_samples():
     # (32 - 8) / 8 = 3 increments, one every 96 / 3 = 32 samples
     ramp = plan(global_batch_size=32, rampup_batch_size=(8, 8, 96), train_samples=500)
     assert [ramp.batch_size_at(s) for s in (0, 31, 32, 63, 64, 95, 96, 97, 400)] == [8, 8, 16, 16, 24, 24, 32, 32, 32]
-    # steps of 8 at 0 8 16 24, of 16 at 32 48, of 24 at 64 88, then of 32 from 112: (500 - 112) // 32 = 12 of them
+    # Steps of 8 start at 0 8 16 24, of 16 at 32 48, of 24 at 64 88, of 32 from 112: (500 - 112) // 32 = 12 of them.
     assert [ramp.consumed_samples_at(i) for i in range(11)] == [0, 8, 16, 24, 32, 48, 64, 88, 112, 144, 176]
     assert ramp.total_iterations == 8 + 12
     assert ramp.total_samples == 112 + 12 * 32
@@ -49,7 +49,7 @@ def test_the_ramp_up_grows_in_equal_steps_over_the_given_samples():
     samples=st.integers(0, 3000),
     train_samples=st.integers(1, 6000),
 )
-def test_walking_step_by_step_agrees_with_the_closed_forms(start, increments, increment, samples, train_samples):
+def test_step_by_step_walk_agrees_with_the_closed_forms(start, increments, increment, samples, train_samples):
     full = start + increments * increment
     ramp = plan(
         dp=1,
@@ -70,11 +70,11 @@ def test_walking_step_by_step_agrees_with_the_closed_forms(start, increments, in
     assert ramp.batch_size_at(samples + 1) == full
 
 
-SIZES = st.tuples(st.integers(1, 40), st.integers(1, 9))  # steps, and their batch size
+SIZES = st.tuples(st.integers(1, 40), st.integers(1, 9))  # number of steps, and their batch size
 
 
 @given(stages=st.lists(SIZES, min_size=1, max_size=4), train_samples=st.integers(1, 2000))
-def test_a_run_of_samples_ends_by_samples_whatever_the_batch_sizes(stages, train_samples):
+def test_run_of_samples_ends_at_its_samples_for_any_batch_sizes(stages, train_samples):
     at = TrainingProgress()
     for steps, size in stages:
         sized = plan(dp=1, micro_batch_size=size, train_samples=train_samples).resumed_at(at)
@@ -90,7 +90,7 @@ def test_a_run_of_samples_ends_by_samples_whatever_the_batch_sizes(stages, train
 
 
 @given(stages=st.lists(SIZES, min_size=1, max_size=4), train_iters=st.integers(1, 99))
-def test_a_run_of_steps_asks_for_all_samples_it_can_still_consume(stages, train_iters):
+def test_run_of_steps_requests_all_samples_that_it_can_still_consume(stages, train_iters):
     at = TrainingProgress()
     for steps, size in stages:
         sized = plan(dp=1, micro_batch_size=size, train_iters=train_iters).resumed_at(at)
@@ -100,13 +100,13 @@ def test_a_run_of_steps_asks_for_all_samples_it_can_still_consume(stages, train_
         at = TrainingProgress(at.iteration + min(steps, left), at.consumed_samples + min(steps, left) * size)
 
 
-def test_a_run_that_resumes_after_its_ramp_up_without_one_ends_by_samples():
+def test_resumed_run_of_samples_with_another_ramp_up_ends_at_its_samples():
     ramp = plan(global_batch_size=32, rampup_batch_size=(8, 8, 96), train_samples=500)
     assert ramp.resumed_at(TrainingProgress(8, 112)) == ramp
     constant = plan(global_batch_size=32, train_samples=500).resumed_at(TrainingProgress(8, 112))
     assert (constant.total_iterations, constant.total_samples) == (8 + 12, 112 + 12 * 32)
     again = plan(global_batch_size=16, rampup_batch_size=(8, 8, 200), train_samples=500)
-    # in a ramp again: 11 steps of 8 from 112 to 200, then (500 - 200) // 16 = 18 steps of 16
+    # The new ramp-up has 11 steps of 8 from 112 to 200, and (500 - 200) // 16 = 18 steps of 16 follow.
     assert again.resumed_at(TrainingProgress(8, 112)).total_samples == 200 + 18 * 16
     assert again.resumed_at(TrainingProgress(8, 112)).total_iterations == 8 + 11 + 18
 
@@ -129,5 +129,5 @@ REFUSED = [
 ]
 
 
-def test_sizes_that_do_not_fit_are_refused_by_name_and_value():
+def test_invalid_sizes_raise_an_error_with_flag_and_value():
     assert not not_refused(REFUSED, lambda flags: plan(**flags))

@@ -1,4 +1,4 @@
-"""The console writes to a real pseudo-terminal; a run folder loses nothing, also when a run died while writing."""
+"""The console on a pseudo-terminal, and the run folder, which loses nothing even if a run dies while writing."""
 
 import datetime
 import fcntl
@@ -19,7 +19,7 @@ from megazpp.training.context import Console, RunFolder, default_run_dir, make_w
 
 def run_three_steps(console: Console) -> None:
     console.log("before")
-    console.start_bar(6, 3)  # as a resumed run does
+    console.start_bar(6, 3)  # like a resumed run, with 3 steps done
     for index in range(3):
         console.advance(float(10 - index))
         console.log(f" iteration {index + 4}/6 | lm loss: {10 - index} |")
@@ -31,7 +31,7 @@ LINES = ["before", *(f" iteration {n}/6 | lm loss: {14 - n} |" for n in (4, 5, 6
 
 
 def on_a_terminal(*, enabled: bool = True) -> str:
-    """What a terminal of 80 columns receives of three steps."""
+    """Return the characters that a terminal of 80 columns receives during three steps."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(writer, "w") as out:
@@ -46,7 +46,7 @@ def on_a_terminal(*, enabled: bool = True) -> str:
 
 
 def on_screen(received: str) -> list[str]:
-    """The lines that a terminal shows in the end: a carriage return lets the line be written over."""
+    """Return the lines that a terminal finally shows; a carriage return lets the line be overwritten."""
     lines = []
     for line in received.split("\n"):
         shown = ""
@@ -56,7 +56,7 @@ def on_screen(received: str) -> list[str]:
     return lines
 
 
-def test_a_terminal_shows_the_log_lines_whole_above_a_bar_with_the_time_left():
+def test_terminal_shows_log_lines_above_a_bar_with_the_time_left():
     received = on_a_terminal()
     assert " 67%|" in received
     assert "<00:0" in received  # time left
@@ -65,27 +65,29 @@ def test_a_terminal_shows_the_log_lines_whole_above_a_bar_with_the_time_left():
     assert [line for line in shown if "%|" not in line] == LINES
     (bar,) = (line for line in shown if "%|" in line)
     assert "6/6" in bar
-    assert shown.index(bar) == len(shown) - 2  # only the final state stays, above what is said after it
+    assert shown.index(bar) == len(shown) - 2  # only the final bar stays, above the lines after it
 
 
-def test_a_file_receives_the_lines_alone_and_a_rank_that_does_not_print_is_silent():
+def test_console_prints_no_bar_to_a_file_and_nothing_on_other_ranks():
     out = io.StringIO()
     run_three_steps(Console(enabled=True, out=out))
     assert out.getvalue().splitlines() == LINES
     assert on_a_terminal(enabled=False) == ""
 
 
-def test_a_log_file_that_cannot_be_written_to_is_named_once_and_ends_nothing():
+def test_unwritable_log_file_is_reported_once_and_ends_nothing():
     out = io.StringIO()
     console = Console(enabled=True, out=out)
     console.keep(Path("/dev/full"))
     console.log("first")
     console.log("second")
     assert out.getvalue().splitlines()[1:] == ["first", "second"]
-    assert out.getvalue().startswith("warning: /dev/full: [Errno 28] No space left on device; it gets no more lines")
+    assert out.getvalue().startswith(
+        "warning: /dev/full: [Errno 28] No space left on device; no more lines are written to it"
+    )
 
 
-def test_metrics_of_a_restart_follow_those_before_it_also_behind_a_line_cut_short_and_may_be_nan(tmp_path):
+def test_restart_appends_metrics_after_a_cut_line_and_nan_is_allowed(tmp_path):
     file = tmp_path / "metrics.jsonl"
     for iteration in (1, 2):
         RunFolder(tmp_path).append(file.name, {"iteration": iteration})
@@ -113,7 +115,7 @@ def test_replaced_files_keep_a_numbered_name(tmp_path):
     assert len(found) == 9
 
 
-def test_the_wandb_run_id_is_drawn_once_and_wandb_s_own_variable_names_the_run_that_is_continued(tmp_path, monkeypatch):
+def test_wandb_run_id_is_stored_once_and_the_environment_overrides_it(tmp_path, monkeypatch):
     def ids() -> list[str]:
         return [RunFolder(tmp_path / name).wandb_run_id() for name in "ab"]
 
@@ -125,7 +127,7 @@ def test_the_wandb_run_id_is_drawn_once_and_wandb_s_own_variable_names_the_run_t
     assert ids() == [drawn, "mine"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_with_flag_path_and_reason(tmp_path):
+def test_unwritable_folder_raises_an_error_with_flag_path_and_reason(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ValueError, match=r"--run-dir .*file/below is not a folder .* Not a directory"):
@@ -136,7 +138,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_with_flag_path_and_reason
         make_writable("/proc/none", "--tensorboard-dir")
 
 
-def test_the_default_folder_is_named_by_time_and_config_and_never_taken(tmp_path, monkeypatch):
+def test_default_folder_is_named_by_time_and_config_and_never_reused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = datetime.datetime(2026, 1, 2, 3, 4, 5)
     for name in ("20260102-030405-gpt_tiny", "20260102-030405-gpt_tiny-2", "20260102-030405-gpt_tiny-3"):
@@ -145,7 +147,7 @@ def test_the_default_folder_is_named_by_time_and_config_and_never_taken(tmp_path
         assert list(RunFolder(path).path.iterdir()) == []
 
 
-def test_a_full_or_read_only_disk_is_found_at_the_start_before_anything_is_written_to_it(tmp_path):
+def test_full_or_read_only_disk_is_detected_before_the_first_record(tmp_path):
     with small_disk(tmp_path / "full", "64k") as disk:
         with pytest.raises(ValueError, match=f"--run-dir {disk} is not .*No space left on device"):
             RunFolder(disk)

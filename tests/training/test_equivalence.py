@@ -1,6 +1,6 @@
-"""Every way of spreading the work gives the losses and gradient norms of one plain process.
+"""Every parallel layout gives the losses and gradient norms of one plain process.
 
-Tolerance 5e-6 relative: fp32 sums in another order over 3 steps of AdamW at a high rate.
+The relative tolerance is 5e-6: fp32 sums in another order over 3 steps of AdamW at a high learning rate.
 """
 
 import dataclasses
@@ -48,11 +48,11 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full"},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
-SPREADS = [  # over four ranks: (tp, cp, sequence parallel), data takes the rest
+SPREADS = [  # layouts of four ranks: (tp, cp, sequence parallel); the other ranks are data-parallel
     *((1, 1, False), (2, 1, False), (2, 1, True), (4, 1, False), (4, 1, True)),
     *((1, 2, False), (1, 4, False), (2, 2, False), (2, 2, True)),
 ]
-GRID = {  # every pair of two settings
+GRID = {  # every pair of the values of two settings occurs
     f"tp {tp}, cp {cp}{', sequence' * sequence_parallel}, {recomputed} recomputed": Case(
         model=dataclasses.replace(STYLES[(i + 2 * j) % 3], **RECOMPUTED[recomputed]),
         tp=tp,
@@ -65,7 +65,7 @@ GRID = {  # every pair of two settings
     for i, (tp, cp, sequence_parallel) in enumerate(SPREADS)
     for j, recomputed in enumerate(RECOMPUTED)
 }
-EVERY_SPREAD = [[*GRID][4 * i + (3 * i + i // 2) % 4] for i in range(len(SPREADS))]  # with half of all pairs
+EVERY_SPREAD = [[*GRID][4 * i + (3 * i + i // 2) % 4] for i in range(len(SPREADS))]  # one case per layout
 
 
 @functools.cache
@@ -80,12 +80,12 @@ def assert_equal_to_plain(world_size: int, case: Case) -> None:
         assert result["skipped"] == 0
         assert result["loss"] == pytest.approx(expected["loss"], rel=5e-6)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-6)
-    assert expected["loss"][-1] < 0.97 * expected["loss"][0]  # it did learn, so equality says something
+    assert expected["loss"][-1] < 0.97 * expected["loss"][0]  # the model learns, so that equal losses are significant
 
 
 @pytest.mark.parametrize("case", chosen(GRID, *EVERY_SPREAD))
 def test_losses_and_norms_equal_one_process(case):
-    """With documents the number of tokens that count differs between ranks and micro-batches, the mean does not."""
+    """With documents, the number of counted tokens differs between ranks and micro-batches, but the mean does not."""
     assert_equal_to_plain(4, case)
 
 
@@ -137,7 +137,7 @@ BESIDE = {
         "parallel, with factors",
     ),
 )
-def test_it_equals_one_process_beside(beside):
+def test_losses_and_gradients_equal_one_process_with_other_settings(beside):
     assert_equal_to_plain(*beside)
 
 
@@ -152,21 +152,21 @@ HALF = {
 
 @pytest.mark.parametrize("case", chosen(HALF, "bf16, tp and shards", "fp16, dynamic loss scale"))
 def test_half_precision_stays_within_its_rounding_of_fp32(case):
-    """bf16 keeps 8 bits: losses within 0.2 %, norms within 5 % of the fp32 run; fp16 keeps 11.
+    """bf16 has 8 significant bits: losses within 0.2 % and norms within 5 % of the fp32 run. fp16 has 11 bits.
 
-    At a low learning rate: where a gradient is nearly zero, AdamW makes a full step of its rounding noise.
+    The learning rate is low, because AdamW turns the rounding noise of gradients near zero into full steps.
     """
     case = dataclasses.replace(case, micro_batches=2, learning_rate=1e-3, steps=STEPS)
     expected, times = plain(case.model, documents=False, learning_rate=1e-3), 1 / 8 if case.precision.fp16 else 1
     for result in ranks(4).run(train_on_ranks, case):
         assert result["skipped"] == 0
         assert result["loss"] == pytest.approx(expected["loss"], rel=2e-3 * times)
-        assert result["loss"] != pytest.approx(expected["loss"], rel=1e-6 * times)  # it was in use
+        assert result["loss"] != pytest.approx(expected["loss"], rel=1e-6 * times)  # half precision was in use
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-2 * times)
 
 
 def train_by_sgd(loss_scale: float) -> list[StepRecord]:
-    """AdamW and Muon would not see a factor of the gradients."""
+    """Train with SGD, because AdamW and Muon do not depend on a factor of the gradients."""
     case = Case(optimizer=OptimizerConfig(optimizer="sgd"))
     step, dims = build_step(case)
     step.scaler = LossScaler(loss_scale)
@@ -174,7 +174,7 @@ def train_by_sgd(loss_scale: float) -> list[StepRecord]:
     return [dataclasses.replace(record, loss_scale=1.0) for record in records]
 
 
-def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit():
+def test_loss_scale_that_is_a_power_of_two_changes_no_bit():
     assert ranks(1).run(train_by_sgd, 4096.0) == ranks(1).run(train_by_sgd, 1.0)
 
 
@@ -185,7 +185,7 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit():
     Case(model=LLAMA_STYLE, nodes=2, optimizer=OptimizerConfig(optimizer="muon"), learning_rate=1e-3),
 ], ids=["bf16", "islands", "muon"])  # fmt: skip
 def test_context_parallelism_equals_the_same_ranks_without_it(case):
-    """bf16 to its rounding; islands have the samples that they have without it."""
+    """bf16 losses agree up to rounding. DiLoCo's replica groups get the same samples as without context parallelism."""
     expected, found = (ranks(4).run(train_on_ranks, dataclasses.replace(case, cp=cp, steps=STEPS)) for cp in (1, 2))
     rounding = 2e-3 if case.precision.bf16 else 1e-6
     for ours, theirs in zip(found, expected, strict=True):
@@ -193,7 +193,7 @@ def test_context_parallelism_equals_the_same_ranks_without_it(case):
 
 
 def exchange(heads: int, groups: int) -> None:
-    """Heads for tokens and back, by a function of heads that also sums keys and values of the same head."""
+    """Check the exchange of heads for tokens and back, with a function that combines the queries and keys of a head."""
     dims, seq, batch, channels = dims_on_ranks(Case(cp=4)), 20, 3, 5
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(1))
     whole = [draw(seq, batch, count, channels).requires_grad_() for count in (heads, groups, groups)]
@@ -206,7 +206,7 @@ def exchange(heads: int, groups: int) -> None:
     expected, gradient = attend(*whole), draw(seq, batch, heads * channels)
     expected.backward(gradient)
     found = tokens_for_heads(attend(*heads_for_tokens(*mine, dims.cp)), dims.cp)
-    keys = groups // math.gcd(groups, 4)  # that a rank needs of each token; gathered, they would be all groups
+    keys = groups // math.gcd(groups, 4)  # key groups that a rank needs per token; a gather would send all groups
     sent = 3 * seq // 4 * 4 * batch * channels * (2 * heads // 4 + 2 * keys)
     assert dims.counter.sent_on_axis("cp") == sent
     found.backward(gradient.chunk(4)[dims.cp.rank])
@@ -215,25 +215,25 @@ def exchange(heads: int, groups: int) -> None:
         torch.testing.assert_close(ours, theirs.chunk(4)[dims.cp.rank], rtol=0, atol=1e-5)
 
 
-def test_an_exchange_brings_every_head_of_every_token_and_sends_the_least_of_keys():
+def test_head_exchange_covers_all_tokens_and_sends_the_fewest_keys():
     for heads, groups in ((4, 4), (8, 4), (8, 2), (12, 6), (12, 3), (4, 1)):
         ranks(4).run(exchange, heads, groups)
 
 
 def dropped(case: Case) -> tuple[bool, ...]:
-    """Where a dropout layer of this rank kept ones."""
+    """Return at which elements a dropout layer of this rank keeps ones."""
     model, *_ = build_on_ranks(case)
     return tuple(model.layers[0].dropout(torch.ones(64)).bool().tolist())
 
 
-def test_ranks_with_other_tokens_drop_other_things_and_tp_ranks_the_same():
+def test_dropout_differs_between_data_ranks_and_matches_on_tp_ranks():
     for tp in (1, 2):
         case = Case(model=dataclasses.replace(GPT2_STYLE, hidden_dropout=0.5), cp=2, tp=tp)
         assert len({*ranks(4).run(dropped, case)}) == 4 // tp
 
 
 def three_steps_with_a_nan_in_the_second(case: Case) -> None:
-    """On the last rank, without a guard."""
+    """Train three steps without a guard, with a NaN on the last rank in the second, which must skip its update."""
     step, dims = build_step(case)
     if dims.world.rank == 3:
         poison_output(step.model.final_norm, when=2)
@@ -243,13 +243,13 @@ def three_steps_with_a_nan_in_the_second(case: Case) -> None:
         assert (state(step) != before) == taken
 
 
-def test_a_nan_on_one_rank_is_seen_by_all_and_changes_no_weight():
+def test_nan_on_one_rank_skips_the_update_on_all_ranks():
     for case in (Case(stage=0), Case(stage=1), Case(tp=2)):
         ranks(4).run(three_steps_with_a_nan_in_the_second, case)
 
 
 def train_with_evaluations(case: Case) -> dict[str, Any]:
-    """An evaluation after each step, twice on the next step's samples; then whether the model holds shards alone."""
+    """Train, and evaluate the next step's samples twice after each step; check that only shards remain in memory."""
     step, dims = build_step(case)
     losses, evaluated = [], []
     for index in range(STEPS):
@@ -257,13 +257,13 @@ def train_with_evaluations(case: Case) -> dict[str, Any]:
         ahead = FixedBatches(case.batches(index + 1, dims))
         evaluator = Evaluator(step.model, step.sharding, ahead, dims, iterations=1, batch_size=1)
         evaluated.append(evaluator())
-        assert evaluator() == evaluated[-1]  # nothing is dropped
+        assert evaluator() == evaluated[-1]  # dropout is off
         assert step.model.training
         assert all(unit.is_sharded for unit in step.sharding.units)
     return {"loss": losses, "evaluated": evaluated}
 
 
-def test_an_evaluation_in_the_middle_of_training_changes_nothing():
+def test_evaluation_during_training_changes_nothing():
     for case in (Case(stage=0, micro_batches=2), Case(tp=2, micro_batches=2)):
         expected = plain(case.model, documents=False)["loss"]
         for result in ranks(4).run(train_with_evaluations, case):
@@ -271,14 +271,14 @@ def test_an_evaluation_in_the_middle_of_training_changes_nothing():
             assert result["evaluated"][:-1] == pytest.approx(expected[1:], rel=5e-6)
 
 
-def test_an_evaluation_drops_nothing_out_and_leaves_shards():
-    """With stage 2, where gathered weights stay until they are freed."""
+def test_evaluation_drops_nothing_out_and_leaves_only_shards():
+    """Stage 2 keeps gathered weights until they are freed, so the evaluation has to free them."""
     model = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.2, attention_dropout=0.2)
     ranks(2).run(train_with_evaluations, Case(model=model, stage=2))
 
 
-def test_each_stage_moves_the_bytes_that_its_table_says():
-    """2 nodes x 2 ranks, fp32: the two ranks at a node's edge send over the cross wire, a ring each."""
+def test_each_zero_stage_sends_the_documented_bytes():
+    """On 2 nodes x 2 ranks in fp32, each node's last rank sends over the cross wire in every ring."""
     for stage, micro_batches, gathers, reduces in (
         (3, 1, 2, 1),  # a gather for forward and one for backward
         (3, 4, 8, 4),
@@ -287,7 +287,7 @@ def test_each_stage_moves_the_bytes_that_its_table_says():
     ):
         results = ranks(4).run(train_on_ranks, Case(stage=stage, micro_batches=micro_batches, nodes=2, steps=1))
         ring = 3 * results[0]["shard_elements"] * 4  # each rank passes on 3 shards of 4 bytes per element
-        norm = 2 * 8 * 3 // 4  # and 3 scalars in fp64 are summed over the ranks: tokens, loss, norm
+        norm = 2 * 8 * 3 // 4  # bytes of an all-reduce of one fp64 scalar; 3 are reduced: tokens, loss, norm
         expected = ring * (gathers + reduces) + 3 * norm
         row = (stage, micro_batches)
         assert [result["sent"]["cross"] for result in results] == [0, expected, 0, expected], row

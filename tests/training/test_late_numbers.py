@@ -1,4 +1,4 @@
-"""The host reads a step's numbers one step later: the same bits, no wait before an update, and nothing is lost."""
+"""Reading a step's numbers one step later gives the same bits, does not wait before an update, and loses nothing."""
 
 import itertools
 from typing import Any
@@ -24,10 +24,10 @@ OPERATIONS = {"_fused_adamw_": "update"} | dict.fromkeys(("_local_scalar_dense",
 
 
 def seen_by_the_host(case: Case, waits: bool) -> list[str]:
-    """What it did in three steps and a wait for the last one's numbers: a "wait" is for another result."""
+    """Return the host's operations in three steps and a final wait; "wait" is a wait for any other result."""
     step, _ = build_step(case)
     guarded(step, case, None, waits=waits)
-    launch(step, case, 0).wait()  # units check how torch lays their shards out once
+    launch(step, case, 0).wait()  # the first step also checks the layout of the shards, with its own waits
     seen: list[str] = []
 
     class Operations(TorchDispatchMode):
@@ -37,7 +37,7 @@ def seen_by_the_host(case: Case, waits: bool) -> list[str]:
             return func(*args, **(kwargs or {}))
 
     def noted(owner: Any, name: str, what: str) -> Any:
-        """A patch that writes down `what` and nothing that happened inside."""
+        """Return a patch that records `what` for a call, instead of the operations inside it."""
         call = getattr(owner, name)
 
         def note(*args: Any) -> Any:
@@ -58,18 +58,18 @@ def seen_by_the_host(case: Case, waits: bool) -> list[str]:
 @pytest.mark.parametrize(
     "case", [{"nodes": 2, "zero": ZEROPP, "micro_batches": 2}, slow({"stage": 0}), {"tp": 2}], ids=["zeropp", "0", "tp"]
 )
-def test_between_backward_and_update_the_host_reads_only_the_numbers_of_the_step_before(case):
+def test_host_reads_only_the_previous_step_between_backward_and_update(case):
     for seen in ranks(2).run(seen_by_the_host, Case(**case), False):
         assert seen == ["backward", "update", *["backward", "numbers", "update"] * 2, "numbers"]
 
 
-def test_loss_spikes_are_looked_for_before_the_update():
+def test_loss_spikes_are_checked_before_the_update():
     for seen in ranks(2).run(seen_by_the_host, Case(), True):
         assert seen == ["backward", "numbers", "update", "numbers"] * 3
 
 
 def late_and_at_once(case: Case) -> None:
-    """Both ways come to the same bits, records, weights and moments."""
+    """Check that reading late and at once give identical records, weights and moments."""
     ends = []
     for waits in (False, True):
         step, _ = build_step(case)
@@ -91,7 +91,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", chosen(CASES, "differences"))
-def test_late_numbers_and_numbers_at_once_make_the_same_steps(case):
+def test_late_and_immediate_numbers_give_identical_steps(case):
     ranks(4).run(late_and_at_once, case)
 
 
@@ -106,12 +106,12 @@ def keep_state_where_only_the_loss_is_infinite() -> None:
     assert state(step) == before
 
 
-def test_a_loss_that_is_infinite_leaves_weights_and_moments_alone_though_gradients_are_finite():
+def test_infinite_loss_skips_the_update_though_gradients_are_finite():
     ranks(1).run(keep_state_where_only_the_loss_is_infinite)
 
 
 @pytest.mark.gpu
-def test_on_cuda_norm_clipping_skip_and_update_wait_for_nothing_and_the_numbers_come_later():
+def test_cuda_step_does_not_wait_and_its_numbers_arrive_later():
     parameter = torch.nn.Parameter(torch.ones(1000, device="cuda"))
     optimizer = build_optimizer([("p", parameter)], OptimizerConfig(), parameter.device)
     set_rates_(optimizer, learning_rate=1.0, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""What islands that take local steps tell each other, and that they tell each other nothing in between."""
+"""DiLoCo's replica groups communicate at synchronizations only, and stop or end the job together there."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ from megazpp.zero.config import ZeroConfig
 def train(
     case: Case, folder: Path, poisoned: int | None = None, signalled: int | None = None
 ) -> tuple[list[dict[str, Any]], str]:
-    """What a rank saw of each step, and the error that ended them; one gradient is NaN in step 2, or one rank stops."""
+    """Train, and return a record of each step on this rank and the error that ended the training ("" without one).
+
+    In step 2, rank `poisoned` has a NaN gradient, and rank `signalled` has caught a signal.
+    """
     step, dims = build_step(case)
     guarded(step, case, folder, islands=True)
     diloco, stops, rows = build_diloco(case, step, dims), StopConditions(StopConfig()), []
@@ -38,7 +41,7 @@ def train(
             except NotFiniteError as error:
                 return rows, str(error)
             row = {"met": met, "stopped": stops.reason(iteration, dims, agree=met, at_once=True)}
-        row["asked"] = island.call_count + world.call_count  # collectives between islands or over all ranks
+        row["asked"] = island.call_count + world.call_count  # collectives between replica groups or over all ranks
         row["busy"] = met or diloco.plan.sends_at(iteration) is not None or any(diloco.merge_at)
         record = launched.wait()
         rows.append(row | {"loss": record.loss, "inner": record.metrics.get("inner_loss"), "weights": state(step)})
@@ -51,7 +54,7 @@ LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig
 
 
 @pytest.mark.parametrize(("case", "meetings"), [(PLAIN, [3, 6, 8]), (LATE, [5, 8]), slow(LARGE, [3, 6, 8])])
-def test_islands_meet_where_a_merge_is_due_and_say_nothing_in_between(case, meetings, tmp_path):
+def test_replica_groups_communicate_only_where_a_merge_is_due(case, meetings, tmp_path):
     results = ranks(4).run(train, case, tmp_path)
     for rows, error in results:
         assert ([n for n, row in enumerate(rows, 1) if row["met"]], error) == (meetings, "")
@@ -66,38 +69,43 @@ def test_islands_meet_where_a_merge_is_due_and_say_nothing_in_between(case, meet
 
 
 @pytest.mark.parametrize(("case", "meeting"), [(PLAIN, 3), slow(LATE, 5)])
-def test_a_nan_on_one_island_ends_the_job_on_all_when_they_meet(case, meeting, tmp_path):
+def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(case, meeting, tmp_path):
     for rank, (rows, error) in enumerate(ranks(4).run(train, case, tmp_path, poisoned=3)):
         assert "iteration 2: loss" in error
         assert "from rank 3" in error
         assert len(rows) == meeting - 1
         moved = [rows[n]["weights"] != rows[n - 1]["weights"] for n in range(1, meeting - 1)]
-        assert moved == [rank < 2] * (meeting - 2)  # the other island has gone on
+        assert moved == [rank < 2] * (meeting - 2)  # the other replica group continued to train
     assert (tmp_path / "not-finite-2.json").exists()
 
 
 @pytest.mark.parametrize(("case", "meeting"), [(PLAIN, 3), slow(LATE, 5)])
-def test_a_signal_that_reaches_one_rank_stops_all_when_they_meet(case, meeting, tmp_path):
+def test_signal_on_one_rank_stops_all_ranks_at_the_next_merge(case, meeting, tmp_path):
     for rows, _ in ranks(4).run(train, case, tmp_path, signalled=1):
         assert [row["stopped"] for row in rows[:meeting]] == [None] * (meeting - 1) + ["SIGTERM"]
 
 
-def test_what_every_rank_knows_stops_at_once():
+def test_exit_interval_stops_without_communication():
     stops = StopConditions(StopConfig(exit_interval=4))
-    dims: Any = None  # nobody is asked
+    dims: Any = None  # no rank communicates
     assert [stops.reason(i, dims, agree=False) for i in (3, 4)] == [None, "--exit-interval 4"]
 
 
 def check_memory() -> None:
-    """In bytes per element: 16 for weights, gradients and moments, 4 for R, 1 for feedback, 8 shared by 2 islands."""
+    """Check the memory limit at its exact value, in bytes per element.
+
+    They are 16 for weights, gradients and moments, 4 for R, 1 for error feedback, and 8 that two groups share.
+    """
     case = Case(nodes=2, tp=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9))
     model, sharding, dims = build_on_ranks(case)
     needed = 25 * sum(parameter.to_local().numel() for parameter in model.parameters())
     with mock.patch.object(loop, "device_bytes", side_effect=[needed, needed - 1]):
         check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
-        with pytest.raises(ValueError, match="--diloco-steps 2: each of the 2 islands has a whole model on its 2 "):
+        with pytest.raises(
+            ValueError, match="--diloco-steps 2: each of the 2 replica groups has a whole model on its 2 "
+        ):
             check_island_holds(sharding.shard_elements, dims, CPU, diloco_plan(case))
 
 
-def test_a_model_whose_states_do_not_fit_an_island_is_refused():
+def test_model_too_large_for_a_replica_group_raises_an_error():
     ranks(4).run(check_memory)

@@ -1,4 +1,4 @@
-"""The loop: what is asked of whom and when, and when it ends, the same on all ranks."""
+"""The training loop: the order of its calls, and the conditions that end it, equal on all ranks."""
 
 import gc
 import os
@@ -19,18 +19,18 @@ from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.loop import StopConditions, StopConfig
 
 
-def test_each_step_gets_the_next_samples_and_a_line_is_logged_every_interval_and_at_the_end():
+def test_steps_get_consecutive_samples_and_logs_follow_the_interval():
     run = Run([5.0, 4.0, 3.0, 2.0, 1.0])
     batches = [batch for call in run.fake.calls for batch in call["batch"]]
     samples = [(batch.first, len(batch.tokens)) for batch in batches]
-    assert samples == [(first, 1) for first in (0, 2, 4, 6, 8)]  # of one data rank
+    assert samples == [(first, 1) for first in (0, 2, 4, 6, 8)]  # the samples of one of two data ranks
     assert run.progress == TrainingProgress(iteration=5, consumed_samples=10, scheduled_samples=10, micro_batches=5)
     assert [(r["iteration"], r["lm_loss"]) for r in run.tracker.records] == [(2, 4.5), (4, 2.5), (5, 1.0)]
     assert run.out.getvalue().count(" consumed samples: ") == 3
     assert run.tracker.validations == [(3, 7.0)]
 
 
-def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
+def test_skipped_step_consumes_samples_and_keeps_the_schedule():
     nan = float("nan")
     run = Run([1.0, nan, 1.0, 1.0])
     assert [call["learning_rate"] for call in run.fake.calls] == [0.0, 0.25, 0.25, 0.5]
@@ -38,17 +38,17 @@ def test_a_skipped_step_consumes_samples_but_does_not_move_the_schedule():
     assert "number of skipped iterations:   1 |" in run.out.getvalue()
 
 
-def test_the_loop_reads_late_but_before_a_log_line_a_checkpoint_an_evaluation_and_the_end():
+def test_loop_reads_late_but_before_logs_saves_evaluations_and_the_end():
     run = Run([1.0] * 8, log_interval=5, eval_interval=4)
     assert run.fake.events == [
         *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3", "save 3"),
         *("launch 4", "read 4", "launch 5", "read 5", "launch 6", "read 6", "save 6"),
         *("launch 7", "launch 8", "read 7", "read 8", "save 8"),
     ]
-    assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]  # none is lost
+    assert [(r["iteration"], r["steps"]) for r in run.tracker.records] == [(5, 5), (8, 3)]  # no step is lost
 
 
-def test_a_step_that_is_not_finite_is_never_saved():
+def test_step_that_is_not_finite_is_never_saved():
     for bad in (2, 3, 6, 8):
         events: list[str] = []
         with pytest.raises(NotFiniteError, match=f"iteration {bad}"):
@@ -57,7 +57,7 @@ def test_a_step_that_is_not_finite_is_never_saved():
         assert events[-1] == f"read {bad}"
 
 
-def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step_and_observers_stand_around_every_one():
+def test_exit_interval_logs_the_last_step_and_observers_see_all_steps():
     run = Run([1.0] * 9, log_interval=100, exit_interval=4)
     assert (run.progress.iteration, run.progress.stop_reason) == (4, "--exit-interval 4")
     assert [r["iteration"] for r in run.tracker.records] == [4]
@@ -65,31 +65,31 @@ def test_exit_interval_ends_the_run_after_a_multiple_and_logs_the_last_step_and_
 
 
 @pytest.mark.parametrize(("consumed", "steps"), [(6, 2), (7, 1), (8, 1), (9, 0), (10, 0), (12, 0)])
-def test_a_run_of_samples_resumed_with_another_batch_size_consumes_them(consumed, steps):
+def test_resumed_run_of_samples_with_another_batch_size_consumes_all(consumed, steps):
     start = TrainingProgress(iteration=40, consumed_samples=consumed, scheduled_samples=consumed)
     run = Run([1.0] * steps, start=start, length={"train_samples": 10}, log_interval=100)
     assert (run.progress.iteration, run.progress.consumed_samples) == (40 + steps, consumed + 2 * steps)
     assert run.plan.total_iterations == 40 + steps
-    left = "; the other 1 are too few for a global batch of 2" if consumed == 9 else ""
+    left = "; the remaining 1 are too few for a global batch of 2" if consumed == 9 else ""
     complete = f"training is complete: {consumed} of --train-samples 10 are consumed{left}\n"
     assert (complete in run.out.getvalue()) == (steps == 0)
-    assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])  # the last step is known to be it
+    assert run.fake.events[-1:] == ([f"save {40 + steps}"] if steps else [])  # the last step is followed by a save
 
 
-def test_a_run_of_steps_resumed_with_another_batch_size_takes_its_steps():
+def test_resumed_run_of_steps_with_another_batch_size_takes_all_steps():
     start = TrainingProgress(iteration=3, consumed_samples=100, scheduled_samples=6)
     run = Run([1.0] * 2, start=start, length={"train_iters": 5})
     assert (run.progress.iteration, run.progress.consumed_samples) == (5, 104)
 
 
-def test_it_collects_after_the_first_step_and_then_every_interval(monkeypatch):
+def test_garbage_is_collected_after_the_first_step_and_at_intervals(monkeypatch):
     collected: list[int] = []
     iteration = 6
     monkeypatch.setattr(loop, "GARBAGE_INTERVAL", 4)
     monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(iteration))
     with loop.collect_garbage_between_steps() as collect_garbage:
         for iteration in range(6, 14):
-            assert gc.isenabled() == (iteration == 6)  # inside a step, once frozen, it is off
+            assert gc.isenabled() == (iteration == 6)  # after the first step, collection is disabled inside steps
             assert (gc.get_freeze_count() > 0) == (iteration > 6)
             collect_garbage(iteration)
     assert gc.isenabled()
@@ -100,16 +100,16 @@ def test_it_collects_after_the_first_step_and_then_every_interval(monkeypatch):
 ALONE: Any = SimpleNamespace(world=MeshAxis("world"), mesh=SimpleNamespace(device_type="cpu"))
 
 
-def test_a_signal_stops_after_the_step_and_hurries():
+def test_signal_stops_after_the_step_and_sets_hurried():
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         before = signal.getsignal(signum)
         with StopConditions(StopConfig()) as stops:
             assert stops.reason(1, ALONE) is None
             os.kill(os.getpid(), signum)
-            assert not stops.hurried  # the step goes on
+            assert not stops.hurried  # the current step continues
             assert stops.reason(2, ALONE) == signum.name
             assert stops.hurried
-            os.kill(os.getpid(), signum)  # once more does no harm
+            os.kill(os.getpid(), signum)  # a second signal has no further effect
         assert signal.getsignal(signum) is before
 
 
@@ -122,19 +122,19 @@ def reasons(signalled_rank: int) -> list[str | None]:
         return [first, stops.reason(2, dims)]
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step():
+def test_signal_on_one_rank_stops_all_ranks_after_the_same_step():
     assert ranks(4).run(reasons, 3) == [[None, "SIGUSR1"]] * 4
 
 
-def test_exit_duration_stops_when_the_minutes_are_over(monkeypatch):
-    clock = iter(range(0, 1000, 50))  # 50 seconds pass between two looks
+def test_exit_duration_stops_after_the_given_minutes(monkeypatch):
+    clock = iter(range(0, 1000, 50))  # 50 seconds pass between two readings of the clock
     monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
     stops = StopConditions(StopConfig(exit_duration_in_mins=2))
     assert [stops.reason(i, ALONE) for i in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
 
 
 @pytest.mark.gpu
-def test_several_ranks_on_cuda_stop_a_step_later_and_never_wait_for_the_device():
+def test_cuda_ranks_stop_one_step_later_without_waiting_for_the_device():
     world = SimpleNamespace(size=2, max_=lambda numbers: numbers)
     dims: Any = SimpleNamespace(world=world, mesh=SimpleNamespace(device_type="cuda"))
     found = []
@@ -147,5 +147,5 @@ def test_several_ranks_on_cuda_stop_a_step_later_and_never_wait_for_the_device()
                 found.append(stops.reason(iteration, dims))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize()  # a step reads its loss
+            torch.cuda.synchronize()  # as a step does when it reads its loss
     assert found == [None, None, "SIGUSR1"]

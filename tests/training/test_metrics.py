@@ -1,4 +1,4 @@
-"""Means of an interval, what is written to metrics.jsonl and summary.json, lines of the log; model FLOPs and peaks."""
+"""Means over an interval, the content of metrics.jsonl and summary.json, log lines, model FLOPs and peak rates."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from megazpp.training.metrics import INNER_LOSS, NOTHING_SENT, closing_lines, pe
 CPU = torch.device("cpu")
 
 
-def test_an_interval_has_the_loss_of_the_steps_that_were_taken_the_time_of_all_and_the_largest_gradient_norm():
+def test_interval_has_loss_of_taken_steps_total_time_and_largest_norm():
     record = meter(
         step(1, loss=4.0, seconds=0.125, grad_norm=7.25),
         step(2, loss=math.inf, seconds=0.25, grad_norm=None, skipped=True),
@@ -33,21 +33,21 @@ def test_an_interval_has_the_loss_of_the_steps_that_were_taken_the_time_of_all_a
     assert (fields["grad_norm"], fields["max_grad_norm"]) == (1.5, 7.25)
     assert fields["tokens_per_second"] == 3200.0
     assert "| max grad norm: 7.250 |" in record.line
-    assert record.short_line == (  # at most 100 columns for a terminal
+    assert record.short_line == (  # a terminal line has at most 100 columns
         "iteration      3/500  loss  3.0000  grad norm  1.500      3,200 tokens/s  0:02:04 left  1 skipped"
     )
 
 
-def test_an_interval_starts_where_the_last_one_ended_and_the_time_left_follows_the_samples():
+def test_interval_starts_after_the_last_one_and_estimates_the_time_left():
     filled = meter(step(1, loss=4.0), step(2, loss=2.0))
     filled.interval()
-    filled.add(step(3, loss=1.0, global_batch_size=4, consumed_samples=1000))  # of 4000, in half a second
+    filled.add(step(3, loss=1.0, global_batch_size=4, consumed_samples=1000))  # 1000 of 4000 samples, 0.5 s per step
     interval = filled.interval()
     assert interval.fields["lm_loss"] == 1.0
     assert "eta: 0:06:15 |" in interval.line
 
 
-def test_metrics_and_what_sinks_get_have_exactly_the_agreed_fields():
+def test_metrics_and_sink_scalars_have_exactly_the_documented_fields():
     sent, steps = NOTHING_SENT | {"tp": 30, "cross": 10, "local": 20}, (step(1), step(2, skipped=True))
     record = meter(*steps, peak_flops=1.6e12).interval(sent, peak_memory_bytes=7)
     assert record.fields == {
@@ -76,7 +76,7 @@ def test_metrics_and_what_sinks_get_have_exactly_the_agreed_fields():
     assert plain.scalars == speed | dict.fromkeys(sent, 0)
 
 
-def test_the_summary_covers_all_intervals_and_the_tokens_that_the_model_was_given_where_a_step_knows_them():
+def test_summary_covers_all_intervals_and_counts_the_steps_tokens():
     filled = meter(step(1, tokens=90, wait_seconds=0.25))
     filled.interval(NOTHING_SENT | {"tp": 10, "cross": 4, "local": 2})
     filled.add(step(2, tokens=210, seconds=1.5, skipped=True))
@@ -95,32 +95,32 @@ def test_the_summary_covers_all_intervals_and_the_tokens_that_the_model_was_give
     }
 
 
-def test_steps_without_time_or_samples_have_speed_zero():
+def test_speed_of_steps_without_time_or_samples_is_zero():
     record = meter(step(1, seconds=0.0, global_batch_size=0), peak_flops=1e12).interval()
     assert (record.fields["tokens_per_second"], record.fields["mfu"]) == (0.0, 0.0)
     assert record.line.endswith("eta: 0:00:00 |")
     assert meter(step(1, seconds=0.0)).summary(cpu_seconds=0.0)["tokens_per_second"] == 0.0
 
 
-def test_the_largest_norm_of_an_interval_is_found_beside_nan():
+def test_largest_norm_of_an_interval_ignores_nan():
     for norms, largest in (((1.0, math.nan, 3.0), 3.0), ((math.nan, 2.0), 2.0), ((math.nan, math.inf), math.inf)):
         assert meter(*(step(grad_norm=norm) for norm in norms)).interval().fields["max_grad_norm"] == largest
     assert math.isnan(meter(step(grad_norm=math.nan)).interval().fields["max_grad_norm"])
 
 
-def test_a_loss_that_is_not_of_tokens_is_shown_without_a_perplexity():
+def test_loss_that_is_not_per_token_is_printed_without_a_perplexity():
     line = validation_lines("iteration 7", 0.5, has_perplexity=False)[1]
     assert line == " validation loss at iteration 7 | lm loss value: 5.000000E-01 | "
 
 
-def test_the_speed_of_a_run_is_that_of_its_steps_after_the_first_which_compiles():
+def test_run_speed_excludes_the_first_step_which_compiles():
     for seconds, speed in (((60.0, 0.5, 1.5), 2 * 800 / 2.0), ((4.0,), 800 / 4.0), ((), 0.0)):
         summary = meter(*(step(seconds=each) for each in seconds)).summary(cpu_seconds=0.0)
         assert (summary["tokens_per_second"], summary["seconds"]) == (speed, sum(seconds))
         assert summary["cpu_seconds_per_token"] == 0.0
 
 
-def test_the_line_begins_with_megatrons_line_byte_for_byte_and_our_fields_follow():
+def test_log_line_begins_with_megatrons_line_byte_for_byte():
     assert meter(step(10, loss=10.43287, grad_norm=2.71828)).interval().line == (
         " iteration       10/     500 | consumed samples:           80 | elapsed time per iteration (ms): 500.0 |"
         " learning rate: 1.500E-04 | global batch size:     8 | lm loss: 1.043287E+01 | loss scale: 1.0 |"
@@ -129,7 +129,7 @@ def test_the_line_begins_with_megatrons_line_byte_for_byte_and_our_fields_follow
     )
     assert "grad norm" not in meter(step(1, grad_norm=None)).interval().line
     everything = step(1, num_zeros=12.0, params_norm=345.6789, loss_scale=65536.0)
-    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}  # silent wires are left out
+    sent = NOTHING_SENT | {"tp": 2_500_000, "local": 1_250_000}  # wires without bytes are omitted
     line = meter(everything, peak_flops=1.6e12).interval(sent, peak_memory_bytes=3_210_000_000).line
     assert line.endswith(
         " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
@@ -139,7 +139,7 @@ def test_the_line_begins_with_megatrons_line_byte_for_byte_and_our_fields_follow
     )
 
 
-def test_synchronizations_of_islands_are_in_the_line_the_record_and_the_summary():
+def test_synchronizations_appear_in_log_line_record_and_summary():
     filled = meter(step(1), step(2, metrics={INNER_LOSS: 3.5}), step(3), step(4, metrics={INNER_LOSS: 2.5}))
     interval = filled.interval(NOTHING_SENT | {"cross": 8_000_000, "island": 8_000_000})
     assert " inner_loss: 3 | synchronizations: 2 | loss scale" in interval.line
@@ -149,17 +149,17 @@ def test_synchronizations_of_islands_are_in_the_line_the_record_and_the_summary(
     summary = filled.summary(cpu_seconds=1.0)
     assert (summary["inner_loss"], summary["synchronizations"], summary["island_bytes_per_step"]) == (2.5, 2, 2_000_000)
     lines = closing_lines(summary | {"stop_reason": None, "final_loss": 2.5, "validation_loss": None}, trained=True)
-    assert "islands synchronized 2 times, 2.000 MB per node and step between them; inner loss 2.5000" in lines
+    assert "replica groups synchronized 2 times, 2.000 MB per node and step between them; inner loss 2.5000" in lines
 
 
-def test_a_loss_that_is_not_finite_is_printed():
+def test_loss_that_is_not_finite_is_printed():
     for loss in (math.nan, math.inf):
         line = meter(step(1, loss=loss, grad_norm=math.nan, skipped=True)).interval().line
         assert f" lm loss: {str(loss).upper()} |" in line
         assert " grad norm: nan | number of skipped iterations:   1 | number of nan iterations:   1 |" in line
 
 
-def test_validation_is_printed_as_megatron_prints_it_with_a_perplexity_that_is_capped_and_keeps_nan():
+def test_validation_lines_match_megatron_with_capped_or_nan_perplexity():
     rule, line, again = validation_lines("iteration 100", 2.5)
     assert line == " validation loss at iteration 100 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
     assert rule == again == "-" * (len(line) + 1)
@@ -167,33 +167,33 @@ def test_validation_is_printed_as_megatron_prints_it_with_a_perplexity_that_is_c
     assert math.isnan(perplexity(math.nan))
 
 
-def test_the_peak_on_a_cpu_is_the_kernels_high_water_mark_in_bytes():
+def test_cpu_peak_memory_is_the_kernels_high_water_mark_in_bytes():
     kibibytes = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
     assert peak_memory_bytes(CPU) == pytest.approx(1024 * kibibytes, rel=0.05)
 
 
 @pytest.mark.gpu
-def test_the_memory_line_is_megatrons():
+def test_memory_line_matches_megatrons():
     line = memory_line(3, 10, torch.device("cuda"))
     names = ("allocated", "max allocated", "reserved", "max reserved")
     fields = "".join(rf" \| {name}: \d+\.\d\d" for name in names)
     assert re.fullmatch(rf"\[Rank 3\] \(after 10 iterations\) memory \(MB\){fields}", str(line))
 
 
-def test_the_formula_counts_the_matrix_products_of_a_model_with_half_of_the_attention():
+def test_model_flops_count_matrix_products_and_half_of_the_attention():
     for config in (GPT2_STYLE, LLAMA_STYLE):
         model, ids = GPTModel(config, vocab_size=96, tp=MeshAxis("tp")), torch.arange(17).unsqueeze(0)
         initialize_parameters_(model, seed=1, draw_device=CPU)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(ids[:, :-1], ids[:, 1:]).sum().backward()
-        products = 2 * 3  # scores and weighted sum, forward and twice that in backward
+        products = 2 * 3  # scores and weighted sum: once in forward, twice in backward
         attention = products * 2 * config.heads * config.head_size * 16 * config.layers
         expected = counter.get_total_flops() / 16 - attention / 2
         assert model_flops_per_token(config, padded_vocab_size=96, seq_length=16) == expected
 
 
-def test_a_window_leaves_the_products_of_the_keys_inside_it():
-    """Pairs of a token and a key are counted one by one; half of S x S stands for the causal half."""
+def test_attention_window_counts_only_keys_inside_it():
+    """Count the pairs of a token and a key one by one; full causal attention counts as half of S x S pairs."""
     whole = dataclasses.replace(LLAMA_STYLE, num_layers=3)
     windows = dataclasses.replace(whole, window_size="4,0", window_attn_skip_freq="3")
     less = sum(16 / 2 - sum(min(token + 1, 5) for token in range(16)) / 16 for _ in range(2))
@@ -203,15 +203,15 @@ def test_a_window_leaves_the_products_of_the_keys_inside_it():
     assert model_flops_per_token(inside, padded_vocab_size=96, seq_length=16) == counts[0]
 
 
-def test_gpt3_175b_is_megatrons_figure():
-    # 72 B s l h^2 (1 + s / 6h + V / 12lh), arXiv 2104.04473, less half of the attention term
+def test_gpt3_175b_flops_match_megatrons_figure():
+    # arXiv 2104.04473: 72 B s l h^2 (1 + s / 6h + V / 12lh). Only half of its attention term is counted.
     layers, h, s, vocab = 96, 12288, 2048, 51200
     model = GPTConfig(num_layers=layers, hidden_size=h, num_attention_heads=96)
     ours = model_flops_per_token(model, padded_vocab_size=vocab, seq_length=s)
     assert ours == pytest.approx(72 * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h)), rel=1e-12)
 
 
-def test_the_peak_is_that_of_the_named_device_or_none_where_it_is_not_known_for_sure():
+def test_peak_flops_match_the_named_device_or_are_none():
     bf16, fp16 = torch.bfloat16, torch.float16
     for name, dtype, tflops in (
         ("NVIDIA A100 80GB PCIe", bf16, 312),
@@ -230,7 +230,7 @@ def test_the_peak_is_that_of_the_named_device_or_none_where_it_is_not_known_for_
         assert peak_flops(name, dtype) == (None if tflops is None else tflops * 1e12), (name, dtype)
 
 
-def test_the_convention_says_what_mfu_means_or_why_there_is_none():
+def test_mfu_convention_explains_mfu_or_its_absence():
     known, unknown = (mfu_convention(6_000_000, *of) for of in (("NVIDIA H200", 989e12), ("cpu", None)))
     assert "6.0000E+06 per token" in known
     assert "MFU = model FLOP/s / 989 TFLOP/s, the dense 16-bit peak of NVIDIA H200" in known

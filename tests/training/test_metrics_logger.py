@@ -1,4 +1,4 @@
-"""What is logged and written of a run's steps; what they sent, and ZeRO-3's formula held against counted ZeRO-3."""
+"""Log lines and records of a run, the bytes that its steps sent, and ZeRO-3's formula against counted ZeRO-3 bytes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,22 +27,22 @@ from megazpp.training.tracking import TrackingConfig
 from megazpp.zero.config import PrecisionConfig
 
 
-def test_bytes_are_those_of_training_steps_per_node_and_not_of_evaluations():
+def test_bytes_per_node_count_training_steps_and_no_evaluations():
     run = Run([1.0] * 6)
-    # 100 bytes a step over 2 nodes; the evaluation at 3 falls inside the second interval
+    # Each step sends 100 bytes over 2 nodes. The evaluation after step 3 is in the second interval and adds none.
     assert [r["cross_bytes"] for r in run.tracker.records] == [50, 50, 50]
 
 
-def test_an_island_counts_its_own_bytes_and_takes_the_others_to_send_as_much():
+def test_replica_group_scales_its_own_bytes_to_all_groups():
     run = Run([1.0] * 2)
     dims: Any = run.dims
-    dims.island = SimpleNamespace(size=4)  # of half a node each, with one rank
+    dims.island = SimpleNamespace(size=4)  # four replica groups of one rank, two per node
     dims.counter.add("cross", "shard", "all_gather", 100)
     run.recorder.step(step(4), last=True)
     assert run.tracker.records[-1]["cross_bytes"] == 4 * 100 // 2
 
 
-def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
+def test_closing_lines_and_summary_report_the_results_of_the_run():
     run = Run([3.0, 2.0, 1.0])
     summaries: list[dict[str, Any]] = []
     run.tracker.summary = lambda values: summaries.append(values)
@@ -58,7 +58,7 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     row = {"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 3, "sent_bytes": 150}
     assert (summary["traffic"], summary["zero3"]) == ([row], None)
     assert summary["cpu_seconds_per_token"] >= 0.0
-    assert run.tracker.validations == [(3, 7.0)]  # evaluated at the last iteration already, not again
+    assert run.tracker.validations == [(3, 7.0)]  # not repeated at the end, because iteration 3 was evaluated
     text = run.out.getvalue()
     assert 0.0 < summary["data_wait_share"] < 1.0
     assert f"{summary['data_wait_share']:.1%} of the time waiting for data" in text
@@ -66,21 +66,21 @@ def test_the_closing_lines_and_the_summary_say_what_the_run_came_to():
     assert "validation loss at iteration 3 on test set | lm loss value: 8.0" in text
 
 
-def test_a_continued_run_is_compared_with_what_zero_3_would_have_sent_for_the_same_steps():
+def test_resumed_run_is_compared_with_zero3_for_the_same_steps():
     run = Run([3.0, 2.0, 1.0], start=TrainingProgress(iteration=1, consumed_samples=2, micro_batches=50))
     run.tracker.summary = lambda values: None
     run.recorder.finish(run.progress, evaluate=False, unigram_entropy=6.0)
-    assert run.zero3_asked == [2]  # steps 2 and 3, of one micro-batch each
+    assert run.zero3_asked == [2]  # steps 2 and 3 with one micro-batch each
 
 
-def test_a_step_whose_gradients_are_ten_medians_long_is_named():
+def test_gradient_norm_above_ten_medians_is_logged():
     for norm, named in ((11.0, True), (9.5, False)):
         text = Run([1.0] * 15, norms=[1.0] * 14 + [norm]).out.getvalue()
         note = "note: iteration 15: grad norm 11.000 is 11 x the median of the 14 steps before it, 1.000"
         assert (note in text, "note: " in text) == (named, named), norm
 
 
-def test_a_norm_after_a_median_of_zero_is_no_spike():
+def test_gradient_norm_after_a_median_of_zero_is_not_logged():
     for norms in ([0.0] * 14 + [5.0], [0.0] * 8 + [1.0] * 6 + [5.0], [0.0] * 15):
         assert "note: " not in Run([1.0] * 15, norms=norms).out.getvalue()
 
@@ -89,7 +89,7 @@ CPU = torch.device("cpu")
 
 
 def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Three steps in two log intervals, in which data rank r has r + 1 times 10 tokens, then 100, then 7."""
+    """Record three steps in two log intervals; data rank r has r + 1 times 10, 100 and 7 tokens."""
     cluster = Cluster(num_nodes=1, ranks_per_node=4)
     dims = ParallelDims(
         plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3), device_type="cpu"
@@ -106,16 +106,19 @@ def record_uneven_rows() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return records, filled.summary(cpu_seconds=0.0)
 
 
-def test_tokens_of_rows_of_any_length_are_summed_over_the_data_ranks():
+def test_tokens_of_rows_of_any_length_are_summed_over_data_ranks():
     for records, summary in ranks(4).run(record_uneven_rows):
-        assert [record["tokens"] for record in records] == [3 * 110, 3 * 7]  # two data ranks, tp ranks count once
+        assert [record["tokens"] for record in records] == [
+            3 * 110,
+            3 * 7,
+        ]  # the sum over two data ranks; tp ranks count once
         assert [record["tokens_per_second"] for record in records] == [3 * 110 / 1.0, 3 * 7 / 0.5]
         assert all("consumed_tokens" not in record for record in records)
         assert (summary["tokens"], summary["tokens_per_second"]) == (3 * 117, 3 * 107 / 1.0)
 
 
 def send_some() -> list[TrafficRow]:
-    """Rank 0 sends more than the others inside its node; the cross axis is used by rank 0 and its peer only."""
+    """Send more from rank 0 inside its node, and over the cross axis only between rank 0 and its peer."""
     cluster = Cluster(num_nodes=2, ranks_per_node=2)
     dims = ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu")
     dims.local.all_gather(torch.zeros(8, dtype=torch.uint8))
@@ -127,14 +130,14 @@ def send_some() -> list[TrafficRow]:
     return collect_traffic(dims, CPU)
 
 
-def test_rows_are_the_most_calls_of_a_rank_and_the_mean_bytes_of_a_node_on_every_rank():
+def test_traffic_rows_have_maximum_calls_and_mean_bytes_on_every_rank():
     local = TrafficRow("all_gather", "local", "local", 2, (4 * 8 + 100) // 2)
     cross = TrafficRow("all_to_all", "cross", "cross", 2, 2 * 2 * 50 // 2)
     assert ranks(4).run(send_some) == [[local, cross]] * 4
 
 
 def zero3_steps(case: Case) -> tuple[int, Any]:
-    """Bytes per node that two steps of ZeRO-3 put between nodes for shards, and what the formula says."""
+    """Return the bytes per node that two steps of ZeRO-3 sent between nodes for shards, and the formula's result."""
     train_step, dims = build_step(case)
     for index in range(2):
         train_step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.0)
@@ -148,28 +151,32 @@ def zero3_steps(case: Case) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(("tp", "bf16"), [(1, False), (2, True)])
-def test_the_formula_for_zero3_is_what_a_run_of_zero3_is_counted_to_send(tp, bf16):
-    """Exactly; a ring's (W - 1) / W is rounded down once per collective."""
+def test_zero3_formula_matches_the_counted_bytes_of_a_zero3_run(tp, bf16):
+    """The tolerance is rounding only: a ring's (W - 1) / W is rounded down once per collective."""
     case = Case(nodes=2, tp=tp, micro_batches=2, model=LLAMA_STYLE, precision=PrecisionConfig(bf16=bf16))
     for counted, formula in ranks(4).run(zero3_steps, case):
         assert counted == pytest.approx(formula.cross_bytes, abs=64)
         assert counted > 100_000
 
 
-def test_zero3_s_figure_is_what_the_rings_over_the_layout_send():
-    """With 12 elements on each rank, in 2 bytes as weights and 4 as gradients, and 3 micro-batches."""
+def test_zero3_bytes_match_the_rings_of_the_layout():
+    """Each rank has 12 elements, with 2 bytes as weights and 4 as gradients, and a step has 3 micro-batches."""
     found = []
     for cluster, tp, replicas in (
         (Cluster(num_nodes=2, ranks_per_node=4), 2, 1),
         (Cluster(num_nodes=4, ranks_per_node=4), 2, 2),
-        (Cluster(num_nodes=6, ranks_per_node=2, domain_size=6), 2, 1),  # racks
-        (Cluster(num_nodes=4, ranks_per_node=2), 4, 1),  # tp over nodes
-        (Cluster(num_nodes=1, ranks_per_node=4), 1, 1),  # nothing leaves a node, and there is nothing to compare
+        (Cluster(num_nodes=6, ranks_per_node=2, domain_size=6), 2, 1),  # NVLink domains of three nodes
+        (Cluster(num_nodes=4, ranks_per_node=2), 4, 1),  # tensor parallelism over nodes
+        (
+            Cluster(num_nodes=1, ranks_per_node=4),
+            1,
+            1,
+        ),  # one node sends nothing between nodes, so there is no comparison
         (Cluster(num_nodes=2, ranks_per_node=4), 1, 2),
     ):
         dims: Any = SimpleNamespace(layout=plan_layout(cluster, tp=tp, replicas=replicas))
         leaving = [rank for rank in range(cluster.world_size) if dims.layout.wire("shard", rank) == "cross"]
-        per_rank = 3 * (2 * 2 + 4) * 12 * (dims.layout.shard - 1)  # (W - 1)/W of the W shards, of 2, 2 and 4 bytes
+        per_rank = 3 * (2 * 2 + 4) * 12 * (dims.layout.shard - 1)  # W - 1 shards: weights twice, gradients once
         found.append(zero3_traffic(12, dims, PrecisionConfig(bf16=True), 3))
         sent = None if found[-1] is None else found[-1].cross_bytes
         assert sent == (len(leaving) * per_rank // cluster.num_nodes or None), cluster
@@ -178,7 +185,7 @@ def test_zero3_s_figure_is_what_the_rings_over_the_layout_send():
     assert "W = 4 data ranks, k = 3 micro-batches in all, M_w = 0.000 MB of weights" in first.formula
 
 
-def test_the_table_is_aligned_and_ends_with_the_comparison():
+def test_traffic_table_is_aligned_and_ends_with_the_comparison():
     rows = [
         TrafficRow("all_gather", "local", "local", 24, 1_500_000),
         TrafficRow("all_gather", "cross", "cross", 6, 300_000),

@@ -1,4 +1,4 @@
-"""Pretraining's loss by hand; scores of a text or a dataset against plain sums."""
+"""The language model's loss against direct sums, and scores of a text or dataset against a plain loop."""
 
 import json
 import math
@@ -20,13 +20,13 @@ from megazpp.training.objective import LanguageModelLoss, Score, check_input, co
 from megazpp.training.setup import ShardedModel
 
 
-def test_the_shares_of_micro_batches_add_up_to_the_mean_over_the_tokens_that_count():
+def test_micro_batch_shares_add_up_to_the_mean_over_counted_tokens():
     one_rank: Any = SimpleNamespace(sum_over_data_=lambda x: x)
     model = mock.Mock(return_value=torch.tensor([[2.0, 3.0, 5.0]]))
     for masks, loss in (
         (([1.0, 1.0, 0.0], [0.0, 0.0, 1.0]), (2.0 + 3.0 + 5.0) / 3),
         (([0.0, 0.0, 0.0], [0.0, 1.0, 0.0]), 3.0),
-        (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # no token of the global batch counts
+        (([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]), 0.0),  # the masks exclude all tokens of the global batch
     ):
         objective, batches = LanguageModelLoss(one_rank), [mock.Mock(loss_mask=torch.tensor([mask])) for mask in masks]
         objective.begin_step(batches)
@@ -37,12 +37,12 @@ BYTES = ByteTokenizer()
 DOCUMENTS = ["Call me Ishmael.", "Some years ago — never mind", "how long", "precisely, having little or no money"]
 IDS = [token for text in DOCUMENTS for token in (*BYTES.encode(text), BYTES.eod)]
 NUM_BYTES = sum(len(text.encode()) for text in DOCUMENTS)
-SUMS = 1e-5  # relative: fp32 sums in another order
+SUMS = 1e-5  # relative tolerance for fp32 sums in another order
 
 
 @pytest.fixture
 def paths(tmp_path) -> list[str]:
-    """The same documents as a text and as a .bin/.idx pair."""
+    """Write the same documents as a text and as a .bin/.idx pair, and return both paths."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
     write_indexed_dataset(iter(DOCUMENTS), BYTES, tmp_path / "pair")
@@ -50,7 +50,7 @@ def paths(tmp_path) -> list[str]:
 
 
 def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> tuple[Score, float]:
-    """The score, and the mean loss over windows one after the other through the same model."""
+    """Return the score, and the mean loss over windows that run one after the other through the same model."""
     model, sharding, dims = build_on_ranks(case)
     data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0)
     built = ShardedModel(model, sharding)
@@ -68,7 +68,7 @@ def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> 
 
 
 @pytest.mark.parametrize(("world_size", "tp", "micro_batch_size"), [(1, 1, 3), (4, 2, 1)])
-def test_every_token_of_a_text_and_of_a_dataset_counts_once(paths, tmp_path, world_size, tp, micro_batch_size):
+def test_every_token_of_a_text_or_dataset_is_scored_once(paths, tmp_path, world_size, tp, micro_batch_size):
     case = Case(vocab_size=257, tp=tp, sequence_parallel=tp > 1)
     for path in paths:
         for score, loss in ranks(world_size).run(score_on_ranks, case, path, str(tmp_path), micro_batch_size):
@@ -82,15 +82,15 @@ def count_on_ranks(data: DataConfig, *samples: list[int]) -> tuple[int, int, int
     return count_labels([np.array(sample) for sample in samples], len(samples), BYTES, data, dims)
 
 
-def test_bytes_of_samples_are_those_of_the_labels_that_count():
-    """A character that an edge cuts counts the bytes that are labels, and not U+FFFD's three."""
+def test_sample_bytes_count_only_labels_with_a_loss():
+    """If a sample cuts a character, only the bytes that are labels count, not the three bytes of U+FFFD."""
     document_end, padded = [*BYTES.encode("xy"), BYTES.eod, ord("z")], [*BYTES.encode("ab"), PADDING, PADDING]
     for masks, sample, expected in (
         (False, BYTES.encode("a—"), (3, 3, 0)),
-        (False, BYTES.encode("—a"), (3, 3, 0)),  # two bytes of the dash, and a
-        (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # b and one byte of the dash
-        (False, document_end, (3, 2, 0)),  # y and z
-        (True, document_end, (2, 1, 1)),  # z cannot be predicted
+        (False, BYTES.encode("—a"), (3, 3, 0)),  # labels: two bytes of the dash, and "a"
+        (False, BYTES.encode("ab—")[:-2], (2, 2, 0)),  # labels: "b" and one byte of the dash
+        (False, document_end, (3, 2, 0)),  # the text bytes are "y" and "z"
+        (True, document_end, (2, 1, 1)),  # "z" follows the end of a document, which masks its loss
         (True, padded, (1, 1, 0)),
     ):
         assert ranks(1).run(count_on_ranks, DataConfig(eod_mask_loss=masks), sample) == [expected], sample
@@ -100,8 +100,8 @@ def test_bytes_of_samples_are_those_of_the_labels_that_count():
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_masked_label_is_in_neither_tokens_nor_bytes_of_a_text(paths, tmp_path, world_size):
-    """--eod-mask-loss leaves out the first byte of each document, of a text as of a dataset."""
+def test_masked_labels_count_in_neither_tokens_nor_bytes(paths, tmp_path, world_size):
+    """--eod-mask-loss excludes the first byte of each document, for a text and for a dataset."""
     for path in paths:
         for score in ranks(world_size).run(score_with_masks, path, str(tmp_path)):
             assert score[1:] == (len(IDS) - len(DOCUMENTS), NUM_BYTES - len(DOCUMENTS))
@@ -116,7 +116,7 @@ def score_with_masks(path: str, cache: str) -> Score:
     return score_whole(ShardedModel(model, sharding), dims, BYTES, path, data, **options)
 
 
-def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
+def test_score_lines_match_megatron_with_one_added_line():
     rule, line, more, last = Score(2.0, 300, 1000).lines("iteration 7")
     assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert more == " bits per byte: 0.865617 | 300 tokens, 1,000 bytes of text"
@@ -124,7 +124,7 @@ def test_a_score_is_shown_in_megatron_s_lines_with_one_more():
     assert math.isnan(Score(2.0, 3, 0).bits_per_byte)
 
 
-def test_an_input_that_is_neither_text_nor_dataset_is_refused(paths, tmp_path):
+def test_input_that_is_neither_text_nor_dataset_raises_an_error(paths, tmp_path):
     for path in paths:
         check_input(path)
     with pytest.raises(ValueError, match="nowhere is neither a text nor the prefix"):

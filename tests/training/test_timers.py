@@ -1,4 +1,4 @@
-"""A step's spans as Megatron's timers, slow ranks and the timeline of one step; torch's profiler around steps."""
+"""Spans of a step as Megatron-LM's timers, slow ranks and the timeline of one step; torch's profiler around steps."""
 
 import contextlib
 import gzip
@@ -36,11 +36,11 @@ from megazpp.zero.config import ZeroConfig
 
 
 def heard(timeline: Timeline) -> bool:
-    """Whether anybody listens; a span that nobody hears is the same one each time."""
+    """Return True if the timeline has a listener; without one, every span is the same object."""
     return timeline.span("", "") is not Timeline().span("", "")
 
 
-def test_only_the_step_that_was_asked_for_is_drawn_with_what_the_one_before_left_in_flight(tmp_path):
+def test_timeline_has_the_requested_step_and_spans_in_flight_before_it(tmp_path):
     dims, gather, recorded = FakeDims(), contextlib.ExitStack(), []
     run, said = context(dims, tmp_path)
     recorder = StepRecorder(TimingConfig(timeline_step=3), run, interval=1)
@@ -56,12 +56,14 @@ def test_only_the_step_that_was_asked_for_is_drawn_with_what_the_one_before_left
     (spans,) = read_chrome_trace(tmp_path / "timeline.json").values()
     by_name = {span.name: span for span in spans}
     assert set(by_name) == {"step 3", "forward 3", "gather"}
-    assert by_name["gather"].start_seconds == by_name["step 3"].start_seconds  # cut where the step begins
+    assert (
+        by_name["gather"].start_seconds == by_name["step 3"].start_seconds
+    )  # the timeline cuts it at the start of the step
     assert by_name["gather"].seconds >= 0.01
     assert [line.partition(":")[0] for line in said] == ["timeline of step 3"]
 
 
-def test_a_step_is_recorded_once_for_all_who_read_it_and_timers_are_means_of_steps():
+def test_step_is_recorded_once_for_all_readers_and_timers_are_means():
     dims = FakeDims()
     run, said = context(dims)
     everyone = TimingConfig(timing_log_level=1, log_straggler=True, timeline_step=2)
@@ -84,7 +86,7 @@ def timers_of(report: str | None) -> list[str]:
 
 
 class Recorded(NamedTuple):
-    """What a rank says, whether it listened in each step and at the end, the losses, and two reports of timers."""
+    """One rank's log lines, whether a listener was attached in each step and at the end, losses, and timer reports."""
 
     said: list[str]
     heard: list[bool]
@@ -93,7 +95,7 @@ class Recorded(NamedTuple):
 
 
 def train(folder: Path, timing: TimingConfig, profiling: ProfilerConfig, *iterations: int) -> Recorded:
-    """ZeRO++ on two nodes, with two micro-batches."""
+    """Train some iterations of ZeRO++ on two nodes with two micro-batches."""
     case = Case(nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))
     step, dims = build_step(case)
     run, said = context(dims, folder)
@@ -110,13 +112,13 @@ def train(folder: Path, timing: TimingConfig, profiling: ProfilerConfig, *iterat
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> tuple[Path, list[Recorded]]:
-    """The run folder, and what four ranks have seen."""
+    """Return the run folder, and the records of four ranks with timers, timeline and profiler."""
     folder, timing = tmp_path_factory.mktemp("run"), TimingConfig(timing_log_level=2, timeline_step=2)
     profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3, profile_ranks=(0, 3))
     return folder, ranks(4).run(train, folder, timing, profiling, 1, 2, 3)
 
 
-def test_records_change_no_loss_and_cost_nothing_where_they_were_not_asked_for(recorded):
+def test_recording_changes_no_loss_and_is_off_unless_requested(recorded):
     folder, results = recorded
     plain = ranks(4).run(train, folder, TimingConfig(), ProfilerConfig(), 1, 2, 3)
     assert [each.losses for each in results] == [each.losses for each in plain]
@@ -126,7 +128,7 @@ def test_records_change_no_loss_and_cost_nothing_where_they_were_not_asked_for(r
     assert said == ["timeline of step 2", "profile of iterations 2 to 3, rank 0 3"]
 
 
-def test_a_timeline_shows_every_rank_s_phases_and_hops_on_one_clock(recorded):
+def test_timeline_shows_phases_and_hops_of_all_ranks_on_one_clock(recorded):
     by_rank = read_chrome_trace(recorded[0] / "timeline.json")
     assert list(by_rank) == ["rank 0, node 0", "rank 1, node 0", "rank 2, node 1", "rank 3, node 1"]
     hops = {f"{hop} {unit}" for hop in ("all_gather", "all_to_all") for unit in ("layers.0", "the rest")}
@@ -136,12 +138,12 @@ def test_a_timeline_shows_every_rank_s_phases_and_hops_on_one_clock(recorded):
         for track in ("cross", "local"):
             assert {span.name for span in spans if span.track == track} >= hops
     whole = [span for spans in by_rank.values() for span in spans if span.track == "step"]
-    # a step ends with collectives of all ranks, so none can begin after another has ended
+    # A step ends with collectives of all ranks, so on a common clock no rank begins it after another has ended it.
     assert max(span.start_seconds for span in whole) < min(span.end_seconds for span in whole)
-    assert min(span.start_seconds for span in whole) > 0  # the barrier before the recording is the zero
+    assert min(span.start_seconds for span in whole) > 0  # time zero is the barrier before the recording
 
 
-def test_timers_are_the_same_on_all_ranks_and_begin_again_after_a_report(recorded):
+def test_timers_are_equal_on_all_ranks_and_reset_after_a_report(recorded):
     ((report, again),) = {tuple(each.reports) for each in recorded[1]}
     assert again is None
     used = {name for name in OTHER_TIMERS if "-shard" not in name and name != "batch-generator"}
@@ -151,29 +153,29 @@ def test_timers_are_the_same_on_all_ranks_and_begin_again_after_a_report(recorde
     assert all(0 < float(least) <= float(most) for least, most in times)
 
 
-def test_a_profiled_rank_leaves_a_trace_with_operators_and_the_hops_by_name(recorded):
+def test_profiled_rank_writes_a_trace_with_operators_and_named_hops(recorded):
     files = sorted(recorded[0].glob("profile*"))
     assert [file.name for file in files] == [f"profile-rank{rank}-iterations2-3.json.gz" for rank in (0, 3)]
     for file in files:
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         names = [event["name"] for event in events if event["ph"] == "X"]
         for hop, count in {"cross all_gather": 2, "local all_gather": 8, "local all_to_all": 4}.items():
-            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops once a step, from the queues' own threads
+            for unit in ("layers.0", "layers.1", "the rest"):  # cross hops run once per step, in the queues' threads
                 assert names.count(f"{hop} {unit}") == count
         assert names.count("compute forward") == 4
         assert any(name.startswith("aten::") for name in names)
 
 
-def test_a_run_that_ends_early_or_continues_another_records_what_there_is_and_replaces_no_trace(tmp_path):
+def test_profiler_of_a_short_or_resumed_run_replaces_no_trace(tmp_path):
     profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
     for iteration in (3, 3, 4):
         first, _ = ranks(2).run(train, tmp_path, TimingConfig(), profiling, iteration)
-    assert first.said == ["--profile: iteration 2 was not reached here, nothing was recorded"]
+    assert first.said == ["--profile: training did not reach iteration 2, so nothing was recorded"]
     names = sorted(file.name for file in tmp_path.iterdir())
     assert names == ["profile-rank0-iterations3-3-2.json.gz", "profile-rank0-iterations3-3.json.gz"]
 
 
-def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_time():
+def test_timeline_summary_sums_tracks_and_weights_hidden_time():
     first = [Span("step", "step 7", 0, 10, True), Span("compute", "f", 0, 10, True), Span("cross", "x", 0, 6)]
     second = [Span("step", "step 7", 0, 8, True), Span("compute", "f", 0, 4, True), Span("cross", "x", 4, 2, True)]
     second.append(Span("local", "y", 4, 1))
@@ -185,7 +187,7 @@ def test_the_summary_adds_up_lanes_over_ranks_and_weighs_what_is_hidden_by_its_t
     ]
 
 
-def test_a_trace_has_a_process_per_rank_a_thread_per_track_in_one_order_and_times_in_microseconds():
+def test_trace_has_a_process_per_rank_and_an_ordered_thread_per_track():
     first = [Span("step", "step 3", 0.0, 1.0, True), Span("cross", "all_gather", 0.25, 0.5)]
     tracks = ["zebra", "cross", "compute", "wait", "another", "tp", "local", "step"]
     events = chrome_trace([first, [Span(track, "x", 0.0, 0.125) for track in tracks]], ["rank 0", "rank 1"])
@@ -198,7 +200,7 @@ def test_a_trace_has_a_process_per_rank_a_thread_per_track_in_one_order_and_time
     assert [gather[key] for key in ("ph", "pid", "tid", "ts", "dur")] == ["X", 0, 1, 250_000, 500_000]
 
 
-def test_spans_that_cross_get_rows_of_their_own_and_nested_ones_do_not():
+def test_crossing_spans_get_separate_rows_and_nested_spans_do_not():
     outer, inner, later = Span("cross", "outer", 0, 4), Span("cross", "inner", 1, 3), Span("cross", "later", 4, 1)
     crossing, again = Span("cross", "crossing", 2, 3), Span("cross", "again", 3, 4)
     spans = [again, later, crossing, inner, outer, Span("local", "other track", 0, 9)]
@@ -206,7 +208,7 @@ def test_spans_that_cross_get_rows_of_their_own_and_nested_ones_do_not():
     assert [[s.name for s in row] for row in rows] == [["outer", "inner", "later"], ["crossing"], ["again"]]
 
 
-def test_a_step_s_spans_add_up_and_collectives_at_the_same_time_count_once():
+def test_timers_sum_spans_and_count_overlapping_collectives_once():
     spans = [
         Span("wait", "data", 0.0, 0.5, True),
         Span("wait", "cross", 0.5, 9.0, True),
@@ -241,7 +243,7 @@ def test_a_step_s_spans_add_up_and_collectives_at_the_same_time_count_once():
     assert set(seconds) == {*MAIN_TIMERS, *OTHER_TIMERS}
 
 
-def test_the_lines_are_megatron_s_and_leave_out_what_nobody_used():
+def test_timer_lines_match_megatron_and_omit_unused_timers():
     names, by_rank = ("forward-backward", "optimizer", "batch-generator"), [[12.344, 0.0, 0.0], [15.0, 1.5, 0.0]]
     assert timer_lines(names, by_rank) == (
         "(min, max) time across ranks (ms):\n"
@@ -252,7 +254,7 @@ def test_the_lines_are_megatron_s_and_leave_out_what_nobody_used():
 
 
 def steps_with_a_slow_rank() -> list[str]:
-    """Four steps, in every second of which rank 2 computes 0.3 s, and the others wait for it."""
+    """Run four steps; in every second one rank 2 computes for 0.3 s, and the other ranks wait for it."""
     dims = dims_on_ranks(Case())
     run, said = context(dims)
     recorder = StepRecorder(TimingConfig(log_straggler=True), run, interval=2)
@@ -263,26 +265,26 @@ def steps_with_a_slow_rank() -> list[str]:
     return said
 
 
-def test_a_slow_rank_is_named_every_interval_and_those_that_wait_for_it_are_not():
+def test_slow_rank_is_logged_and_ranks_that_wait_for_it_are_not():
     (said, *_) = ranks(4).run(steps_with_a_slow_rank)
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2", "compute seconds of iteration 4"]
     for line in said:
         assert "(rank 2); slow: rank 2 " in line
-        assert float(line.split("median ")[1].split(",")[0]) < 0.2  # the waiting is not in it
+        assert float(line.split("median ")[1].split(",")[0]) < 0.2  # the median excludes the wait
 
 
-def test_equal_ranks_are_not_called_slow_and_many_slow_ones_are_cut():
+def test_equal_ranks_are_not_slow_and_a_long_list_is_truncated():
     assert describe_ranks(10, [1.0, 1.1, 1.05]).endswith(
         "median 1.0500, fastest 1.0000 (rank 0), slowest 1.1000 (rank 1); no slow rank"
     )
     assert describe_ranks(10, [1.0] * 30 + [2.0] * 10).endswith("rank 37 2.00 x and 2 more")
 
 
-def test_ranks_that_computed_for_no_time_make_no_other_rank_slow():
+def test_ranks_without_compute_time_make_no_other_rank_slow():
     for seconds in ([0.0, 0.0, 0.5], [0.0]):
         assert describe_ranks(10, seconds).endswith("; no slow rank")
 
 
-def test_a_track_without_any_time_has_no_hidden_share():
+def test_track_without_time_has_no_hidden_share():
     spans = [Span("step", "step 1", 0.0, 1.0, True), Span("tp", "all_reduce", 0.5, 0.0, False)]
     assert describe("step 1", [spans]).splitlines()[1:] == ["  tp            0.0000 s"]

@@ -1,4 +1,4 @@
-"""The tracker: Megatron's names at the right times, each sink without the other; real offline wandb, TensorBoard."""
+"""The tracker: Megatron-LM's names, independent sinks, and real wandb (offline) and TensorBoard files."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def tracker(folder: Path, *sinks: Any, **flags: Any) -> Tracker:
     return Tracker(TrackingConfig(**flags), RunFolder(folder), sinks, device=torch.device("cpu"))
 
 
-def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path):
+def test_step_scalars_use_megatrons_names_and_omit_missing_values(tmp_path):
     sink = mock.Mock()
     track = tracker(tmp_path, sink)
     track.step(step(3))
@@ -47,10 +47,10 @@ def test_a_step_is_written_under_megatrons_names_with_what_there_is(tmp_path):
     ]
 
 
-def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
+def test_records_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
     sink = mock.Mock()
     track = tracker(tmp_path, sink, tensorboard_log_interval=3)
-    track.step(step(1))  # between its intervals
+    track.step(step(1))  # not a multiple of the interval, so not recorded
     record = meter(step(2)).interval()
     track.interval(record)
     track.validation(0.0, TrainingProgress(iteration=5, consumed_samples=40))
@@ -68,7 +68,7 @@ def test_intervals_validations_and_results_go_to_the_folder_and_their_numbers_to
     }
 
 
-def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(tmp_path, capsys):
+def test_failing_sink_is_reported_once_and_other_sinks_continue(tmp_path, capsys):
     gone = {f"{use}.side_effect": RuntimeError("gone") for use in ("write", "summarize", "close")}
     broken, sink = mock.Mock(**gone), mock.Mock()
     broken.name = "wandb"
@@ -79,18 +79,18 @@ def test_a_sink_that_fails_is_said_once_and_only_closed_while_the_others_go_on(t
     assert [use for use, *_ in sink.mock_calls] == ["write", "write", "summarize", "close"]
     assert [use for use, *_ in broken.mock_calls] == ["write", "close"]
     sink.close.assert_called_once_with(exit_code=0)
-    assert capsys.readouterr().out == "warning: wandb: gone; no more is recorded there, and training goes on\n"
+    assert capsys.readouterr().out == "warning: wandb: gone; it records no more values, and training continues\n"
 
 
-def test_an_exception_marks_the_run_as_failed(tmp_path):
+def test_exception_marks_the_run_as_failed(tmp_path):
     sink = mock.Mock()
     with pytest.raises(RuntimeError), tracker(tmp_path, sink):
         raise RuntimeError
     sink.close.assert_called_once_with(exit_code=1)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(tmp_path, capsys):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # raised in TensorBoard's thread
+def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsys):
     with small_disk(tmp_path / "disk", "4m") as disk:
         with tracker(disk / "run", TensorBoardSink(disk / "events")) as track:
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
@@ -99,7 +99,7 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(t
             for iteration in range(1, 5):
                 if iteration == 4:
                     (disk / "fill").unlink()
-                for _ in range(2000):  # more than TensorBoard buffers
+                for _ in range(2000):  # more records than TensorBoard buffers
                     track.step(step(iteration))
                 track.interval(meter(step(iteration)).interval())
             track.summary({"iteration": 4})
@@ -111,28 +111,28 @@ def test_a_disk_that_fills_ends_no_training_and_is_used_again_when_it_has_room(t
     assert out.count("warning: TensorBoard: ") == 1
 
 
-def test_tags_say_how_the_run_is_spread():
+def test_tags_describe_the_layout_of_the_run():
     cluster = Cluster(num_nodes=2, ranks_per_node=4)
     plain, split = plan_layout(cluster, tp=1, replicas=1), plan_layout(cluster, tp=2, replicas=2)
     assert tracking.run_tags(plain, zero_stage=3, zeropp=True) == ["zeropp", "2 nodes x 4 ranks"]
     assert tracking.run_tags(split, zero_stage=1, zeropp=False) == ["zero1", "2 nodes x 4 ranks", "tp2", "replicas2"]
 
 
-def test_a_sink_is_opened_without_the_other_one_and_nothing_is_imported_unless_asked_for(tmp_path, monkeypatch, capsys):
+def test_sinks_open_independently_and_import_only_on_request(tmp_path, monkeypatch, capsys):
     config = TrackingConfig(wandb_project="p", tensorboard_dir=str(tmp_path / "events"))
-    monkeypatch.setitem(sys.modules, "wandb", None)  # makes an import fail
+    monkeypatch.setitem(sys.modules, "wandb", None)  # lets its import fail
     (sink,) = open_sinks(config, RunFolder(tmp_path / "run"), {})
     sink.close(exit_code=0)
     assert isinstance(sink, TensorBoardSink)
     warning = "warning: --wandb-project p: import of wandb halted; None in sys.modules; nothing is recorded there"
-    assert capsys.readouterr().out == f"{warning}, and training goes on\n"
+    assert capsys.readouterr().out == f"{warning}, and training continues\n"
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     plain = RunFolder(tmp_path / "plain")
     assert open_sinks(TrackingConfig(), plain, {}) == []
     assert (list(plain.path.iterdir()), capsys.readouterr().out) == ([], "")
 
 
-def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flags(tmp_path, monkeypatch):
+def test_wandb_without_tensorboard_receives_its_settings_and_flags(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setattr(tracking, "WandbSink", lambda tags, **settings: {"tags": tags, **settings})
     run, elsewhere = RunFolder(tmp_path / "the_run"), str(tmp_path / "elsewhere")
@@ -145,7 +145,7 @@ def test_wandb_works_without_tensorboard_and_is_told_run_id_name_folder_and_flag
         assert open_sinks(config, run, {"lr": 0.1}, ["tp2"]) == [settings | {"config": {"lr": 0.1}, "tags": ["tp2"]}]
 
 
-def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
+def test_invalid_tracking_flags_raise_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     bad, folder = str(tmp_path / "file" / "below"), RunFolder(tmp_path / "run")
     rows = [
@@ -173,15 +173,15 @@ def test_packages_are_found_without_importing_them(tmp_path, monkeypatch):
 
 @pytest.fixture
 def logged_out(tmp_path, monkeypatch) -> Iterator[None]:
-    """No settings and no credentials of wandb's; its process ends with the test."""
+    """Remove wandb's settings and credentials for a test, and end its process with the test."""
     for name in [*os.environ]:
         if name == "NETRC" or name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with tempfile.TemporaryDirectory() as folder:  # a killed one leaves its socket, whose path has to be short
+    with tempfile.TemporaryDirectory() as folder:  # wandb's socket path must be short; a killed process leaves it
         monkeypatch.setenv("TMPDIR", folder)
         yield
-        with suppress(ConnectionError):  # where it was killed
+        with suppress(ConnectionError):  # raised if the test killed wandb's process
             wandb.teardown()
 
 
@@ -199,9 +199,9 @@ def record_steps(sink: Sink, *iterations: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
-def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_run(tmp_path, monkeypatch):
+def test_wandb_without_credentials_is_offline_and_continues_on_restart(tmp_path, monkeypatch):
     record_steps(open_wandb(tmp_path), 1, 2)
-    wandb.teardown()  # as the end of the program does
+    wandb.teardown()  # as at the end of a program
     monkeypatch.setenv("WANDB_TAGS", "mine, tp2")
     record_steps(open_wandb(tmp_path), 3, 4)
     wandb.teardown()
@@ -215,7 +215,7 @@ def test_without_credentials_wandb_records_offline_and_a_restart_continues_the_r
 
 
 @pytest.mark.usefixtures("logged_out")
-def test_a_wandb_that_is_switched_off_records_nothing(tmp_path, monkeypatch):
+def test_disabled_wandb_records_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     record_steps(open_wandb(tmp_path), 1, 2)
@@ -224,7 +224,7 @@ def test_a_wandb_that_is_switched_off_records_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
-def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path):
+def test_wandb_with_a_dead_service_raises_and_does_not_hang(tmp_path):
     sink = open_wandb(tmp_path)
     (service,) = (each for each in psutil.Process().children(recursive=True) if each.name() == "wandb-core")
     service.kill()
@@ -240,12 +240,12 @@ def test_a_wandb_whose_service_dies_raises_and_does_not_hang(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
-def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
+def test_unreachable_wandb_server_does_not_stop_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     record_steps(open_wandb(tmp_path), 1, 2)
-    assert "wandb: recording offline, the server did not take the run" in capsys.readouterr().out
+    assert "wandb: recording offline, because the server did not accept the run" in capsys.readouterr().out
     wandb.teardown()
     (run,) = offline_runs(tmp_path)
     assert len(run.history) == 2
@@ -273,7 +273,7 @@ def test_wandb_is_online_only_with_credentials(tmp_path):
 
 
 class FakeWandb:
-    """A server that has steps up to `last`, and may rewind; `events` is what it is asked for."""
+    """A wandb package whose server has steps up to `last` and may support rewinding; `events` records the calls."""
 
     class errors:  # noqa: N801, as wandb has it
         class Error(Exception):
@@ -297,12 +297,12 @@ class FakeWandb:
 @pytest.mark.parametrize(
     ("last", "rewinds", "expected"),
     [
-        (30, True, ["allow"]),  # nothing was lost
+        (30, True, ["allow"]),  # no step was lost
         (45, True, ["allow", "finish", "abcd1234?_step=30"]),
         (45, False, ["allow", "finish", "abcd1234?_step=30", "allow"]),
     ],
 )
-def test_a_wandb_run_that_goes_back_is_rewound_or_keeps_its_steps(monkeypatch, capsys, last, rewinds, expected):
+def test_resumed_wandb_run_is_rewound_or_keeps_its_steps(monkeypatch, capsys, last, rewinds, expected):
     server = FakeWandb(last, rewinds=rewinds)
     monkeypatch.setitem(sys.modules, "wandb", server)
     monkeypatch.setattr(tracking, "wandb_mode", lambda: "online")
@@ -312,13 +312,13 @@ def test_a_wandb_run_that_goes_back_is_rewound_or_keeps_its_steps(monkeypatch, c
         sink.write({"lm loss": 1.0}, iteration=iteration, consumed_samples=8 * iteration)
     first = 31 if rewinds else 46
     assert server.events == [*expected, *((step, 1.0) for step in (31, 45, 46) if step >= first)]
-    said = "did not rewind the run: not enabled; it keeps the iterations 31 to 45 that were lost"
+    said = "did not rewind the run: not enabled; it keeps the lost iterations 31 to 45"
     assert (said in capsys.readouterr().out) == (not rewinds)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
-def test_an_offline_wandb_run_that_goes_back_records_the_steps_again(tmp_path):
+def test_resumed_offline_wandb_run_records_the_steps_again(tmp_path):
     for first in (1, 2):
         sink = open_wandb(tmp_path)
         sink.resume(TrainingProgress(first - 1, 8 * (first - 1)))
@@ -328,7 +328,7 @@ def test_an_offline_wandb_run_that_goes_back_records_the_steps_again(tmp_path):
 
 
 def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
-    for first in (1, 3):  # the second writer is a restart
+    for first in (1, 3):  # the second writer resumes after a restart
         record_steps(TensorBoardSink(tmp_path), first, first + 1)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples"}
@@ -342,12 +342,12 @@ def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
 
 
 @pytest.mark.parametrize(("resumed", "value"), [(2, 7.0), (4, 7.0), (0, 7.0)])
-def test_tensorboard_forgets_lost_steps_and_keeps_those_before(tmp_path, resumed, value):
+def test_tensorboard_drops_lost_steps_and_keeps_earlier_ones(tmp_path, resumed, value):
     first = TensorBoardSink(tmp_path)
     for iteration in range(1, 5):
         first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
     first.close(exit_code=1)
-    time.sleep(1 - time.time() % 1)  # files of one second are read in the order of a number in words, 10 before 9
+    time.sleep(1 - time.time() % 1)  # within one second, TensorBoard reads files in alphabetical order
     second = TensorBoardSink(tmp_path)
     second.resume(TrainingProgress(resumed, 8 * resumed))
     for iteration in (resumed + 1, resumed + 2):

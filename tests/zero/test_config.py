@@ -52,14 +52,20 @@ def test_impossible_combinations_name_the_flags():
     wrong: list[Any] = [
         ({"zeropp": True, "zero_stage": 2}, "--zeropp needs --zero-stage 3, not 2"),
         ({"zero_quantized_weights": True, "use_distributed_optimizer": True}, "--zero-quantized-weights needs"),
-        ({"zero_hpz_partition_size": "3"}, "--zero-hpz-partition-size 3 is neither auto, 1"),
+        ({"zero_hpz_partition_size": "3"}, "--zero-hpz-partition-size 3 is not valid; expected auto, 1"),
         ({"zero_hpz_partition_size": "all"}, "--zero-hpz-partition-size all"),
         ({"zeropp": True, "zero_gradient_bits": (8, 5)}, "--zero-gradient-bits 8 5"),
-        ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not two of 4, 8 and 16"),
-        ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is neither 8 nor 16"),
-        ({"zeropp": True, "zero_weight_bits": (16, 8)}, "--zero-weight-bits 16 8 is neither"),
-        ({"zeropp": True, "zero_weight_bits": (16, 4)}, "--zero-weight-bits 16 4 is gone: --zero-weight-delta"),
-        ({"zeropp": True, "zero_weight_bits": (8, 4)}, "--zero-weight-bits 8 4 is gone: --zero-weight-delta"),
+        ({"zero_gradient_bits": (3, 4)}, "--zero-gradient-bits 3 4 is not valid; expected two of 4, 8 and 16"),
+        ({"zero_weight_bits": 4}, "--zero-weight-bits 4 is not supported; expected 8 or 16"),
+        ({"zeropp": True, "zero_weight_bits": (16, 8)}, "--zero-weight-bits 16 8 is not supported"),
+        (
+            {"zeropp": True, "zero_weight_bits": (16, 4)},
+            "--zero-weight-bits 16 4 is no longer supported: use --zero-weight-delta",
+        ),
+        (
+            {"zeropp": True, "zero_weight_bits": (8, 4)},
+            "--zero-weight-bits 8 4 is no longer supported: use --zero-weight-delta",
+        ),
         ({**lossless, "zero_hpz_partition_size": "1"}, "needs --zero-hpz-partition-size auto, not 1"),
         ({"zero_quantized_weights": True, "zero_weight_delta": "lossless"}, "auto, not 1"),
         ({**lossless, "dtype": torch.float32}, "--zero-weight-delta lossless needs --bf16 or --fp16"),
@@ -109,10 +115,10 @@ def test_a_combination_that_cannot_pay_says_what_it_does_instead():
     for where in ({"nodes": 1}, {"replicas": 2}):
         found = plan(layout_of(**where), zeropp=True)
         assert (found.gather, found.reduce) == (None, None), where
-        assert "no traffic crosses nodes here, so weights and gradients travel as in ZeRO-3" in found.notices[0], where
+        assert "no traffic crosses nodes, so ZeRO-3's collectives are used" in found.notices[0], where
     alone = plan(layout_of(tp=4), zeropp=True)
     assert alone.gather is not None
-    assert "whole copy" in alone.notices[0]
+    assert "full copy" in alone.notices[0]
     copies = plan(layout_of(replicas=2), overlap_grad_reduce=True)
     assert not copies.overlap_reduce, "sums over copies are not overlapped"
     assert copies.notices[0].endswith("--overlap-grad-reduce")

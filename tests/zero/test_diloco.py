@@ -265,7 +265,7 @@ def test_what_means_nothing_is_refused():
         ({"diloco_steps": 10, "diloco_fragments": 3}, "--diloco-steps 10 is not divisible by --diloco-fragments 3"),
         ({"diloco_steps": 8, "diloco_fragments": 4}, "--diloco-fragments 4 is more than --num-layers 3"),
         ({"diloco_steps": 0}, "--diloco-steps 0 is not positive"),
-        ({"diloco_islands": 1}, "--diloco-islands 1: it takes two"),
+        ({"diloco_islands": 1}, "--diloco-islands 1: at least 2 replica groups"),
         ({"diloco_outer_momentum": 1.0}, "--diloco-outer-momentum 1.0 is not in"),
         ({"diloco_merge_alpha": -0.5}, "--diloco-merge-alpha -0.5 is not in"),
     ]

@@ -280,7 +280,7 @@ def refuse_all() -> None:
     two_dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     refused: dict[str, Callable[[nn.Module], Any]] = {
         "DistributedDataParallel": nn.parallel.DistributedDataParallel,
-        "copies (HSDP)": whole(mesh=two_dims),
+        "HSDP and further mesh dims": whole(mesh=two_dims),
         "the mesh has 2 of 4 ranks": whole(mesh=two_dims["b"]),
         "in the order": whole(mesh=DeviceMesh("cpu", [0, 2, 1, 3])),
         "reshards to fewer ranks": first_block_apart(reshard_after_forward=2),
@@ -297,15 +297,13 @@ def refuse_all() -> None:
         "is sharded over ranks": on_two_meshes,
         "sharded no parameter": ignored,
         "has no parameters": lambda model: nn.ReLU(),
-        "there is nothing that ZeRO++ reduces": lambda model: (
-            fully_shard(model.requires_grad_(False).double()) and None
-        ),
-        "gathers itself": in_two_tensors,
+        "ZeRO++ has nothing to reduce": lambda model: fully_shard(model.requires_grad_(False).double()) and None,
+        "its own all-gather": in_two_tensors,
         "config.zero_weight_bits was": with_sixteen_bits,
         "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
     }
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13
-        refused["are one parameter in two units: wrap their modules together"] = shared_by_two_blocks
+        refused["are the same parameter in two FSDP2 units: wrap their modules together"] = shared_by_two_blocks
         refused["words.weight is sharded over ranks [0, 1, 2, 3], blocks.0.norm.weight over ["] = on_a_mesh_by_parameter
     said = {}
     for kind, wrap in refused.items():

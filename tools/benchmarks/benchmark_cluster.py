@@ -1,15 +1,15 @@
-"""Time training steps of ZeRO-3, its parts of ZeRO++ and all of it, on nodes whose links are really slow.
+"""Time training steps of ZeRO-3, HSDP, ZeRO++ and its parts, and local steps, on nodes with emulated slow links.
 
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
     python tools/benchmarks/benchmark_cluster.py --out runs/k8 --rates 100mbit --micro-batches 8 --samples 3
     python tools/benchmarks/benchmark_cluster.py --out runs/islands --variants zero3 diloco-10 --rates 100mbit unlimited
 
-One set of rank processes holds the models of all variants and runs their steps in turn, so that whatever else the
-machine does falls on all of them; medians count, and ratios are medians of ratios within a round, which has all rates.
-Rates change under the running processes. What is measured of local steps is a whole cycle, from one synchronization
-between islands to the next, and reported per step. Bytes are read from the interfaces and compared with our own
-counters. Samples are written after every round to --out/samples.json, from which the same command goes on when it was
-interrupted, and from which the tables are made. Needs root and iproute2, except with --local.
+The same rank processes hold the models of all variants and run their steps in turn, so that other load on the machine
+affects all variants alike. A round measures each variant once at one rate. The tables show medians over rounds; ratios
+are medians of the ratios within rounds. Rates change while the processes run. With local steps, a sample is a whole
+cycle from one synchronization of islands to the next, reported per step. Bytes are read from the network interfaces and
+compared with the program's own counters. Each round is saved to samples.json in the --out folder. The same command
+resumes an interrupted benchmark from this file. Root and iproute2 are needed, except with --local.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL)
 NO_OVERLAP, ISLANDS = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
-VARIANTS = {  # pretrain_gpt.py's flags; islands are nodes, and their outer momentum is the largest state there is
+VARIANTS = {  # flags of pretrain_gpt.py; islands are nodes, and their outer momentum gives the most state
     "zero3": "",
     "zero3-overlap": "--overlap-param-gather --overlap-grad-reduce",
     "hsdp": "--hsdp",
@@ -61,14 +61,16 @@ VARIANTS = {  # pretrain_gpt.py's flags; islands are nodes, and their outer mome
 
 
 class Sample(NamedTuple):
-    """One optimizer step; with local steps the mean of a cycle of them, but for the loss.
+    """Measurement of one optimizer step; with local steps, the mean of a cycle, with the loss of its last step.
 
     Attributes:
-        rate, round, variant: which.
-        seconds: of the step, between two barriers.
-        loss: of the step.
-        uplink_bytes: what each node's interface sent; empty without emulated links.
-        cross_bytes: what each node's ranks sent to other nodes by our own counters.
+        rate: rate of the links between nodes.
+        round: index of the round.
+        variant: name of the variant.
+        seconds: seconds per step, between two barriers.
+        loss: loss of the step.
+        uplink_bytes: bytes that each node's network interface sent per step; empty without emulated links.
+        cross_bytes: bytes that each node's ranks sent to other nodes per step, by the program's own counters.
     """
 
     rate: str
@@ -81,7 +83,15 @@ class Sample(NamedTuple):
 
 
 class Results:
-    """The samples of a benchmark, in a file; a ValueError where it holds those of another model or cluster."""
+    """Samples of a benchmark, stored in a JSON file.
+
+    Args:
+        path: file, which is read if it exists.
+        shape: sizes of cluster and model.
+
+    Raises:
+        ValueError: the file holds samples of another model or cluster.
+    """
 
     def __init__(self, path: Path, shape: dict[str, int]) -> None:
         self.path, self.shape = path, shape
@@ -94,11 +104,12 @@ class Results:
             self.samples, self.parameters = [Sample(**fields) for fields in saved["samples"]], saved["parameters"]
 
     def missing(self, rate: str, round_index: int, variants: list[str]) -> list[str]:
-        """The variants that this round has no sample of yet."""
+        """Return the variants that have no sample yet in a round at a rate."""
         have = {s.variant for s in self.samples if (rate, round_index) == (s.rate, s.round)}
         return [name for name in variants if name not in have]
 
     def write(self) -> None:
+        """Write all samples to the file."""
         samples = [sample._asdict() for sample in self.samples]
         content = {"shape": self.shape, "parameters": self.parameters, "samples": samples}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +117,13 @@ class Results:
 
 
 class Driver:
-    """A job of rank processes on the cluster, or on this machine, and the pipe through which rank 0 takes orders."""
+    """Job of rank processes, and the pipe through which rank 0 receives commands.
+
+    Args:
+        cluster: emulated cluster on which the job runs; None for this machine without emulated links.
+        shape: sizes of cluster and model.
+        flags: flags of pretrain_gpt.py by variant.
+    """
 
     def __init__(self, cluster: EmulatedCluster | None, shape: Mapping[str, int], flags: Mapping[str, str]) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
@@ -120,12 +137,16 @@ class Driver:
         theirs.close()
 
     def step(self, variant: str, micro_batches: int) -> dict[str, Any]:
-        """Have all ranks run one optimizer step or cycle."""
+        """Run one optimizer step of a variant on all ranks, or with local steps one cycle; return the measurements."""
         self._pipe.send((variant, micro_batches))
         return self.receive()
 
     def receive(self) -> dict[str, Any]:
-        """Receive what rank 0 sends next: of the model it has built, then of every step."""
+        """Receive the next message of rank 0: first the number of parameters, then the measurements of each step.
+
+        Raises:
+            UserError: the rank processes have ended.
+        """
         try:
             while not self._pipe.poll(POLL_SECONDS):
                 if self.job.poll() is not None:
@@ -133,16 +154,18 @@ class Driver:
             answer: dict[str, Any] = self._pipe.recv()
         except EOFError:
             self.job.wait()
-            raise UserError("the ranks have ended") from None
+            raise UserError("the rank processes have ended; their errors are above") from None
         return answer
 
 
 def measure(args: argparse.Namespace, results: Results) -> None:
-    """Run all rounds that `results` does not hold."""
+    """Measure all rounds that `results` does not hold yet, and add their samples."""
+    # ---- missing rounds
     rounds = [(rate, index) for index in range(args.samples) for rate in ([LOCAL] if args.local else args.rates)]
     rounds = [each for each in rounds if results.missing(*each, args.variants)]
     if not rounds:
         return
+    # ---- rank processes, with a first step of each variant that does not count
     cluster = None if args.local else EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     with contextlib.ExitStack() as stack:
         if cluster is not None:
@@ -150,8 +173,9 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         driver = Driver(cluster, results.shape, flags_of_variants(args))
         stack.callback(driver.job.stop)
         results.parameters = driver.receive()["parameters"]
-        for name in args.variants:  # uncounted: connections, the optimizers' state, the allocator
+        for name in args.variants:  # not counted: it creates connections and state
             say(f"{name}: first step, {driver.step(name, 1)['seconds']:.2f} s")
+        # ---- rounds
         for rate, index in rounds:
             if cluster is not None:
                 cluster.set_rate(rate)
@@ -166,10 +190,10 @@ def measure(args: argparse.Namespace, results: Results) -> None:
 
 
 def flags_of_variants(args: argparse.Namespace) -> dict[str, str]:
-    """pretrain_gpt.py's flags of every variant, with the model's.
+    """Return the flags of pretrain_gpt.py for every variant, including the model's sizes.
 
     Raises:
-        ValueError: a flag's value cannot be, or the cluster cannot run a variant.
+        ValueError: a flag has an invalid value, or the cluster cannot run a variant.
     """
     common = f"--tensor-model-parallel-size {args.tp} --num-attention-heads {max(args.hidden_size // 64, args.tp)}"
     common += f" --max-position-embeddings {args.seq_length} --hidden-dropout 0 --attention-dropout 0 --mock-data"
@@ -184,23 +208,27 @@ def flags_of_variants(args: argparse.Namespace) -> dict[str, str]:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """The flags; a ValueError names the one that is wrong."""
+    """Parse and check the command line; ValueError names the wrong flag."""
     parser = flags_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for samples.json and table.md")
-    parser.add_argument("--nodes", type=int, default=2, help="nodes of the cluster")
-    parser.add_argument("--ranks-per-node", type=int, default=4, help="ranks of each node")
-    parser.add_argument("--rates", nargs="+", default=RATES, help=f"of the uplinks: 500mbit, 1gbit, ..., {UNLIMITED}")
-    parser.add_argument("--local", action="store_true", help="no namespaces and no rates: the nodes are only counted")
-    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per optimizer step")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree")
-    parser.add_argument("--samples", type=int, default=5, help="rounds per rate")
+    parser.add_argument("--nodes", type=int, default=2, help="number of nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=4, help="number of ranks on each node")
+    parser.add_argument(
+        "--rates", nargs="+", default=RATES, help=f"rates of the links between nodes: 500mbit, 1gbit, {UNLIMITED}, ..."
+    )
+    parser.add_argument(
+        "--local", action="store_true", help="run without emulated links; bytes between nodes are only counted"
+    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="number of micro-batches per optimizer step")
+    parser.add_argument("--tp", type=int, default=1, help="number of tensor-parallel ranks")
+    parser.add_argument("--samples", type=int, default=5, help="number of rounds at each rate")
     default = [name for name, flags in VARIANTS.items() if ISLANDS not in flags]
-    parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS), help="what to compare")
-    parser.add_argument("--hidden-size", type=int, default=512, help="width of the model")
-    parser.add_argument("--num-layers", type=int, default=8, help="layers of the model")
-    parser.add_argument("--vocab-size", type=int, default=512, help="tokens that the model knows")
-    parser.add_argument("--seq-length", type=int, default=64, help="tokens of a sample")
-    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples of a rank's micro-batch")
+    parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS), help="variants to compare")
+    parser.add_argument("--hidden-size", type=int, default=512, help="width of the residual stream, in channels")
+    parser.add_argument("--num-layers", type=int, default=8, help="number of transformer layers")
+    parser.add_argument("--vocab-size", type=int, default=512, help="number of tokens in the vocabulary")
+    parser.add_argument("--seq-length", type=int, default=64, help="tokens per sample")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="samples per micro-batch of a rank")
     args = parser.parse_args(argv)
     for rate in args.rates:
         parse_rate(rate)
@@ -215,15 +243,21 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int) -> str:
-    """All results as Markdown; `shape` is of SHAPE's names, `parameters` of the whole model."""
+    """Return all results as Markdown tables.
+
+    Args:
+        samples: measurements.
+        shape: sizes of cluster and model, by the names in SHAPE.
+        parameters: number of parameters of the model.
+    """
     names = [name for name in VARIANTS if any(s.variant == name for s in samples)]
     shaped = "{nodes} nodes x {ranks_per_node} ranks, TP {tp}, {micro_batches} micro-batch(es) per step"
     tokens, size = shape["seq_length"] * shape["micro_batch_size"], parameters / MEGA
     text = [
         f"{shaped.format_map(shape)}, {size:.1f}M parameters (M = {2 * size:.1f} MB in bf16), {tokens} tokens per rank "
-        "and micro-batch, bf16 on every wire that is not quantized. Seconds per optimizer step, median; in brackets "
-        f"tokens per second against {BASELINE} (whose reduce-scatter is a ring), median over rounds in which every "
-        "variant ran once.",
+        "and micro-batch, bf16 in all communication that is not quantized. Cells: median seconds per optimizer step, "
+        f"and in brackets tokens per second relative to {BASELINE} (with a ring reduce-scatter), median over rounds "
+        "that run every variant once.",
         "",
         *_speed_table(samples, names),
     ]
@@ -233,7 +267,7 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int)
 
 
 def speedup(samples: Iterable[Sample], variant: str) -> float | None:
-    """The median over rounds of BASELINE's seconds over the variant's; None where no round at one rate has both."""
+    """Return the median speed ratio of a variant to BASELINE, over rounds with both at one rate; None without any."""
     seconds = {(s.variant, s.rate, s.round): s.seconds for s in samples}
     pairs = [(seconds.get((BASELINE, at, i)), own) for (name, at, i), own in seconds.items() if name == variant]
     ratios = [baseline / own for baseline, own in pairs if baseline is not None]
@@ -241,6 +275,7 @@ def speedup(samples: Iterable[Sample], variant: str) -> float | None:
 
 
 def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
+    """Return the table of seconds and speed ratios, with a row for each rate and a column for each variant."""
     rows = []
     for rate in sorted({s.rate for s in samples}, key=_bits_per_second):
         here = [s for s in samples if s.rate == rate]
@@ -256,10 +291,12 @@ def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
 
 
 def _bits_per_second(rate: str) -> float:
+    """Return the rate as a number for sorting; infinite for unlimited and local runs."""
     return (None if rate == LOCAL else parse_rate(rate)) or math.inf
 
 
 def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -> list[str]:
+    """Return the table of bytes per node and step, by network interface and by counter, with a row for each variant."""
     rows = []
     for name in names:
         if own := [s for s in samples if s.variant == name and s.uplink_bytes]:
@@ -273,19 +310,20 @@ def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 @program
 def main(argv: list[str]) -> int:
-    """Measure what is missing, then write and print the tables; returns the exit code."""
+    """Measure the missing samples, write and print the tables, and return the exit status."""
     exit_on_signals()
     try:
         args = parse_flags(argv)
         results = Results(args.out / "samples.json", {name: getattr(args, name) for name in SHAPE})
         measure(args, results)
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from here")
+        say("interrupted; run the same command again to resume")
         return EXIT_INTERRUPTED
     text = tables(results.samples, results.shape, results.parameters)
     (args.out / "table.md").write_text(text)

@@ -1,10 +1,11 @@
-"""One rank of benchmark_cluster.py: holds the models of all variants and runs a step of whichever it is told.
+"""Rank process of benchmark_cluster.py: holds the models of all variants and runs one step of a variant per command.
 
-Rank 0 takes orders from the benchmark through a pipe and passes them on; every order is one optimizer step, timed
-between two barriers, or with local steps a whole cycle of them: H steps, of which the first follows a merge and the
-last ends with the next, so that nothing is under way when another variant's turn comes. Everything is the product's own
-but a ring in place of gloo's reduce-scatter, with which ZeRO-3 would put 3.5 instead of 2.6 model sizes on an uplink of
-two nodes x 4 ranks. That is gloo's doing, not ZeRO-3's, and would flatter what is compared with it.
+Rank 0 receives commands from the benchmark through a pipe and passes them to the other ranks. A command runs one
+optimizer step, timed between two barriers. With local steps, it runs a whole cycle of H steps, which begins after one
+merge and ends with the next, so that no message is in flight when another variant runs.
+
+All code is the program's own, except for a ring that replaces gloo's reduce-scatter. With gloo's, ZeRO-3 would send 3.5
+instead of 2.6 times the model's bytes from each of two nodes x 4 ranks, and every other variant would look better.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from megazpp.topology.layout import Layout
 from megazpp.training.setup import build_model
 from megazpp.training.step import TrainStep
 
-TIMEOUT_MINUTES = 60  # a step of 8 micro-batches takes minutes on the slowest links
+TIMEOUT_MINUTES = 60  # long, because a step of 8 micro-batches takes minutes on the slowest links
 CPU = torch.device("cpu")
 
 
 class RingAxis(MeshAxis):
-    """An axis whose reduce-scatter is a ring of sends and receives: (n-1)/n of the buffer per rank, as counted."""
+    """Mesh axis whose reduce-scatter is a ring of sends and receives, which sends (n-1)/n of the buffer per rank."""
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         if self.size == 1:
@@ -52,7 +53,7 @@ class RingAxis(MeshAxis):
         successor, predecessor = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
         with self._span("reduce_scatter", of):
             partial = slots[self.rank - 1]
-            for hop in range(2, self.size + 1):  # the slot that is sum so far goes round and ends at its owner
+            for hop in range(2, self.size + 1):  # each partial sum passes around the ring and ends at its owner
                 incoming = torch.empty_like(partial)
                 received = dist.irecv(incoming, predecessor, group=self.group)
                 for request in (received, dist.isend(partial, successor, group=self.group)):
@@ -64,10 +65,10 @@ class RingAxis(MeshAxis):
 
 
 def multiply_in_fp32_() -> None:
-    """Have layers and attention of bf16 tensors compute in fp32.
+    """Make linear layers and attention compute in fp32 and return the dtype of their input.
 
-    A CPU without instructions for bf16 takes a hundred times as long for bf16 matrix products, and the wires, not the
-    arithmetic, are what is measured.
+    On a CPU without bf16 instructions, matrix products in bf16 take a hundred times as long. The benchmark measures
+    communication, so the time of the arithmetic should be small.
     """
     linear, attention = functional.linear, functional.scaled_dot_product_attention
 
@@ -82,7 +83,13 @@ def multiply_in_fp32_() -> None:
 
 
 class VariantRun:
-    """A variant's model on this rank, its training step and its islands."""
+    """Model, training step and islands of one variant on this rank.
+
+    Args:
+        config: flags of the variant.
+        cluster: cluster of the job.
+        dims_of: parallel axes by layout; variants with equal layouts share them.
+    """
 
     def __init__(self, config: RunConfig, cluster: Cluster, dims_of: dict[Layout, ParallelDims]) -> None:
         plan = check_run_config(config, cluster, device_type="cpu")
@@ -107,7 +114,7 @@ class VariantRun:
         self._batch = make_micro_batch(torch.randint(vocab_size, size, generator=generator), eod=None)
 
     def step(self, micro_batches: int) -> float:
-        """One optimizer step, and what islands do after it; returns the loss."""
+        """Run one optimizer step, and the islands' part after it; return the loss."""
         loss = self._step([self._batch] * micro_batches, learning_rate=self._lr, weight_decay=0.0).loss
         if self._islands is not None:
             self._iteration += 1
@@ -118,11 +125,12 @@ class VariantRun:
 
 
 def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker) -> None:
-    """Build everything, then take the steps (variant, micro-batches) that rank 0 reads from the pipe.
+    """Build all variants, and then run the commands (variant, micro-batches) that rank 0 reads from the pipe, forever.
 
-    An answer has seconds per step between two barriers; cross_bytes per node and step as our counters have it; the last
-    loss; and how many steps these were.
+    The answer to a command has the entries "seconds" (per step, between two barriers), "loss" (of the last step),
+    "cross_bytes" (sent to other nodes, per node and step, by the program's counters) and "steps" (number of steps).
     """
+    # ---- build all variants
     multiply_in_fp32_()
     dims_of: dict[Layout, ParallelDims] = {}
     configs = {name: parse_run_config(words.split(), Path(), features=FEATURES).config for name, words in flags.items()}
@@ -130,8 +138,10 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
     first = next(iter(runs.values()))
 
     def counted() -> torch.Tensor:
+        """Return the bytes that this rank has sent to other nodes so far."""
         return torch.tensor([sum(dims.counter.sent_bytes("cross") for dims in dims_of.values())])
 
+    # ---- run commands
     pipe, world = Connection(control) if worker.rank == 0 else None, first.dims.world
     if pipe:
         pipe.send({"parameters": first.num_parameters})
@@ -151,7 +161,7 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
 
 
 def main() -> None:
-    """Arguments: nodes, ranks per node and flags of variants as JSON, and the pipe that rank 0 has inherited."""
+    """Run this rank; arguments are a JSON object (nodes, ranks_per_node, flags by variant) and rank 0's pipe."""
     job = json.loads(sys.argv[1])
     cluster = Cluster(num_nodes=job["nodes"], ranks_per_node=job["ranks_per_node"])
     config = LaunchConfig(distributed_backend="gloo", distributed_timeout_minutes=TIMEOUT_MINUTES)

@@ -1,10 +1,10 @@
-"""Time block quantization against a plain copy of the same bytes, in the same process and the same rounds.
+"""Time the kernels of block quantization, and compare their bytes per second with a plain copy in the same process.
 
 python tools/benchmarks/benchmark_kernels.py --elements 16777216 --block-size 128 --threads 1
 
-Bytes are what a function must read and write (each once); "of memcpy" is its bytes per second over those of copying a
-buffer of fp32. Medians of rounds in which everything is timed once. On the CPU with one thread the clock is that
-thread's CPU time, so that neighbours on a shared machine count for less.
+The bytes of a function are those that it must read and write, each once. The column "of memcpy" is the ratio of its
+bytes per second to those of copying an fp32 buffer. A round times every function once, and the table shows medians over
+rounds. On a CPU with one thread, the clock is the thread's CPU time, which other load on the machine affects less.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from megazpp.base.program import flags_of, program
 from megazpp.kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum
 from megazpp.kernels.formats import BlockFormat, plan_row
 
-BUSY_CYCLES = 1_000_000  # half a millisecond: more than the host takes to launch a piece
+BUSY_CYCLES = 1_000_000  # GPU cycles, about half a millisecond: longer than the host takes to launch a kernel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Piece(NamedTuple):
-    """One function call to time: its name, the elements of data it produces or consumes, and the bytes it moves."""
+    """Function call to time.
+
+    Attributes:
+        name: name in the table.
+        elements: number of elements that it produces or consumes.
+        num_bytes: bytes that it must read and write.
+        run: the call.
+    """
 
     name: str
     elements: int
@@ -40,12 +47,13 @@ class Piece(NamedTuple):
 
 @program
 def main(argv: list[str]) -> None:
+    """Parse the command line, time all functions and print the table."""
     parser = flags_of(__doc__)
-    parser.add_argument("--elements", type=int, default=1 << 24, help="elements of the data")
-    parser.add_argument("--block-size", type=int, default=128, help="elements of a block")
-    parser.add_argument("--peers", type=int, default=8, help="segments that are summed")
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of which the median counts")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--elements", type=int, default=1 << 24, help="number of elements to quantize")
+    parser.add_argument("--block-size", type=int, default=128, help="number of elements per block")
+    parser.add_argument("--peers", type=int, default=8, help="number of messages that the sum adds up")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds whose median is printed")
+    parser.add_argument("--threads", type=int, default=1, help="number of torch's CPU threads")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
 
@@ -56,13 +64,21 @@ def main(argv: list[str]) -> None:
 
 
 def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece]:
-    """The copy first, then every function on every format and dtype."""
+    """Return the function calls to time: first the copy, then every function for every format and dtype.
+
+    Args:
+        n: number of elements.
+        block_size: number of elements per block.
+        peers: number of messages that the sum adds up.
+        device: "cpu" or "cuda".
+    """
     source, target = (torch.randn(n, device=device) for _ in range(2))
     pieces = [Piece("memcpy fp32", n, 8 * n, lambda: target.copy_(source))]
     base = torch.randn(n, device=device).to(torch.bfloat16)
     for fmt in (BlockFormat(8, block_size), BlockFormat(4, block_size)):
         bits = fmt.bits
         wire, table = fmt.bits_per_element(n) / 8, range_table(plan_row(n, fmt), torch.float32)
+        # ---- pack and unpack
         for name, dtype in DTYPES.items():
             x = torch.randn(n, device=device).to(dtype)
             messages = torch.zeros(table.layout.message_bytes, dtype=torch.uint8, device=device)
@@ -75,10 +91,12 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
             add = partial(unpack_onto, messages, table, out=x)
             pieces.append(Piece(f"quantize {name} to int{bits}, base bf16", n, moved + 2 * n, difference))
             pieces.append(Piece(f"add int{bits} to {name}", n, moved + n * x.element_size(), add))
+        # ---- pack with error feedback
         errors, kept = Feedback.zeros((), table, device), 2 * n * (1 + 2 / block_size)
         with_feedback = partial(quantize, errors=errors)
         pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, moved + kept, with_feedback))
 
+        # ---- sum of messages
         table = range_table(plan_row(n // peers, fmt), torch.float32)
         received = torch.zeros(peers, table.layout.message_bytes, dtype=torch.uint8, device=device)
         pack(torch.randn(peers, n // peers, device=device), table, messages=received)
@@ -89,7 +107,7 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
 
 
 def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> list[float]:
-    """Median seconds of every piece; the first round (page faults, compilation) does not count."""
+    """Return the median seconds of every function call; the first round, with its compilations, does not count."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     seconds = [
         [gpu_seconds(piece.run) if device == "cuda" else host_seconds(piece.run, clock) for piece in pieces]
@@ -99,7 +117,10 @@ def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> 
 
 
 def gpu_seconds(run: Callable[[], object]) -> float:
-    """Between two events on the GPU, which is kept busy until the host has launched the piece and both of them."""
+    """Return the seconds of `run` on the GPU, between two events.
+
+    The GPU is kept busy until the host has launched both events and the call, so that launch latency does not count.
+    """
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(BUSY_CYCLES)
     before.record()
@@ -110,12 +131,14 @@ def gpu_seconds(run: Callable[[], object]) -> float:
 
 
 def host_seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Return the seconds of `run` on the CPU, by the given clock."""
     started = clock()
     run()
     return clock() - started
 
 
 def show(pieces: list[Piece], seconds: list[float]) -> None:
+    """Print the table; the first of `pieces` is the copy that all others are compared with."""
     copied = pieces[0].num_bytes / seconds[0]
     print(f"{'':32s} {'ms':>9s} {'Gelement/s':>11s} {'GB/s':>8s} {'of memcpy':>10s}")
     for piece, time_taken in zip(pieces, seconds, strict=True):

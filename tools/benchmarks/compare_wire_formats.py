@@ -1,10 +1,11 @@
-"""Train the same model over the same samples with other wire formats, optimizers and seeds; print losses with errors.
+"""Train one model on the same samples with several wire formats, optimizers and seeds, and compare the losses.
 
 python tools/benchmarks/compare_wire_formats.py --seeds 1 2 3 --out runs/wire_formats -- --train-iters 300 --bf16
 
-What stands after `--` goes to pretrain_gpt.py (default: the tiny config on two emulated nodes). With
---eval-interval the table has the steps to the validation loss with which the first variant ends. Each run has its own
-folder under --out; runs whose summary.json is there already are not repeated, so an interrupted study goes on.
+Flags after `--` are passed to pretrain_gpt.py (default: the tiny config on two emulated nodes). With --eval-interval
+the table also shows how many steps each variant takes to reach the final validation loss of the first variant. Each run
+writes to its own folder in the --out folder. A run whose summary.json exists is not repeated, so the same command
+resumes an interrupted study.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout that is 
 from megazpp.base.program import flags_of, program
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
-LAST_STEPS = 50
+LAST_STEPS = 50  # number of steps at the end of training whose losses are averaged
 
 LOCAL_STEPS = "--diloco-steps 10 --diloco-outer-momentum 0.9 --diloco-outer-lr"
 VARIANTS = {
@@ -54,14 +55,17 @@ VARIANTS = {
 
 @program
 def main(argv: list[str]) -> None:
+    """Run all missing variants and seeds, and print the table."""
     parser = flags_of(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of weights and data order")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="which to run")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
-    parser.add_argument("flags", nargs="*", help="flags for pretrain_gpt.py, after --")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the initial weights and the order of samples"
+    )
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), help="variants to run")
+    parser.add_argument("--out", type=Path, required=True, help="folder in which each run gets its own folder")
+    parser.add_argument("flags", nargs="*", help="flags of pretrain_gpt.py, after --")
     args = parser.parse_args(argv)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.variants}
-    for seed in args.seeds:  # seeds outside, so that an interrupted study has whole rows
+    for seed in args.seeds:  # the outer loop, so that an interrupted study has all variants for its first seeds
         for name in args.variants:
             folder = args.out / f"{name.replace(' ', '').replace('/', '-').replace(',', '-')}-seed{seed}"
             if not (folder / "summary.json").exists():
@@ -71,6 +75,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(folder: Path, flags: list[str]) -> None:
+    """Run pretrain_gpt.py with these flags and the run folder `folder`; exit with its errors if it fails."""
     command = [sys.executable, str(PROGRAM), "--emulate-nodes", "2", *flags, "--run-dir", str(folder)]
     done = subprocess.run([*command, "--log-interval", "1", "--sample-tokens", "0"], capture_output=True, text=True)
     if done.returncode:
@@ -79,7 +84,10 @@ def train(folder: Path, flags: list[str]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Losses and MB between nodes per step; of local steps no training losses: they are of one island's own weights."""
+    """Read a run's losses, and its MB between nodes per step, from the run folder.
+
+    Training losses of runs with local steps are None, because they belong to the weights of a single island.
+    """
     summary = json.loads((folder / "summary.json").read_text())
     losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evaluations = folder / "validation.jsonl"
@@ -93,12 +101,20 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """A markdown table; differences are paired by seed, with the standard error of their mean."""
+    """Return the Markdown table of all variants. The first variant is the baseline.
+
+    Differences of losses are paired by seed and shown with the standard error of their mean.
+
+    Args:
+        results: runs of each variant, in the same order of seeds; see `read`.
+    """
+    # ---- header
     baseline = next(iter(results.values()))
     head = (
         f"| wire | train, last {LAST_STEPS} | mean distance of a step's loss | validation | difference of validation "
     )
     lines = [f"{head}| MB between nodes per step | steps to the first's loss |", "|---|---|---|---|---|---|---|"]
+    # ---- a row for each variant
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
         valid = statistics.mean(run["valid"] for run in runs)
@@ -118,7 +134,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
-    """The mean of steps until a validation is as good as the last one of the baseline's run of that seed."""
+    """Return the mean number of steps to the baseline's final validation loss, or "-" if a run does not reach it."""
     reached = [
         min((step for step, loss in run["evaluations"].items() if loss <= base["valid"]), default=None)
         for run, base in zip(runs, baseline, strict=True)
@@ -127,7 +143,7 @@ def steps_to(runs: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> str:
 
 
 def mean_and_error(differences: list[float]) -> str:
-    """The mean with its sign, and its standard error."""
+    """Format the mean, with its sign, and its standard error."""
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
     return f"{statistics.mean(differences):+.4f} ± {error:.4f}"
 

@@ -1,15 +1,15 @@
-"""Write what TRL's trainers make of small random logits, losses and gradients, and the defaults of TRL's configs.
+"""Record losses and gradients of TRL's trainers for small random logits, and the defaults of TRL's configs, for tests.
 
-    pip install trl==1.16.0   # of another environment than this project's; torch for CPU is enough
+    pip install trl==1.16.0   # in a separate environment; torch for CPU is enough
     PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
-    pip install trl==1.12.0   # the last that has PPO
+    pip install trl==1.12.0   # the last version with PPO
     PYTHONPATH=. python tools/benchmarks/write_trl_goldens.py
 
-One file of more than 300 lines, since all cases share their parts. Each trainer's own code runs, in fp64 where it does
-not cast, on a stub of the trainer whose model gives the logits. The files are JSON in tests/post_training/, whose
-test_losses.py and test_trl_defaults.py read them.
+The trainers' own code runs, in fp64 unless it casts, on an uninitialized trainer whose model returns given logits. The
+results are JSON files in tests/post_training/, which test_losses.py and test_trl_defaults.py read. The file is longer
+than others because all cases share their parts.
 
-Legend: B rows, P tokens of a prompt, C of a completion, V of the vocabulary.
+Letters: B rows, P tokens of a prompt, C tokens of a completion, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Values = dict[str, Any]
 B, P, C, V = 4, 2, 4, 6
 PAD, EOS = 0, 1
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
-LENGTHS = (3, 4, 1, 4)  # of the completions: ended, cut, ended at once, ended with the last token
+LENGTHS = (3, 4, 1, 4)  # lengths of completions: ended early, cut off, ended at once, ended with the last token
 WITH_PPO = trl.__version__ == "1.12.0"
 FOLDER = Path(__file__).resolve().parents[2] / "tests/post_training"
 
 
 @program
 def main(argv: list[str]) -> None:
-    """Write the file of the installed version into the folder that is given, else beside the tests."""
+    """Write the file of the installed TRL version to the folder on the command line, or else to the tests' folder."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     cases = ppo_cases() if WITH_PPO else [*sft(), *reward(), *dpo_cases(), *grpo_cases(), *sync()]
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
 
 
 def config_defaults() -> dict[str, Values]:
-    """The defaults of each config class by the names of its fields."""
+    """Return the defaults of all fields of each config class, by the class's name."""
     classes: list[Any] = [importlib.import_module("trl.experimental.ppo").PPOConfig] if WITH_PPO else []
     classes = classes or [trl.SFTConfig, trl.RewardConfig, trl.DPOConfig, trl.GRPOConfig, trl.RLOOConfig]
     return {
@@ -65,12 +65,15 @@ def config_defaults() -> dict[str, Values]:
 
 
 def as_numbers(value: Any) -> Any:
-    """Lists of numbers, to 10 decimals."""
+    """Round the numbers in nested lists to 10 decimals."""
     return [*map(as_numbers, value)] if isinstance(value, list) else round(value, 10)
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, P + C] tokens, the first of each row its own, all but the second ended by EOS; and the completions' mask."""
+    """Return random tokens [B, P + C], and the mask of their completions.
+
+    Each row begins with a different token. Every completion but the second ends with EOS.
+    """
     tokens = torch.randint(2, V, (B, P + C))
     tokens[:, 0] = torch.arange(2, 2 + B)
     mask = torch.zeros_like(tokens)
@@ -83,19 +86,22 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Sample normal numbers with standard deviation `scale`, rounded to 3 decimals."""
     return (scale * torch.randn(*shape)).round(decimals=3)
 
 
 def random_logits(scale: float = 1.0) -> torch.Tensor:
+    """Sample logits [B, P + C, V]."""
     return random(B, P + C, V, scale=scale)
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the tensor that collects a gradient."""
     return tensor.clone().requires_grad_()
 
 
 def accelerator(losses: list[torch.Tensor]) -> SimpleNamespace:
-    """One process, which notes the losses of its backward passes."""
+    """Return a stub of Accelerate's `Accelerator` for one process, which appends each loss to `losses`."""
 
     def same(value: Any, **_: object) -> Any:
         return value
@@ -112,7 +118,7 @@ def accelerator(losses: list[torch.Tensor]) -> SimpleNamespace:
 
 
 class GivenLogits(torch.nn.Module):
-    """A language model whose last hidden states are the logits, below a head that changes nothing."""
+    """Language model that returns given logits: they are its last hidden states, and its head is the identity."""
 
     is_gradient_checkpointing = False
     config = SimpleNamespace(get_text_config=SimpleNamespace)
@@ -132,6 +138,7 @@ class GivenLogits(torch.nn.Module):
 
 
 def sync() -> list[Values]:
+    """Record how the reference model's weights are mixed with the policy's."""
     callback = importlib.import_module("trl.trainer.callbacks").SyncRefModelCallback
     policy, reference = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     before = [parameter.detach().clone() for parameter in reference.parameters()]
@@ -141,6 +148,7 @@ def sync() -> list[Values]:
 
 
 def sft() -> list[Values]:
+    """Record the loss of SFTTrainer."""
     (tokens, mask), logits = rows(), leaf(random_logits())
     model = GivenLogits(logits)
     trainer = stub("SFTTrainer", model, label_smoother=None, compute_loss_func=None)
@@ -153,6 +161,7 @@ def sft() -> list[Values]:
 
 
 def reward() -> list[Values]:
+    """Record the loss of RewardTrainer, with and without centered rewards."""
     cases = []
     for center in (None, 0.3):
         scores = leaf(random(2 * B))
@@ -168,6 +177,7 @@ def reward() -> list[Values]:
 
 
 def dpo_cases() -> list[Values]:
+    """Record DPOTrainer with each type of loss, and with two sums of losses."""
     types = ["sigmoid", "hinge", "ipo", "robust", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft"]
     return [
         *(dpo([each]) for each in types),
@@ -177,6 +187,7 @@ def dpo_cases() -> list[Values]:
 
 
 def dpo(loss_types: list[str], loss_weights: list[float] | None = None) -> Values:
+    """Record loss, metrics and gradient of DPOTrainer for a sum of losses."""
     (tokens, mask), ref = rows(), random_logits()
     logits = leaf(ref + random_logits(0.2))
     model = GivenLogits(logits)
@@ -195,6 +206,7 @@ def dpo(loss_types: list[str], loss_weights: list[float] | None = None) -> Value
 
 
 def grpo_cases() -> list[Values]:
+    """Record GRPOTrainer with its loss types and options, and RLOOTrainer."""
     scaled = ({"off_policy": False}, {"scale": "batch", "beta": 0.1}, {"scale": "none", "beta": 0.1})
     variants: list[Values] = [
         {"loss_type": "cispo", "epsilon_high": 1.1},
@@ -209,7 +221,13 @@ def grpo_cases() -> list[Values]:
 
 
 def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
-    """Rewards to advantages, and the loss of the batch that comes of it, by GRPOTrainer."""
+    """Record the advantages that GRPOTrainer computes from rewards, and its loss of that batch.
+
+    Args:
+        off_policy: give the trainer the log-probabilities of an older policy.
+        changed: settings that differ from the defaults below.
+    """
+    # ---- settings and inputs
     settings: Values = {
         "loss_type": "",
         "beta": 0.0,
@@ -224,18 +242,21 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
     (tokens, mask), old = rows(), random_logits()
     rewards = torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [torch.nan, torch.nan]])
     ref, logits = old + random_logits(0.3), leaf(old + random_logits(0.3))
+    # ---- trainer
     model, before = GivenLogits(logits, temperature=0.7), GivenLogits(old, temperature=0.7)
     trainer = stub("GRPOTrainer", model, beta=beta, loss_type=loss_type, scale_rewards=settings["scale"])
     trainer.ref_model = GivenLogits(ref, temperature=0.7)
     trainer.epsilon_low, trainer.epsilon_high, trainer.max_completion_length = 0.2, settings["epsilon_high"], C + 3
     trainer.importance_sampling_level = settings["level"]
     trainer.args.delta, trainer.args.use_bias_correction_kl = settings["delta"], settings["bias_correction"]
+    # ---- advantages and loss
     inputs = generated(trainer, tokens, rewards, None, None, {}, None, None)
     if off_policy:
         old_logps, *_ = trainer._get_per_token_logps_and_entropies(before, tokens, tokens != PAD, C)
         inputs["old_per_token_logps"] = old_logps
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
+    # ---- record
     given: Values = {"tokens": tokens, "mask": mask, "rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
     given |= {"old_logits": old if off_policy else None, "ref_logits": ref, "logits": logits.detach()}
     metrics = trainer._metrics["train"]
@@ -246,7 +267,7 @@ def grpo(*, off_policy: bool = True, **changed: Any) -> Values:
 
 
 def rloo(scale: str) -> Values:
-    """Rewards to advantages by RLOOTrainer, whose loss is another one."""
+    """Record the advantages, but not the loss, that RLOOTrainer computes from rewards."""
     (tokens, _), rewards = rows(), torch.tensor([[1.0, 0.5], [0.0, torch.nan], [2.0, -1.0], [0.5, 0.0]])
     trainer = stub("RLOOTrainer", GivenLogits(random_logits()), beta=0.0, normalize_advantages=scale == "batch")
     known: Values = {"rewards": nan_to_none(rewards), "weights": [1.0, 0.5]}
@@ -256,9 +277,13 @@ def rloo(scale: str) -> Values:
 
 
 def generated(trainer: Any, tokens: torch.Tensor, rewards: torch.Tensor, *more: Any) -> Values:
-    """Have the trainer judge completions by their [B, functions] rewards, two completions to a prompt.
+    """Return the batch that the trainer makes of completions and their rewards, with two completions per prompt.
 
-    `more` is what its `_generate` gives beside them: one value before the texts, the others after them.
+    Args:
+        trainer: stub of a GRPOTrainer or RLOOTrainer.
+        tokens: [B, P + C] tokens of prompts and completions.
+        rewards: [B, 2] reward of each completion by each of two functions.
+        more: further results of the trainer's `_generate`: the first precedes the texts, the others follow them.
     """
     completions = [tokens[row, P : P + length].tolist() for row, length in enumerate(LENGTHS)]
     drawn = (tokens[:, :P].tolist(), completions, *more[:1], ["text"] * B, *more[1:])
@@ -269,7 +294,7 @@ def generated(trainer: Any, tokens: torch.Tensor, rewards: torch.Tensor, *more: 
 
 
 def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
-    """A trainer that was not initialised, with what its losses look at."""
+    """Return an uninitialized trainer of the class `name`, with the attributes that its losses read."""
     trainer_class: Any = type("Stub", (getattr(trl, name),), {"current_gradient_accumulation_steps": 1})
     made = trainer_class.__new__(trainer_class)
     args: Values = dict.fromkeys(("gradient_accumulation_steps", "steps_per_generation"), 1)
@@ -291,21 +316,25 @@ def stub(name: str, model: torch.nn.Module, **attributes: Any) -> Any:
 
 
 def nan_to_none(rewards: torch.Tensor) -> list[list[float | None]]:
+    """Return nested lists with None in place of NaN, which JSON does not have."""
     return [[None if math.isnan(reward) else reward for reward in row] for row in rewards.tolist()]
 
 
 def ppo_cases() -> list[Values]:
+    """Record PPOTrainer with several settings."""
     found = [ppo(gamma=1.0, lam=0.95), ppo(gamma=0.9, lam=0.8), ppo(gamma=1.0, lam=0.95, kl_coef=0.0)]
     return [*found, ppo(gamma=0.9, lam=0.95, whiten_rewards=True)]
 
 
 def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool = False) -> Values:
-    """One update of PPOTrainer.train on a rollout that was given."""
+    """Record one update of PPOTrainer.train on given completions, values and scores."""
+    # ---- inputs
     trainer: Any = importlib.import_module("trl.experimental.ppo.ppo_trainer")
     (tokens, mask), old, ref = rows(), random_logits(), random_logits()
     new = leaf(old + random_logits(0.5))
     old_values, scores = random(B, P + C), random(B)
     new_values = leaf(old_values + random(B, P + C, scale=0.5))
+    # ---- functions that replace the trainer's models and generation
     whitened: list[tuple[torch.Tensor, torch.Tensor]] = []
     whiten = trainer.masked_whiten
 
@@ -325,6 +354,7 @@ def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool
     trainer.masked_whiten, trainer.forward, trainer.get_reward = masked_whiten, forward, get_reward
     trainer.batch_generation = lambda *_: (tokens, old[:, P - 1 : -1].clone())
     trainer.unwrap_model_for_generation = lambda model, *_, **__: nullcontext(model)
+    # ---- settings
     settings: Values = {"gamma": gamma, "lam": lam, "kl_coef": kl_coef, "whiten_rewards": whiten_rewards}
     settings |= {"cliprange": 0.2, "cliprange_value": 0.2, "vf_coef": 0.1}
     ones = "num_ppo_epochs num_mini_batches gradient_accumulation_steps num_total_batches temperature"
@@ -340,6 +370,7 @@ def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool
     models: Values = {"ref_model": "ref", "reward_model": "reward", "processing_class": TOKENIZER, "stop_token_id": EOS}
     loop: Values = {"dataloader": [{"input_ids": tokens[:, :P]}], "state": SimpleNamespace(), "control": control}
     loop |= {"is_deepspeed_enabled": False, "train_dataset_len": B, "log": logged.append}
+    # ---- training loop
     its = SimpleNamespace(
         args=SimpleNamespace(**given, kl_estimator="k1"),
         accelerator=accelerator(losses),
@@ -352,6 +383,7 @@ def ppo(*, gamma: float, lam: float, kl_coef: float = 0.05, whiten_rewards: bool
     )
     trainer.PPOTrainer.train(its)
     trainer.masked_whiten = whiten
+    # ---- record
     advantages, after = whitened[-1]
     found: Values = {"tokens": tokens, "mask": mask, "old_logits": old, "ref_logits": ref, "logits": new.detach()}
     found |= {"old_values": old_values, "values": new_values.detach(), "scores": scores}

@@ -1,4 +1,4 @@
-"""ZeRO++ in a loop on accelerate with gradient accumulation. On each of two boxes, HOST being the first one's address:
+"""Train with Accelerate, gradient accumulation and ZeRO++. Run on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/accelerate_loop.py
 """

@@ -1,4 +1,4 @@
-"""ZeRO++ in a loop of your own on FSDP2. On each of two boxes with 8 GPUs, HOST being the first one's address:
+"""Add ZeRO++ to a custom loop on FSDP2. Run on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/own_loop.py
 """
@@ -15,7 +15,7 @@ import megazpp
 device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
 dist.init_process_group(device_id=None if device.type == "cpu" else device)
 
-torch.manual_seed(0)  # equal weights on all ranks, before they are cut
+torch.manual_seed(0)  # all ranks start with equal weights, which fully_shard divides
 model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))).to(device)
 for block in model:
     fully_shard(block)
@@ -23,7 +23,7 @@ fully_shard(model)
 megazpp.zeropp(model)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-torch.manual_seed(1 + dist.get_rank())  # each rank has its own data
+torch.manual_seed(1 + dist.get_rank())  # each rank trains on different data
 for step in range(8):
     x = torch.randn(16, 128, device=device)
     loss = (model(x) - x).square().mean()

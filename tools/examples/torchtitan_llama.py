@@ -1,4 +1,4 @@
-"""ZeRO++ in torchtitan: its Llama 3, made parallel by its own function. On each of two boxes, HOST the first one's:
+"""Train torchtitan's Llama 3 with ZeRO++. Run on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/torchtitan_llama.py
 """

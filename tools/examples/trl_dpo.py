@@ -1,4 +1,4 @@
-"""ZeRO++ in TRL's DPOTrainer. On each of two boxes, HOST being the first one's address:
+"""Train with TRL's DPOTrainer and ZeRO++. Run on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/trl_dpo.py
 """
@@ -32,7 +32,7 @@ texts = {"prompt": "{} plus 1 is", "chosen": " {}", "rejected": " {}0"}
 data = Dataset.from_list([{k: text.format(n + (k != "prompt")) for k, text in texts.items()} for n in range(64)])
 DPOTrainer(
     model,
-    copy.deepcopy(model),  # the reference
+    copy.deepcopy(model),  # the reference model
     args=arguments,
     train_dataset=data,
     processing_class=tokenizer,

@@ -1,4 +1,4 @@
-"""ZeRO++ in TRL's SFTTrainer, with LoRA by PEFT. On each of two boxes, HOST being the first one's address:
+"""Train LoRA with TRL's SFTTrainer, PEFT and ZeRO++. Run on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/trl_sft.py
 """
