@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import EXPERT_NAMES
 from megazpp.tensor_parallel.parameters import local
+from megazpp.topology.layout import EXPERT_AXES
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -182,7 +182,7 @@ def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) ->
         mesh = parameter.device_mesh
         dims = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
         split = {dim: size for dim, size, placement in dims if size > 1 and not placement.is_replicate()}
-    known = {tp.name, shard.name, EXPERT_NAMES["tp"], EXPERT_NAMES["shard"]}
+    known = {tp.name, shard.name, *EXPERT_AXES}
     assert split.keys() <= known, f"{name} is split over {split}, the norm sums over {tp.name}, {shard.name}"
     return split
 

@@ -51,11 +51,11 @@ from megazpp.parallel.comm_queue import CommQueue
 from megazpp.parallel.environment import NcclConfig, axis_options, check_connections, order_launches
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.cluster import Cluster
-from megazpp.topology.layout import AXES, NODE, Layout, plan_layout
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout, plan_layout
 
 T = TypeVar("T")
 MESH_AXES, HOPS = ("island", "replicate", "shard", "tp"), ("local", "cross")
-EXPERT_NAMES = {"tp": "ep", "shard": "expert shard", "local": "expert local"}
+EXPERT_NAMES = dict(zip(("tp", "local", "shard"), EXPERT_AXES, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

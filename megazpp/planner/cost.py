@@ -26,7 +26,7 @@ import math
 from typing import NamedTuple
 
 from megazpp.topology.cluster import Device, LinkKind
-from megazpp.topology.layout import AXES, NODE, Layout
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 
 # Rows and columns of the tiles in which cuBLAS usually computes a product. Source: NVIDIA, Matrix Multiplication
 # Background User's Guide, "tile quantization".
@@ -194,7 +194,8 @@ class ClusterCosts(Costs):
         self.beside = shares.beside
         self._flops_per_second = 1e12 * device.teraflops * shares.matrix
         self._bytes_per_second = 1e9 * device.gigabytes_per_second * shares.memory
-        self._axes = {axis: AxisCost(layout, axis, shares) for axis in (*AXES, NODE) if axis not in free}
+        names = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
+        self._axes = {axis: AxisCost(layout, axis, shares) for axis in names if axis not in free}
 
     def operation(self, operation: Operation) -> float:
         seconds = self.memory(operation.bytes)

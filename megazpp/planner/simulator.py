@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from megazpp.packed_weights.frozen import FrozenBytes
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue, Moment, Work
 from megazpp.planner.cost import Costs
-from megazpp.topology.layout import AXES, NODE, Layout
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 from megazpp.zero.comms import CommContext, CountedGather, SummingReduce
 from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
@@ -72,7 +72,7 @@ class Simulation:
     def __init__(self, costs: Costs) -> None:
         self.compute = self.running = Clock()
         self._costs, self._clocks = costs, [self.compute]
-        self._links = {axis: self.new_clock() for axis in (*AXES, NODE)}
+        self._links = {axis: self.new_clock() for axis in (*AXES, NODE, *EXPERT_AXES)}
         self.busy: dict[str, float] = defaultdict(float)
 
     def new_clock(self) -> Clock:
@@ -281,13 +281,14 @@ class SimulatedUnit(Unit):
 
     Args:
         parameters: names and shapes of the trained parameters on one tensor-parallel rank.
-        num_ranks: number of ranks over which they are sharded.
-        rank: rank whose shards are described.
+        axis: axis over which they are sharded; it has the rank whose shards are described.
+        exact: names of parameters that are never quantized.
 
     Attributes:
         size: number of elements of a rank's shard, with padding.
         elements: number of elements of the parameters, without padding.
         shapes: shapes of this rank's shards, without padding.
+        axis: axis over whose ranks the parameters are sharded.
         version: number of optimizer steps so far, used to detect that the weights have changed.
         gathered: True if the whole parameters are in memory.
         ready: time at which a gather in flight ends; None without one.
@@ -308,16 +309,17 @@ class SimulatedUnit(Unit):
     frozen = FrozenBytes(0, 0, 0)
     gather_buffer = reduce_buffer = cross_buffer = secondary_bytes = partial_bytes = feedback_bytes = 0
 
-    def __init__(self, parameters: Parameters, num_ranks: int, rank: int = 0) -> None:
-        segments = plan_segments(parameters, num_ranks)
+    def __init__(self, parameters: Parameters, axis: MeshAxis, *, exact: Collection[str] = ()) -> None:
+        num_ranks = axis.size
+        segments = plan_segments(parameters, num_ranks, exact=exact)
         found = tuple(
             UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape, mesh_dims=1)
             for name, shape in parameters
         )
-        super().__init__(modules=(), parameters=found, segments=segments)
+        super().__init__(modules=(), parameters=found, segments=segments, num_shards=num_ranks)
         self.size = segments[-1].stop if segments else 0  # 0 if all parameters of the unit are frozen
         self.elements = sum(math.prod(shape) for _, shape in parameters)
-        self.shapes = tuple(own_shapes(parameters, num_ranks, rank))
+        self.axis, self.shapes = axis, tuple(own_shapes(parameters, num_ranks, axis.rank))
         self.version, self.gathered = 0, False
         self.ready: float | None = None
 

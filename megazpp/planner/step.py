@@ -12,6 +12,7 @@ The file is longer than others to keep FSDP2's order of calls in one place.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import OuterUnit, send_fragment
 from megazpp.model.gpt import GPTModel
-from megazpp.optim.muon import MuonConfig, Orthogonalizer, row_dtype
+from megazpp.optim.muon import JointOrthogonalizer, MuonConfig, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import products
 from megazpp.packed_weights.frozen import frozen_bytes
 from megazpp.parallel.axis import Traffic, TrafficCounter
@@ -43,7 +44,7 @@ from megazpp.planner.simulator import (
     own_shapes,
 )
 from megazpp.planner.trace import BACKWARD, FORWARD, Documents, trace_model
-from megazpp.topology.layout import AXES, NODE, Layout
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.comms import CommContext
 from megazpp.zero.config import plan_comm
@@ -53,6 +54,7 @@ from megazpp.zero.reduce import TwoHopReduce
 MASTER_BYTES = 4  # bytes of an element of master weights, sharded gradients and moments, which are fp32
 SIMULATED_MICRO_BATCHES = 3  # the first, the last, and one for all micro-batches in between, which are alike
 NOTHING = Traffic(0, 0)
+HOP_AXES = ("cross", "local", "shard")
 TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and bytes by (kind of link, axis, collective)
 
 
@@ -119,6 +121,7 @@ class StepSimulator:
         lossless_share: float = 1.0,
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
+        self._layout = layout
         self._on_cpu = on_cpu
         # ---- operations and memory of the model
         self.trace = trace_model(
@@ -128,6 +131,7 @@ class StepSimulator:
             micro_batch_size=micro_batch_size,
             tp=layout.tp,
             cp=layout.cp,
+            ep=layout.ep,
             sequence_parallel=spec.sequence_parallel and layout.tp > 1,
             dtype=precision.param_dtype,
             documents=documents,
@@ -147,37 +151,46 @@ class StepSimulator:
                 cost=functools.partial(self._simulation.send, name),
                 queue=SimulatedQueue(self._simulation, name, blocks_host=on_cpu),
             )
-            for name in (*AXES, NODE)
+            for name in (*AXES, NODE, *EXPERT_AXES)
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
         # ---- gathers and reductions of the units
-        self._stage = zero.stage_over(self._shard.size)
         wire = plan_comm(zero, layout, precision.param_dtype) if spec.wire is None else spec.wire
         self._context = CommContext(
-            *(self._axes[name] for name in ("cross", "local", "shard")),
+            *(self._axes[name] for name in HOP_AXES),
             plan=wire,
             zero=zero,
             precision=precision,
             codec=functools.partial(SimulatedCodec, touch=self._touch),
             lossless_codec=functools.partial(SimulatedLosslessCodec, share=lossless_share, touch=self._touch),
         )
-        self.units = [SimulatedUnit(parameters, self._shard.size, self._shard.rank) for parameters in self.trace.units]
-        for unit, frozen in zip(self.units, self.trace.frozen, strict=True):
-            unit.connect(self._context)
-            unit.frozen = frozen_bytes(dict(frozen), self._axes["local"].size, precision.param_dtype, frozen_bits)
+        dense, experts = ([self._axes[name] for name in names] for names in (HOP_AXES, expert_axes(layout)))
+        contexts = {False: self._context, True: self._context.over(*experts)}
+        self.units, self._groups = list[SimulatedUnit](), list[list[SimulatedUnit]]()
+        for parameters, frozen, expert in zip(self.trace.units, self.trace.frozen, self.trace.experts, strict=True):
+            _, local, shard = experts if expert else dense
+            unit = SimulatedUnit(parameters, shard, exact=self.trace.exact)
+            unit.connect(contexts[expert])
+            unit.frozen = frozen_bytes(dict(frozen), local.size, precision.param_dtype, frozen_bits)
+            self.units.append(unit)
+            self._groups += [] if expert else [[]]
+            self._groups[-1].append(unit)
         # ---- optimizer and local steps
-        self.muon: Orthogonalizer | None = None
+        self.muon: JointOrthogonalizer | None = None
         if muon is not None and self.trace.matrices:
-            self.muon = Orthogonalizer(
-                self.trace.matrices,
-                muon,
-                layout,
-                node=self._axes[NODE],
-                cross=self._axes["cross"],
-                dtype=row_dtype(precision.param_dtype),
-                codec=functools.partial(SimulatedCodec, touch=self._touch),
-                iterate=self._newton_schulz,
-            )
+            settings: dict[str, Any] = {
+                "cross": self._axes["cross"],
+                "dtype": row_dtype(precision.param_dtype),
+                "codec": functools.partial(SimulatedCodec, touch=self._touch),
+                "iterate": self._newton_schulz,
+            }
+            parts = (layout, self._axes[NODE]), (dataclasses.replace(layout.for_experts(), tp=1), experts[1])
+            self.muon = JointOrthogonalizer([
+                Orthogonalizer(
+                    [m for m in self.trace.matrices if m.expert == expert], muon, placed, node=node, **settings
+                )
+                for expert, (placed, node) in enumerate(parts)
+            ])  # fmt: skip
         self._islands, self.fragments = islands, [] if islands is None else self._outer_units(islands)
         # ---- state of FSDP2's streams and buffers
         self._received: SimulatedUnit | None = None  # unit whose frozen weights were gathered ahead of their use
@@ -249,18 +262,19 @@ class StepSimulator:
 
     def _forward(self) -> None:
         """Simulate the forward of a micro-batch: gather, compute and release each unit."""
-        units, tied = self.units, self.trace.tied
-        for index, (unit, following) in enumerate(zip(units, [*units[1:], None], strict=True)):
-            self._unpack(unit, following)
-            self._gather(unit)
-            self._wait_for_gather(unit, forward=True)
+        units, tied, following = self.units, self.trace.tied, iter([*self.units[1:], None])
+        for index, group in enumerate(self._groups):
+            for unit in group:
+                self._unpack(unit, next(following))
+                self._gather(unit)
+                self._wait_for_gather(unit, forward=True)
             self._work(FORWARD, index)
-            if not (tied and index == 0):
-                self._release(unit, when=self._stage == 3)
+            for unit in group if not (tied and index == 0) else ():
+                self._release(unit, when=self._stage_of(unit) == 3)
                 self._free_unpacked(unit)
         if tied:  # the output layer uses the word embedding again, which is in the first unit
-            self._work(FORWARD, len(units))
-            self._release(units[0], when=self._stage == 3)
+            self._work(FORWARD, len(self._groups))
+            self._release(units[0], when=self._stage_of(units[0]) == 3)
             self._free_unpacked(units[0])
         self.ledger.add(Memory.BUFFERS, -self._copied_from)  # buffer of the last gather
         self._copied_from = 0
@@ -268,29 +282,31 @@ class StepSimulator:
     def _backward(self, *, first: bool, last: bool) -> None:
         """Simulate the backward of the first, last or another micro-batch, with prefetched gathers and reductions."""
         # ---- order of the units
-        tied, units, segment = self.trace.tied, self.units, self.trace.num_segments - 1
-        for unit in units:
+        tied, groups, segment = self.trace.tied, self._groups, self.trace.num_segments - 1
+        for unit in self.units:
             unit.is_sharded = False
-        order = [units[0], *units[:0:-1]] if tied else units[::-1]
+        order = [groups[0], *groups[:0:-1]] if tied else groups[::-1]
         # ---- units
-        for unit, following in zip(order, [*order[1:], None], strict=True):
+        for group, following in zip(order, [*order[1:], None], strict=True):
             reached = self._has_backward(segment)
-            if reached:
-                self._unpack(unit, following if self._has_backward(segment - 1) else None)
-            self._gather(unit)
-            self._wait_for_gather(unit, forward=False)
+            after = following[0] if following is not None and self._has_backward(segment - 1) else None
+            for unit, then in zip(group, [*group[1:], after], strict=True):
+                if reached:
+                    self._unpack(unit, then)
+                self._gather(unit)
+                self._wait_for_gather(unit, forward=False)
             if following is not None:
-                self._gather(following)
+                self._gather(following[0])
             self._work(BACKWARD, segment)
-            if not (tied and unit is order[0]):
+            for unit in reversed(group) if not (tied and group is order[0]) else ():
                 self._finish_unit(unit, first=first, last=last)
                 if reached:
                     self._free_unpacked(unit)
             segment -= 1
         if tied:
             self._work(BACKWARD, 0)
-            self._finish_unit(order[0], first=first, last=last)
-            self._free_unpacked(order[0])
+            self._finish_unit(order[0][0], first=first, last=last)
+            self._free_unpacked(order[0][0])
         # ---- end of backward: the hook of the root module waits for all reductions
         for clock in (self._reductions, self._copies):
             self._simulation.running.wait_until(clock.now)
@@ -375,8 +391,11 @@ class StepSimulator:
     @property
     def _matrix_shards(self) -> list[tuple[int, ...]]:
         """Shapes of this rank's shards of the matrices that Muon trains."""
-        named = [(matrix.name, matrix.shape) for matrix in self.trace.matrices]
-        return list(own_shapes(named, self._shard.size, self._shard.rank))
+        shapes: list[tuple[int, ...]] = []
+        for matrix in self.muon.parameters if self.muon is not None else ():
+            axis = self._axes[expert_axes(self._layout)[2]] if matrix.expert else self._shard
+            shapes += own_shapes([(matrix.name, matrix.shape)], axis.size, axis.rank)
+        return shapes
 
     @property
     def unpacked_bytes(self) -> int:
@@ -407,13 +426,13 @@ class StepSimulator:
         if self._on_cpu:  # without overlap the process waits for the gather; with overlap only the queues do
             compute = self._simulation.compute
             clock = Clock(compute.now) if self._context.overlap_gather else compute
-        if self._shard.size > 1:
+        if unit.axis.size > 1:
             with self._simulation.on(clock):
                 out = self._whole(unit)
                 self.ledger.add(Memory.BUFFERS, out.nbytes)
                 self.ledger.pass_through(Memory.BUFFERS, unit.gather_buffer)
                 shard = out.new_empty(unit.size)
-                pending = unit.gather(out, shard, self._shard.group)  # type: ignore[arg-type]
+                pending = unit.gather(out, shard, unit.axis.group)  # type: ignore[arg-type]
                 if pending is not None:
                     pending.wait()
         unit.ready = clock.now
@@ -430,11 +449,11 @@ class StepSimulator:
         compute.wait_until(unit.ready)
         if forward:
             self._gathers.wait_until(self._copied_out)
-        if self._shard.size > 1 and forward:  # frees the previous gather's buffer; the next copy frees this one's
+        if unit.axis.size > 1 and forward:  # frees the previous gather's buffer; the next copy frees this one's
             self.ledger.add(Memory.BUFFERS, -self._copied_from)
             self._copied_from = size
         self.ledger.add(Memory.GATHERED, size)
-        if self._shard.size > 1 and not forward:
+        if unit.axis.size > 1 and not forward:
             self.ledger.add(Memory.BUFFERS, -size)
         self._touch(2 * size)
         self._copied_out = compute.now
@@ -456,12 +475,13 @@ class StepSimulator:
         # ---- reshard
         if unit.reduce is None:
             return
-        self._release(unit, when=self._stage == 3 or last)
+        stage = self._stage_of(unit)
+        self._release(unit, when=stage == 3 or last)
         unit.is_sharded = False
         computed = unit.elements * self._precision.param_dtype.itemsize
         accumulated = unit.elements * self._precision.reduce_dtype.itemsize
         # ---- stages 0 and 1 before the last micro-batch: accumulate whole gradients, in the dtype of the reduction
-        if self._stage <= 1 and not last:
+        if stage <= 1 and not last:
             self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return
         # ---- copy gradients into the buffer of the reduction
@@ -470,7 +490,7 @@ class StepSimulator:
         compute.wait_until(reductions.now)
         self.ledger.add(Memory.BUFFERS, whole.nbytes - self._sent_from)
         self._sent_from = whole.nbytes
-        self.ledger.add(Memory.WHOLE_GRADIENTS, -computed - (accumulated if self._stage <= 1 and not first else 0))
+        self.ledger.add(Memory.WHOLE_GRADIENTS, -computed - (accumulated if stage <= 1 and not first else 0))
         self._touch(2 * whole.nbytes)
         reductions.wait_until(compute.now)
         result = whole.new_empty(unit.size)
@@ -481,12 +501,12 @@ class StepSimulator:
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + result.nbytes)
             if self._context.overlap_reduce:  # at worst the sums and results of all units wait for the cross hop
                 self.ledger.add(Memory.BUFFERS, partial + result.nbytes)
-        if first or (self._stage <= 1 and last):
+        if first or (stage <= 1 and last):
             self.ledger.add(Memory.GRADIENTS, MASTER_BYTES * unit.size)
         # ---- reduction
-        if self._shard.size > 1:
+        if unit.axis.size > 1:
             with simulation.on(reductions):
-                unit.reduce(result, whole, self._shard.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
+                unit.reduce(result, whole, unit.axis.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
         if last and self._replicate.size > 1:
             copies.wait_until(reductions.now)
             with simulation.on(copies):
@@ -514,12 +534,20 @@ class StepSimulator:
     def _whole(self, unit: SimulatedUnit, *, reduced: bool = False) -> torch.Tensor:
         """Return a meta tensor like the unit's gathered parameters or, with `reduced`, like its whole gradients."""
         dtype = self._precision.reduce_dtype if reduced else self._precision.param_dtype
-        return torch.empty(unit.size * self._shard.size, dtype=dtype, device=META)
+        return torch.empty(unit.size * unit.axis.size, dtype=dtype, device=META)
+
+    def _stage_of(self, unit: SimulatedUnit) -> int:
+        return self._zero.stage_over(unit.axis.size)
 
     def _touch(self, touched_bytes: int) -> None:
         """Simulate a pass over memory on the running clock. On a CPU it also delays the compute."""
         seconds = self._costs.memory(touched_bytes)
         self._simulation.spend(seconds, taken=seconds if self._on_cpu else 0.0)
+
+
+def expert_axes(layout: Layout) -> tuple[str, str, str]:
+    """Return the names of the axes of the hops of experts' parameters, in the order of `HOP_AXES`."""
+    return ("cross", "expert local", "expert shard") if layout.has_expert_axes else HOP_AXES
 
 
 def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:

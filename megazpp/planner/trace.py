@@ -15,7 +15,7 @@ import math
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +34,7 @@ from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.cost import Operation
 from megazpp.planner.simulator import Parameters, SimulatedAxis
 from megazpp.tensor_parallel.layers import Product
-from megazpp.tensor_parallel.parameters import partial_parameters
+from megazpp.tensor_parallel.parameters import owned_parameters, partial_parameters
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 from megazpp.training.flops import keys_per_token
@@ -75,6 +75,8 @@ class Trace(NamedTuple):
         matrices: matrices of the layers that Muon would train.
         tied: True if embeddings are tied. The first unit then holds the embedding and the final norm, and is in use
             from the first to the last segment.
+        experts: for each unit, whether it holds the experts of the layer whose unit it follows.
+        exact: names of parameters that are never quantized between ranks.
     """
 
     segments: dict[tuple[str, int], TraceSegment]
@@ -83,6 +85,8 @@ class Trace(NamedTuple):
     partial: Parameters
     matrices: tuple[LayerMatrix, ...]
     tied: bool
+    experts: tuple[bool, ...]
+    exact: frozenset[str]
 
     @property
     def num_segments(self) -> int:
@@ -99,6 +103,7 @@ def trace_model(
     micro_batch_size: int,
     tp: int,
     cp: int = 1,
+    ep: int = 1,
     sequence_parallel: bool,
     dtype: torch.dtype,
     documents: Documents | None = None,
@@ -114,6 +119,7 @@ def trace_model(
         micro_batch_size: samples per micro-batch.
         tp: number of tensor-parallel ranks.
         cp: number of context-parallel ranks.
+        ep: number of expert-parallel ranks; all experts are assumed to get as many tokens.
         sequence_parallel: True if the residual stream is split along the sequence over tp.
         dtype: dtype in which the model computes.
         documents: how attention stays inside documents, which are assumed to be as long as a sample; None if attention
@@ -121,6 +127,9 @@ def trace_model(
         with_entropy: also compute the entropy of the predictions.
         prepare: function that changes the model before it runs, for example freezes parameters. Without trained
             parameters there is no backward.
+
+    Raises:
+        ValueError: only some layers have experts, and layers also differ in other ways.
     """
     # ---- a model of at most three layers
     again = 1 if config.recompute_method == "block" else None  # only the first of the layers is recomputed
@@ -128,11 +137,18 @@ def trace_model(
     # input is freed in the second.
     most = 2 if prepare is None else 3
     alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}  # these change only operations
+    mixed = 0 < len(config.expert_layers) < config.layers
+    if mixed and (again is not None or prepare is not None):
+        other = "--recompute-method block" if again is not None else "frozen parameters"
+        raise ValueError(f"the planner does not support --moe-layer-freq {config.moe_layer_freq} with {other}")
+    alike["moe_layer_freq"] = "[0,1]" if mixed else "1"  # layer 0 represents dense layers, layer 1 those with experts
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
     keys = sum(keys_per_token(seq_length, span) for span in config.attention_span) / config.layers
     recorder = TraceRecorder()
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp * cp), tp=tp, replicas=1, cp=cp)
     paper_axis = functools.partial(SimulatedAxis, layout, rank=0, counter=TrafficCounter())
+    of_experts = plan_layout(Cluster(num_nodes=1, ranks_per_node=ep), tp=ep, replicas=1)
+    ep_cost = recorder.note if ep == tp else functools.partial(recorder.note, axis="ep")
     attention = FusedAttention(recorder, repeats_groups=documents == "mask", share=keys / seq_length)
     with torch.device("meta"):
         model = GPTModel(
@@ -140,6 +156,7 @@ def trace_model(
             vocab_size=vocab_size,
             tp=paper_axis("tp", cost=recorder.note),
             cp=paper_axis("cp", cost=functools.partial(recorder.note, axis="cp")),
+            ep=SimulatedAxis(of_experts, "tp", rank=0, counter=TrafficCounter(), cost=ep_cost),
             sequence_parallel=sequence_parallel,
             document_kernel=attention.inside_documents if documents == "kernel" else None,
             product=FLOAT8_ON_PAPER if config.fp8_format else None,
@@ -155,20 +172,27 @@ def trace_model(
     with recorder, attention, FusedNorm(recorder):
         trained = any(parameter.requires_grad for parameter in model.parameters())
         with torch.set_grad_enabled(trained):
-            found = model(tokens, tokens, document_starts=starts, with_entropy=with_entropy)
-            loss = ((found.losses if with_entropy else found) * mask).sum()
+            asked = {"with_entropy": with_entropy, "with_router_loss": config.has_router_loss}
+            found = model(tokens, tokens, document_starts=starts, **asked)
+            loss = ((found.losses if any(asked.values()) else found) * mask).sum()
+            if config.has_router_loss:
+                loss = loss + found.router_loss.sum()
         recorder.enter((BACKWARD, shape.layers + 1))
         if trained:
             loss.backward()
         recorder.enter((BACKWARD, -1))
     # ---- extend the trace from the layers that were run to all layers
-    units, frozen = (_units(model, config.layers, trained=trained) for trained in (True, False))
+    kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]  # the layer that represents it
+    (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
     first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # name of the same parameter in layer 0
     partial = {first_layer(name) for name in partial_parameters(model)}
+    exact = {first_layer(name) for name, _, _, spec in owned_parameters(model) if spec.exact}
     twice = shape.layers > 1 and config.recompute_method == "block"  # layer 1 represents layers not recomputed
     like = [2 if twice and not config.recomputes_layer(index) else 1 for index in range(config.layers)]
     if prepare is not None and not twice:
         like = [min(index + 1, most) for index in range(config.layers)]
+    if mixed:
+        like = [kind + 1 for kind in kinds]
     return Trace(
         segments={
             (phase, index): recorder.segments[phase, traced]
@@ -179,40 +203,60 @@ def trace_model(
         frozen=frozen,
         partial=[(name, shape) for unit in units for name, shape in unit if first_layer(name) in partial],
         matrices=tuple(
-            matrix._replace(name=matrix.name.replace("layers.0.", f"layers.{index}.", 1))
-            for index in range(config.layers)
-            for matrix in layer_matrices(model, tp)
-            if matrix.name.startswith("layers.0.")
+            matrix._replace(name=matrix.name.replace(f"layers.{kind}.", f"layers.{index}.", 1))
+            for index, kind in enumerate(kinds)
+            for matrix in layer_matrices(model, tp, ep)
+            if matrix.name.startswith(f"layers.{kind}.")
         ),
         tied=config.tied,
+        experts=experts,
+        exact=frozenset(name for unit in units for name, _ in unit if first_layer(name) in exact),
     )
 
 
-def _units(model: GPTModel, num_layers: int, *, trained: bool) -> tuple[Parameters, ...]:
-    """Return the trained, or the frozen, parameters of each sharding unit, with the root's unit first.
+def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tuple[Parameters, ...], tuple[bool, ...]]:
+    """Return the trained, or the frozen, parameters of each sharding unit, and whether they are experts'.
 
-    Inside a unit they have FSDP2's order, which equals the order of `named_parameters()`. The parameters of layer 0 are
-    repeated for all `num_layers` layers.
+    The root's unit comes first. The unit of a layer's experts follows the unit of the layer. Inside a unit the
+    parameters have FSDP2's order, which equals the order of `named_parameters()`.
+
+    Args:
+        model: model of few layers.
+        kinds: for each layer, the layer of `model` whose parameters it has.
+        trained: whether to return the trained parameters.
     """
     rest = dict(model.named_parameters())
     names = {parameter: name for name, parameter in rest.items()}
     units: list[Parameters] = []
+    experts: list[bool] = []
+    of_experts = {p for unit in model.expert_units() for p in unit.parameters()}
+    layers: dict[str, list[Parameters]] = {}
 
     def chosen(parameters: Iterable[torch.nn.Parameter]) -> Parameters:
         return [(names[p], tuple(p.shape)) for p in parameters if p.requires_grad == trained]
 
     for modules in model.sharding_units():
-        # ---- each unit of the model; layer 0 represents all layers
         parameters = [p for module in modules for p in module.parameters()]
-        unit, first = chosen(parameters), names[parameters[0]]
+        parts = [[p for p in parameters if p not in of_experts], [p for p in parameters if p in of_experts]]
+        found, first = [chosen(part) for part in parts if part], names[parameters[0]]
         for p in parameters:
             del rest[names[p]]
-        if first.startswith("layers.0."):
-            for index in range(num_layers):
-                units.append([(name.replace("layers.0.", f"layers.{index}.", 1), shape) for name, shape in unit])
-        elif not first.startswith("layers."):
-            units.append(unit)
-    return (chosen(rest.values()), *units) if rest else tuple(units)
+        if not first.startswith("layers."):
+            units += found
+            experts.append(False)
+            continue
+        # ---- the layers of the model represent all layers
+        traced = first.split(".")[1]
+        layers[traced] = found
+        if len(layers) == len(model.layers):
+            for index, kind in enumerate(kinds):
+                for number, unit in enumerate(layers[str(kind)]):
+                    units.append([(name.replace(f"layers.{kind}.", f"layers.{index}.", 1), s) for name, s in unit])
+                    experts.append(number == 1)
+    if rest:
+        units.insert(0, chosen(rest.values()))
+        experts.insert(0, False)
+    return tuple(units), tuple(experts)
 
 
 class TraceRecorder(TorchDispatchMode):
@@ -252,7 +296,8 @@ class TraceRecorder(TorchDispatchMode):
     def _leaving(self, index: int) -> Callable[..., None]:
         """Return the forward hook that ends segment `index`, in forward now and in backward when its gradient comes."""
 
-        def leave(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output  # with the losses of a router
             self.enter((FORWARD, index + 1))
             if output.requires_grad:
                 output.register_hook(functools.partial(self.enter, (BACKWARD, index)))

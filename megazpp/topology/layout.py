@@ -38,6 +38,7 @@ from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "island")
 NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
+EXPERT_AXES = ("ep", "expert local", "expert shard")  # of the parameters of experts, see `Layout.for_experts`
 DATA_AXES = (
     "shard",
     "local",
@@ -90,6 +91,11 @@ class Layout:
         inside = self.tp * self.local
         assert inside % self.ep == 0, f"{self.ep} expert-parallel ranks of {inside}"
         return replace(self, tp=self.ep, local=inside // self.ep, cp=1, ep=1)
+
+    @property
+    def has_expert_axes(self) -> bool:
+        """True if experts' axes have other ranks than the dense ones; only a model with experts uses them."""
+        return self.ep != self.tp
 
     @property
     def coordinates(self) -> tuple[str, ...]:
@@ -237,6 +243,9 @@ class Layout:
             "shard": (self.tp, self.shard),
             "replicate": (self.tp * self.shard, self.replicate),
             NODE: (1, self.tp * self.local),
+            "ep": (1, self.ep),
+            "expert local": (self.ep, self.tp * self.local // self.ep),
+            "expert shard": (self.ep, self.tp * self.shard // self.ep),
             "island": (self.tp * self.shard * self.replicate, self.island),
         }[axis]
 

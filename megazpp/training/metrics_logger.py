@@ -28,9 +28,9 @@ from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.model.moe import router_metrics
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
-from megazpp.parallel.dims import EXPERT_NAMES, ParallelDims
+from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import existing_rows
-from megazpp.topology.layout import AXES, NODE, WIRES
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRES
 from megazpp.training.context import RunContext
 from megazpp.training.flops import memory_line, peak_memory_bytes
 from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, closing_lines, validation_lines
@@ -261,7 +261,7 @@ def collect_traffic(dims: ParallelDims, device: torch.device) -> list[TrafficRow
         device: device for the reduction over ranks.
     """
     table = dims.counter.table()
-    keys = list(itertools.product(WIRES, (*AXES, NODE, *EXPERT_NAMES.values()), COLLECTIVES))
+    keys = list(itertools.product(WIRES, (*AXES, NODE, *EXPERT_AXES), COLLECTIVES))
     mine = [table.get(key, Traffic(0, 0)) for key in keys]
     calls = dims.world.max_(torch.tensor([t.calls for t in mine], dtype=torch.int64, device=device))
     sent = dims.world.all_reduce_(torch.tensor([t.sent_bytes for t in mine], dtype=torch.int64, device=device))

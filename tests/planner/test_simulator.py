@@ -5,6 +5,7 @@ The bytes of collectives are tested in test_step.py.
 
 import functools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from megazpp.zero.wire import plan_message
 
 
 def test_codec_reports_the_bytes_that_its_passes_touch():
-    unit, told = SimulatedUnit([("norm", (6,)), ("weight", (6, 100))], 4), []
+    axis = SimpleNamespace(size=4, rank=0)
+    unit, told = SimulatedUnit([("norm", (6,)), ("weight", (6, 100))], axis), []
     layout = plan_message(unit.segments, BlockFormat(8, 128), exact_itemsize=2)
     codec, meta = SimulatedCodec(layout, torch.bfloat16, told.append), torch.device("meta")
     shards, out = torch.empty(3, 202, dtype=torch.bfloat16, device=meta), torch.empty(202, device=meta)

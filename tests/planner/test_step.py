@@ -9,7 +9,16 @@ from unittest.mock import Mock
 import pytest
 from helpers.ranks import ranks
 from helpers.tiers import chosen
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_diloco, build_step, diloco_plan, spec_of
+from helpers.training import (
+    GPT2_STYLE,
+    LLAMA_STYLE,
+    MIXTURE_STYLE,
+    Case,
+    build_diloco,
+    build_step,
+    diloco_plan,
+    spec_of,
+)
 
 from megazpp.diloco.config import DilocoConfig
 from megazpp.optim.optimizer import OptimizerConfig
@@ -36,6 +45,7 @@ def plan(case: Case, rank: int = 0) -> StepSimulator:
         tensor_model_parallel_size=case.tp,
         context_parallel_size=case.cp,
         num_distributed_optimizer_instances=case.replicas,
+        expert_model_parallel_size=case.ep,
     )
     layout = plan_dims(config, cluster, zero_stage=case.stage, islands=case.islands)
     return StepSimulator(
@@ -137,6 +147,29 @@ def test_simulated_calls_and_bytes_equal_a_real_steps_in_order(case):
         exchanges = {("island", collective) for collective in ("all_to_all", "all_gather", "all_reduce")}
         assert {key[1:] for key in synchronized} == (exchanges if case.diloco.asked else set())
         assert "island" not in {axis for _, axis, _ in counted}
+
+
+with_experts = functools.partial(two_nodes, model=MIXTURE_STYLE, micro_batches=2)
+EXPERTS = {
+    "whole on each rank": with_experts(zero=ALL),
+    "two expert-parallel ranks": with_experts(zero=ALL, ep=2),
+    "ZeRO-3, tp": with_experts(tp=2, sequence_parallel=True),
+    "some layers, Muon": with_experts(
+        model=dataclasses.replace(MIXTURE_STYLE, num_layers=3, moe_layer_freq="[0,1,1]"), ep=2, optimizer=MUON
+    ),
+    "tp and ep": with_experts(zero=ALL, tp=2, ep=2, precision=BF16),
+}
+
+
+@pytest.mark.parametrize("case", chosen(EXPERTS, "two expert-parallel ranks"))
+def test_simulated_traffic_with_experts_equals_a_real_steps_except_for_uneven_tokens(case):
+    for rank, (counted, _, _) in enumerate(ranks(4).run(count, case)):
+        found = measure(plan(case, rank), case.micro_batches).traffic
+        tokens = ("tp", "tp", "all_to_all") if case.tp == case.ep else ("local", "ep", "all_to_all")
+        uneven = found.pop(tokens, None), counted.pop(tokens, None)
+        assert found == counted
+        assert len({None if each is None else each.calls for each in uneven}) == 1
+        assert (uneven[0] is not None) == (case.ep > 1)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
