@@ -100,7 +100,7 @@ class OuterUnit:
 
     @property
     def rows(self) -> torch.Tensor:
-        """R as rows [I, S], after a wait for a synchronization in flight."""
+        """R, the common copy of the outer weights, as rows [I, S]; waits for a synchronization in flight."""
         self.wait()
         assert self.common.weights is not None
         return self.common.weights
@@ -112,7 +112,7 @@ class OuterUnit:
         self._work = self._sent = None
 
     def begin(self) -> None:
-        """Initialize R and the outer weights from the inner weights, which must be equal in all replica groups."""
+        """Initialize R (the common outer weights) and the outer weights from the inner weights, equal in all groups."""
         self.outer.copy_(self.fill_(self.rows)[self._axis.rank])
 
     def fill_(self, rows: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
@@ -128,7 +128,7 @@ class OuterUnit:
         return rows
 
     def spread(self) -> None:
-        """Rebuild R from the outer weights of all replica groups: one all-gather, called on all ranks."""
+        """Rebuild R, the common copy, from the outer weights of all replica groups by an all-gather on all ranks."""
         self.wait()
         messages = self.common.messages
         assert messages is not None
@@ -136,7 +136,9 @@ class OuterUnit:
         self.wait()
 
     def send(self, weight: torch.Tensor, correction: Work[torch.Tensor]) -> None:
-        """Start a synchronization: send the changes since R to their owners, and gather the new R.
+        """Start a synchronization: send the changes since the last one to their owners, and gather the new R.
+
+        R is the common copy of the outer weights.
 
         Args:
             weight: weight of this group's change in the mean, a scalar.
@@ -150,12 +152,12 @@ class OuterUnit:
         self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))
 
     def merge(self, alpha: float) -> None:
-        """Set inner = alpha inner + (1 - alpha) R."""
+        """Merge R, the common outer weights, into the inner weights: inner = alpha inner + (1 - alpha) R."""
         for row, shard in self.pairs(self.rows):
             shard.lerp_(row, 1.0 - alpha) if alpha else shard.copy_(row)
 
     def swap(self) -> None:
-        """Exchange the inner weights and R."""
+        """Exchange the inner weights and R, the common outer weights, so that the model computes with R."""
         for row, shard in self.pairs(self.rows):
             inner = shard.clone()
             shard.copy_(row)
@@ -276,7 +278,10 @@ class Islands:
                 self._merge(sends, plan.merge_alpha)
 
     def finish(self) -> None:
-        """Synchronize all fragments, and set the inner weights of all groups to R; call after the run's last step."""
+        """Synchronize all fragments, and set the inner weights of all groups to the common outer weights.
+
+        Call it after the run's last step.
+        """
         self.sharding.reshard()
         self._merge_due(math.inf)
         for fragment in range(self.plan.fragments):
@@ -317,7 +322,7 @@ class Islands:
         return {name: weight for unit in self.units for name, weight in self._as_owned(unit, unit.outer)}
 
     def common(self) -> dict[str, torch.Tensor]:
-        """Return a copy of R by parameter, sharded like the parameter and equal in all groups."""
+        """Return a copy of R, the common outer weights, by parameter; sharded like it and equal in all groups."""
         found: dict[str, torch.Tensor] = {}
         for unit in self.units:
             shards = [torch.empty_like(shard) for shard in unit.unit.shards()]
@@ -349,7 +354,7 @@ class Islands:
         return found
 
     def restore(self, common: Mapping[str, Any], counts: torch.Tensor) -> None:
-        """Restore R and the counts from a checkpoint; outer weights and momentum are already loaded.
+        """Restore R (the common outer weights) and the counts; outer weights and momentum are already loaded.
 
         Args:
             common: R by parameter, as `common` returned it.
@@ -364,7 +369,7 @@ class Islands:
                 unit.fill_(unit.rows, [common[p.name].to_local() for p in unit.unit.parameters])
 
     def begin_at_outer_weights(self) -> None:
-        """Set R and the inner weights to the outer weights, which are already loaded.
+        """Set R (the common copy) and the inner weights to the outer weights, which are already loaded.
 
         All ranks of all replica groups call it.
         """
@@ -392,14 +397,14 @@ class Islands:
         self._tokens[fragment] = 0.0
 
     def _merge(self, fragment: int, alpha: float) -> None:
-        """Merge R into the inner weights of a fragment."""
+        """Merge the common outer weights into the inner weights of a fragment."""
         with torch.no_grad():
             for unit in self.fragments[fragment]:
                 unit.merge(alpha)
         self.merge_at[fragment] = 0
 
     def _swap(self) -> None:
-        """Exchange the inner weights and R of all units."""
+        """Exchange the inner weights and R, the common outer weights, in all units."""
         self.sharding.reshard()
         with torch.no_grad():
             for unit in self.units:

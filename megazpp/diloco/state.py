@@ -2,7 +2,7 @@
 
     model.{parameter}                             holds the outer weight, sharded over all ranks of all groups
     diloco.momentum.{parameter}                   its outer momentum, sharded alike
-    diloco.common.{parameter}                     R, sharded over the ranks of a group, equal in all groups
+    diloco.common.{parameter}                     R, the outer weights as all groups received them, sharded in a group
     island.{i}.inner.{parameter}                  group i's own weights, sharded like R
     island.{i}.counts, island.{i}.values          synchronization counts of group i; its loss scale and losses
     island.{i}.optimizer.., island.{i}.secondary..  moments and secondary partition of every group but the first
@@ -48,7 +48,10 @@ def island_parts(parts: Sequence[StatePart], islands: Islands, model: GPTModel, 
 
 
 class IslandState(StatePart):
-    """Inner weights, outer momentum, R and counts; restored before the parts that depend on the inner weights."""
+    """Inner weights, outer momentum, R (the groups' common copy of the outer weights) and counts.
+
+    It is restored before the parts that depend on the inner weights.
+    """
 
     prefix = ""
 

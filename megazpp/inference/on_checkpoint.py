@@ -76,7 +76,7 @@ def run_on_checkpoint(
     """Read the command line and the checkpoint's flags, load the model on all ranks, and run `work`.
 
     Args:
-        script: path of the program, which lies in a folder of the repository.
+        script: path of the program, in a folder of the repository.
         description: the program's docstring.
         extra: config class of the program's own flags.
         work: function that uses the loaded model; called on all ranks.

@@ -327,4 +327,6 @@ def bf16_note(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
         return None
-    return "this CPU has no bf16 instructions: --no-bf16 --weight-bits 16 is much faster, with the same bits at rest"
+    return (
+        "this CPU has no bf16 instructions: --no-bf16 --weight-bits 16 is much faster and keeps the weights in 16 bits"
+    )
