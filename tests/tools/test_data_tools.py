@@ -51,7 +51,7 @@ def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run_main):
         "of the first 3 documents with text, 1 end with eod (256)",
     ):
         assert said in out
-    assert out.endswith("\ndocument 0, 13 of its 13 tokens:\nHello, world\n")
+    assert out.endswith("\ndocument 0, the first 13 of 13 tokens:\nHello, world\n")
     _, out, _ = run_main(inspect_dataset.main, "--input", "my", *NULL, "--document", 2, "--tokens", 5)
     assert out.endswith("document 2, 5 of its 1,000 tokens:\nxxxxx\n")
     _, out, _ = run_main(inspect_dataset.main, "--input", "my", "--document", 3)  # without a tokenizer
