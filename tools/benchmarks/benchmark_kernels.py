@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # for a checkout without installation
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import flags_of, program
 from megazpp.kernels.block_quant import Feedback, backend, pack, range_table, unpack, unpack_onto, unpack_sum
