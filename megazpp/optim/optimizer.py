@@ -65,7 +65,7 @@ class OptimizerConfig(MuonConfig):
         check_not_negative(self, "weight_decay", "clip_grad")
         self.check_muon()
         if self.optimizer_backend == "apex" and self.optimizer != "adam":
-            raise ValueError(f"--optimizer-backend apex needs --optimizer adam, not --optimizer {self.optimizer}")
+            raise ValueError(f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}")
 
 
 def build_optimizer(
