@@ -261,7 +261,8 @@ def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
     """Return whether layers are compiled on a device of this type, and the reason for the log.
 
     --compile is the default on CUDA: small models spend more time on the host, launching kernels, than on the device,
-    and compiled layers launch fewer kernels. On a CPU compilation mostly costs more time than it saves.
+    and compiled layers launch fewer kernels. On a CPU, layers are eager by default, because compiling them takes time
+    and saves little.
 
     Raises:
         ValueError: --compile is set, but torch.compile lacks a compiler.

@@ -275,7 +275,7 @@ class TransformerLayer(nn.Module):
 
     Collectives on tp: 2 all-reduces in forward and 2 in backward. With sequence parallelism an all-gather and a
     reduce-scatter replace each of them, and backward repeats the 2 all-gathers of the forward. Full recomputation
-    repeats all collectives of the forward.
+    repeats the collectives of the forward whose results backward needs.
 
     Args:
         config: config of the model.
