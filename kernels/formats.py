@@ -27,7 +27,7 @@ class BlockFormat:
         both signs. Its sign makes m's integer negative; of +m and -m the latter counts as m. Byte j of a block holds
         q[j] + 8 in its low half and q[j + block_size / 2] + 8 in its high half.
     int4 with `clip`: m / 9 instead of the larger of the two; what is clipped has to come with the next message, by
-        error feedback. For gradients; "Gradient noise" in docs/benchmarks_raw.md has what it gains and costs.
+        error feedback. For gradients; "Gradients" in docs/benchmarks.md has what it gains and costs.
 
     Raises:
         ValueError: bits is not 4 or 8, or block_size is not a power of two in 32..2048, or clip is for 8 bits.

@@ -369,7 +369,7 @@ def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
 
 OTHERS_FLAGS = (
     "--job-name --master-port --nnodes --nproc-per-node --node-rank --rdzv-backend --rdzv-conf --master-addr "
-    "--num_gpus --ntasks-per-node --gpus-per-task --strict"
+    "--num_gpus --ntasks-per-node --gpus-per-task --strict --durations"
 )
 
 

@@ -180,7 +180,7 @@ def plan_islands(
     if config.diloco_fragments > num_layers:
         raise ValueError(f"--diloco-fragments {config.diloco_fragments} is more than --num-layers {num_layers}")
     few, short = iterations // steps < FEWEST, steps < SHORTEST
-    plain = few or short  # where momentum loses: docs/benchmarks_raw.md
+    plain = few or short  # where momentum loses: docs/benchmarks.md
     lr, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
     notices = []
     if plain and momentum is None:

@@ -360,7 +360,7 @@ class SimulatedCodec(Codec):
 
 
 # By learning rate of AdamW: bytes of lossless differences of bf16 weights as a share of 2 per weight. Measured: 0.4M
-# parameters after 200 steps; docs/concepts/lossless_deltas.md. Large models change less.
+# parameters after 200 steps; docs/benchmarks.md. Large models change less.
 LOSSLESS_SHARES = {1e-6: 0.016, 1e-5: 0.060, 1e-4: 0.131, 3e-4: 0.184, 1e-3: 0.289, 3e-3: 0.413}
 
 
