@@ -219,9 +219,9 @@ def test_pip_installs_what_there_is_and_the_page_of_tools_says_what_each_extra_i
 def test_a_command_in_the_text_has_flags_that_its_program_knows(checkout):
     help_of = functools.cache(lambda program, flag="--help": run(checkout, f"python {program} {flag}"))
     for command in re.findall(r"`(python tools/[^`]+)`", "".join(map(prose, PAGES))):
-        _, program, *words = command.split()
+        _, program, *words = shlex.split(command)
         known = help_of(program) + help_of("pretrain_gpt.py", "--help-all")
-        assert [word for word in words if re.match("--.", word) and word not in known] == [], command
+        assert [word for word in words if re.fullmatch(r"--\S+", word) and word not in known] == [], command
 
 
 def test_every_tool_has_a_line_in_the_tables_of_the_page_of_tools():
