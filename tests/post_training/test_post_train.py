@@ -354,7 +354,7 @@ REFUSED = """
     --objective sft --lora-r 2 --ref-checksum zzz | --ref-checksum zzz is no checksum of weights
     --objective sft --fp8-format hybrid --bf16 | --fp8-format hybrid needs an NVIDIA GPU
     --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is no reward
-    --objective ppo --max-completion-length 8 --reward-funcs rewards.py:nose | it has no function nose
+    --objective ppo --max-completion-length 8 --reward-funcs none.py:vowels | No such file
     --objective sft --hidden-dropout 0.1 | --hidden-dropout 0.1: post-training drops nothing out
     --objective sft --lora-r 33 | --lora-r 33 is more than the smaller side of transformer.h.0.attn.c_attn, 32
     --objective sft --lora-r 2 --lora-target-modules lm_head | --lora-target-modules lm_head is no linear
