@@ -61,10 +61,6 @@ class StatePart:
         """Go on from the targets with their values; returns a line for each thing that begins anew."""
         return []
 
-    def estimate_bytes(self) -> int:
-        """About the bytes of all ranks' tensors; 0 for small ones."""
-        return 0
-
 
 class RunValues:
     """The state of a run that is no tensor: loss scale, the optimizer's groups, losses to compare later ones with."""
@@ -129,8 +125,8 @@ class TrainState:
         return {key for key in sharded if key.endswith(names) or key.rpartition(".")[0].endswith(names)}  # its moment
 
     def estimate_bytes(self, *, optimizer: bool) -> int:
-        """About how large a checkpoint is."""
-        return sum(part.estimate_bytes() for part in self._parts_of(optimizer, True))
+        """Return about how many bytes a checkpoint takes: the fp32 weights and two moments of each."""
+        return 4 * (3 if optimizer else 1) * sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def device(self) -> torch.device:

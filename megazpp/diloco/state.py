@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from megazpp.base.files import DamagedError
-from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, from_tensor, weights_bytes
+from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, from_tensor
 from megazpp.checkpoint.state import MODEL, OPTIMIZER, SECONDARY, RunValues, Saved, StatePart, Tensors, under
 from megazpp.diloco.outer import Islands
 from megazpp.model.gpt import GPTModel
@@ -85,9 +85,6 @@ class IslandState(StatePart):
         self.restored = True
         return []
 
-    def estimate_bytes(self) -> int:
-        return (2 + self.axis.size) * weights_bytes(self.model)  # momentum and R, and inner weights
-
     def _inner(self) -> dict[str, torch.Tensor]:
         return {f"{self._own}inner.{name}": p.detach() for name, p in self.model.named_parameters()}
 
@@ -133,9 +130,6 @@ class OfIsland(StatePart):
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         return self._part.accept(under(self._prefix(self._own.source), loaded), iteration)
-
-    def estimate_bytes(self) -> int:
-        return self._own.axis.size * self._part.estimate_bytes()
 
     def _prefix(self, island: int) -> str:
         return (f"island.{island}." if island else "") + self._part.prefix

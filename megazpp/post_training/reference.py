@@ -22,7 +22,6 @@ import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SCORE_PAD, SHAPE, CheckpointMetadata, shape_of
-from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.checkpoint.weights import FrozenPlace
@@ -97,9 +96,6 @@ class SyncedModel(FrozenModel, StatePart):
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         return self.tensors()
-
-    def estimate_bytes(self) -> int:
-        return weights_bytes(self.built.model)
 
     def take(self, alpha: float) -> None:
         """Mix the policy's weights in."""

@@ -261,11 +261,6 @@ class Sharding:
         """True if there is a `secondary_state` or a `rank_state`."""
         return bool(self._residents) or any(reduce.feeds_back for reduce in self._reduces)
 
-    @property
-    def secondary_state_bytes(self) -> int:
-        """About the bytes of this rank's `secondary_state`."""
-        return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
-
     def rank_state(self) -> dict[str, torch.Tensor]:
         """The buffers that this rank alone keeps between steps, by name, to load into; other layouts begin with zeros.
 
