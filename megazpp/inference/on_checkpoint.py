@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.program import user_errors
+from megazpp.base.program import LAUNCHER_PID, user_errors
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource, find_weights, first_sound, load_weights
@@ -99,7 +100,8 @@ def run_on_checkpoint(
             print(parsed.report())
             return 0
         config = parsed.config
-        check(config, parsed.extra[0])
+        if LAUNCHER_PID not in os.environ:  # our launcher has checked the files for the workers that it starts
+            check(config, parsed.extra[0])
         place, launch = detect_rank_info(config.launch), config.launch
         if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
             place = detect_rank_info(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
@@ -125,7 +127,7 @@ def _load(
     layout, wire, notices = check_model_config(config, cluster, device_type=device.type)
     dims = ParallelDims(layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
     seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
-    tokenizer = build_tokenizer(config.tokenizer, config.data, log=say)
+    tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=say)
     for notice in (*parsed.notices, *notices):
         say(f"note: {notice}")
     spec, (extra, weights) = config.model_spec(tokenizer.vocab_size, wire), parsed.extra

@@ -170,7 +170,7 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     for flag, path in {**folders, "--data-cache-path": cache_dir(config.data)}.items():
         if path is not None:
             check_cache_dir(Path(path).expanduser(), flag)
-    tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+    tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
     if post.reward_load is not None:
         check_reward_model(config, post.reward_load, tokenizer)
     template = load_chat_template(form, tokenizer)

@@ -14,7 +14,7 @@ from megazpp.base.command_line import FlagParser, read_megatron_flags
 from megazpp.base.flags import as_words, flag, render_flags, spelling
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
-from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig
 from megazpp.optim.optimizer import OptimizerConfig
@@ -167,7 +167,9 @@ class ShowConfig:
 class ParsedRun(NamedTuple):
     """The configs of a command line: a run's, and `extra`, the program's own; origins and notices as in `Parsed`.
 
-    `name` is that of the last flag file, without folder and suffix; "run" if there is none.
+    Attributes:
+        name: name of the last flag file, without folder and suffix; "run" if there is none.
+        tokenizer: the tokenizer of `config.tokenizer`, if a check has loaded it already.
     """
 
     config: RunConfig
@@ -176,6 +178,7 @@ class ParsedRun(NamedTuple):
     name: str
     show: ShowConfig
     extra: tuple[Any, ...] = ()
+    tokenizer: Tokenizer | None = None
 
     def values(self) -> dict[str, Any]:
         """Every flag's value by field name."""

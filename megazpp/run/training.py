@@ -53,8 +53,9 @@ def run_training(
         config = parsed.config
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
         cluster = resolve_cluster(worker, config.cluster, plan.layout.cluster, on_one_machine=on_one_machine)
-        start = start_of(source, earlier)
-        plan = check_run_config(parsed.config, cluster, device_type=worker.device.type, start=start)
+        if cluster != plan.layout.cluster:  # the launcher's environment did not tell which ranks share a node
+            start = start_of(source, earlier)
+            plan = check_run_config(config, cluster, device_type=worker.device.type, start=start)
         find_product(parsed.config.model, worker.device)  # refuses a device that cannot
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
