@@ -66,7 +66,7 @@ class Weights(StatePart):
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        self._sharding.weights_changed()
+        self._sharding.invalidate_weights()
         if all(name in loaded for name, _ in self._model.named_parameters()):
             return []
         return ["the scalar head begins with random weights: the checkpoint has none"]

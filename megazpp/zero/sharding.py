@@ -146,7 +146,7 @@ class Sharding:
                 module.set_reshard_after_forward(self.stage == 3, recurse=False)
             self.reshard()
 
-    def weights_changed(self) -> None:
+    def invalidate_weights(self) -> None:
         """Have the next use of each weight gather it anew, whole.
 
         Needed only after writes that move no version counter (`parameter.data`, `torch._foreach_*`). With `zeropp`
@@ -154,6 +154,8 @@ class Sharding:
         """
         for gather in self._gathers:
             gather.drop()
+
+    weights_changed = invalidate_weights  # the method's former name, for code that uses it
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Call before the step of an optimizer that is not one of torch's; for those it is done."""

@@ -14,8 +14,8 @@ forward in which this rank has nothing to send waits for them: 1.5 round trips b
 message before it sends it.
 
 A rank votes for a unit if an optimizer that holds its parameters has made a step, if a version counter has moved, if
-`Sharding.weights_changed` was called, or if the checksum of its shard differs from that of the shard it sent last. The
-checksum sees writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed at most
+`Sharding.invalidate_weights` was called, or if the checksum of its shard differs from that of the shard it sent last.
+The checksum sees writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed at most
 once per forward, and only where the rest is silent. Backward uses the weights of its forward.
 
 On CUDA the host waits for a checksum only outside of a step. Between two forwards with gradients in succession it
@@ -262,7 +262,7 @@ class WriteWatch:
         if late:
             raise RuntimeError(
                 f"{', '.join(late)}: the weights were written to between two forwards of a step, and the second one "
-                "has used the old weights; call sharding.weights_changed() after such a write"
+                "has used the old weights; call sharding.invalidate_weights() after such a write"
             )
 
     def _units_below(self, module: nn.Module) -> list[WatchedGather]:
