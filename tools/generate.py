@@ -61,8 +61,10 @@ class GenerateConfig(ChatConfig):
     prompts_at_once: int | Literal["auto"] = flag(
         8, "prompts of one batch; keys and values of all of them are kept; auto: as many as fit, at most 256"
     )
-    kv_on: Literal["device", "host"] = flag(
-        "device", "where keys and values lie; from the host those of one layer at a time are copied to the device"
+    kv_cache_device: Literal["device", "host"] = flag(
+        "device",
+        "where keys and values lie; from the host those of one layer at a time are copied to the device",
+        aliases=("--kv-on",),
     )
 
     def __post_init__(self) -> None:
@@ -144,7 +146,7 @@ def run(loaded: Loaded) -> None:
     assert longest is not None
     sample = config.section(SampleConfig)
     sample = dataclasses.replace(sample, sample_tokens=sample.sample_tokens or DEFAULT_TOKENS)
-    on_host, size, batches = extra.kv_on == "host", extra.prompts_at_once, iter(list[list[GivenPrompt]]())
+    on_host, size, batches = extra.kv_cache_device == "host", extra.prompts_at_once, iter(list[list[GivenPrompt]]())
     if world.rank == 0:
         if size == "auto":
             size = sequences_that_fit(loaded.built[0], longest, loaded.device, on_host=on_host)

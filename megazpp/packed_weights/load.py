@@ -1,6 +1,6 @@
 """Models that are only used, built from a checkpoint: of frozen units, or with layers that stream.
 
-| --weights-on | packed weights are in       | the device holds                                                 |
+| --weights-device | packed weights are in       | the device holds                                                 |
 |--------------|-----------------------------|------------------------------------------------------------------|
 | device       | the device's memory         | all of them                                                      |
 | host         | pinned memory of the host   | the ends of the model and 1 + --prefetch-layers layers           |
@@ -46,28 +46,32 @@ class WeightsConfig:
     Where the weights of a model that is only used are kept between uses, and in how many bits.
     """
 
-    weights_on: Literal["device", "host", "disk"] = flag(
-        "device", "where weights lie between uses; of host and disk the device holds the ends and a few layers"
+    weights_device: Literal["device", "host", "disk"] = flag(
+        "device",
+        "where weights lie between uses; of host and disk the device holds the ends and a few layers",
+        aliases=("--weights-on",),
     )
     weight_bits: Literal[32, 16, 8, 4] | None = flag(
         None,
         "bits of an element of the weights at rest (default: as the model computes, so none is rounded)",
     )
     weight_store: str | None = flag(
-        None, "folder of packed weights for --weights-on disk, written once (default: in the user's cache)"
+        None, "folder of packed weights for --weights-device disk, written once (default: in the user's cache)"
     )
     prefetch_layers: int = flag(1, "layers that are fetched ahead of their use; each costs its packed bytes")
 
     def __post_init__(self) -> None:
         check_words(self)
         check_not_negative(self, "prefetch_layers")
-        if self.weight_store is not None and self.weights_on != "disk":
-            raise ValueError(f"--weight-store {self.weight_store} needs --weights-on disk, not {self.weights_on}")
+        if self.weight_store is not None and self.weights_device != "disk":
+            raise ValueError(
+                f"--weight-store {self.weight_store} needs --weights-device disk, not {self.weights_device}"
+            )
 
     @property
     def packs(self) -> bool:
         """True if weights are kept packed; else they are shards, as in a training."""
-        return self.weights_on != "device" or self.weight_bits is not None
+        return self.weights_device != "device" or self.weight_bits is not None
 
     def at_rest(self, precision: PrecisionConfig) -> tuple[int, torch.dtype]:
         """Bits of an element at rest, and the dtype of 32 and 16 bits, for a model that computes in `precision`."""
@@ -156,7 +160,7 @@ def load_streamed_model(
     plan = plan_stream(model, layers, axis.size, bits, exact)
 
     open_reader = functools.partial(_open_reader, model, spec, place, source, record)
-    on_disk, pin = config.weights_on == "disk", config.weights_on == "host" and device.type == "cuda"
+    on_disk, pin = config.weights_device == "disk", config.weights_device == "host" and device.type == "cuda"
     held: list[torch.Tensor] = []
     if on_disk:
         store = _open_store(config, source, plan, bits, model, place, open_reader)
@@ -181,7 +185,7 @@ def load_streamed_model(
     handle = StreamedUnits(model, layers, plan, kept, fetch, axis, dtype=dtype, prefetch=config.prefetch_layers)
     rounded = "" if bits >= 8 * dtype.itemsize else " (rounded: tokens may differ)"
     most = plan.device_bytes(config.prefetch_layers, fetched=on_disk or pin)
-    where = f"disk ({store.path})" if on_disk else config.weights_on
+    where = f"disk ({store.path})" if on_disk else config.weights_device
     place.say(
         f" weights: {bits} bits{rounded} from {where}; at most {most / GIGA:.3f} GB of them are in memory "
         f"at a time ({plan.kept.num_bytes / GIGA:.3f} GB stay), {plan.pass_bytes} bytes are fetched per pass"

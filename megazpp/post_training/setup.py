@@ -124,7 +124,9 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim would leave its reference behind")
     if streams and (lora or post.sync_ref_model or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
-        given = bits if configs.weights.weights_on == "device" else f"--weights-on {configs.weights.weights_on}"
+        given = (
+            bits if configs.weights.weights_device == "device" else f"--weights-device {configs.weights.weights_device}"
+        )
         why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
         if post.sync_ref_model:
             why = "with --sync-ref-model the reference is sharded like the policy"

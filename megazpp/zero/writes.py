@@ -15,8 +15,8 @@ message before it sends it.
 
 A rank votes for a unit if an optimizer that holds its parameters has made a step, if a version counter has moved, if
 `Sharding.invalidate_weights` was called, or if the checksum of its shard differs from that of the shard it sent last.
-The checksum sees writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed at most
-once per forward, and only where the rest is silent. Backward uses the weights of its forward.
+The checksum sees writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed at
+most once per forward, and only where the rest is silent. Backward uses the weights of its forward.
 
 On CUDA the host waits for a checksum only outside of a step. Between two forwards with gradients in succession it
 compares on the device, reads the result one forward later, and then all ranks raise an error.

@@ -107,7 +107,7 @@ def test_bytes_between_islands_are_those_of_4_bits_twice_and_means_over_steps():
 
 def test_a_synchronization_holds_steps_up_unless_it_hides_under_its_delay():
     slow = pair(Links(domain=Link(100.0), network=Link(0.01)))
-    delays = ("", "--diloco-delay 2", "--diloco-delay 2 --diloco-fragments 2")
+    delays = ("", "--diloco-fragment-sync-delay 2", "--diloco-fragment-sync-delay 2 --diloco-fragments 2")
     plain, late, parts = (estimate(config(f"{EVERY} {delay}"), slow) for delay in delays)
     assert plain.exposed["island"] == pytest.approx(plain.held_up / 4, rel=0.01)
     assert plain.busy["island"] == pytest.approx(late.busy["island"])
@@ -122,7 +122,7 @@ def test_a_synchronization_holds_steps_up_unless_it_hides_under_its_delay():
 
 
 def test_local_steps_are_planned_beside_the_schemes_which_have_none():
-    own = config("--diloco-steps 8 --diloco-delay 3 --diloco-islands 2 --zeropp")
+    own = config("--diloco-steps 8 --diloco-fragment-sync-delay 3 --diloco-islands 2 --zeropp")
     plain = changed(own, zero={"zeropp": False})
     assert local_steps(own, Cluster(num_nodes=1, ranks_per_node=4)) == {}
     assert local_steps(own, FOUR_NODES) == {"--diloco-steps 8": own}

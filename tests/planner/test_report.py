@@ -105,7 +105,7 @@ def test_local_steps_stand_beside_the_schemes_as_another_algorithm_and_no_verdic
 
 
 def test_a_run_with_local_steps_has_its_means_and_its_candidates_keep_them():
-    text = report("--diloco-steps 10 --diloco-delay 2")
+    text = report("--diloco-steps 10 --diloco-fragment-sync-delay 2")
     sent = r"a node sends to other islands: ([\d.]+) MB every 10 steps, ([\d.]+) MB per step"
     ((each, mean),) = re.findall(sent, text)
     assert float(mean) == pytest.approx(float(each) / 10, abs=1e-3)

@@ -4,6 +4,7 @@ import dataclasses
 import typing
 from typing import Any
 
+from generate import GenerateConfig
 from helpers.refusals import not_refused
 from helpers.small_run import ROOT, SMALL, parse
 from train_tokenizer import TrainTokenizerConfig
@@ -14,6 +15,7 @@ from megazpp.convert.convert import ConvertConfig
 from megazpp.data.preprocess import PreprocessConfig
 from megazpp.diloco.config import DilocoConfig
 from megazpp.features import FEATURES
+from megazpp.packed_weights.load import WeightsConfig
 from megazpp.post_training.setup import EXTRA
 from megazpp.run.arguments import parse_run_config, run_configs, section_configs
 from megazpp.run.checks import check_run_config
@@ -106,6 +108,14 @@ def test_the_args_txt_of_4e7c419_still_repeats_its_run():
     assert parsed.config.stop.exit_interval is None
     ignored = {notice.split()[1] for notice in parsed.notices}
     assert {"--manual-gc", "--no-use-flash-attn", "--timing-log-option"} <= ignored
+
+
+def test_former_spellings_of_flags_are_aliases():
+    words = "--diloco-steps 4 --diloco-delay 2 --diloco-merge-alpha 0.25 --weights-on host --kv-on host"
+    parsed = parse_run_config(words.split(), ROOT, features=FEATURES, extra=[WeightsConfig, GenerateConfig])
+    islands, (weights, prompts) = parsed.config.section(DilocoConfig), parsed.extra
+    assert (islands.diloco_fragment_sync_delay, islands.diloco_fragment_update_alpha) == (2, 0.25)
+    assert (weights.weights_device, prompts.kv_cache_device) == ("host", "host")
 
 
 def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path):
