@@ -13,7 +13,7 @@ each brings its bytes there on a path of its own, first the one, then the other.
 Each message of a ring has the latency of its own link (NCCL's tuning.cc counts the same way): of 384 ranks in 24 nodes
 23 links are the network's.
 
-A cluster file names its calibration (`device: {shares: h100}`): the shares of data sheets that programs reach.
+A cluster file names its calibration (`device: {calibration: h100}`): the shares of data sheets that programs reach.
 tests/planner/test_published.py has every published figure, and what the planner predicts of it.
 """
 
@@ -34,7 +34,7 @@ TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
 CALL_MICROSECONDS = 8.4  # of every collective (the same file, baseLat)
 
 
-class Shares(NamedTuple):
+class Efficiency(NamedTuple):
     """Parts of data sheets' figures that programs reach.
 
     Attributes:
@@ -54,12 +54,12 @@ class Shares(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Shares, where they come from with the errors against published figures, and the fewest tokens compared.
+    """The efficiency of a kind of device, its source with the errors against published figures, and its range.
 
     With fewer `tokens` per rank and micro-batch, what is no product counts more.
     """
 
-    shares: Shares
+    efficiency: Efficiency
     rests_on: str
     tokens: float = math.inf
 
@@ -68,48 +68,48 @@ class Calibration(NamedTuple):
 V100_MATRIX_SHARE = 0.664
 NCCL_BLOCKS = 32  # most that a collective runs on, a multiprocessor each (MAXCHANNELS); V100 has 80, H100 132
 # Assumed before anything was compared: products reach what they do on V100, memory and links four fifths.
-ASSUMED_SHARES = Shares(
+ASSUMED_EFFICIENCY = Efficiency(
     matrix=V100_MATRIX_SHARE, memory=0.8, domain=0.8, node=0.8, network=0.8, beside=round(NCCL_BLOCKS / 132, 3)
 )
 # Fitted to the published rows of tests/planner/test_published.py, which has the errors. Few figures fix them, so each
 # is what makes those come out, not what a benchmark of that part would show: V100's "memory" holds every pass over
 # memory that DeepSpeed makes and FSDP2 does not, H800's "matrix" everything that is no product.
-DGX2_SHARES = ASSUMED_SHARES._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)
-H100_SHARES = ASSUMED_SHARES._replace(matrix=0.428)
-H800_SHARES = ASSUMED_SHARES._replace(matrix=0.152, network=0.179)  # of eight adapters of 400 Gbit/s
+DGX2_EFFICIENCY = ASSUMED_EFFICIENCY._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)
+H100_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.428)
+H800_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.152, network=0.179)  # of eight adapters of 400 Gbit/s
 
 CALIBRATIONS = {
     "v100": Calibration(
-        DGX2_SHARES,
+        DGX2_EFFICIENCY,
         "v100: fitted to two published runs of ZeRO-3 and ZeRO++ on DGX-2 (arXiv 2306.10209); on the eight others "
         "TFLOP/s and speed-up are 7 % off in the median, the speed-up at most 39 %",
         1024,
     ),
     "a100": Calibration(
-        ASSUMED_SHARES,
+        ASSUMED_EFFICIENCY,
         "a100: fitted to nothing; five published runs of FSDP2 on 64 A100, Llama 8B to 70B, come out within 5 %",
         8192,
     ),
     "h100": Calibration(
-        H100_SHARES,
+        H100_EFFICIENCY,
         "h100: fitted to a published run of FSDP2 on 8 H100 of 500 W (Llama 8B, 16,384 tokens per GPU and "
         "micro-batch); that on 128 GPUs comes out 2.5 % too fast (with h800's share of the network 4 % too slow), "
         "and nothing else was compared",
         16384,
     ),
     "h800": Calibration(
-        H800_SHARES,
+        H800_EFFICIENCY,
         "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit), where "
         "all that is no product takes most of the time; on its two other models TFLOP/s are 8 to 18 % off",
         0,
     ),
 }
-UNCHECKED = Calibration(ASSUMED_SHARES, "shares of the data sheet that came out on A100")
+UNCHECKED = Calibration(ASSUMED_EFFICIENCY, "shares of the data sheet that came out on A100")
 
 
 def calibration_for(device: Device | None) -> Calibration:
     """The calibration that the cluster file names, or the assumed one."""
-    return UNCHECKED if device is None or device.shares is None else CALIBRATIONS[device.shares]
+    return UNCHECKED if device is None or device.calibration is None else CALIBRATIONS[device.calibration]
 
 
 class Operation(NamedTuple):
@@ -161,14 +161,14 @@ class ClusterCosts(Costs):
         ValueError: a figure that is needed is not in the cluster file.
     """
 
-    def __init__(self, layout: Layout, shares: Shares, *, free: tuple[str, ...] = ()) -> None:
+    def __init__(self, layout: Layout, efficiency: Efficiency, *, free: tuple[str, ...] = ()) -> None:
         device = layout.cluster.device
         if device is None:
             raise ValueError("--cluster-file: device is not given (name, teraflops, gigabytes, gigabytes_per_second)")
-        self.beside = shares.beside
-        self._flops_per_second = 1e12 * device.teraflops * shares.matrix
-        self._bytes_per_second = 1e9 * device.gigabytes_per_second * shares.memory
-        self._axes = {axis: AxisCost(layout, axis, shares) for axis in (*AXES, NODE) if axis not in free}
+        self.beside = efficiency.beside
+        self._flops_per_second = 1e12 * device.teraflops * efficiency.matrix
+        self._bytes_per_second = 1e9 * device.gigabytes_per_second * efficiency.memory
+        self._axes = {axis: AxisCost(layout, axis, efficiency) for axis in (*AXES, NODE) if axis not in free}
 
     def operation(self, operation: Operation) -> float:
         seconds = self.memory(operation.bytes)
@@ -192,7 +192,7 @@ class AxisCost:
         ValueError: a link that the axis rides is not in the cluster file.
     """
 
-    def __init__(self, layout: Layout, axis: str, shares: Shares) -> None:
+    def __init__(self, layout: Layout, axis: str, efficiency: Efficiency) -> None:
         cluster = layout.cluster
         known = {} if cluster.links is None else cluster.links.known
         self._size, self._byte_seconds = layout.axis_size(axis), 0.0
@@ -201,10 +201,10 @@ class AxisCost:
                 raise ValueError(f"--cluster-file: links.{kind} is not given, and axis {axis} rides it")
             link, is_network = known[kind], kind == "network"
             senders = max(count / cluster.num_nodes, 1.0) if is_network else 1.0
-            share: float = 1.0 if link.is_measured else getattr(shares, kind)
+            share: float = 1.0 if link.is_measured else getattr(efficiency, kind)
             byte_seconds = senders / (link.gigabytes_per_second * share)
             if is_network and not link.is_measured:
-                byte_seconds += 1.0 / shares.uplink
+                byte_seconds += 1.0 / efficiency.uplink
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
 
         def latency(kind: LinkKind, default: dict[str, float]) -> float:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
-SHARES = ("v100", "a100", "h100", "h800")  # calibrations of --plan
+CALIBRATION_NAMES = ("v100", "a100", "h100", "h800")  # calibrations of --plan
 MEASURED = "measured"  # how the source of a measured figure begins
 MOST_RANKS = 1 << 20  # of a cluster; an order, and the groups of an axis, are lists of ranks
 
@@ -174,5 +174,5 @@ class Device(NamedTuple):
     gigabytes: float  # memory (1e9 bytes)
     gigabytes_per_second: float  # of that memory
     source: str = ""
-    shares: str | None = None  # what programs reach of these: one of SHARES
+    calibration: str | None = None  # how much of these figures programs reach: one of CALIBRATION_NAMES
     price_per_hour: float | None = None  # of one, in any currency

@@ -65,10 +65,10 @@ def test_what_does_not_fit_says_what_it_needs_and_what_would_help_and_nothing_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shares", "warns"), [(None, True), ("h100", True), ("h800", False)])
-def test_times_rest_on_shares_and_those_that_were_not_checked_for_so_few_tokens_come_with_a_warning(shares, warns):
-    text = report("--micro-batch-size 1", device=SMALL._replace(shares=shares))
-    assert f"times rest on {shares or 'shares of the data sheet'}" in text
+@pytest.mark.parametrize(("calibration", "warns"), [(None, True), ("h100", True), ("h800", False)])
+def test_times_rest_on_shares_and_those_that_were_not_checked_for_so_few_tokens_come_with_a_warning(calibration, warns):
+    text = report("--micro-batch-size 1", device=SMALL._replace(calibration=calibration))
+    assert f"times rest on {calibration or 'shares of the data sheet'}" in text
     assert ("warning: that was not checked for this device or so few tokens" in text) == warns
 
 
@@ -85,7 +85,7 @@ def test_longer_contexts_fit_on_more_ranks_that_split_them():
 
 @pytest.mark.slow
 def test_days_and_money_are_those_of_all_samples_and_mfu_says_what_it_counts():
-    text = report("--train-iters 100000", device=SMALL._replace(shares="h800", price_per_hour=2.5))
+    text = report("--train-iters 100000", device=SMALL._replace(calibration="h800", price_per_hour=2.5))
     (step,) = re.findall(r"a step takes ([\d.]+) s, of which", text)
     ((days, money),) = re.findall(r"800,000 samples take ([\d.]+) days on 4 GPU\(s\), ([\d,]+) at 2.5 a GPU-hour", text)
     expected = float(step) * 100000 / 86400
