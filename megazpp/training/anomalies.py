@@ -129,7 +129,7 @@ class Guard:
         verify_interval: steps between two comparisons of the gathered weights; None: never.
         rewind: takes weights and moments back to the last checkpoint and returns its iteration; called on all ranks.
             None: a spike is only skipped.
-        islands: each decides for itself whether it takes a step; what ends the job or goes back waits for `settle`.
+        islands: each decides for itself whether it takes a step; what ends the job or goes back waits for `resolve`.
     """
 
     config: AnomalyConfig
@@ -186,10 +186,10 @@ class Guard:
 
     @property
     def found(self) -> tuple[bool, bool]:
-        """Tell whether this island has seen what is not finite, and whether it wants to go back, since `settle`."""
+        """Tell whether this island has seen what is not finite, and whether it wants to go back, since `resolve`."""
         return self._failure is not None, self._wants_back
 
-    def settle(self, *, failed: bool, back: bool) -> bool:
+    def resolve(self, *, failed: bool, back: bool) -> bool:
         """End the job, or go back, because some island has to; called on all ranks of all islands. Returns `back`.
 
         Raises:

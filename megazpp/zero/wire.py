@@ -285,7 +285,7 @@ class LosslessCodec:
     @property
     def message_bytes(self) -> int:
         """Bytes of the next message."""
-        self.settle()
+        self.read_counters()
         last, before = self.recent.tolist()
         needed = int((last + max(last - before, 0)) * (1 + ROOM)) + SPARE
         return message_bytes(self.size, min(needed, 2 * self.size) if before else None)
@@ -313,7 +313,7 @@ class LosslessCodec:
             arrived.record()
         self._arriving = found, arrived
 
-    def settle(self) -> None:
+    def read_counters(self) -> None:
         """Take the numbers of the last difference; waits for the device if it has not got there."""
         if self._arriving is None:
             return

@@ -178,11 +178,11 @@ def test_an_island_leaves_its_weights_alone_and_the_job_ends_when_islands_meet()
     watched = Watched(islands=True)
     assert watched.takes(1.0) == [True]
     assert watched.guard.found == (False, False)
-    assert not watched.guard.settle(failed=False, back=False)
+    assert not watched.guard.resolve(failed=False, back=False)
     assert watched.takes(NAN) == watched.takes(1.0, norm=INF) == [False]
     assert watched.guard.found == (True, False)
     with pytest.raises(NotFiniteError, match="iteration 2: "):  # the first of them
-        watched.guard.settle(failed=True, back=False)
+        watched.guard.resolve(failed=True, back=False)
 
 
 def test_where_islands_failed_in_two_steps_only_the_one_that_is_told_of_names_ranks():
@@ -190,7 +190,7 @@ def test_where_islands_failed_in_two_steps_only_the_one_that_is_told_of_names_ra
     watched = Watched(islands=True)
     watched.guard.run.dims.world = mock.Mock(gather_objects=lambda own: reports, share_object=lambda message: message)
     with pytest.raises(NotFiniteError) as error:
-        watched.guard.settle(failed=True, back=False)
+        watched.guard.resolve(failed=True, back=False)
     first, *others = str(error.value).splitlines()
     assert first.startswith("iteration 3: ")
     assert [line.rpartition(" ")[2] for line in others] == ["0", "2"]
@@ -202,7 +202,7 @@ def test_an_island_whose_loss_jumps_goes_back_with_all_when_islands_meet():
     assert watched.takes(*(3.0, 3.1) * 15, 9.0) == [True] * 30 + [False]
     assert (watched.guard.found, back.call_count) == ((False, True), 0)
     assert watched.said[-1].endswith("the weights of all islands go back when they synchronize")
-    assert watched.guard.settle(failed=False, back=True)
+    assert watched.guard.resolve(failed=False, back=True)
     assert (watched.guard.found, back.call_count) == ((False, False), 1)
     assert watched.said[-1] == "the loss of an island has jumped, and the weights go back to those of iteration 7"
     assert len(watched.history.losses) == 31
