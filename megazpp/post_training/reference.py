@@ -116,7 +116,7 @@ def find_frozen(
 ) -> tuple[LoadSource, CheckpointMetadata]:
     """Find the checkpoint of a frozen model and its record; raise ValueError if there is none, or no scalar head."""
     source, record = find_weights(folder, iteration, lora_base=lora_base)
-    if scalar_head and record.flags.get("objective") != "reward":
+    if scalar_head and not record.is_reward_model:
         raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
     return source, record
 

@@ -250,8 +250,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
             raise ValueError(
                 f"{given}: {source.folder.name} was trained the other way, which its reference follows from"
             )
-        if lora.lora_r is not None:
-            base = find_bases(source.folder.path, earlier, source.lora_base)[0]
+        if earlier.adapters is not None:
+            base = find_bases(source.folder.path, earlier.adapters, source.lora_base)[0]
             free |= {"ref_load": str(base.parent.resolve()), "ref_ckpt_step": iteration_of(base)}
     if post.ref_load is not None:
         if post.sync_ref_model or not post.needs_reference:
