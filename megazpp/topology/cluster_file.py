@@ -139,10 +139,10 @@ def read_cluster(path: str | Path) -> Cluster:
     """The cluster that a file describes.
 
     Raises:
-        ValueError: naming the file, and the key and value that are missing, unknown, doubled or mean nothing.
+        ValueError: the file cannot be read, or a key or its value is missing, unknown or wrong; the message names them.
     """
     try:
-        return _cluster(yaml.load(Path(path).read_text(encoding="utf-8"), _Loader), source=str(path))
+        return _cluster(yaml.safe_load(Path(path).read_text(encoding="utf-8")), source=str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--cluster-file {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
@@ -177,18 +177,6 @@ def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
     return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose keys may not be doubled: the plain loader would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(problem=f"key {key.value} twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def _cluster(content: Any, *, source: str) -> Cluster:
     """`source` is that of figures that name none."""
     top = _mapping("the file", content, KEYS, needed=("nodes", "ranks_per_node"))
@@ -205,14 +193,11 @@ def _cluster(content: Any, *, source: str) -> Cluster:
         return cluster
     if order == "cyclic":
         return dataclasses.replace(cluster, order=cyclic_order(nodes, per_node))
-    if not isinstance(order, list) or not all(isinstance(ranks, list) for ranks in order):
-        raise ValueError(f"rank_order {order!r} is not block, cyclic or one list of ranks for each node")
-    if len(order) != nodes:
-        raise ValueError(f"rank_order has lists for {len(order)} node(s), nodes is {nodes}")
-    for node, ranks in enumerate(order):
-        if len(ranks) != per_node or any(type(rank) is not int for rank in ranks):
-            raise ValueError(f"rank_order {ranks} of node {node} is not a list of {per_node} ranks (ranks_per_node)")
-    return dataclasses.replace(cluster, order=tuple(rank for ranks in order for rank in ranks))
+    lists = order if isinstance(order, list) and all(isinstance(ranks, list) for ranks in order) else []
+    if [len(ranks) for ranks in lists] != [per_node] * nodes:
+        lists_wanted = f"one list of {per_node} ranks for each of {nodes} node(s)"
+        raise ValueError(f"rank_order {order!r} is not block, cyclic or {lists_wanted}")
+    return dataclasses.replace(cluster, order=tuple(rank for ranks in lists for rank in ranks))
 
 
 def _link(where: str, value: Any, source: str) -> Link:
@@ -222,10 +207,8 @@ def _link(where: str, value: Any, source: str) -> Link:
         raise ValueError(f"{where} {given} needs one of gigabytes_per_second and gigabits_per_second")
     speed = _number(f"{where}.{speeds[0]}", given[speeds[0]])
     latency = _number(f"{where}.microseconds", given["microseconds"]) if "microseconds" in given else None
-    source = given.get("source", source)
-    if not isinstance(source, str):
-        raise ValueError(f"{where}.source {source!r} is not text")
-    return Link(speed / 8 if speeds[0] == "gigabits_per_second" else speed, latency, source)
+    speed = speed / 8 if speeds[0] == "gigabits_per_second" else speed
+    return Link(speed, latency, str(given.get("source", source)))
 
 
 def _device(value: Any, source: str) -> Device:
