@@ -375,13 +375,9 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hin
     if bool in parts:
         settings["action"] = argparse.BooleanOptionalAction
     else:
-        settings |= _one_value(parts, optional, spec.metavar or _metavar(field.name))
+        names_path = field.name.endswith(("path", "file", "dir", "folder", "model", "save", "load"))
+        settings |= _one_value(parts, optional, spec.metavar or ("PATH" if names_path else None))
     return group.add_argument(flag_name(field), *spec.aliases, **settings), optional
-
-
-def _metavar(name: str) -> str | None:
-    """The placeholder for a value of the field `name`, if the name says that it is a path."""
-    return "PATH" if name.endswith(("path", "file", "dir", "folder", "model", "save", "load")) else None
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:

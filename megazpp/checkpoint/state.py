@@ -124,10 +124,6 @@ class TrainState:
         sharded = (key for key, x in tensors.items() if isinstance(x, DTensor) and x.ndim > 0)
         return {key for key in sharded if key.endswith(names) or key.rpartition(".")[0].endswith(names)}  # its moment
 
-    def estimate_bytes(self, *, optimizer: bool) -> int:
-        """Return about how many bytes a checkpoint takes: the fp32 weights and two moments of each."""
-        return 4 * (3 if optimizer else 1) * sum(parameter.numel() for parameter in self.model.parameters())
-
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device

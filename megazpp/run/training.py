@@ -75,8 +75,6 @@ def run_training(
         run.log(mfu_convention(meter.flops_per_token, device_name(run.device), meter.peak_flops), short="")
         progress = trainer.train(progress, schedule, stops, worker)
         trainer.finish(progress, evaluate=not stops.hurried)
-        if not stops.hurried:
-            trainer.finish_features()
         if source is not None and resumed is None:
             run.log(f"note: {source.folder.name} had no checkpoint; this run started from random weights")
         if run.folder is not None:
