@@ -46,7 +46,7 @@ def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluste
     """The cluster of the file or of the flags.
 
     Raises:
-        ValueError: neither or both are given, or a size is not positive.
+        ValueError: neither or both are given, or the sizes make no cluster.
     """
     sizes = {"--nodes": args.nodes, "--ranks-per-node": args.ranks_per_node, "--fast-domain": args.fast_domain}
     given = [f"{flag} {value}" for flag, value in sizes.items() if value is not None]
@@ -56,9 +56,6 @@ def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluste
         return read_cluster(cluster_file)
     if args.nodes is None or args.ranks_per_node is None:
         raise ValueError("which cluster? give --cluster-file FILE, or --nodes N and --ranks-per-node R")
-    for flag, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value} is not positive")
     return Cluster(
         num_nodes=args.nodes,
         ranks_per_node=args.ranks_per_node,

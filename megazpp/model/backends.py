@@ -82,8 +82,6 @@ def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype:
     """Give the reason that attention inside documents takes a mask of S x S; None where `variable_length` is used."""
     if capability is None:
         return "only CUDA has a kernel for documents"
-    if "window_size" not in VARLEN_ARGUMENTS:
-        return f"torch {torch.__version__}'s varlen_attn has no window_size"
     if capability < FIRST_CAPABILITY:
         return f"varlen_attn needs compute capability 8.0, not {capability[0]}.{capability[1]}"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -175,7 +175,7 @@ def test_a_compiled_layer_takes_documents_in_one_graph():
             layer(x, gpt._attention_inputs(positions, starts, None, SEQ)).sum().backward()
 
 
-def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(monkeypatch):
+def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask():
     def reason(changes: dict[str, Any], capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
         return mask_reason(dataclasses.replace(WIDE["llama"], **changes), capability=capability, dtype=dtype)
 
@@ -189,8 +189,6 @@ def test_what_the_kernel_cannot_do_is_said_and_takes_a_mask(monkeypatch):
     ):
         assert words in reason(*given)
     assert reason({}, A100, torch.bfloat16) is reason({}, H100, torch.float16) is None
-    monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset({"is_causal"}))
-    assert "has no window_size" in reason({}, H100, torch.bfloat16)
 
 
 def test_a_cpu_takes_a_mask_and_a_gpu_the_kernel_and_the_table_names_both(monkeypatch):

@@ -71,7 +71,7 @@ plan | --cluster-file and --vocab-size are needed
 plan --cluster-file x.yaml --micro-batch-size none | --micro-batch-size is required
 show_topology | --cluster-file FILE, or --nodes N
 show_topology --nodes 2 | which cluster
-show_topology --nodes 0 --ranks-per-node 2 | --nodes 0 is not positive
+show_topology --nodes 0 --ranks-per-node 2 | a cluster has at least one of each
 show_topology --nodes 2 --cluster-file x.yaml | --cluster-file x.yaml and --nodes 2 both
 show_topology --cluster-file nowhere.yaml | --cluster-file nowhere.yaml cannot be read
 show_topology --nodes 2 --ranks-per-node 4 --tensor-model-parallel-size 3 | --tensor-model-parallel-size 3
