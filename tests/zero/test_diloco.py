@@ -134,7 +134,7 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], lis
 
 
 MOMENTUM = exact(2, outer_lr=0.7, outer_momentum=0.9)
-FRAGMENTS = exact(4, fragments=2, delay=3, merge_alpha=0.25, outer_lr=0.8, outer_momentum=0.5)
+FRAGMENTS = exact(4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.25, outer_lr=0.8, outer_momentum=0.5)
 PAIRS = exact(2, islands=2, outer_momentum=0.5, outer_lr=0.9)
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 SIMULATED = {
@@ -145,9 +145,12 @@ SIMULATED = {
         3,
         Case(nodes=3, global_batch=12, diloco=dataclasses.replace(MOMENTUM, diloco_fragment_sync_delay=1)),
     ),
-    "4 islands": (4, Case(nodes=4, documents=True, diloco=exact(2, delay=1))),
+    "4 islands": (4, Case(nodes=4, documents=True, diloco=exact(2, fragment_sync_delay=1))),
     "islands of two nodes": (4, Case(nodes=4, zero=EXACT, diloco=PAIRS)),
-    "of two nodes, stage 1": (4, Case(nodes=4, stage=1, diloco=exact(2, islands=2, fragments=2, delay=1))),
+    "of two nodes, stage 1": (
+        4,
+        Case(nodes=4, stage=1, diloco=exact(2, islands=2, fragments=2, fragment_sync_delay=1)),
+    ),
     "tp 2 x 2 x 2": (8, Case(nodes=4, tp=2, vocab_size=100, diloco=PAIRS)),
 }
 
