@@ -45,6 +45,26 @@ class TrainingProgress(NamedTuple):
     stop_reason: str | None = None
 
 
+class SavedAdapters(NamedTuple):
+    """The LoRA adapters that a checkpoint holds in place of all weights.
+
+    Attributes:
+        rank, alpha, dropout: LoRA's r, alpha, and dropout probability.
+        targets: names of the layers that have adapters; None for the default layers.
+        base: folder of the checkpoints that the adapters were trained on.
+        base_iteration: iteration of the base; None for the latest.
+        base_checksum: checksum of the base's weights, see checkpoint/weights.py.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...] | None
+    base: str
+    base_iteration: int | None
+    base_checksum: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
     """A checkpoint's description of its run.
@@ -77,6 +97,31 @@ class CheckpointMetadata:
     wandb_run_id: str | None = None
     torch: str = ""
     format: int = field(default=FORMAT)
+
+    @property
+    def model(self) -> GPTConfig:
+        """The shape of the saved model; other fields have their defaults."""
+        return GPTConfig(**shape_of(self.flags))
+
+    @property
+    def adapters(self) -> SavedAdapters | None:
+        """The adapters of a LoRA run; None where the checkpoint holds all weights."""
+        if self.flags.get("lora_r") is None:
+            return None
+        names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+        rank, alpha, dropout, targets = (self.flags[name] for name in names)
+        base, iteration, checksum = (self.flags[name] for name in ("ref_load", "ref_ckpt_step", "ref_checksum"))
+        return SavedAdapters(rank, alpha, dropout, targets and tuple(targets), base, iteration, checksum)
+
+    @property
+    def is_reward_model(self) -> bool:
+        """True if the model was trained to score texts by its scalar head."""
+        return self.flags.get("objective") == "reward"
+
+    @property
+    def adds_special_tokens(self) -> bool | None:
+        """True if texts got special tokens; None in checkpoints that are older than the flag."""
+        return self.flags.get("add_special_tokens")
 
     def as_json(self) -> str:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

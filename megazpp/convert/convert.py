@@ -80,7 +80,7 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
     adapter, trained = None if config.adapter is None else Path(config.adapter).expanduser(), False
     if kind == "megazpp":
         folder = CheckpointFolder(source, "--input")
-        trained = find_weights(folder, config.ckpt_step, lora_base=config.lora_base)[1].flags.get("lora_r") is not None
+        trained = find_weights(folder, config.ckpt_step, lora_base=config.lora_base)[1].adapters is not None
     merges = kind == wanted == "megazpp" and (adapter is not None or trained)
     if config.keep_adapters and (merges or not trained):
         raise ValueError(f"--keep-adapters: --input {source} has to be a LoRA run's, and --output for Hugging Face")
@@ -136,7 +136,7 @@ def export(
     keep_adapters: bool = False,
 ) -> str:
     """Our checkpoint to a Hugging Face folder; with `keep_adapters`, `model` is their base, and they go to adapter/."""
-    if HEAD in model.tensors and record.flags.get("objective") != "reward":
+    if HEAD in model.tensors and not record.is_reward_model:
         say("note: the policy's value head (scalar_head) is left out: a language model has none")
         model = model._replace(tensors={name: entry for name, entry in model.tensors.items() if name != HEAD})
     name, tokenizer = class_name(model), open_tokenizer(source, record, given, say)

@@ -57,11 +57,12 @@ def read_trained(
     folder: Path, record: CheckpointMetadata, config: GPTConfig
 ) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
     """The adapters of a LoRA run's checkpoint, and the scalar head beside them, whole."""
-    flags, reader = record.flags, SafeReader(CheckpointFolder(folder, "--input").of(record.progress.iteration))
-    targets = tuple(flags["lora_target_modules"] or default_targets(config))
-    settings = AdapterSettings(flags["lora_r"], flags["lora_alpha"], flags["lora_dropout"], targets)
+    reader, saved = SafeReader(CheckpointFolder(folder, "--input").of(record.progress.iteration)), record.adapters
+    assert saved is not None, "the checkpoint holds no adapters"
+    targets = saved.targets or default_targets(config)
+    settings = AdapterSettings(saved.rank, saved.alpha, saved.dropout, targets, checksum=saved.base_checksum)
     tensors = {name: reader.read_whole(MODEL + name) for name in under(MODEL, reader.tensors())}
-    return settings._replace(checksum=flags["ref_checksum"]), tensors
+    return settings, tensors
 
 
 def open_tokenizer(
@@ -77,7 +78,7 @@ def open_tokenizer(
     if names_tokenizer(given):
         tokenizer = load_tokenizer(given)
     elif record.tokenizer_folder is not None:
-        adds = bool(record.flags.get("add_special_tokens", False))
+        adds = bool(record.adds_special_tokens)
         found = read_tokenizer(folder, record.tokenizer_folder)
         tokenizer = load_tokenizer(dataclasses.replace(found, add_special_tokens=adds, eos_token=given.eos_token))
     else:

@@ -105,10 +105,20 @@ _LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20  # sequences of a dataset, and token
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer"
 
 
-def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
-    """Open every file that the flags name before anything is started; a ValueError names the flag and the file."""
+def check_inputs(
+    config: DataConfig, tokenizer: TokenizerConfig, *, loaded: Tokenizer | None = None
+) -> Tokenizer | None:
+    """Open every file that the flags name before anything is started; a ValueError names the flag and the file.
+
+    Args:
+        config: sources of data and the cache directory.
+        tokenizer: flags of the tokenizer.
+        loaded: the tokenizer of those flags, if it has been loaded already.
+    Returns:
+        The tokenizer that the flags name, or None if one is to be trained.
+    """
     _require_source(config)
-    loaded, sources = load_tokenizer(tokenizer), list[DataSource]()
+    loaded, sources = loaded or load_tokenizer(tokenizer), list[DataSource]()
     if loaded is None and not (config.text_path or config.mock_data):
         raise ValueError(_NO_TOKENIZER)
     check_cache_dir(cache_dir(config))
@@ -118,6 +128,7 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
         sources += open_sources(values, flag_name=flag_name)[0]
     if loaded is not None:
         check_marks([source.sequences for source in sources], loaded, " ".join(source.name for source in sources))
+    return loaded
 
 
 def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:

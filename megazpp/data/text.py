@@ -6,6 +6,7 @@ text. Cache keys are hashes of the contents, so a file may move, and an edited o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
@@ -198,12 +199,16 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
 
 
 def content_hash(paths: Sequence[Path]) -> list[str]:
-    """Kind and hash of each file, for cache keys."""
-    hashes = []
-    for path in paths:
-        with open(path, "rb") as file:
-            hashes.append(kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest())
-    return hashes
+    """Return the kind and the hash of each file, for cache keys; a file that has not changed is read once."""
+    states = [(path, path.stat()) for path in paths]
+    return [kind_of(path) + _content_hash(path.resolve(), state.st_mtime_ns, state.st_size) for path, state in states]
+
+
+@functools.lru_cache(maxsize=1024)
+def _content_hash(path: Path, modified_ns: int, size: int) -> str:
+    """Hash the content of a file; the time of its last change and its size are part of the cache's key."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _names(paths: Sequence[Path]) -> str:

@@ -105,8 +105,6 @@ def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype:
     """
     if capability is None:
         return "only NVIDIA GPUs have a kernel for attention inside documents"
-    if "window_size" not in VARLEN_ARGUMENTS:
-        return f"torch {torch.__version__}'s varlen_attn has no window_size"
     if capability < FIRST_CAPABILITY:
         return f"varlen_attn needs compute capability 8.0, not {capability[0]}.{capability[1]}"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -229,4 +229,4 @@ def _begin_with(built: ShardedModel, tensors: Mapping[str, torch.Tensor]) -> Non
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 parameter.copy_(value)
-    built.sharding.weights_changed()
+    built.sharding.invalidate_weights()

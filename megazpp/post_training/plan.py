@@ -7,7 +7,8 @@ Memory (--plan, by planner/step.py) is that of each phase at its fullest moment:
     training   forward, backward and update of the policy, or of its adapters on a frozen base
 
 The policy's shards, moments and kept weights, and the frozen models, are there in all of them; of models that stream
-(--weights-on host or disk) what the device has of them. Of a policy's scalar head (reward, ppo) its shards are counted.
+(--weights-device host or disk) what the device has of them. Of a policy's scalar head (reward, ppo) its shards are
+counted.
 
 The step (--dry-run, by planner/dry_run.py) is the program's own: the policy or its adapters on a frozen base, the
 objective, and the forwards of reference and reward model. Completions are not drawn.
@@ -166,7 +167,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
         ValueError: flags that do not fit each other or the cluster, no --vocab-size, or weights that would be read.
     """
     if configs.weights.packs:
-        raise ValueError("--dry-run reads no weights: --weights-on and --weight-bits are for --plan")
+        raise ValueError("--dry-run reads no weights: --weights-device and --weight-bits are for --plan")
     config, plan = plan_dry_run(config, cluster, rank)
     post, lora, base_bytes, trained = configs.training, configs.lora, 0, 0
 
@@ -289,5 +290,5 @@ def _streamed_bytes(config: RunConfig, configs: PostConfigs, plan: RunPlan, rank
     with torch.device("meta"):
         model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, tp=tp)
     stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), *weights.at_rest(config.precision))
-    fetched = weights.weights_on == "disk" or (weights.weights_on == "host" and not on_cpu)
+    fetched = weights.weights_device == "disk" or (weights.weights_device == "host" and not on_cpu)
     return stream.device_bytes(weights.prefetch_layers, fetched=fetched)

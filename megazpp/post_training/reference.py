@@ -22,7 +22,6 @@ import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SCORE_PAD, SHAPE, CheckpointMetadata, shape_of
-from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.checkpoint.weights import FrozenPlace
@@ -98,9 +97,6 @@ class SyncedModel(FrozenModel, StatePart):
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         return self.tensors()
 
-    def estimate_bytes(self) -> int:
-        return weights_bytes(self.built.model)
-
     def take(self, alpha: float) -> None:
         """Mix the policy's weights in."""
         for each in (self.built, self._policy):
@@ -120,7 +116,7 @@ def find_frozen(
 ) -> tuple[LoadSource, CheckpointMetadata]:
     """Find the checkpoint of a frozen model and its record; raise ValueError if there is none, or no scalar head."""
     source, record = find_weights(folder, iteration, lora_base=lora_base)
-    if scalar_head and record.flags.get("objective") != "reward":
+    if scalar_head and not record.is_reward_model:
         raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
     return source, record
 

@@ -82,7 +82,8 @@ def judge(functions: Sequence[RewardFunction], prompts: Sequence[Prompt], comple
     """[N, number of functions] fp64 rewards of the completions of N prompts; NaN where a function gives None.
 
     Raises:
-        ValueError: a function fails or does not give a number for each; the function and the sample are named.
+        ValueError: a function fails, or does not give a number for each completion. The message names the function
+            and the samples.
     """
     values = [
         [{"role": "assistant", "content": text}] if isinstance(prompt.value, list) else text
@@ -123,15 +124,17 @@ def reward_metrics(
 
 
 def check_reward_functions(config: RewardConfig) -> None:
-    """Look for the modules and functions of --reward-funcs, and run nothing of theirs; errors as of `_load`."""
+    """Find the modules of --reward-funcs without running their code.
+
+    Raises:
+        ValueError: a file is missing or has a syntax error, or a module is not installed.
+    """
     for value in config.reward_funcs:
-        module_name, _, name = value.rpartition(":")
+        module_name = value.rpartition(":")[0]
         path = Path(module_name).expanduser()
         with _importing(value):
             if path.suffix == ".py":
-                code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
-                if not ({name, "__getattr__", "globals"} & {*code.co_names} or ("*",) in code.co_consts):
-                    raise AttributeError(f"it has no function {name}")
+                compile(path.read_bytes(), path, "exec", dont_inherit=True)
             elif importlib.util.find_spec(module_name.partition(".")[0]) is None:
                 raise ModuleNotFoundError(f"No module named {module_name!r}")
 
@@ -168,8 +171,8 @@ def _call(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence
     try:
         rewards = list(each.function(**_arguments(each, prompts, completions)))
     except Exception as error:
-        place = _first_failure(each, prompts, completions)
-        raise ValueError(f"reward function {each.name} failed at {place}: {type(error).__name__}: {error}") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward function {each.name} failed at {_places(prompts)}: {problem}") from error
     if len(rewards) != len(prompts):
         raise ValueError(
             f"reward function {each.name} gave {len(rewards)} rewards for {len(prompts)} completions,"
@@ -186,16 +189,6 @@ def _arguments(each: RewardFunction, prompts: Sequence[Prompt], completions: Seq
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return found
     return {name: values for name, values in found.items() if name in parameters}
-
-
-def _first_failure(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> str:
-    """The place of the first sample at which the function fails alone, else of all."""
-    for prompt, completion in zip(prompts, completions, strict=True):
-        try:
-            each.function(**_arguments(each, [prompt], [completion]))
-        except Exception:
-            return f"{prompt.place}, completion {completion!r:.200}"
-    return _places(prompts)
 
 
 def _places(prompts: Sequence[Prompt]) -> str:

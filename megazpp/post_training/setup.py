@@ -124,7 +124,9 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim would leave its reference behind")
     if streams and (lora or post.sync_ref_model or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
-        given = bits if configs.weights.weights_on == "device" else f"--weights-on {configs.weights.weights_on}"
+        given = (
+            bits if configs.weights.weights_device == "device" else f"--weights-device {configs.weights.weights_device}"
+        )
         why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
         if post.sync_ref_model:
             why = "with --sync-ref-model the reference is sharded like the policy"
@@ -170,7 +172,7 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     for flag, path in {**folders, "--data-cache-path": cache_dir(config.data)}.items():
         if path is not None:
             check_cache_dir(Path(path).expanduser(), flag)
-    tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+    tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
     if post.reward_load is not None:
         check_reward_model(config, post.reward_load, tokenizer)
     template = load_chat_template(form, tokenizer)
@@ -248,8 +250,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
             raise ValueError(
                 f"{given}: {source.folder.name} was trained the other way, which its reference follows from"
             )
-        if lora.lora_r is not None:
-            base = find_bases(source.folder.path, earlier, source.lora_base)[0]
+        if earlier.adapters is not None:
+            base = find_bases(source.folder.path, earlier.adapters, source.lora_base)[0]
             free |= {"ref_load": str(base.parent.resolve()), "ref_ckpt_step": iteration_of(base)}
     if post.ref_load is not None:
         if post.sync_ref_model or not post.needs_reference:

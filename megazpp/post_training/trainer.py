@@ -65,7 +65,7 @@ class _PostTraining:
         self._adapted: AdaptedPolicy | None = None
         self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
-        self.tokenizer = build_tokenizer(self.config.tokenizer, self.config.data, log=run.log)
+        self.tokenizer = parsed.tokenizer or build_tokenizer(self.config.tokenizer, self.config.data, log=run.log)
         self.datasets = self._open_data()
         self.built = self._open_model()
 

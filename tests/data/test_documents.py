@@ -111,8 +111,8 @@ BAD_LINES = [
     (b'{"text": ["a"]}', 'is ["a"], not a string'),
     (b'["text"]', '["text"], not an object'),
     (b'{"text": "\\ud800"}', "half of a surrogate pair, and no text"),
-    (b'{"text": ' + b"[" * 100_000, "not JSON: it is nested too deeply"),
-    (b'{"text": ' + b"9" * 5000, "not JSON: an integer has more digits than are read"),
+    (b'{"text": ' + b"[" * 100_000, "not JSON: maximum recursion depth"),
+    (b'{"text": ' + b"9" * 5000, "not JSON: Exceeds the limit"),
 ]
 
 

@@ -157,7 +157,7 @@ def test_a_reward_model_serves_ppo(home):
     assert known <= found[0].keys()
     assert found[0]["clip_ratio"] == 0.0
     assert found[0]["sampling_logp_difference/max"] < 1e-4
-    disk = "--weight-bits 8 --weights-on disk --weight-store stores"
+    disk = "--weight-bits 8 --weights-device disk --weight-store stores"
     streamed = trained(home, "ppo-disk", f"{flags} reward {disk}")
     kls = [[row["kl"] for row in run] for run in (found, streamed)]
     assert kls[0] != kls[1]  # 8 bits are not 32; on some CPUs the first rollouts are equal
@@ -337,9 +337,9 @@ REFUSED = """
     --objective sft --text-path chats.jsonl | --text-path and --mock-data are for pretraining
     --objective sft --hidden-size 64 | --hidden-size is 64, was 32
     --objective ppo --reward-funcs a:b --temperature 0 | --sample-temperature 0.0
-    --objective sft --weights-on disk | --weights-on disk is for the weights of a reference or
+    --objective sft --weights-device disk | --weights-device disk is for the weights of a reference or
     --objective grpo --reward-funcs a:b --weight-bits 8 | --weight-bits 8 is for the weights of a
-    --objective dpo --lora-r 2 --weights-on host | with --lora-r the reference is the base
+    --objective dpo --lora-r 2 --weights-device host | with --lora-r the reference is the base
     --objective dpo --sync-ref-model --lora-r 2 | --sync-ref-model: with --lora-r the reference is
     --objective dpo --sync-ref-model --no-load-optim | --no-load-optim would leave its reference
     --objective dpo --sync-ref-model --weight-bits 8 | with --sync-ref-model the reference is
@@ -354,14 +354,14 @@ REFUSED = """
     --objective sft --lora-r 2 --ref-checksum zzz | --ref-checksum zzz is no checksum of weights
     --objective sft --fp8-format hybrid --bf16 | --fp8-format hybrid needs an NVIDIA GPU
     --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is no reward
-    --objective ppo --max-completion-length 8 --reward-funcs rewards.py:nose | it has no function nose
+    --objective ppo --max-completion-length 8 --reward-funcs none.py:vowels | No such file
     --objective sft --hidden-dropout 0.1 | --hidden-dropout 0.1: post-training drops nothing out
     --objective sft --lora-r 33 | --lora-r 33 is more than the smaller side of transformer.h.0.attn.c_attn, 32
     --objective sft --lora-r 2 --lora-target-modules lm_head | --lora-target-modules lm_head is no linear
     --objective sft --lora-r 2 --base-weight-bits 4 --tensor-model-parallel-size 2 --nproc 2 | --base-weight-bits 4: -
     TINY | --objective is missing
     TINY --no-dry-run --objective sft | --load is missing
-    TINY --objective dpo --weights-on disk | --dry-run reads no weights: --weights-on and --weight-bits are for
+    TINY --objective dpo --weights-device disk | --dry-run reads no weights: --weights-device and --weight-bits are for
 """
 
 
@@ -388,7 +388,7 @@ def test_a_plan_and_a_dry_run_without_a_checkpoint_count_all_models(home, capsys
     assert " MB of frozen weights" in said(f"{TINY} @{ROOT}/configs/post_training/lora_base_8bit.args")
     assert "MB at the fullest moment (" in said(f"{TINY} --objective ppo --reward-load r")
     plan = "--plan --objective ppo --reward-load base --load base --train-data-path prompts.jsonl --train-iters 1"
-    layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-on disk --weight-bits 8"
+    layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-device disk --weight-bits 8"
     for lora in ("", "--lora-r 4 --base-weight-bits 4"):
         output = said(f"{plan} {layout} {lora}")
         kinds = {line.split("  ")[0] for line in output.splitlines()}

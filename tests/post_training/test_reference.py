@@ -60,8 +60,8 @@ def load(tmp_path_factory) -> str:
 def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(load, tmp_path, world, layout, bits):
     places = [
         WeightsConfig(weight_bits=bits),
-        WeightsConfig(weight_bits=bits, weights_on="host", prefetch_layers=0),
-        WeightsConfig(weight_bits=bits, weights_on="disk", weight_store=str(tmp_path / "store")),
+        WeightsConfig(weight_bits=bits, weights_device="host", prefetch_layers=0),
+        WeightsConfig(weight_bits=bits, weights_device="disk", weight_store=str(tmp_path / "store")),
         WeightsConfig(),
     ]
     for found in ranks(world).run(asked_on_ranks, dataclasses.replace(CASE, **layout), load, places):
