@@ -206,7 +206,7 @@ class Guard:
 
     @property
     def found(self) -> tuple[bool, bool]:
-        """Whether this replica group has seen a value that is not finite, and whether it requests a rewind.
+        """Return two booleans: the group has seen a value that is not finite; the group requests a rewind.
 
         Both are reset by `resolve`, in which all groups agree.
         """
