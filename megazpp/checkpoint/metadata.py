@@ -150,7 +150,6 @@ SHAPE = {
     "window_attn_skip_freq": "attention_span",
     "qk_layernorm_all_heads": "qk_layernorm_all_heads",
     "norm_after_block": "norm_after_block",
-    "use_parallel_residual": "use_parallel_residual",
     "embedding_multiplier": "embedding_multiplier",
     "residual_multiplier": "residual_multiplier",
     "attention_multiplier": "attention_multiplier",

@@ -35,6 +35,11 @@ def held(tensor: torch.Tensor) -> Deferred:
     return Deferred(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
+def rows_of(entry: Deferred, first: int, last: int) -> Deferred:
+    """Return the rows from `first` up to `last` of a tensor."""
+    return Deferred((last - first, *entry.shape[1:]), entry.dtype, lambda: entry.read()[first:last])
+
+
 class Model(NamedTuple):
     """A model between two formats: read from one, written in the other.
 
@@ -67,12 +72,8 @@ class Model(NamedTuple):
 
     def first_rows(self, rows: int) -> Model:
         """The model without what pads its vocabulary."""
-
-        def cut(entry: Deferred) -> Deferred:
-            return Deferred((rows, *entry.shape[1:]), entry.dtype, lambda: entry.read()[:rows])
-
-        tensors = {name: cut(entry) if name in (WORDS, OUTPUT) else entry for name, entry in self.tensors.items()}
-        return self._replace(rows=rows, tensors=tensors)
+        cut = {name: rows_of(self.tensors[name], 0, rows) for name in (WORDS, OUTPUT) if name in self.tensors}
+        return self._replace(rows=rows, tensors={**self.tensors, **cut})
 
 
 class ForeignTensors(NamedTuple):
@@ -89,13 +90,6 @@ class ForeignTensors(NamedTuple):
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
     transposed: bool = False
-
-
-def refuse(class_name: str, problems: Mapping[str, bool]) -> None:
-    """Raises ValueError naming the flags whose problem is there."""
-    found = [flag for flag, there in problems.items() if there]
-    if found:
-        raise ValueError(f"{class_name} cannot hold a model with {', '.join(found)}")
 
 
 def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
@@ -176,6 +170,40 @@ def qkv_rows(names: Sequence[str], config: GPTConfig, *, transposed: bool = Fals
         return [part.t() if transposed else part for part in (rows if len(names) > 1 else [torch.cat(rows)])]
 
     return ForeignTensors(tuple(names), join, split, transposed)
+
+
+def named_pieces(
+    config: GPTConfig,
+    modules: Mapping[str, str],
+    layer_modules: Mapping[str, str],
+    qkv: Sequence[str],
+    *,
+    layers: str,
+    is_transposed: bool = False,
+) -> dict[str, ForeignTensors]:
+    """Return the tensors of transformers for each of ours, from names of modules.
+
+    Args:
+        modules: our names to transformers', of modules beside the layers.
+        layer_modules: the same inside a layer, without queries, keys and values.
+        qkv: modules inside a layer that hold queries, keys and values: three, or one for all.
+        layers: prefix of transformers' layers.
+        is_transposed: matrices of linear layers are stored as [in, out].
+    """
+    found, named = dict[str, ForeignTensors](), dict(modules)
+    for layer in range(config.layers):
+        named |= {f"layers.{layer}.{ours}": f"{layers}.{layer}.{theirs}" for ours, theirs in layer_modules.items()}
+        for kind in ("weight", "bias")[: 1 + config.qkv_bias]:
+            parts = [f"{layers}.{layer}.{part}.{kind}" for part in qkv]
+            found[f"layers.{layer}.attention.qkv.{kind}"] = qkv_rows(parts, config, transposed=is_transposed)
+    for ours, theirs in named.items():
+        is_norm, is_linear = ours.endswith("norm"), ".attention." in ours or ".mlp." in ours
+        has_bias = config.normalization == "LayerNorm" if is_norm else is_linear and config.linear_bias
+        matrix = transposed if is_transposed and is_linear else same
+        found[f"{ours}.weight"] = matrix(f"{theirs}.weight")
+        if has_bias:
+            found[f"{ours}.bias"] = same(f"{theirs}.bias")
+    return found
 
 
 def join_all(

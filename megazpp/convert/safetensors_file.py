@@ -18,11 +18,7 @@ import torch
 
 from megazpp.base.files import sync
 from megazpp.convert.model import Deferred, held
-
-try:
-    import safetensors
-except ImportError:  # an optional dependency: open_tensors says how to get it
-    safetensors = None  # type: ignore[assignment]
+from megazpp.data.tokenizer_folder import import_package
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ALIGNMENT = 8
@@ -40,8 +36,7 @@ def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) ->
         raise ValueError(f"{path} is missing")
     if path.suffix == ".bin":
         return _open_pickled(path, used)
-    if safetensors is None:
-        raise ValueError("reading Hugging Face models needs the package safetensors: pip install safetensors")
+    safetensors = import_package("safetensors", str(path))
     found = {}
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -69,19 +64,19 @@ def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
-    """One tensor; the file is closed again, because its pages count as memory of the process while it is open."""
-    with safetensors.safe_open(path, framework="pt") as file:
+    """Read one tensor, and close the file again: its pages count as memory of the process while it is open."""
+    with import_package("safetensors", str(path)).safe_open(path, framework="pt") as file:
         return file.get_tensor(name).clone()
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Read what a file says beside its tensors; `open_tensors` has found it sound."""
-    with safetensors.safe_open(path, framework="pt") as file:
+    with import_package("safetensors", str(path)).safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None) -> int:
-    """Write a file whose content is on disk when this returns; returns the bytes of the tensors.
+def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file whose content is on disk when this returns.
 
     Args:
         metadata: said beside them.
@@ -89,10 +84,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping
     names, start = {dtype: name for name, dtype in (*DTYPES.items(), ("I32", torch.int32))}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     for name, entry in tensors.items():
-        size = _num_bytes(entry)
-        place = [start, start + size]
+        place = [start, start + num_bytes(entry)]
         header[name] = {"dtype": names[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
-        start += size
+        start = place[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
@@ -103,21 +97,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             del tensor
         sync(file)
-    return start
 
 
-def split_into_files(tensors: Mapping[str, Deferred], max_bytes: int) -> list[dict[str, Deferred]]:
-    """Groups of at most `max_bytes`, but for a tensor that is larger by itself."""
-    groups: list[dict[str, Deferred]] = [{}]
-    size = 0
-    for name, entry in tensors.items():
-        if groups[-1] and size + _num_bytes(entry) > max_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = entry
-        size += _num_bytes(entry)
-    return groups
-
-
-def _num_bytes(entry: Deferred) -> int:
+def num_bytes(entry: Deferred) -> int:
+    """Return the bytes of a tensor in a file."""
     return torch.empty(entry.shape, dtype=entry.dtype, device="meta").nbytes

@@ -19,13 +19,6 @@ class Settings:
         """Return whether it has a value other than null."""
         return self.values.get(key) is not None
 
-    def one_of(self, key: str, alias: str) -> str:
-        """Return the one of two names of a setting that is given; the first if none is."""
-        if key in self and alias in self and self.values[key] != self.values[alias]:
-            problem = f"and {alias} {self.values[alias]!r} are two values for one setting"
-            raise self._wrong(key, self.values[key], problem)
-        return alias if alias in self and key not in self else key
-
     def count(self, key: str, default: int | None = None) -> int:
         """A positive integer of a size that a model can have."""
         value = self._get(key, default)
@@ -34,11 +27,6 @@ class Settings:
         if value > _LARGEST:
             raise self._wrong(key, value, "is larger than any model's")
         return value
-
-    def count_from_zero(self, key: str, default: int) -> int:
-        """An integer of at least 0."""
-        value = self._get(key, default)
-        return 0 if value == 0 and not isinstance(value, bool) else self.count(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
@@ -72,12 +60,13 @@ class Settings:
             raise self._wrong(key, value, f"is not supported here (only {', '.join(map(str, allowed))})")
         return value
 
-    def each(self, key: str, *allowed: Any) -> None:
-        """A list of which only some items exist here; no value is an empty list."""
+    def each(self, key: str, *allowed: Any) -> list[Any]:
+        """Return a list, empty where there is no value; raises ValueError for an item that is not allowed."""
         items = self._get(key, [])
         for item in items if isinstance(items, list) else [items]:
             if item not in allowed or not isinstance(items, list):
                 raise self._wrong(key, item, "is not supported here")
+        return items
 
     def absent(self, *keys: str, empty: tuple[Any, ...] = (None, False)) -> None:
         """Keys of what does not exist here."""

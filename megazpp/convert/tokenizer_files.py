@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,16 @@ import sentencepiece
 
 from megazpp.base.files import write_whole
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, byte_letters, marks_note
-from megazpp.data.tokenizer_folder import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, as_json, fast, read_settings
+from megazpp.data.tokenizer_folder import (
+    CONFIG,
+    DEFINITION,
+    DESCRIPTION,
+    SENTENCEPIECE,
+    as_json,
+    fast,
+    import_package,
+    read_settings,
+)
 
 _EOD = "<eod>"
 _UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # spaces and letters that normalizations change
@@ -73,55 +83,42 @@ def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str
     return {DESCRIPTION: {"tokenizer_class": "LlamaTokenizer", **added, **marks, **_PLAIN}}
 
 
-def _unigram(
-    processor: sentencepiece.SentencePieceProcessor, scores: Sequence[float], *, prefix: bool
-) -> dict[str, Any]:
-    """The tokenizer.json of a SentencePiece model of probabilities."""
+def _unigram(processor: sentencepiece.SentencePieceProcessor, scores: Sequence[float], *, prefix: bool) -> Any:
+    """Return the tokenizer.json of a SentencePiece model of probabilities; `prefix`: a text begins with a space."""
+    tokenizers = import_package("tokenizers", "a tokenizer.json")
     count = processor.get_piece_size()
     special = [i for i in range(count) if processor.is_control(i) or processor.is_unknown(i)]
     never = {*special, *(i for i in range(count) if processor.is_byte(i) or processor.is_unused(i))}
-    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    pieces = [[processor.id_to_piece(i), _NEVER if i in never else scores[i]] for i in range(count)]
+    pieces = [(processor.id_to_piece(i), _NEVER if i in never else scores[i]) for i in range(count)]
     known = {piece for i, (piece, _) in enumerate(pieces) if i not in never}
-    # a letter without a piece costs even more than _NEVER: it must not be taken for the beginning of <eod> or <0x41>
+    # A letter without a piece costs even more than _NEVER. It must not be taken for the beginning of <eod> or <0x41>.
     alone = sorted({processor.id_to_piece(i)[0] for i in never} - known)
-    fallback = any(processor.is_byte(i) for i in range(count))
-    return {
-        "version": "1.0",
-        "added_tokens": [_special(i, processor.id_to_piece(i)) for i in special],
-        "normalizer": _sequence("normalizers", *before, _replace(" ", _SPACE)),
-        "pre_tokenizer": _sequence("pretokenizers", *map(_isolate, alone)),
-        "decoder": _sequence("decoders", _replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}, *after),
-        "model": {"type": "Unigram", "unk_id": processor.unk_id(), "vocab": pieces, "byte_fallback": fallback},
-    }
+    found = tokenizers.Tokenizer(
+        tokenizers.models.Unigram(pieces, processor.unk_id(), any(map(processor.is_byte, range(count))))
+    )
+    found.normalizer = tokenizers.normalizers.Sequence(
+        [*([tokenizers.normalizers.Prepend(_SPACE)] if prefix else []), tokenizers.normalizers.Replace(" ", _SPACE)]
+    )
+    found.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Split(letter, "isolated") for letter in alone]
+    )
+    end = [tokenizers.decoders.Strip(" ", 1, 0)] if prefix else []
+    found.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(), *end]
+    )
+    return _definition(found, [processor.id_to_piece(i) for i in special])
 
 
-def _byte_level(vocab_size: int) -> dict[str, Any]:
-    """The tokenizer.json of a `ByteTokenizer`: GPT-2's letters for the 256 bytes, nothing merged, and the last id."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+def _byte_level(vocab_size: int) -> Any:
+    """Return the tokenizer.json of a `ByteTokenizer`: GPT-2's letters for the 256 bytes, no merges, and the last id."""
+    tokenizers = import_package("tokenizers", "a tokenizer.json")
     vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())} | {_EOD: vocab_size - 1}
-    return {
-        "version": "1.0",
-        "added_tokens": [_special(vocab_size - 1, _EOD)],
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
+    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    return _definition(found, [_EOD])
 
 
-def _special(index: int, piece: str) -> dict[str, Any]:
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": index, "content": piece, "special": True, **plain}
-
-
-def _sequence(kind: str, *parts: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", kind: list(parts)}
-
-
-def _replace(this: str, by: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": this}, "content": by}
-
-
-def _isolate(letter: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"String": letter}, "behavior": "Isolated", "invert": False}
+def _definition(tokenizer: Any, special: list[str]) -> Any:
+    tokenizer.add_special_tokens(special)
+    return json.loads(tokenizer.to_str())

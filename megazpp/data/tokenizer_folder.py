@@ -6,6 +6,7 @@ Files are kept in memory, for checkpoints and converted models.
 
 from __future__ import annotations
 
+import importlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.base.program import in_words
 
 SENTENCEPIECE, DEFINITION = "tokenizer.model", "tokenizer.json"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
@@ -116,12 +118,15 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def read_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def read_settings(files: Mapping[str, bytes], name: str, where: str = "beside the tokenizer") -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one if there is no such file."""
     try:
-        return dict(json.loads(files.get(name, b"{}")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} beside the tokenizer holds no settings: {error}") from error
+        values = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} {where} is not JSON: {in_words(error)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} {where} holds no JSON object")
+    return values
 
 
 def as_json(name: str, values: Mapping[str, Any]) -> dict[str, bytes]:
@@ -133,13 +138,7 @@ def with_default_description(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """Add tokenizer_config.json to files that say nothing about the class of the tokenizer and its special tokens."""
     if {DESCRIPTION, CONFIG} & files.keys():
         return dict(files)
-    if DEFINITION not in files:
-        return {**files, **as_json(DESCRIPTION, MERGES_ALONE)}
-    definition = read_settings(files, DEFINITION)
-    vocabulary = {token["content"] for token in definition.get("added_tokens") or ()}
-    pieces = (definition.get("model") or {}).get("vocab") or ()
-    vocabulary.update(piece if isinstance(piece, str) else piece[0] for piece in pieces)
-    return {**files, **as_json(DESCRIPTION, fast(next((name for name in EOD_NAMES if name in vocabulary), None)))}
+    return {**files, **as_json(DESCRIPTION, fast(None) if DEFINITION in files else MERGES_ALONE)}
 
 
 def fast(eos: str | None) -> dict[str, Any]:
@@ -184,7 +183,7 @@ def open_folder(files: Mapping[str, bytes]) -> Any:
     Raises:
         ValueError: transformers is missing or cannot read them, or has no fast tokenizer for them.
     """
-    transformers = import_transformers("a Hugging Face tokenizer")
+    transformers = import_package("transformers", "a Hugging Face tokenizer")
     with tempfile.TemporaryDirectory(prefix="megazpp-tokenizer-") as folder:
         for name, content in files.items():
             path = Path(folder, name)
@@ -199,10 +198,14 @@ def open_folder(files: Mapping[str, bytes]) -> Any:
     return found
 
 
-def import_transformers(user: str) -> Any:
-    """Import transformers; raises ValueError with the command that installs it if it is missing."""
+def import_package(name: str, user: str) -> Any:
+    """Import an optional package; raises ValueError with the command that installs it if it is missing.
+
+    Args:
+        name: package, whose import may take seconds.
+        user: object that needs it, for the message.
+    """
     try:
-        import transformers  # an optional dependency, which takes seconds to import
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{user} needs the package transformers: {INSTALL} ({error})") from error
-    return transformers
+        raise ValueError(f"{user} needs the package {name}: {INSTALL} ({error})") from error

@@ -83,7 +83,6 @@ class GPTConfig:
         False, "normalize queries, and keys, of all heads together, before they are rotated (RMSNorm, as in OLMo 2)"
     )
     norm_after_block: bool = flag(False, "normalize the outputs of attention and MLP instead of their inputs")
-    use_parallel_residual: bool = flag(False, "add attention and MLP of the same input to it, as GPT-NeoX does")
     embedding_multiplier: float = flag(1.0, "factor of word embeddings")
     residual_multiplier: float = flag(1.0, "factor of the outputs of attention and MLP")
     attention_multiplier: float | None = flag(
@@ -178,8 +177,6 @@ class GPTConfig:
         _require(one_kind, "--qk-layernorm and --qk-layernorm-all-heads exclude each other")
         rms = self.normalization == "RMSNorm" and not self.apply_layernorm_1p
         _require(not self.qk_layernorm_all_heads or rms, "--qk-layernorm-all-heads needs --normalization RMSNorm alone")
-        both = self.norm_after_block and self.use_parallel_residual
-        _require(not both, "--norm-after-block and --use-parallel-residual exclude each other")
 
     def _check_rotary(self) -> None:
         percent, factor = self.rotary_percent, self.rope_scaling_factor

@@ -15,7 +15,7 @@ from typing import Any
 
 from megazpp.base.flags import flag
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.data.tokenizer_folder import import_transformers, with_template
+from megazpp.data.tokenizer_folder import import_package, with_template
 
 Message = Mapping[str, Any]
 Spans = tuple[str, list[tuple[int, int]]]
@@ -206,7 +206,7 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compiled(source: str, name: str, conversations: list[Any], **options: Any) -> tuple[list[str], list[Any]]:
     """Render conversations; with none of them, compile the template only."""
-    utilities = import_transformers("a conversation").utils.chat_template_utils
+    utilities = import_package("transformers", "a conversation").utils.chat_template_utils
     try:
         return utilities.render_jinja_template(conversations=conversations, chat_template=source, **options)
     except Exception as error:  # a template raises whatever its expressions raise

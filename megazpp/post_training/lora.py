@@ -24,7 +24,6 @@ from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.convert.peft import (
     AdapterSettings,
     Branch,
-    adapter_shapes,
     default_targets,
     find_branches,
     read_adapter,
@@ -80,16 +79,11 @@ class LoraConfig:
         """The settings of adapter_config.json.
 
         Raises:
-            ValueError: a target is no layer of the model's, or has a side that is smaller than the rank.
+            ValueError: a target is no linear layer of the model.
         """
         assert self.lora_r is not None
         targets = self.lora_target_modules or default_targets(config)
-        branches = find_branches(config, targets)
-        shapes = adapter_shapes(config, branches, self.lora_r)
-        for branch in branches:
-            smaller = min(shapes[f"{branch.name}.a"][0], shapes[f"{branch.name}.b"][0])
-            if self.lora_r > smaller:
-                raise ValueError(f"--lora-r {self.lora_r} is more than the smaller side of {branch.module}, {smaller}")
+        find_branches(config, targets)
         return AdapterSettings(self.lora_r, self.lora_alpha, self.lora_dropout, targets, base, checksum)
 
 

@@ -200,12 +200,8 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
             pieces = f"token {other} is {own.decode([other])!r} there and {tokenizer.decode([other])!r} here"
             raise ValueError(f"{name}: its tokenizer is not the policy's: {pieces}")
     try:
-        model, tp, length = (
-            reward_config(config.model, record),
-            parallel.tensor_model_parallel_size,
-            config.data.seq_length,
-        )
-        check_model(model, tp, length or 1, cp_size=parallel.context_parallel_size)
+        model, tp = reward_config(config.model, record), parallel.tensor_model_parallel_size
+        check_model(model, tp, config.data.seq_length or 1, cp_size=parallel.context_parallel_size)
         check_products(model, tp, "cpu", bf16=config.precision.bf16)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
