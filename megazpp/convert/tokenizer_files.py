@@ -10,7 +10,7 @@ from typing import Any
 import sentencepiece
 
 from megazpp.base.files import write_whole
-from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, byte_letters, marks_note
+from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, marks_note
 from megazpp.data.tokenizer_folder import (
     CONFIG,
     DEFINITION,
@@ -112,7 +112,8 @@ def _unigram(processor: sentencepiece.SentencePieceProcessor, scores: Sequence[f
 def _byte_level(vocab_size: int) -> Any:
     """Return the tokenizer.json of a `ByteTokenizer`: GPT-2's letters for the 256 bytes, no merges, and the last id."""
     tokenizers = import_package("tokenizers", "a tokenizer.json")
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())} | {_EOD: vocab_size - 1}
+    letters = import_package("transformers.convert_slow_tokenizer", "a tokenizer.json").bytes_to_unicode()
+    vocabulary = {letter: byte for byte, letter in letters.items()} | {_EOD: vocab_size - 1}
     found = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     found.decoder = tokenizers.decoders.ByteLevel()

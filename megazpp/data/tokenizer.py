@@ -327,8 +327,7 @@ class HFTokenizer(Tokenizer):
         before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
         self.marks = Marks(before, after, used=add_special_tokens)
         self._unknown = getattr(backend.model, "unk_token", None)
-        has_bytes = "ByteLevel" in str(backend.decoder)  # whose pieces have a letter for each byte
-        self._byte_letters = set(byte_letters() if has_bytes else ())
+        self._has_bytes = "ByteLevel" in str(backend.decoder)  # whose pieces have a letter for each byte
         self.identity = f"huggingface-{self._digest(split)}{self.marks}"
 
     def _digest(self, split: bool) -> str:
@@ -369,7 +368,7 @@ class HFTokenizer(Tokenizer):
         piece, special = self._tokenizer.id_to_token(token), self._added.get(token)
         if piece is None or token == self.eod or piece == self._unknown or special:
             return 0
-        if special is None and self._byte_letters.issuperset(piece):
+        if special is None and self._has_bytes:
             return len(piece)
         return 1 if _BYTE_PIECE.fullmatch(piece) and self.decode([token]) != piece else None
 
@@ -408,10 +407,3 @@ def _around(tokenizer: Any) -> list[Any]:
     values = json.loads(tokenizer.to_str())
     options = {name: value for name, value in values["model"].items() if value and name not in ("vocab", "merges")}
     return [values["normalizer"], values["pre_tokenizer"], values["added_tokens"], options]
-
-
-def byte_letters() -> list[str]:
-    """Return GPT-2's printable letter for each of the 256 bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -55,11 +55,7 @@ class TokenizerConfig:
     tokenizer_model: str | None = flag(
         None, "Hugging Face folder or tokenizer.json, or SentencePiece model", common=True
     )
-    vocab_size: int | None = flag(
-        None,
-        "pieces of a SentencePiece tokenizer to train (default: 4096)",
-        common=True,
-    )
+    vocab_size: int | None = flag(None, "pieces of a SentencePiece tokenizer to train (default: 4096)", common=True)
     vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
     merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
     eos_token: str | None = flag(

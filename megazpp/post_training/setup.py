@@ -195,10 +195,10 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
     if record.vocab_size < drawn or (own is None and record.vocab_size != drawn):
         raise ValueError(f"{name}: it has {record.vocab_size} tokens, and the policy's tokenizer {drawn}")
     if own is not None and own.identity != tokenizer.identity:
-        other = next((i for i in range(drawn) if own.decode([i]) != tokenizer.decode([i])), None)
-        if other is not None:
-            pieces = f"token {other} is {own.decode([other])!r} there and {tokenizer.decode([other])!r} here"
-            raise ValueError(f"{name}: its tokenizer is not the policy's: {pieces}")
+        for token in range(drawn):
+            if (there := own.decode([token])) != (here := tokenizer.decode([token])):
+                pieces = f"token {token} is {there!r} there and {here!r} here"
+                raise ValueError(f"{name}: its tokenizer is not the policy's: {pieces}")
     try:
         model, tp = reward_config(config.model, record), parallel.tensor_model_parallel_size
         check_model(model, tp, config.data.seq_length or 1, cp_size=parallel.context_parallel_size)
