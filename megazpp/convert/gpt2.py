@@ -73,7 +73,7 @@ def activation_of(config: GPTConfig, tanh: str) -> str:
 
 
 def read_keys(settings: Settings, keys: Keys) -> dict[str, Any]:
-    """Return the fields of GPTConfig that have a key of their own; raises ValueError that names a wrong key."""
+    """Return the fields of GPTConfig that have one key each; raise ValueError that names a wrong key."""
     return {field: getattr(settings, method)(key) for key, (field, _, method) in keys.items()}
 
 

@@ -92,7 +92,13 @@ def _read_config(folder: Path) -> Settings:
 
 
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
-    """Write config.json, with `token_ids` about the tokenizer, and the tensors, cut into files of `FILE_BYTES`."""
+    """Write config.json and the tensors of a model, in files of at most `FILE_BYTES`.
+
+    Args:
+        folder: folder to write into.
+        model: model to write.
+        token_ids: entries of config.json about special tokens.
+    """
     architecture, scores = choose_architecture(model.config), HEAD in model.tensors
     tensors = to_files(architecture, split_all(_pieces(architecture, model.config, scores=scores), model.tensors))
     hub = import_package("huggingface_hub", "a Hugging Face folder")
@@ -120,24 +126,24 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
 
 
 def class_name(model: Model) -> str:
-    """transformers' class of a model: one that scores whole texts if it has a scalar head."""
+    """Return the name of transformers' class of a model, which scores whole texts if the model has a scalar head."""
     name = choose_architecture(model.config).class_name
     if HEAD not in model.tensors:
         return name
     if name == "GraniteForCausalLM":
         raise ValueError(
-            f"transformers has no {_CLASSIFIER} of Granite, which a reward model with its factors would be"
+            f"transformers has no {_CLASSIFIER} of Granite, so a reward model with its factors cannot be exported"
         )
     return re.sub(r"(ForCausalLM|LMHeadModel)$", _CLASSIFIER, name)
 
 
 def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
-    """Their tensors for each of ours, by the names of `find_architecture`."""
+    """Return the tensors of transformers for each of ours, by the names of `find_architecture`'s family."""
     return find_architecture(config).pieces(config)
 
 
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
-    """Their tensors for each of ours; `score` has the place of the output layer."""
+    """Return the tensors of transformers for each of ours; if `scores`, with a scalar head and no output layer."""
     pieces = architecture.pieces(config)
     if scores:
         pieces = {name: piece for name, piece in pieces.items() if name != OUTPUT} | {HEAD: same(_SCORE)}
@@ -154,7 +160,7 @@ def choose_architecture(config: GPTConfig) -> Architecture:
 
 
 def find_architecture(config: GPTConfig) -> Architecture:
-    """Return the first family that holds a model, else the one that differs from it in the fewest flags."""
+    """Return the first family that holds a model. If none does, return the one that differs in the fewest flags."""
     return min(ARCHITECTURES.values(), key=lambda architecture: len(_differences(architecture, config)))
 
 
@@ -184,19 +190,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_files(folder: Path, architecture: Architecture, explicit: str | None) -> dict[str, Deferred]:
-    """Open the weights of a folder, by transformers' names and in its order of precedence among files.
+    """Open the weights of a folder by transformers' names, with its order of precedence among files.
 
     Args:
-        explicit: file that config.json names (transformers_weights).
+        folder: folder of the model.
+        architecture: family of the model.
+        explicit: file that config.json names (transformers_weights), or None.
     """
     file = explicit or next((name for name in _FILES if (folder / name).is_file()), WHOLE)
-    places = {"": file}
+    places: Any = {"": file}
     if file.endswith(".index.json") and Path(file).name == file:
-        places = read_json(folder / file).get("weight_map") or {}
+        places = read_json(folder / file).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"{folder / file} has no weight_map of files")
     found: dict[str, Deferred] = {}
     for part in sorted({*map(str, places.values())}):
         if Path(part).name != part or part in ("", ".", ".."):
-            raise ValueError(f"{folder} names {part!r} as a file of weights, which is no file of this folder")
+            raise ValueError(f"{folder} names {part!r} as a file of weights, which is not a file of this folder")
         found |= _open_weights(folder / part, architecture)
     return found
 
@@ -209,14 +219,17 @@ def _open_weights(path: Path, architecture: Architecture) -> dict[str, Deferred]
 
 
 def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> None:
-    """Some files hold the tied matrix twice: ValueError if the copies differ, as versions of transformers do then."""
+    """Drop the copy of a tied matrix that some files hold.
+
+    A ValueError reports copies that differ, because versions of transformers treat them differently.
+    """
     copy, original = tensors.pop("lm_head.weight", None), tensors.get(words)
     if copy is None or original is None:
         return
     if copy.shape != original.shape or not torch.equal(copy.read().float(), original.read().float()):
         raise ValueError(
             f"{where}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
-            "write false into config.json to keep both, or take lm_head.weight out of the files"
+            "write false into config.json to keep both, or remove lm_head.weight from the files"
         )
 
 

@@ -126,7 +126,7 @@ class Relative:
         }
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return config.json without the vocabulary; what the family has no key for is left out."""
+        """Return config.json without the vocabulary, and without settings that the family has no key for."""
         window, found = config.window if self.windows else None, dict[str, Any]()
         if self.windows == "layers":
             kinds = ["full_attention" if span is None else "sliding_attention" for span in config.attention_span]

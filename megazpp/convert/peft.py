@@ -3,7 +3,7 @@
 PEFT itself reads adapters, decides which layers they change, and merges them. It works on a transformers model that has
 no weights; each weight is lent to it while it is merged, so that a conversion holds one tensor at a time.
 
-One of our adapters is a parameter `a` [in, r] and a parameter `b` [out, r] under the linear layer beside it.
+One of our adapters has a parameter `a` [in, r] and a parameter `b` [out, r], under the name of its linear layer.
 PEFT stores them as `lora_A.weight` [r, in] and `lora_B.weight` [out, r] under the name of transformers' module. Where
 transformers has queries, keys and values apart, so have the adapters; GPT-2's c_attn is one module and has one A.
 
@@ -58,7 +58,7 @@ _KNOWN = (
     *("modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules"),
 )
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # all other values change the base's weights
-_SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"  # of a reward model
+_SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"  # for reward models
 _WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")  # modules whose tensors have a row for each token
 _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
@@ -67,10 +67,12 @@ class AdapterSettings(NamedTuple):
     """An adapter's settings in adapter_config.json.
 
     Attributes:
-        rank, alpha, dropout: PEFT's r, lora_alpha, lora_dropout.
-        targets: ends of the names of Hugging Face's modules, or all-linear.
-        base: the name or folder of the weights it was trained on.
-        checksum: of these weights; None if nobody knows.
+        rank: PEFT's r.
+        alpha: PEFT's lora_alpha.
+        dropout: PEFT's lora_dropout.
+        targets: suffixes of the names of transformers' modules, or all-linear.
+        base: name or folder of the weights that the adapter was trained on.
+        checksum: checksum of these weights; None if it is unknown.
     """
 
     rank: int
@@ -82,16 +84,17 @@ class AdapterSettings(NamedTuple):
 
     @property
     def scale(self) -> float:
+        """The factor of the adapter's output."""
         return self.alpha / self.rank
 
 
 class Branch(NamedTuple):
-    """An adapter of ours, and the module of Hugging Face's that it belongs to.
+    """One of our adapters, and the module of transformers that it belongs to.
 
     Attributes:
-        linear: our layer's name in the model, such as layers.0.attention.qkv.
-        part: "q", "k" or "v" of it; "" for all.
-        module: its name there.
+        linear: name of our linear layer, such as layers.0.attention.qkv.
+        part: part of the layer, "q", "k" or "v"; "" for the whole layer.
+        module: name of transformers' module.
     """
 
     linear: str
@@ -100,6 +103,7 @@ class Branch(NamedTuple):
 
     @property
     def is_qkv(self) -> bool:
+        """True if the adapter belongs to queries, keys or values."""
         return self.linear.endswith(".qkv")
 
     @property
@@ -109,19 +113,22 @@ class Branch(NamedTuple):
 
 
 def default_targets(config: GPTConfig) -> tuple[str, ...]:
-    """PEFT's for such a model; where it has none, the layer of queries, keys and values."""
+    """Return PEFT's default targets for a model: q_proj and v_proj, or its fused layer of queries, keys and values."""
     names = [branch.module.rpartition(".")[2] for branch in find_branches(config, (ALL_LINEAR,)) if branch.is_qkv]
     return ("q_proj", "v_proj") if "q_proj" in names else (names[0],)
 
 
 def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
-    """The adapters that the targets ask for, in the order of our layers.
+    """Return the adapters that the targets ask for, in the order of our layers.
 
+    Args:
+        config: architecture of the model.
+        targets: suffixes of the names of transformers' modules, or all-linear.
     Raises:
-        ValueError: a target is no linear layer of the model's, or an embedding or output layer.
+        ValueError: a target is not a linear layer of the model's layers.
     """
     pieces, branches = model_pieces(config), list[Branch]()
-    if find_architecture(config).fused:  # an adapter beside phi3's gate_up_proj would have one A for two matrices here
+    if find_architecture(config).fused:  # an adapter of phi3's gate_up_proj would have one A for two matrices here
         pieces = {name: piece for name, piece in pieces.items() if not re.search(r"\.mlp\.(gate|fc1)\.", name)}
     for linear in (f"layers.{layer}.{name}" for layer in range(config.layers) for name in _LINEARS):
         if piece := pieces.get(f"{linear}.weight"):
@@ -135,21 +142,21 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
         if not found:
             names = sorted({branch.module.rpartition(".")[2] for branch in branches})
             raise ValueError(
-                f"--lora-target-modules {target} is no linear layer of this model's: there are {', '.join(names)}, "
+                f"--lora-target-modules {target} is not a linear layer of this model: there are {', '.join(names)}, "
                 f"and {ALL_LINEAR} for all"
             )
     return [branch for branch in branches if any(branch in found for found in chosen.values())]
 
 
 def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: bool = False) -> dict[str, ForeignTensors]:
-    """Our tensors' names to PEFT's; with the head of a reward model if it `scores`."""
+    """Return the tensors of PEFT for each of ours; with the scalar head of a reward model if `scores`."""
     pieces = {HEAD: same(f"{_PREFIX}score.weight")} if scores else {}
     weights = model_pieces(config)
     for branch in branches:
         theirs, rows = f"{_PREFIX}{branch.module}.lora_B.weight", weights[f"{branch.linear}.weight"]
         pieces[f"{branch.name}.a"] = transposed(f"{_PREFIX}{branch.module}.lora_A.weight")
         pieces[f"{branch.name}.b"] = same(theirs)
-        if branch.is_qkv and not branch.part:  # B's rows lie as those of the weight
+        if branch.is_qkv and not branch.part:  # the rows of B have the order of the weight's rows
             pieces[f"{branch.name}.b"] = (
                 qkv_rows([theirs], config) if rows.transposed else rows._replace(theirs=(theirs,))
             )
@@ -162,8 +169,10 @@ def write_adapter(
     """Write an adapter's two files.
 
     Args:
-        folder: exists; files of these names are replaced.
-        tensors: whole, by our names, on the CPU.
+        folder: existing folder, whose files of these names are replaced.
+        config: architecture of the model.
+        settings: settings of the adapter.
+        tensors: unsharded tensors by our names, on the CPU.
     """
     scores = HEAD in tensors
     pieces = adapter_pieces(config, find_branches(config, settings.targets), scores=scores)
@@ -240,7 +249,7 @@ def with_adapter(model: Model, folder: Path) -> Model:
         ours.setdefault(HEAD, held(torch.zeros(1, config.hidden)))
     pieces = {name: piece for name, piece in (model_pieces(config) | {HEAD: same(_SCORE)}).items() if name in ours}
     theirs = to_files(architecture, split_all(pieces, ours))
-    # ---- what the adapter makes of them
+    # ---- apply the adapter
     reads: dict[str, Any] = {name: functools.partial(torch.Tensor.detach, tensor) for name, tensor in saved.items()}
     for name, layer in _lora_layers(adapted).items():
         if (weight := theirs.get(f"{name}.weight")) is not None:
@@ -250,7 +259,7 @@ def with_adapter(model: Model, folder: Path) -> Model:
     if problems := missing | (tied & reads.keys()):
         why = "which are no weights of this model's own" if missing else "which are tied to the output layer"
         raise ValueError(f"{path} changes {', '.join(sorted(problems))}, {why}")
-    # ---- and back
+    # ---- back to our names
     merged = theirs | {name: theirs[name]._replace(read=read) for name, read in reads.items()}
     shapes = {name: ours[name].shape for name in pieces}
     joined = join_all(pieces, split_gate_up(merged), shapes, str(folder))
@@ -285,11 +294,11 @@ def _open_adapter(folder: Path, config: GPTConfig) -> Any:
         raise ValueError(f"{path} asks for {', '.join(odd)}, which is not supported")
     if not any((folder / name).is_file() for name in (TENSORS, PICKLED)):
         raise ValueError(f"{folder / TENSORS} is missing")
-    # ---- load the adapter beside a base without weights
+    # ---- load the adapter on a base without weights
     try:
         with warnings.catch_warnings(action="ignore"):  # of deprecated names inside these packages
             settings, scores = peft.PeftConfig.from_pretrained(str(folder)), values.get("task_type") == _SCORES
-            settings.init_lora_weights = False  # nothing is drawn
+            settings.init_lora_weights = False  # no random initialization
             if scores:
                 settings.modules_to_save = [*(settings.modules_to_save or ()), *_HEADS]
             found = peft.load_peft_weights(str(folder), device="cpu")
@@ -331,7 +340,7 @@ def _lora_layers(model: Any) -> dict[str, Any]:
 
 
 def _saved(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that replace those of the base (modules_to_save) by transformers' names."""
+    """Return the tensors that replace tensors of the base (modules_to_save) by transformers' names."""
     named, mark = model.base_model.model.named_parameters(), ".modules_to_save.default"
     return {name.replace(mark, ""): tensor for name, tensor in named if mark in name}
 

@@ -1,8 +1,8 @@
-"""safetensors files, read and written one tensor at a time, and torch's pickled files, which are only read.
+"""safetensors files, which are read and written one tensor at a time, and torch's pickled files, which are only read.
 
-Format: 8 bytes with the length of the header, the header in JSON ({name: dtype, shape, place}), the data back to back.
-The package reads lazily, but writes only what is all in memory; a header from shapes that are known beforehand needs
-no such thing.
+A safetensors file has 8 bytes with the length of the header, a header in JSON ({name: dtype, shape, place}), and the
+data of all tensors. The package reads lazily, but it writes only tensors that are all in memory. The writer here makes
+the header of shapes that are known before any tensor is read.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _ALIGNMENT = 8
 
 
 def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) -> dict[str, Deferred]:
-    """Open the tensors of a file; of one that ends in .bin as `torch.load` does, weights only.
+    """Open the tensors of a safetensors file, or of a .bin file, which torch's restricted unpickler reads.
 
     Args:
-        used: whether a tensor of this name is wanted.
+        path: file to open.
+        used: function that tells from a tensor's name whether it is needed.
     Raises:
-        ValueError: it is missing, cut short, or no such file; or a tensor is of a type that a model here cannot be.
+        ValueError: the file is missing, damaged or has another format, or a tensor has an unsupported dtype.
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing")
@@ -55,7 +56,7 @@ def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred
     try:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         found = {name: held(tensor) for name, tensor in values.items() if used(name)}
-    except Exception as error:  # whatever the bytes of a damaged file lead torch to
+    except Exception as error:  # torch raises errors of many types for damaged files
         raise ValueError(f"{path} is damaged or holds more than tensors: {type(error).__name__}") from error
     for name, entry in found.items():
         if entry.dtype not in DTYPES.values():
@@ -70,16 +71,18 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read what a file says beside its tensors; `open_tensors` has found it sound."""
+    """Read the metadata of a safetensors file that `open_tensors` or PEFT has opened before."""
     with import_package("safetensors", str(path)).safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file whose content is on disk when this returns.
+    """Write a safetensors file, and sync it to disk.
 
     Args:
-        metadata: said beside them.
+        path: file to write.
+        tensors: tensors, which are read one after the other.
+        metadata: strings to store in the header.
     """
     names, start = {dtype: name for name, dtype in (*DTYPES.items(), ("I32", torch.int32))}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}

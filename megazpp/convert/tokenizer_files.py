@@ -1,4 +1,4 @@
-"""The tokenizer's part of a Hugging Face folder: the files it is made of, described so that transformers reads them."""
+"""A writer of the tokenizer files of a Hugging Face folder, with the descriptions that transformers needs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from megazpp.data.tokenizer_folder import (
 )
 
 _EOD = "<eod>"
-_UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # spaces and letters that normalizations change
+_UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # text that any normalization changes
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for it
-_NEVER = -1e6  # log probability of a piece that no text is cut into
-_PLAIN = {"split_special_tokens": True}  # "<eod>" in a text is these five letters, as it is for us
+_NEVER = -1e6  # log probability of a piece that must never be used
+_PLAIN = {"split_special_tokens": True}  # "<eod>" in a text is encoded as five letters, as in our training
 
 
 def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Write the tokenizer's files into a Hugging Face folder, with a description of those that have none.
+    """Write the tokenizer's files into a Hugging Face folder.
 
     Args:
-        tokenizer: one that transformers has no class for gets a tokenizer.json that does the same; None writes nothing.
+        folder: folder to write into.
+        tokenizer: tokenizer to write; None writes nothing. A tokenizer that transformers has no class for gets an
+            equivalent tokenizer.json.
     Returns:
-        What config.json says about the tokenizer.
+        The entries of config.json about special tokens.
     """
     if tokenizer is None:
         return dict.fromkeys(("bos_token_id", "eos_token_id"))
     files = dict(tokenizer.files)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | read_settings(files, CONFIG)
-    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # not the kind of another model
+    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # without model_type
     files.pop(CONFIG, None)
     made: dict[str, Any] = {}
     if not files:
@@ -60,23 +62,27 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
 
 
 def find_differences(tokenizer: Tokenizer) -> list[str]:
-    """A line for each way in which transformers, given the tokenizer's files, does something else to a text."""
+    """Return a line for each way in which transformers tokenizes texts differently with the tokenizer's files."""
     if not tokenizer.marks.used and (note := marks_note(tokenizer)):
         return [note]
     if isinstance(tokenizer, SentencePieceTokenizer):
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])
         if processor.normalize(_UNUSUAL).replace(_SPACE, " ").removeprefix(" ") != _UNUSUAL:
-            return ["the SentencePiece model normalizes texts, transformers does not: some get other ids there"]
+            return ["the SentencePiece model normalizes texts but transformers does not, so some ids differ there"]
     return []
 
 
 def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str, Any]]:
-    """Files beside a SentencePiece model: transformers reads one of merges, one of probabilities it would misread."""
+    """Return the files that transformers needs in addition to a SentencePiece model.
+
+    transformers reads a model of merges (BPE) itself. It would misread a model of probabilities (unigram), so that gets
+    a tokenizer.json.
+    """
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     piece = None if eod is None else processor.id_to_piece(eod)
     scores = [processor.get_score(i) for i in range(processor.get_piece_size())]
     prefix = processor.encode("a", out_type=str)[0].startswith(_SPACE)
-    if any(score != int(score) for score in scores):  # merges are numbered
+    if any(score != int(score) for score in scores):  # the scores of merges are their numbers
         return {DEFINITION: _unigram(processor, scores, prefix=prefix), DESCRIPTION: fast(piece) | _PLAIN}
     marks = {"bos_token": piece, "eos_token": piece, "unk_token": processor.id_to_piece(processor.unk_id())}
     added = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": prefix, "legacy": False}

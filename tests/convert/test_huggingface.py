@@ -211,7 +211,7 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path):
         open_model(tmp_path)
 
     rows = [
-        (file, f"names {file!r} as a file of weights, which is no file of this folder")
+        (file, f"names {file!r} as a file of weights, which is not a file of this folder")
         for file in ("..", ".", "", "../x", "/model.safetensors")
     ]
     assert not_refused(rows, open_with) == []
@@ -252,7 +252,7 @@ def test_a_file_that_config_json_names_comes_first_and_stays_inside(tmp_path):
     path.write_text(json.dumps(values | {"transformers_weights": "model-1.safetensors"}))
     assert open_model(tmp_path).tensors["final_norm.weight"].read()[0] == 2.0
     path.write_text(json.dumps(values | {"transformers_weights": "../model.safetensors"}))
-    with pytest.raises(ValueError, match=r"names '\.\./model\.safetensors' as a file of weights, which is no file"):
+    with pytest.raises(ValueError, match=r"names '\.\./model\.safetensors' as a file of weights, which is not a file"):
         open_model(tmp_path)
 
 

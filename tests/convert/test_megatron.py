@@ -118,9 +118,9 @@ def test_a_pipeline_a_missing_rank_and_a_distributed_checkpoint_are_told_apart(t
         (tmp_path / file).write_bytes(content)
     rows = [
         (tmp_path / "rank", 100, "has mp_rank_01, mp_rank_02: a rank is missing"),
-        (tmp_path / "rank", 200, "iter_0000200 is no checkpoint with mp_rank_00 in it"),
+        (tmp_path / "rank", 200, "iter_0000200 contains no folder mp_rank_00"),
         (tmp_path / "rank", 300, "iter_0000300 is a distributed checkpoint"),
-        (tmp_path / "pipeline", None, "mp_rank_00_000 is of a pipeline"),
+        (tmp_path / "pipeline", None, "mp_rank_00_000 belongs to a pipeline"),
         (tmp_path / "tracker", None, "is damaged: it says"),
     ]
     assert not_refused(rows, open_megatron) == []

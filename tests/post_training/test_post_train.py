@@ -356,7 +356,7 @@ REFUSED = """
     --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is no reward
     --objective ppo --max-completion-length 8 --reward-funcs rewards.py:nose | it has no function nose
     --objective sft --hidden-dropout 0.1 | --hidden-dropout 0.1: post-training drops nothing out
-    --objective sft --lora-r 2 --lora-target-modules lm_head | --lora-target-modules lm_head is no linear
+    --objective sft --lora-r 2 --lora-target-modules lm_head | --lora-target-modules lm_head is not a linear
     --objective sft --lora-r 2 --base-weight-bits 4 --tensor-model-parallel-size 2 --nproc 2 | --base-weight-bits 4: -
     TINY | --objective is missing
     TINY --no-dry-run --objective sft | --load is missing
