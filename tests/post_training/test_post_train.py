@@ -351,7 +351,7 @@ REFUSED = """
     --objective sft --chat-template none.jinja | --chat-template none.jinja cannot be read
     --objective dpo --ref-load nowhere | --ref-load nowhere has no checkpoint
     --objective dpo --ref-ckpt-step 9 | --ref-ckpt-step 9:
-    --objective sft --lora-r 2 --ref-checksum zzz | --ref-checksum zzz is no checksum of weights
+    --objective sft --lora-r 2 --ref-checksum zzz | --ref-checksum zzz is not 16 hexadecimal digits
     --objective sft --fp8-format hybrid --bf16 | --fp8-format hybrid needs an NVIDIA GPU
     --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is no reward
     --objective ppo --max-completion-length 8 --reward-funcs rewards.py:nose | it has no function nose
