@@ -340,7 +340,7 @@ def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path):
     for encode in (tokenizer.encode, tokenizer.encode_spans):
         with pytest.raises(ValueError, match=f"the id {rows}, which is beyond the model's vocabulary of {rows} tokens"):
             encode("money [PAD]")
-    with pytest.raises(ValueError, match="the tokenizer's </s> has the id 2, the model 2 tokens"):
+    with pytest.raises(ValueError, match="the tokenizer's </s> has the id 2, but the model has 2 tokens"):
         load(folder, model_vocab_size=2)
 
 

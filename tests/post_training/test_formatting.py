@@ -97,8 +97,8 @@ def test_what_is_cut_has_no_answer_or_twice_the_same_is_counted_and_what_is_kept
     same = f"3 left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 4"
     assert lines == [
         "tokenizing a.jsonl",
-        "6 examples of 14 tokens: a.jsonl; 3 were cut to --max-length 5; 1 left out, because nothing of their answers is left; "
-        + same,
+        "6 examples of 14 tokens: a.jsonl; 3 were cut to --max-length 5; "
+        "1 left out, because nothing of their answers is left; " + same,
     ]
     again = read(path, flags={"max_length": 5}, **options)
     assert lines[2:] == lines[1:2]  # counted all the same
