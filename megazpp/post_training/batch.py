@@ -132,7 +132,7 @@ def shortened(batch: Batch, multiple: int) -> Batch:
     """
     mask: torch.Tensor = batch.loss_mask  # type: ignore[attr-defined]
     counts = mask.any(dim=0).nonzero()
-    # The token of the last label is an input, too: a reward model's score and PPO's last value are there.
+    # The token of the last label is an input, too: it has a reward model's score and PPO's last value.
     size = int(counts[-1]) + 2 if len(counts) else 1
     size = -(-size // multiple) * multiple
     return mapped(batch, lambda t: t[:, :size].contiguous() if t.dim() == 2 else t)

@@ -66,7 +66,7 @@ class ChatTemplate:
         tokenizer: tokenizer with the special tokens, and with the template if `source` is None.
         source: Jinja source; None for the template that transformers selects from the tokenizer's.
         name: description of the template, for messages.
-        variables: further variables of the template, such as those of --chat-template-kwargs.
+        variables: further variables of the template, such as --chat-template-kwargs.
         system_prompt: system message for conversations that have none.
     Attributes:
         key: value for cache keys that is equal for templates that write equal text.

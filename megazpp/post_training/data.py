@@ -1,7 +1,7 @@
 """Datasets of post-training: examples, pairs and prompts by sample number.
 
 Each epoch is a separate permutation, which depends on the seed and the number of the epoch. Sample i is example i mod N
-of its epoch. The samples of a step therefore depend on the number of consumed samples, and not on the number of ranks.
+in that epoch. The samples of a step therefore depend on the number of consumed samples, and not on the number of ranks.
 
 Samples are [rows, S + 1] int64 with S = --max-length, padded on the right. They have one size, so `BatchLoader` handles
 them like windows of documents:
@@ -122,7 +122,7 @@ class SupervisedDataset(EpochOrder):
 
 
 class PreferenceDataset(EpochOrder):
-    """Pairs: [5, max_length + 1] int64, which `make_pair_batch` batches. Arguments are those of `SupervisedDataset`.
+    """Pairs: [5, max_length + 1] int64, which `make_pair_batch` batches. Arguments as for `SupervisedDataset`.
 
     Attributes:
         ref_logps: [pairs, 2] fp32 log-probabilities of both answers under the reference; None if they are unknown.

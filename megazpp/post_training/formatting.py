@@ -404,7 +404,7 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
 
 
 def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:
-    """Yield the file, the line and the result of `read` for each line; errors are those of `read_examples`.
+    """Yield the file, the line and the result of `read` for each line; errors as in `read_examples`.
 
     Parquet gives all objects of a column the same keys, so a null in the columns `_CHAT` means that a key is missing.
     """
