@@ -174,7 +174,7 @@ def test_document_flags_on_data_without_eod_give_one_warning(tmp_path):
         assert f"--{flag.replace('_', '-')} has no effect" in warning
     (warning,) = warnings(bare, ends, late)
     assert f"sequences of {bare}, {late} have" in warning
-    assert "--reset-position-ids, --reset-attention-mask, --eod-mask-loss changes" in warning
+    assert "--reset-position-ids, --reset-attention-mask, --eod-mask-loss has no effect" in warning
     assert warnings(ends) == warnings(inside) == warnings(bare, on=[]) == []
     said: list[str] = []
     build(tmp_path, said, train_data_path=(ends,), valid_data_path=(bare,), eod_mask_loss=True)
