@@ -80,7 +80,7 @@ QWEN = [Value({}), Value({"sliding_window": 5}), Value({"use_sliding_window": Fa
         Value({"use_sliding_window": True, "max_window_layers": 0}),
         Value({"use_sliding_window": True, "sliding_window": None}),
         Value({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
-        Value({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+        Value({"use_sliding_window": True, "sliding_window": 0, "layer_types": ["sliding_attention"] * 2},
               "sliding_window 0 is not a positive integer")]
 WINDOWS = [Value({}), Value({"sliding_window": SEQ}), Value({"sliding_window": 4096}),
            Value({"sliding_window": ABSENT}), Value({"sliding_window": 5}), Value({"sliding_window": 1}),
@@ -91,7 +91,7 @@ BIASES = [Value({}), Value({"attention_bias": True, "mlp_bias": True}),
 PARTIAL = [Value({}), Value({"partial_rotary_factor": 0.5}),
            Value(rope(rope_type="default", partial_rotary_factor=0.5)),
            Value({"partial_rotary_factor": 0.3}),  # 2 of 8 channels
-           Value({"partial_rotary_factor": 0.4}, "--rotary-percent 0.4 of 8 channels per head is 3")]
+           Value({"partial_rotary_factor": 0.1}, "--rotary-percent 0.1 of")]
 AXES: dict[str, list[list[Value]]] = {
     "gpt2": [
         [Value({}), Value({"tie_word_embeddings": False})],
@@ -115,8 +115,8 @@ AXES: dict[str, list[list[Value]]] = {
         WINDOWS,
     ],
     "qwen2": [FEW_ROTARY, *COMMON, LAYERS, QWEN],
-    "qwen3": [FEW_ROTARY, *COMMON, LAYERS, QWEN,
-        [Value({}), BIASED, Value({"head_dim": ABSENT})],
+    "qwen3": [FEW_ROTARY, COMMON[0], [*COMMON[1], Value({"head_dim": ABSENT})], COMMON[2], LAYERS, QWEN,
+        [Value({}), BIASED],
     ],
     "granite": [FEW_ROTARY, *COMMON, LAYERS, BIASES,
         [Value({}), Value({"embedding_multiplier": 3.0}),
