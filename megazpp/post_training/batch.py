@@ -106,7 +106,7 @@ def lay_out_rollouts(prompts: Sequence[Sequence[int]], drawn: Drawn, *, max_leng
 
     Args:
         prompts: tokens of each prompt.
-        drawn: sampled completions with their log-probabilities.
+        drawn: completions with their log-probabilities.
         max_length: S, the length of all rows.
         pad: token that fills the rows.
     """
