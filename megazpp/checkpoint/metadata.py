@@ -166,51 +166,38 @@ def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
     return f"has {rows} rows for {record.vocab_size} tokens{hint}"
 
 
-# Flags that decide the shapes and the meaning of the weights, and the property of GPTConfig that each ends up in.
-SHAPE = {
+# Flags that decide the shapes and the meaning of the weights.
+_SHAPE_FLAGS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("group_query_attention", "num_query_groups", "max_position_embeddings", "position_embedding_type"),
+    *("use_rotary_position_embeddings", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
+    *("rope_scaling_original_length", "rotary_seq_len_interpolation_factor", "rope_type", "rotary_scaling_factor"),
+    *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_attention_factor"),
+    *("no_rope_freq", "window_size", "window_attn_skip_freq", "qk_layernorm_all_heads", "norm_after_block"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "qk_layernorm"),
+    *("normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu", "squared_relu", "openai_gelu"),
+    *("untie_embeddings_and_output_weights", "disable_bias_linear", "add_qkv_bias"),
+)
+# The property of GPTConfig that such a flag ends up in, where it has another name.
+_PROPERTIES = {
     "num_layers": "layers",
     "hidden_size": "hidden",
     "ffn_hidden_size": "ffn_size",
     "num_attention_heads": "heads",
     "kv_channels": "head_size",
-    "group_query_attention": "group_query_attention",
     "num_query_groups": "query_groups",
-    "max_position_embeddings": "max_position_embeddings",
     "position_embedding_type": "positions",
     "use_rotary_position_embeddings": "positions",
-    "rotary_base": "rotary_base",
-    "rotary_percent": "rotary_percent",
     "use_rope_scaling": "rope_scaling",
     "rope_scaling_factor": "rope_scaling",
-    "rope_scaling_original_length": "rope_scaling_original_length",
-    "rotary_seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-    "rope_type": "rope_type",
-    "rotary_scaling_factor": "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "yarn_beta_fast": "yarn_beta_fast",
-    "yarn_beta_slow": "yarn_beta_slow",
-    "yarn_attention_factor": "yarn_attention_factor",
     "no_rope_freq": "unrotated",
     "window_size": "attention_span",
     "window_attn_skip_freq": "attention_span",
-    "qk_layernorm_all_heads": "qk_layernorm_all_heads",
-    "norm_after_block": "norm_after_block",
-    "use_parallel_residual": "use_parallel_residual",
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "attention_multiplier": "attention_multiplier",
-    "logits_scaling": "logits_scaling",
-    "qk_layernorm": "qk_layernorm",
-    "normalization": "normalization",
-    "norm_epsilon": "norm_epsilon",
-    "apply_layernorm_1p": "apply_layernorm_1p",
-    "swiglu": "swiglu",
-    "squared_relu": "squared_relu",
-    "openai_gelu": "openai_gelu",
     "untie_embeddings_and_output_weights": "tied",
     "disable_bias_linear": "linear_bias",
     "add_qkv_bias": "qkv_bias",
 }
+SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FLAGS}
 SAMPLES = "samples"  # among the flags: batch size, ranks, and the description of data/identity.py
 IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
 SCORE_PAD = "score_pad"  # among the flags of an imported reward model: transformers scores the last token but this one

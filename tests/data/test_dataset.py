@@ -173,10 +173,10 @@ def test_document_flags_on_data_without_eod_give_one_warning(tmp_path):
     for flag in flags:
         (warning,) = warnings(bare, on=[flag])
         assert f"sequences of {bare} have no end-of-document token ({eod})" in warning
-        assert f"--{flag.replace('_', '-')} changes nothing" in warning
+        assert f"--{flag.replace('_', '-')} has no effect" in warning
     (warning,) = warnings(bare, ends, late)
     assert f"sequences of {bare}, {late} have" in warning
-    assert "--reset-position-ids, --reset-attention-mask, --eod-mask-loss changes" in warning
+    assert "--reset-position-ids, --reset-attention-mask, --eod-mask-loss has no effect" in warning
     assert warnings(ends) == warnings(inside) == warnings(bare, on=[]) == []
     said: list[str] = []
     build(tmp_path, said, train_data_path=(ends,), valid_data_path=(bare,), eod_mask_loss=True)

@@ -45,7 +45,6 @@ SIZES: dict[str, dict[str, Any]] = {  # by model_type
     "granite": _LLAMA_SIZES,
     **dict.fromkeys(("smollm3", "phi3", "olmo2"), _LLAMA_SIZES | {"pad_token_id": None}),
     "starcoder2": _LLAMA_SIZES,
-    "gpt_neox": {name: size for name, size in _LLAMA_SIZES.items() if name != "num_key_value_heads"},
 }
 LLAMA3 = {  # the frequencies of Llama 3.2
     "rope_type": "llama3",

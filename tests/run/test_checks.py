@@ -35,7 +35,6 @@ REFUSED = """
 2 | --position-embedding-type rope --rope-type dynamic --context-parallel-size 2 | --rope-type dynamic: ranks of --conte
 1 | --qk-layernorm-all-heads | --qk-layernorm-all-heads needs --normalization RMSNorm
 1 | --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads | --qk-layernorm-all-heads exclude
-1 | --norm-after-block --use-parallel-residual | --norm-after-block and --use-parallel-residual exclude
 1 | --logits-scaling 0 | --logits-scaling 0.0 is not
 1 | --attention-multiplier -1 | --attention-multiplier -1.0 is not
 1 | --window-size 63,1 | --window-size 63,1 is not LEFT,0
