@@ -133,7 +133,7 @@ AXES: dict[str, list[list[Value]]] = {
          Value({"use_sliding_window": True, "sliding_window": 5, "layer_types": ["chunked_attention"] * 2},
                "layer_types 'chunked_attention'")],
     ],
-    "phi3": [[ROTARY[index] for index in (0, 1, 2, 3)], COMMON[0], COMMON[1][:-1], COMMON[2], WINDOWS, PARTIAL,
+    "phi3": [[ROTARY[index] for index in (0, 1, 2, 3)], COMMON[0], COMMON[1][:3], COMMON[2], WINDOWS, PARTIAL,
         [Value({}), BIASED, Value(rope(**LLAMA3), "must be one of ['longrope'], got llama3"),
          Value({"resid_pdrop": 0.1, "embd_pdrop": 0.1}), Value({"resid_pdrop": 0.1}, "embd_pdrop 0.0")],
     ],
