@@ -283,7 +283,8 @@ def _open_adapter(folder: Path, config: GPTConfig) -> Any:
     if values.get("peft_type") != "LORA":
         raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}; only LORA is supported")
     peft = import_package("peft", str(path))
-    plain, off = vars(peft.LoraConfig()), (None, False, "", [], {})
+    plain: dict[str, Any] = vars(peft.LoraConfig())
+    off: tuple[Any, ...] = (None, False, "", [], {})
     inits = {"init_lora_weights": _INITS}
     odd = [
         f"{key} {value!r}"

@@ -49,8 +49,8 @@ def read_rotary(settings: Settings, *, partial: bool, scaled: bool) -> dict[str,
     default = tempered[0] / tempered[1] if all(mscales) else None
     attention = rope.positive("attention_factor", default) if default or "attention_factor" in rope else None
     turns = {f"yarn_{key}": rope.positive(key, value) for key, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-    scaling = {"yarn_original_max_position_embeddings": original, "yarn_attention_factor": attention}
-    return found | turns | scaling | {"rope_type": kind, "rotary_scaling_factor": factor}
+    lengths: dict[str, Any] = {"yarn_original_max_position_embeddings": original, "yarn_attention_factor": attention}
+    return found | turns | lengths | {"rope_type": kind, "rotary_scaling_factor": factor}
 
 
 def write_rotary(config: GPTConfig, *, partial: bool, scaled: bool) -> dict[str, Any]:
