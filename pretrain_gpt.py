@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from megazpp.base.program import announce
+from megazpp.base.program import LAUNCHER_PID, announce
 
 announce("pretrain_gpt.py", "megazpp")  # before the imports below, because importing torch takes seconds
 
@@ -82,7 +82,8 @@ def prepare() -> Job | int:
     start = start_of(source, earlier)
     plan = check_run_config(config, announced_cluster(config, place), device_type=device_type(), start=start)
     check_device(config.model, device_type())
-    check_inputs(config.data, config.tokenizer)
+    if LAUNCHER_PID not in os.environ:  # our launcher has checked the files for the workers that it starts
+        parsed = parsed._replace(tokenizer=check_inputs(config.data, config.tokenizer, loaded=parsed.tokenizer))
     return Job(place, config.launch, functools.partial(run_training, pretraining, parsed, plan, source, earlier))
 
 
@@ -98,7 +99,7 @@ def pretraining(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingPa
     """
     # Tokenizer and data.
     config, batches, dims = parsed.config, plan.batches, run.dims
-    tokenizer = build_tokenizer(config.tokenizer, config.data, log=run.log)
+    tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=run.log)
     iterations, batch_size = config.evaluation.eval_iters, batches.global_batch_size
     wanted = Splits(train=batches.dataset_samples, valid=iterations * batch_size, test=iterations * batch_size)
     data = build_datasets(config.data, tokenizer, num_samples=wanted, seed=config.launch.seed, log=run.log)

@@ -3,7 +3,7 @@
     python .mkdocs/pictures.py [--timeline runs/x/timeline.json]
 
 docs/pictures/ gets speed.svg (README.md), tiers.svg (docs/guides/diloco.md), and with --timeline step.svg
-(docs/concepts/zeropp.md); two_hops.svg is drawn by hand.
+(docs/concepts/overlap.md); two_hops.svg is drawn by hand.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from helpers.refusals import table
 from helpers.small_run import parse
 
 import pretrain_gpt
+from megazpp.base.program import LAUNCHER_PID
+from megazpp.data import dataset
 from megazpp.planner.dry_run import DryRun
 from megazpp.report.page import report_html
 from megazpp.report.runs import read_runs
@@ -369,3 +371,18 @@ def test_the_commands_that_a_run_ends_with_work(main_job):
     log = (main_job.folder / "log.txt").read_text()
     assert "--train-iters 6 " in log
     assert " --save your_model/\n" in log
+
+
+def test_the_launcher_checks_files_once_and_its_workers_do_not(monkeypatch, tmp_path):
+    """A process without a launcher keeps the tokenizer that the check has loaded."""
+    loads, load_tokenizer = [], dataset.load_tokenizer
+    monkeypatch.setattr(dataset, "load_tokenizer", lambda config: loads.append(config) or load_tokenizer(config))
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *TOY, "--train-iters", "1", "--data-cache-path", f"{tmp_path}"])
+    parsed = pretrain_gpt.prepare().work.args[1]
+    assert loads == [parsed.config.tokenizer]
+    assert parsed.tokenizer.vocab_size == 257
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", LAUNCHER_PID: "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    assert pretrain_gpt.prepare().work.args[1].tokenizer is None
+    assert len(loads) == 1

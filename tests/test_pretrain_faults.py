@@ -47,7 +47,9 @@ class Runs:
         return int((self.path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
 
 
-@pytest.mark.parametrize(("kills", "islands"), [(2, ""), (1, "--diloco-steps 4 --diloco-delay 2")])  # 30 were done once
+@pytest.mark.parametrize(
+    ("kills", "islands"), [(2, ""), (1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
+)  # 30 were done once
 def test_ranks_killed_at_random_moments_cost_nothing_but_the_steps_since_the_last_checkpoint(tmp_path, kills, islands):
     """While starting and loading, in steps and in saves; every loss ever logged is that of a run without faults."""
     calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path / "runs"), 20 * kills

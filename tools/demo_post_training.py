@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import JobError, flags_of, program, say
 

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
 from megazpp.parallel.launch import POLL_SECONDS, Workers, describe_failure, first_failure

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch.utils import collect_env
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 import megazpp
 from megazpp.base.files import cache_folder

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.flags import check_positive, flag
 from megazpp.base.program import program
@@ -66,8 +66,10 @@ class GenerateConfig(ChatConfig):
     prompts_at_once: int | Literal["auto"] = flag(
         8, "number of prompts per batch, whose keys and values are all cached; auto: as many as fit, at most 256"
     )
-    kv_on: Literal["device", "host"] = flag(
-        "device", "location of the key-value cache; with host, one layer's cache at a time is copied to the device"
+    kv_cache_device: Literal["device", "host"] = flag(
+        "device",
+        "location of the key-value cache; with host, one layer's cache at a time is copied to the device",
+        aliases=("--kv-on",),
     )
 
     def __post_init__(self) -> None:
@@ -167,7 +169,7 @@ def run(loaded: Loaded) -> None:
     assert longest is not None
     sample = config.section(SampleConfig)
     sample = dataclasses.replace(sample, sample_tokens=sample.sample_tokens or DEFAULT_TOKENS)
-    on_host, size, batches = extra.kv_on == "host", extra.prompts_at_once, iter(list[list[GivenPrompt]]())
+    on_host, size, batches = extra.kv_cache_device == "host", extra.prompts_at_once, iter(list[list[GivenPrompt]]())
     if world.rank == 0:
         if size == "auto":
             size = sequences_that_fit(loaded.built[0], longest, loaded.device, on_host=on_host)

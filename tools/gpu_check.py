@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
-sys.path.insert(1, str(ROOT))  # for a checkout without installation
+sys.path.insert(1, str(ROOT))  # finds megazpp in a checkout that is not installed
 
 import gpu_check_parts as parts
 import torch

@@ -162,7 +162,8 @@ def last_line(log: Path) -> str:
 
 def files_with_gpu_tests() -> list[str]:
     """Return the test files with tests marked `gpu`. Files whose code no other part runs come first."""
-    first = ["tests/inference/test_decoding.py", "tests/kernels/test_implementations.py"]  # CUDA graphs, large offsets
+    # They test CUDA graphs, and kernels at large offsets.
+    first = ["tests/inference/test_decoding.py", "tests/kernels/test_implementations.py"]
     found = [str(path) for path in Path("tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     return sorted(found, key=lambda path: (path not in first, path))
 
@@ -217,7 +218,7 @@ def programs(check: Check) -> None:
                 "--lora-target-modules all-linear --base-weight-bits 8 --compile",
             ),
             "generate": generate,
-            "generate-4bit": f"{generate} --weights-on host --weight-bits 4 --kv-on host",
+            "generate-4bit": f"{generate} --weights-device host --weight-bits 4 --kv-cache-device host",
             "evaluate": f"tools/evaluate.py --load {folder}/base --nproc 1 --input {folder}/labels.jsonl",
         },
         {
@@ -407,16 +408,16 @@ def checkpoint(check: Check) -> None:
     # Generation from the last checkpoint.
     for place in ("device", "host", "host --weight-bits 8", "host --weight-bits 4"):
         words = f"tools/generate.py --load {model} --nproc 1 --temperature 0 --sample-tokens {check.size(64, 4)}"
-        words, left = f"{words} --weights-on {place} --prompt {' '.join(map(str, range(11, 19)))}", check.left()
+        words, left = f"{words} --weights-device {place} --prompt {' '.join(map(str, range(11, 19)))}", check.left()
         log = check.folder / f"generate-{place.replace(' ', '')}.txt"
         code = check.run(words, log, left)
         if code != 0 or not (speed := SPEED.search(log.read_text())):
-            check.fail(f"generation with --weights-on {place}: exit code {code}, {last_line(log)}")
+            check.fail(f"generation with --weights-device {place}: exit code {code}, {last_line(log)}")
             continue
         texts.append("".join(re.findall(r"^1\d .*", log.read_text(), re.MULTILINE)))
         same = "yes" if texts[-1] == texts[0] else "no"
         check.row(
-            weights_on=place,
+            weights_device=place,
             tokens_per_s=float(speed[1]),
             seconds_with_loading=round(left - check.left(), 1),
             same_text=same,

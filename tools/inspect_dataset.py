@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.flags import check_not_negative, flag
 from megazpp.base.program import program_of

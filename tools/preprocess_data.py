@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.command_line import MegatronFlag
 from megazpp.base.program import program_of, say

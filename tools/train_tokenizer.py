@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a checkout without installation
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.files import check_writable, write_whole
 from megazpp.base.flags import check_positive, check_words, flag

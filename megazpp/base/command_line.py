@@ -174,9 +174,6 @@ class FlagParser:
     def _read(self, given: Given) -> dict[str, Any]:
         """{field name: value} of one flag."""
         action = self._actions[given.name]
-        for value in given.values:
-            if value.encode(errors="ignore").decode() != value:
-                raise ValueError(f"{given.name} {value!r} is not text in UTF-8")
         if given.values == ("none",) and action.dest in self._may_be_none:
             return {action.dest: None}
         if action.nargs == 0 and given.values:
@@ -378,13 +375,9 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hin
     if bool in parts:
         settings["action"] = argparse.BooleanOptionalAction
     else:
-        settings |= _one_value(parts, optional, spec.metavar or _metavar(field.name))
+        names_path = field.name.endswith(("path", "file", "dir", "folder", "model", "save", "load"))
+        settings |= _one_value(parts, optional, spec.metavar or ("PATH" if names_path else None))
     return group.add_argument(flag_name(field), *spec.aliases, **settings), optional
-
-
-def _metavar(name: str) -> str | None:
-    """The placeholder for a value of the field `name`, if the name says that it is a path."""
-    return "PATH" if name.endswith(("path", "file", "dir", "folder", "model", "save", "load")) else None
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -405,8 +398,6 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dic
             return words[text]
         if not types_:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
-        if convert is int and text.lstrip("+-")[:99].isdigit() and len(text) > 99:
-            raise argparse.ArgumentTypeError(f"{text[:20]}..., of {len(text)} digits, does not fit 64 bits")
         value = convert(text)
         if isinstance(value, float) and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")

@@ -175,10 +175,6 @@ def in_words(error: BaseException, command_line: Sequence[str] | None = None) ->
     """
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object[error.start : error.end]!r} is half of a surrogate pair, and no text"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if type(error) is ValueError and "set_int_max_str_digits" in str(error):
-        return "an integer has more digits than are read"
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
         return str(error)
     path, flag = Path(error.filename), ""

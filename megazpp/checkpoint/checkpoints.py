@@ -74,7 +74,8 @@ class Checkpoints:
         """
         folder, axis = self._folder, self._axis
         if folder is not None:
-            needed = self._state.estimate_bytes(optimizer=self._config.save_optim)
+            num_weights = sum(parameter.numel() for parameter in self._state.model.parameters())
+            needed = 4 * num_weights * (3 if self._config.save_optim else 1)  # fp32, with two moments of each
             raise_on_all_ranks(axis, lambda: self._take(folder, needed) if axis.rank == 0 else None)
             if not all(axis.share_object(axis.gather_objects((folder.path / "lock").exists()))):
                 raise ValueError(

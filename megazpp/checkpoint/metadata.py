@@ -45,6 +45,26 @@ class TrainingProgress(NamedTuple):
     stop_reason: str | None = None
 
 
+class SavedAdapters(NamedTuple):
+    """The LoRA adapters that a checkpoint holds in place of all weights.
+
+    Attributes:
+        rank, alpha, dropout: LoRA's r, alpha, and dropout probability.
+        targets: names of the layers that have adapters; None for the default layers.
+        base: folder of the checkpoints that the adapters were trained on.
+        base_iteration: iteration of the base; None for the latest.
+        base_checksum: checksum of the base's weights, see checkpoint/weights.py.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...] | None
+    base: str
+    base_iteration: int | None
+    base_checksum: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
     """A checkpoint's description of its run.
@@ -77,6 +97,31 @@ class CheckpointMetadata:
     wandb_run_id: str | None = None
     torch: str = ""
     format: int = field(default=FORMAT)
+
+    @property
+    def model(self) -> GPTConfig:
+        """The shape of the saved model; other fields have their defaults."""
+        return GPTConfig(**shape_of(self.flags))
+
+    @property
+    def adapters(self) -> SavedAdapters | None:
+        """The adapters of a LoRA run; None where the checkpoint holds all weights."""
+        if self.flags.get("lora_r") is None:
+            return None
+        names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+        rank, alpha, dropout, targets = (self.flags[name] for name in names)
+        base, iteration, checksum = (self.flags[name] for name in ("ref_load", "ref_ckpt_step", "ref_checksum"))
+        return SavedAdapters(rank, alpha, dropout, targets and tuple(targets), base, iteration, checksum)
+
+    @property
+    def is_reward_model(self) -> bool:
+        """True if the model was trained to score texts by its scalar head."""
+        return self.flags.get("objective") == "reward"
+
+    @property
+    def adds_special_tokens(self) -> bool | None:
+        """True if texts got special tokens; None in checkpoints that are older than the flag."""
+        return self.flags.get("add_special_tokens")
 
     def as_json(self) -> str:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -121,60 +166,43 @@ def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
     return f"has {rows} rows for {record.vocab_size} tokens{hint}"
 
 
-# Flags that decide the shapes and the meaning of the weights, and the property of GPTConfig that each ends up in.
-SHAPE = {
+# Flags that decide the shapes and the meaning of the weights.
+_SHAPE_FLAGS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+    *("group_query_attention", "num_query_groups", "max_position_embeddings", "position_embedding_type"),
+    *("use_rotary_position_embeddings", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
+    *("rope_scaling_original_length", "rotary_seq_len_interpolation_factor", "rope_type", "rotary_scaling_factor"),
+    *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_attention_factor"),
+    *("no_rope_freq", "window_size", "window_attn_skip_freq", "qk_layernorm_all_heads", "norm_after_block"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "qk_layernorm"),
+    *("normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu", "squared_relu", "openai_gelu"),
+    *("untie_embeddings_and_output_weights", "disable_bias_linear", "add_qkv_bias"),
+    *("num_experts", "moe_layer_freq", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_shared_expert_gate", "moe_router_score_function", "moe_router_pre_softmax"),
+    "moe_router_topk_scaling_factor",
+)
+# The property of GPTConfig that such a flag ends up in, where it has another name.
+_PROPERTIES = {
     "num_layers": "layers",
     "hidden_size": "hidden",
-    "ffn_hidden_size": "ffn_size",
+    "ffn_hidden_size": "dense_ffn_size",
+    "moe_layer_freq": "expert_layers",
+    "moe_ffn_hidden_size": "expert_ffn_size",
     "num_attention_heads": "heads",
     "kv_channels": "head_size",
-    "group_query_attention": "group_query_attention",
     "num_query_groups": "query_groups",
-    "max_position_embeddings": "max_position_embeddings",
     "position_embedding_type": "positions",
     "use_rotary_position_embeddings": "positions",
-    "rotary_base": "rotary_base",
-    "rotary_percent": "rotary_percent",
     "use_rope_scaling": "rope_scaling",
     "rope_scaling_factor": "rope_scaling",
-    "rope_scaling_original_length": "rope_scaling_original_length",
-    "rotary_seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-    "rope_type": "rope_type",
-    "rotary_scaling_factor": "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "yarn_beta_fast": "yarn_beta_fast",
-    "yarn_beta_slow": "yarn_beta_slow",
-    "yarn_attention_factor": "yarn_attention_factor",
     "no_rope_freq": "unrotated",
     "window_size": "attention_span",
     "window_attn_skip_freq": "attention_span",
-    "qk_layernorm_all_heads": "qk_layernorm_all_heads",
-    "norm_after_block": "norm_after_block",
-    "use_parallel_residual": "use_parallel_residual",
-    "embedding_multiplier": "embedding_multiplier",
-    "residual_multiplier": "residual_multiplier",
-    "attention_multiplier": "attention_multiplier",
-    "logits_scaling": "logits_scaling",
-    "qk_layernorm": "qk_layernorm",
-    "normalization": "normalization",
-    "norm_epsilon": "norm_epsilon",
-    "apply_layernorm_1p": "apply_layernorm_1p",
-    "num_experts": "num_experts",
-    "moe_layer_freq": "expert_layers",
-    "moe_router_topk": "moe_router_topk",
-    "moe_ffn_hidden_size": "expert_ffn_size",
-    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate": "moe_shared_expert_gate",
-    "moe_router_score_function": "moe_router_score_function",
-    "moe_router_pre_softmax": "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor": "moe_router_topk_scaling_factor",
-    "swiglu": "swiglu",
-    "squared_relu": "squared_relu",
-    "openai_gelu": "openai_gelu",
     "untie_embeddings_and_output_weights": "tied",
     "disable_bias_linear": "linear_bias",
     "add_qkv_bias": "qkv_bias",
 }
+SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FLAGS}
 SAMPLES = "samples"  # among the flags: batch size, ranks, and the description of data/identity.py
 IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
 SCORE_PAD = "score_pad"  # among the flags of an imported reward model: transformers scores the last token but this one

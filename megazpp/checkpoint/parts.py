@@ -44,7 +44,7 @@ def training_parts(
         Weights(model, sharding),
         Moments(model, optimizer),
         ErrorFeedback(sharding, dims, values),
-        SecondaryPartition(sharding, dims),
+        SecondaryPartition(sharding),
         RandomGenerators(model.shared_generator, next(model.parameters()).device, dims, seed=seed),
     ]
 
@@ -66,13 +66,10 @@ class Weights(StatePart):
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        self._sharding.weights_changed()
+        self._sharding.invalidate_weights()
         if all(name in loaded for name, _ in self._model.named_parameters()):
             return []
         return ["the scalar head begins with random weights: the checkpoint has none"]
-
-    def estimate_bytes(self) -> int:
-        return weights_bytes(self._model)
 
 
 class Moments(StatePart):
@@ -119,10 +116,6 @@ class Moments(StatePart):
             return []
         return [f"moments of {self._anew} parameters begin at zero: the checkpoint has another optimizer's"]
 
-    def estimate_bytes(self) -> int:
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return 4 * sum((1 if p in self._averaged else 2) * p.numel() for p in parameters)
-
 
 class ErrorFeedback(StatePart):
     """The errors of rounding gradients, and sizes of messages; a run on another layout begins with zeros.
@@ -136,7 +129,7 @@ class ErrorFeedback(StatePart):
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
         if (ep := dims.layout.ep) > 1:  # shards of experts have the same sizes, but other experts
             layout = f"{layout}.ep{ep}"
-        self.prefix, self._sharding, self._dims, self._values = f"feedback.{layout}.{place}.", sharding, dims, values
+        self.prefix, self._sharding, self._values = f"feedback.{layout}.{place}.", sharding, values
         self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -154,17 +147,14 @@ class ErrorFeedback(StatePart):
         self._sharding.rescale_feedback(self._values.scaler.scale / self._values.saved_scale)
         return ["error feedback begins at zero: the checkpoint has none of this layout"] if missing else []
 
-    def estimate_bytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors().values()) * self._dims.world.size
-
 
 class SecondaryPartition(StatePart):
     """The weights that nodes keep, where differences are added to them."""
 
     prefix = SECONDARY
 
-    def __init__(self, sharding: Sharding, dims: ParallelDims) -> None:
-        self._sharding, self._ranks = sharding, dims.shard.size * dims.tp.size
+    def __init__(self, sharding: Sharding) -> None:
+        self._sharding = sharding
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._sharding.secondary_state()
@@ -179,9 +169,6 @@ class SecondaryPartition(StatePart):
         if self._sharding.load_secondary_state(loaded):
             return []
         return ["weights cross nodes whole at first: the checkpoint has no weights that nodes keep"]
-
-    def estimate_bytes(self) -> int:
-        return self._sharding.secondary_state_bytes * self._ranks
 
 
 class RandomGenerators(StatePart):
@@ -235,11 +222,6 @@ class RandomGenerators(StatePart):
         if "shared" in loaded and self._shared is not None:
             self._shared.generator.set_state(loaded["shared"])
         return []
-
-
-def weights_bytes(model: GPTModel) -> int:
-    """The bytes of all weights in fp32."""
-    return 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def as_tensor(value: Any) -> torch.Tensor:

@@ -160,8 +160,8 @@ def peek(source: LoadSource | None) -> CheckpointMetadata | None:
         return read_record(source.folder.of(iteration))
 
     iteration, record = first_sound(source, candidates, read, lambda line: None)
-    if record.flags.get("lora_r") is not None:
-        find_bases(source.folder.of(iteration), record, source.lora_base)
+    if record.adapters is not None:
+        find_bases(source.folder.of(iteration), record.adapters, source.lora_base)
     return record
 
 
@@ -229,7 +229,7 @@ class CheckpointReader:
 
     def _check(self, source: LoadSource, record: CheckpointMetadata, schedule: Schedule, checkpoint: Path) -> Schedule:
         own = self._own
-        if source.continues and own.flags.get("lora_r") is None and record.flags.get("lora_r") is not None:
+        if source.continues and own.adapters is None and record.adapters is not None:
             raise ValueError(
                 f"{checkpoint} contains only LoRA adapters. Pass --finetune to merge them into their base and start a "
                 "new run"
@@ -238,7 +238,7 @@ class CheckpointReader:
         check_same_vocabulary(record, own.vocab_size, checkpoint)
         if None not in (own.tokenizer, record.tokenizer) and own.tokenizer != record.tokenizer:
             another = f"the tokenizer gives other ids than that of {checkpoint}"
-            if "add_special_tokens" not in record.flags:
+            if record.adds_special_tokens is None:
                 another += " (made by a version that did not read all of its files)"
             if source.continues:
                 raise ValueError(

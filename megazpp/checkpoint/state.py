@@ -61,10 +61,6 @@ class StatePart:
         """Go on from the targets with their values; returns a line for each thing that begins anew."""
         return []
 
-    def estimate_bytes(self) -> int:
-        """About the bytes of all ranks' tensors; 0 for small ones."""
-        return 0
-
 
 class RunValues:
     """The state of a run that is no tensor: loss scale, the optimizer's groups, losses to compare later ones with."""
@@ -127,10 +123,6 @@ class TrainState:
         names = tuple(f".{name}" for name, _, _, spec in owned_parameters(self.model) if spec.rows is not None)
         sharded = (key for key, x in tensors.items() if isinstance(x, DTensor) and x.ndim > 0)
         return {key for key in sharded if key.endswith(names) or key.rpartition(".")[0].endswith(names)}  # its moment
-
-    def estimate_bytes(self, *, optimizer: bool) -> int:
-        """About how large a checkpoint is."""
-        return sum(part.estimate_bytes() for part in self._parts_of(optimizer, True))
 
     @property
     def device(self) -> torch.device:

@@ -23,11 +23,11 @@ from megazpp.checkpoint.checksums import verify_files
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder
 from megazpp.checkpoint.metadata import (
     CheckpointMetadata,
+    SavedAdapters,
     check_same_model,
     check_same_vocabulary,
     read_record,
     rows_problem,
-    shape_of,
 )
 from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, Saved
@@ -54,11 +54,11 @@ def open_weights(
     Raises:
         ValueError: the base is not where it was, is damaged, or has other weights; on every rank.
     """
-    own, flags = SafeReader(checkpoint), record.flags
-    if flags.get("lora_r") is None:
+    own, adapters = SafeReader(checkpoint), record.adapters
+    if adapters is None:
         return own
     others = []
-    for base in find_bases(checkpoint, record, lora_base):
+    for base in find_bases(checkpoint, adapters, lora_base):
         raise_on_all_ranks(files, functools.partial(verify_files, base, rank=files.rank, num_ranks=files.size))
         rest = [place for place in lora_base if Path(place).expanduser() != base.parent]
         reader = open_weights(base, read_record(base), files, rest)
@@ -69,20 +69,24 @@ def open_weights(
 
         found = raise_on_all_ranks(files, share_of_checksum)
         checksum = spell_checksum(sum(files.share_object(files.gather_objects(found))))
-        if checksum == flags["ref_checksum"]:
-            return AdaptedReader(own, reader, GPTConfig(**shape_of(flags)), flags["lora_alpha"] / flags["lora_r"])
+        if checksum == adapters.base_checksum:
+            return AdaptedReader(own, reader, record.model, adapters.alpha / adapters.rank)
         others.append(f"{base} has {checksum}")
     raise ValueError(
-        f"{checkpoint}: the base of its adapters has weights with checksum {flags['ref_checksum']}, and "
+        f"{checkpoint}: the base of its adapters has weights with checksum {adapters.base_checksum}, and "
         f"{', '.join(others)}: --lora-base says where the right ones are"
     )
 
 
-def find_bases(checkpoint: Path, record: CheckpointMetadata, lora_base: Sequence[str] = ()) -> list[Path]:
-    """The checkpoints that may be the base of one of adapters, by --lora-base and its record; or a ValueError."""
-    found, places = [], (*lora_base, record.flags["ref_load"])
+def find_bases(checkpoint: Path, adapters: SavedAdapters, lora_base: Sequence[str] = ()) -> list[Path]:
+    """Return the checkpoints that may be the base of a checkpoint's adapters, those of --lora-base first.
+
+    Raises:
+        ValueError: neither --lora-base nor the adapters' record names a folder with a checkpoint.
+    """
+    found, places = [], (*lora_base, adapters.base)
     for place in places:
-        folder, step = CheckpointFolder(place, "--lora-base"), record.flags["ref_ckpt_step"]
+        folder, step = CheckpointFolder(place, "--lora-base"), adapters.base_iteration
         iteration = step if step in folder.iterations() else folder.latest()
         if iteration is not None:
             found.append(folder.of(iteration))

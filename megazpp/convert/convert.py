@@ -1,7 +1,7 @@
-"""From one format to another: what `tools/convert_checkpoint.py` does.
+"""The conversion between formats that `tools/convert_checkpoint.py` runs.
 
-Everything that can be refused is refused before the output is begun; then one tensor after the other goes through, into
-a folder that appears whole or not at all.
+All checks come before the output begins. Tensors are then converted one after the other, into a folder that appears
+complete or not at all.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class ConvertConfig:
     Source, target and formats.
     """
 
-    input: str | None = flag(None, "folder of the model: Hugging Face's, or of Megatron's or our own checkpoints")
+    input: str | None = flag(None, "folder of a Hugging Face model, or of checkpoints of Megatron-LM or MegaZ++")
     output: str | None = flag(None, "folder to write, which must be new or empty")
     source: Literal["huggingface", "megatron", "megazpp"] | None = flag(
-        None, "format of --input (default: what it looks like)", name="--from"
+        None, "format of --input (default: detected from its files)", name="--from"
     )
     target: Literal["huggingface", "megazpp"] | None = flag(
         None, "format of --output (default: huggingface from our checkpoints, megazpp from all others)", name="--to"
     )
     ckpt_step: int | None = flag(None, "convert the checkpoint of this iteration instead of the latest")
-    adapter: str | None = flag(None, "folder of a LoRA adapter (adapter_config.json), which is merged into the weights")
+    adapter: str | None = flag(None, "folder of a LoRA adapter (adapter_config.json) to merge into the weights")
     keep_adapters: bool = flag(
-        False, "write a LoRA run's base, and in its folder adapter/ the adapters for PEFT, instead of merging them"
+        False, "write a LoRA run's base, and its adapters for PEFT into adapter/, instead of merging them"
     )
     lora_base: tuple[str, ...] = flag(
         (), "folders that now hold the bases of a LoRA run's adapters, if they have moved", nargs="*", needs="--input"
@@ -61,35 +61,40 @@ class ConvertConfig:
 
 
 def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[str], None]) -> str:
-    """Convert; returns the line that says what came out.
+    """Convert a model; return a line about the result.
 
     Args:
-        tokenizer: flags for the model's tokenizer; without any, what is found with the model.
-        say: prints a line of progress.
+        config: flags of the conversion.
+        tokenizer: flags of the model's tokenizer; empty flags use the tokenizer of --input.
+        say: function that prints a line.
     Raises:
-        ValueError: something is missing, damaged, or cannot be in the other format; nothing is written.
+        ValueError: a file is missing or damaged, or the other format cannot hold the model. Nothing is written.
     """
+    # ---- check the flags
     if config.input is None or config.output is None:
         raise ValueError(f"{'--input' if config.input is None else '--output'} is missing")
     source, target = Path(config.input).expanduser(), Path(config.output).expanduser()
     if not source.is_dir():
-        raise ValueError(f"--input {source} {'is no folder' if source.exists() else 'does not exist'}")
+        raise ValueError(f"--input {source} {'is not a folder' if source.exists() else 'does not exist'}")
     check_output(target)
     kind = config.source or guess_format(source)
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
     adapter, trained = None if config.adapter is None else Path(config.adapter).expanduser(), False
     if kind == "megazpp":
         folder = CheckpointFolder(source, "--input")
-        trained = find_weights(folder, config.ckpt_step, lora_base=config.lora_base)[1].flags.get("lora_r") is not None
+        trained = find_weights(folder, config.ckpt_step, lora_base=config.lora_base)[1].adapters is not None
     merges = kind == wanted == "megazpp" and (adapter is not None or trained)
     if config.keep_adapters and (merges or not trained):
-        raise ValueError(f"--keep-adapters: --input {source} has to be a LoRA run's, and --output for Hugging Face")
+        raise ValueError(
+            f"--keep-adapters needs a LoRA run's checkpoint as --input, not {source}, and --to huggingface"
+        )
     if (kind == "megazpp") == (wanted == "megazpp") and not merges:
-        raise ValueError(f"--from {kind} --to {wanted}: one of the two has to be megazpp, and one another format")
+        raise ValueError(f"--from {kind} --to {wanted}: exactly one of the two has to be megazpp")
     if adapter is not None and not adapter.is_dir():
-        raise ValueError(f"--adapter {adapter} {'is no folder' if adapter.exists() else 'does not exist'}")
+        raise ValueError(f"--adapter {adapter} {'is not a folder' if adapter.exists() else 'does not exist'}")
     if kind == "huggingface" and config.ckpt_step is not None:
-        raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is one model, without iterations")
+        raise ValueError(f"--ckpt-step {config.ckpt_step}: --input {source} is a single model without iterations")
+    # ---- open the model, and write it
     say(f"{source} is {_NAMES[kind]}")
     record: CheckpointMetadata | None = None
     if kind == "megazpp":
@@ -107,13 +112,13 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
 
 _NAMES = {
     "huggingface": "a Hugging Face model",
-    "megatron": "a checkpoint of Megatron-LM's",
+    "megatron": "a checkpoint of Megatron-LM",
     "megazpp": "a checkpoint of MegaZ++",
 }
 
 
 def guess_format(folder: Path) -> str:
-    """Guess a folder's format by its files; raises ValueError if it looks like nothing that is known."""
+    """Return a folder's format, by its files; raise ValueError if no format fits."""
     if (folder / CONFIG).is_file():
         return "huggingface"
     if any(folder.glob("iter_*/run.json")):
@@ -135,9 +140,19 @@ def export(
     *,
     keep_adapters: bool = False,
 ) -> str:
-    """Our checkpoint to a Hugging Face folder; with `keep_adapters`, `model` is their base, and they go to adapter/."""
-    if HEAD in model.tensors and record.flags.get("objective") != "reward":
-        say("note: the policy's value head (scalar_head) is left out: a language model has none")
+    """Write our checkpoint as a Hugging Face folder; return a line about it.
+
+    Args:
+        source: folder of checkpoints.
+        target: folder to write.
+        model: model of the checkpoint.
+        record: metadata of the checkpoint.
+        given: flags of the tokenizer.
+        say: function that prints a line.
+        keep_adapters: True if `model` is the base of adapters, which are written to the folder adapter/.
+    """
+    if HEAD in model.tensors and not record.is_reward_model:
+        say("note: the policy's value head (scalar_head) is left out, because a language model has none")
         model = model._replace(tensors={name: entry for name, entry in model.tensors.items() if name != HEAD})
     name, tokenizer = class_name(model), open_tokenizer(source, record, given, say)
     for note in find_differences(tokenizer) if tokenizer is not None else ():
@@ -146,11 +161,11 @@ def export(
         ids, ends = write_tokenizer_files(folder, tokenizer), {None if tokenizer is None else tokenizer.eod}
         ids |= {name: _inside(name, value, model.rows, say) for name, value in ids.items() if name.endswith("_id")}
         ends |= {*eos} if isinstance(eos := ids.get("eos_token_id"), list) else {eos}
-        if HEAD in model.tensors and SCORE_PAD in record.flags:  # as the model that was imported
+        if HEAD in model.tensors and SCORE_PAD in record.flags:  # the padding token of the imported model
             ids["pad_token_id"] = record.flags[SCORE_PAD]
         elif HEAD in model.tensors and ids.get("pad_token_id") in (None, *ends):
-            ids["pad_token_id"] = None  # transformers would score the token before the end
-            say("note: there is no token for padding alone, so transformers scores one text at a time (pad_token_id)")
+            ids["pad_token_id"] = None  # with eos as padding, transformers would score the token before the end
+            say("note: no token serves for padding only, so transformers scores one text at a time (pad_token_id)")
         write_model(folder, model, token_ids=ids)
         if keep_adapters:
             settings, tensors = read_trained(source, record, model.config)
@@ -162,12 +177,12 @@ def export(
 
 
 def _inside(name: str, value: Any, rows: int, say: Callable[[str], None]) -> Any:
-    """Return an id of config.json, or a list of ids, without those that are no row of the embedding."""
+    """Return an id of config.json, or a list of ids, without ids beyond the rows of the embedding."""
     ids = value if isinstance(value, list) else [value]
     kept = [each for each in ids if each is None or -rows <= each < rows]
     if kept == ids:
         return value
-    say(f"note: {name} {value} is left out of config.json: the embedding has {rows} rows, and transformers needs one")
+    say(f"note: {name} {value} is left out of config.json, because it is beyond the {rows} rows of the embedding")
     return kept or None if isinstance(value, list) else None
 
 
@@ -179,7 +194,7 @@ def rewrite(
     given: TokenizerConfig,
     say: Callable[[str], None],
 ) -> str:
-    """Our checkpoint as another one of ours, without what trains it, and with adapters merged."""
+    """Write our checkpoint as a checkpoint with merged adapters and without training state; return a line about it."""
     tokenizer = open_tokenizer(source, record, given, say)
     new = dataclasses.replace(record, scaler={}, groups=[], guard={}, layout={}, tokenizer_folder=None)
     new = dataclasses.replace(new, vocab_size=model.rows, has_optimizer=False, has_rng=False)
@@ -190,28 +205,37 @@ def rewrite(
 
 
 def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:
-    """A model as a checkpoint of ours, without an optimizer."""
+    """Write a model as a checkpoint of ours, without optimizer state; return a line about it.
+
+    Args:
+        model: model to write.
+        target: folder of checkpoints to write.
+        given: flags of the tokenizer; empty flags use the tokenizer of the model.
+        say: function that prints a line.
+    """
+    # ---- tokenizer
     found = given if names_tokenizer(given) else model.tokenizer
     found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens, eos_token=given.eos_token)
     tokenizer = load_tokenizer(found)
     if tokenizer is None:
-        say("note: no tokenizer was found; the flags for one (see --help) record it with the checkpoint")
+        say("note: no tokenizer was found; give its flags (see --help) to store it with the checkpoint")
     else:
-        num_ids, missing = tokenizer.vocab_size, "a text with one of the rest is refused"
+        num_ids, missing = tokenizer.vocab_size, "texts with other tokens are refused"
         if model.padded:
             model = model.first_rows(min(num_ids, model.rows))
         if num_ids != model.rows:
-            what = missing if num_ids > model.rows else "all count, as in transformers"
-            say(f"note: the tokenizer has {num_ids} tokens, the model's vocabulary is its {model.rows} rows: {what}")
+            what = missing if num_ids > model.rows else "all rows are used, as in transformers"
+            say(f"note: the tokenizer has {num_ids} tokens, and the model's vocabulary has {model.rows} rows: {what}")
             tokenizer.fit(model.rows)
         for note in (marks_note(tokenizer), *find_differences(tokenizer)):
             if note is not None:
                 say(f"note: {note}")
-    schedule = build_schedule(  # which no weights go with
+    # ---- metadata
+    schedule = build_schedule(  # a record needs one, but an import has no training to resume
         ScheduleConfig(lr=0.0), weight_decay=0.0, train_iters=1, train_samples=None, global_batch_size=1
     )
     own, held = dataclasses.asdict(model.config), (*SHAPE, "init_method_std", "hidden_dropout", "attention_dropout")
-    flags = {  # that our programs take from a checkpoint
+    flags = {  # flags that our programs take from a checkpoint
         **{name: own[name] for name in held},
         **dataclasses.asdict(found),
         "seq_length": model.seq_length,
@@ -243,24 +267,24 @@ def _described(model: Model) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Refuse an output folder before the work for it begins: raises ValueError if there is something in its place."""
+    """Raise ValueError if an output folder cannot be created or is not empty, before the work for it begins."""
     if path.is_dir():
         if any(path.iterdir()):
             raise ValueError(f"--output {path} is not empty")
-        if path.is_mount():  # nothing can be renamed onto it
-            raise ValueError(f"--output {path} is where a file system is mounted; give a folder inside it")
+        if path.is_mount():  # nothing can be renamed onto a mount point
+            raise ValueError(f"--output {path} is the mount point of a file system; give a folder inside it")
     elif path.exists() or path.is_symlink():
-        raise ValueError(f"--output {path} exists and is no folder")
+        raise ValueError(f"--output {path} exists and is not a folder")
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `path` if nothing is raised meanwhile, and else is gone.
+    """Yield a temporary folder that is renamed to `path` at the end, or removed if an exception is raised.
 
-    What a killed conversion has left is removed by the next one with the same output.
+    The leftovers of a killed conversion are removed by the next one with the same output.
 
     Raises:
-        ValueError: it cannot be made, or another process is at it.
+        ValueError: the folder cannot be created, or another process is writing it.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -275,6 +299,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
             remove(entry)
         with renamed_when_done(unfinished, path):
             yield unfinished
-            check_output(path)  # once more: a conversion takes its time
+            check_output(path)  # again, because another process may have created it meanwhile
     finally:
         os.close(descriptor)

@@ -1,20 +1,27 @@
-"""A Hugging Face folder: config.json, safetensors in one file or several, and the tokenizer's files."""
+"""A Hugging Face folder: config.json, safetensors in one file or several, and the tokenizer's files.
+
+transformers reads config.json and completes it by its defaults. `Relative` and `Gpt2` map the result to our flags and
+back. A family holds a model if its own config.json, read again, gives the same model.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megazpp.base.files import write_whole
-from megazpp.base.program import in_words
+from megazpp.base.flags import as_written
+from megazpp.checkpoint.metadata import SHAPE
 from megazpp.convert.gpt2 import Gpt2
-from megazpp.convert.llama import RELATIVES, Relative
-from megazpp.convert.mixtures import MIXTURES, choose_mixture
+from megazpp.convert.llama import RELATIVES, Relative, join_gate_up, split_gate_up
+from megazpp.convert.mixtures import MIXTURES
 from megazpp.convert.model import (
     HEAD,
     OUTPUT,
@@ -28,10 +35,9 @@ from megazpp.convert.model import (
     same,
     split_all,
 )
-from megazpp.convert.neox import NEOX
-from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
+from megazpp.convert.safetensors_file import num_bytes, open_tensors, write_tensors
 from megazpp.convert.settings import Settings
-from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer
+from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer, import_package, read_settings
 from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,31 +45,27 @@ _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # 
 FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
-ARCHITECTURES: dict[str, Architecture] = {"gpt2": Gpt2(), **RELATIVES, "gpt_neox": NEOX, **MIXTURES}  # by model_type
+ARCHITECTURES: dict[str, Architecture] = {each.model_type: each for each in (Gpt2(), *RELATIVES, *MIXTURES)}
 
 
 def open_model(folder: Path) -> Model:
-    """The model of a folder; nothing but shapes is read yet, and a tied output matrix that the files hold once more.
+    """Open the model of a folder. Only shapes are read, and a tied output matrix that the files hold as well.
 
     Raises:
-        ValueError: something is missing, damaged, or a model that we do not have.
+        ValueError: a file is missing or damaged, or the model is not supported.
     """
-    settings = Settings(read_json(folder / CONFIG), str(folder / CONFIG))
-    kind = settings.text("model_type")
-    if kind not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not one that can be converted ({known})")
-    architecture = ARCHITECTURES[kind]
+    settings = _read_config(folder)
+    architecture = ARCHITECTURES[settings.text("model_type")]
     settings.absent("quantization_config", "per_layer_config")
     settings.only("is_causal", True)
     values = architecture.read(settings)
-    tensors = architecture.opened(_open_files(folder, architecture, settings.values.get("transformers_weights")))
+    tensors = split_gate_up(_open_files(folder, architecture, settings.values.get("transformers_weights")))
     scores = _SCORE in tensors  # a reward model, without an output layer
     if scores:
         values["untie_embeddings_and_output_weights"] = False
-    config = model_config(values, str(folder / CONFIG))
-    rows = settings.count("vocab_size", 50257 if kind == "gpt2" else None)
-    shapes = model_shapes(config, rows, str(folder / CONFIG), num_tensors=len(tensors), scalar_head=scores)
+    config = model_config(values, settings.where)
+    rows = settings.count("vocab_size")
+    shapes = model_shapes(config, rows, settings.where, num_tensors=len(tensors), scalar_head=scores)
     pieces = _pieces(architecture, config, scores=scores)
     if config.tied:
         _drop_tied_copy(tensors, pieces[WORDS].theirs[0], str(folder))
@@ -74,17 +76,44 @@ def open_model(folder: Path) -> Model:
     return found._replace(origin=str(folder.resolve()), score_pad=settings.values.get("pad_token_id"))
 
 
+def _read_config(folder: Path) -> Settings:
+    """Return config.json as transformers completes it; raises ValueError if the family is not supported."""
+    kind = read_json(folder / CONFIG).get("model_type")
+    if kind in ARCHITECTURES:
+        transformers = import_package("transformers", "a Hugging Face model")
+        try:
+            values = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+        except Exception as error:  # of many types, for values of a wrong type
+            raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
+        kind = values["model_type"]
+    if kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"{folder / CONFIG}: model_type {kind!r} is not one that can be converted ({known})")
+    return Settings(values, str(folder / CONFIG))
+
+
 def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> None:
-    """Write config.json, with `token_ids` about the tokenizer, and the tensors, cut into files of `FILE_BYTES`."""
+    """Write config.json and the tensors of a model, in files of at most `FILE_BYTES`.
+
+    Args:
+        folder: folder to write into.
+        model: model to write.
+        token_ids: entries of config.json about special tokens.
+    """
     architecture, scores = choose_architecture(model.config), HEAD in model.tensors
-    tensors = architecture.closed(split_all(_pieces(architecture, model.config, scores=scores), model.tensors))
-    groups = split_into_files(tensors, FILE_BYTES)
-    count = len(groups)
-    names = [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    total = sum(write_tensors(folder / name, group) for name, group in zip(names, groups, strict=True))
-    if count > 1:
-        places = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    tensors = to_files(architecture, split_all(_pieces(architecture, model.config, scores=scores), model.tensors))
+    hub = import_package("huggingface_hub", "a Hugging Face folder")
+    files = hub.split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=num_bytes,
+        get_storage_id=lambda entry: None,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=FILE_BYTES,
+    )
+    for name, held in files.filename_to_tensors.items():
+        write_tensors(folder / name, {each: tensors[each] for each in held})
+    if files.is_sharded:
+        _write_json(folder / INDEX, {"metadata": files.metadata, "weight_map": files.tensor_to_filename})
     description = {
         "architectures": [class_name(model)],
         "model_type": architecture.model_type,
@@ -98,24 +127,24 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
 
 
 def class_name(model: Model) -> str:
-    """transformers' class of a model: one that scores whole texts if it has a scalar head."""
+    """Return the name of transformers' class of a model, which scores whole texts if the model has a scalar head."""
     name = choose_architecture(model.config).class_name
     if HEAD not in model.tensors:
         return name
     if name == "GraniteForCausalLM":
         raise ValueError(
-            f"transformers has no {_CLASSIFIER} of Granite, which a reward model with its factors would be"
+            f"transformers has no {_CLASSIFIER} of Granite, so a reward model with its factors cannot be exported"
         )
     return re.sub(r"(ForCausalLM|LMHeadModel)$", _CLASSIFIER, name)
 
 
 def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
-    """Their tensors for each of ours, by the names of `find_architecture`."""
+    """Return the tensors of transformers for each of ours, by the names of `find_architecture`'s family."""
     return find_architecture(config).pieces(config)
 
 
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
-    """Their tensors for each of ours; `score` has the place of the output layer."""
+    """Return the tensors of transformers for each of ours; if `scores`, with a scalar head and no output layer."""
     pieces = architecture.pieces(config)
     if scores:
         pieces = {name: piece for name, piece in pieces.items() if name != OUTPUT} | {HEAD: same(_SCORE)}
@@ -123,99 +152,85 @@ def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> d
 
 
 def choose_architecture(config: GPTConfig) -> Architecture:
-    """The one that holds such a model; raises ValueError naming the flags that it has not."""
+    """Return the first family that holds a model; raises ValueError, naming flags, if none does."""
     architecture = find_architecture(config)
-    architecture.write(config)
+    if problems := _differences(architecture, config):
+        flags = ", ".join(as_written(config, config.__dataclass_fields__[name]) for name in problems)
+        raise ValueError(f"{architecture.class_name} cannot hold a model with {flags}")
     return architecture
 
 
 def find_architecture(config: GPTConfig) -> Architecture:
-    """The one that is closest to a model, whether it holds that or not."""
-    if config.num_experts is not None:
-        return choose_mixture(config)
-    return ARCHITECTURES[_model_type(config)]
+    """Return the first family that holds a model. If none does, return the one that differs in the fewest flags."""
+    return min(ARCHITECTURES.values(), key=lambda architecture: len(_differences(architecture, config)))
 
 
-def _model_type(config: GPTConfig) -> str:
-    if config.positions != "rope":
-        return "gpt2"
-    if config.normalization == "LayerNorm":
-        neox = config.use_parallel_residual or config.rotary_percent != 1.0
-        return "gpt_neox" if neox else "starcoder2"
-    if config.norm_after_block or config.qk_layernorm_all_heads:
-        return "olmo2"
-    multipliers = (config.embedding_multiplier, config.residual_multiplier, config.logits_scaling)
-    if config.attention_multiplier is not None or multipliers != (1.0, 1.0, 1.0):
-        return "granite"
-    if config.unrotated:
-        return "smollm3"
-    if config.rotary_percent != 1.0:
-        return "phi3"
-    if config.window is not None and len({*config.attention_span}) > 1 and not config.qk_layernorm:
-        return "qwen2" if config.qkv_bias and not config.linear_bias else "smollm3"
-    if config.qk_layernorm:
-        return "qwen3"
-    if config.window is not None and (config.linear_bias or not config.qkv_bias):
-        return "mistral"
-    return "qwen2" if config.qkv_bias and not config.linear_bias else "llama"
+@functools.cache
+def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
+    """Return the fields of a model that the family's config.json cannot hold."""
+    config = replace(config, max_position_embeddings=config.max_position_embeddings or 1)
+    try:
+        back = GPTConfig(**architecture.read(Settings(architecture.write(config), architecture.class_name)))
+    except ValueError:  # such as an odd number of channels to rotate
+        return list(SHAPE)
+    pairs = asdict(config), asdict(back)
+    changed = [name for name, derived in SHAPE.items() if getattr(config, derived) != getattr(back, derived)]
+    return [name for name in changed if pairs[0][name] != pairs[1][name]]
+
+
+def to_files(architecture: Architecture, tensors: dict[str, Deferred]) -> dict[str, Deferred]:
+    """Return tensors as files of the family hold them."""
+    return join_gate_up(tensors) if architecture.fused else tensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds a JSON object; raises ValueError if it is missing or holds something else."""
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {in_words(error)}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no settings")
-    return values
+    """Read a file that holds a JSON object; raises ValueError if it is missing or holds something else."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    return read_settings({path.name: path.read_bytes()}, path.name, f"in {path.parent}")
 
 
 def _open_files(folder: Path, architecture: Architecture, explicit: str | None) -> dict[str, Deferred]:
-    """Open the weights of a folder, by transformers' names and in its order of precedence among files.
+    """Open the weights of a folder by transformers' names, with its order of precedence among files.
 
     Args:
-        explicit: file that config.json names (transformers_weights).
+        folder: folder of the model.
+        architecture: family of the model.
+        explicit: file that config.json names (transformers_weights), or None.
     """
     file = explicit or next((name for name in _FILES if (folder / name).is_file()), WHOLE)
-    if Path(file).name != file or file in ("", ".", ".."):
-        raise ValueError(f"{folder / CONFIG}: transformers_weights {file!r} is no file of this folder")
-    if not file.endswith(".index.json"):
-        return _open_weights(folder / file, architecture)
-    places = read_json(folder / file).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(part, str) for part in places.values()):
-        raise ValueError(f"{folder / file} has no weight_map of files")
-    if outside := [part for part in places.values() if "/" in part or part in ("", ".", "..")]:
-        raise ValueError(f"{folder / file} names {outside[0]!r}, which is no file of this folder")
+    places: Any = {"": file}
+    if file.endswith(".index.json") and Path(file).name == file:
+        places = read_json(folder / file).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"{folder / file} has no weight_map of files")
     found: dict[str, Deferred] = {}
-    for part in sorted(set(places.values())):
-        tensors = _open_weights(folder / part, architecture)
-        listed = (name for name, place in places.items() if place == part)
-        absent = [name for name in listed if architecture.their_name(name) not in (None, *tensors)]
-        if absent:
-            raise ValueError(f"{folder / part} does not hold {absent[0]}, which {file} says it does")
-        found |= tensors
+    for part in sorted({*map(str, places.values())}):
+        if Path(part).name != part or part in ("", ".", ".."):
+            raise ValueError(f"{folder} names {part!r} as a file of weights, which is not a file of this folder")
+        found |= _open_weights(folder / part, architecture)
     return found
 
 
 def _open_weights(path: Path, architecture: Architecture) -> dict[str, Deferred]:
     """Open a file's weights by the names that transformers' model gives them; buffers are left out."""
-    tensors = open_tensors(path, lambda name: architecture.their_name(name) is not None)
-    return {str(architecture.their_name(name)): entry for name, entry in tensors.items()}
+    tensors = open_tensors(path, lambda name: not architecture.buffers.fullmatch(name))
+    known = (architecture.prefix, "lm_head.", "score.")
+    return {name if name.startswith(known) else architecture.prefix + name: entry for name, entry in tensors.items()}
 
 
 def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> None:
-    """Some files hold the tied matrix twice: ValueError if the copies differ, as versions of transformers do then."""
-    name = next((name for name in ("lm_head.weight", "embed_out.weight") if name in tensors), "")
-    copy, original = tensors.pop(name, None), tensors.get(words)
+    """Drop the copy of a tied matrix that some files hold.
+
+    A ValueError reports copies that differ, because versions of transformers treat them differently.
+    """
+    copy, original = tensors.pop("lm_head.weight", None), tensors.get(words)
     if copy is None or original is None:
         return
     if copy.shape != original.shape or not torch.equal(copy.read().float(), original.read().float()):
         raise ValueError(
-            f"{where}: tie_word_embeddings is true, but {name} is not {words}; "
-            f"write false into config.json to keep both, or take {name} out of the files"
+            f"{where}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
+            "write false into config.json to keep both, or remove lm_head.weight from the files"
         )
 
 

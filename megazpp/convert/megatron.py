@@ -1,20 +1,20 @@
-"""Megatron-LM's legacy checkpoints, mp_rank_XX/model_optim_rng.pt: found, checked, and the ranks' parts put together.
+"""A reader of Megatron-LM's legacy checkpoints, mp_rank_XX/model_optim_rng.pt, that joins the ranks' tensors.
 
-One file of more than 300 lines, because all of it is about this one format.
+Such a file is a pickle. In addition to tensors it holds the arguments (an `argparse.Namespace`), enums of Megatron, and
+states of random generators. No code in it is run. torch's restricted unpickler creates tensors, plain containers and
+the namespace. Objects of Megatron or numpy become an `Unknown`, and a file that names anything else is refused.
 
-Such a file is a pickle: beside tensors it holds the arguments (an `argparse.Namespace`), enums of Megatron's, states of
-random generators. Nothing in it is run: torch's restricted unpickler makes tensors, plain containers and the namespace;
-what is Megatron's or numpy's becomes an `Unknown`; a file that names anything else is refused.
-
-Names of our tensors in its versions:
+Names of tensors in Megatron's versions:
 
     language_model.embedding.{word,position}_embeddings.weight
     language_model.{transformer,encoder}.layers.N.{attention,self_attention}.query_key_value.{weight,bias}  ...
     language_model.output_layer.weight                       untied
-    decoder.layers.N.self_attention.linear_qkv.weight  ...   Megatron-core's names for the same
+    decoder.layers.N.self_attention.linear_qkv.weight  ...   the same tensors in Megatron-Core
 
-The rows of query_key_value on one rank of np heads with hn channels: [3, np, hn] in version 0, [np, hn, 3] in version
-1.0, [np, 3, hn] from 2.0 on (with grouped queries [groups, queries + 2, hn]), which is ours.
+Layout of the rows of query_key_value on a rank with np heads of hn channels: [3, np, hn] in version 0, [np, hn, 3] in
+version 1.0, and [np, 3, hn] from 2.0 on (with grouped queries [groups, queries + 2, hn]). Our layout is the last one.
+
+The file is longer than 300 lines because all of it concerns this one format.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _TRUTHS = (  # arguments that are fields of GPTConfig
     *("group_query_attention", "use_rotary_position_embeddings", "qk_layernorm", "apply_layernorm_1p", "swiglu"),
     *("squared_relu", "untie_embeddings_and_output_weights", "add_qkv_bias"),
 )
-# Whose names may occur: packages of Megatron and its forks, and what states of random generators are made of
+# Packages whose names a file may contain: Megatron and its forks, and the modules of random generators' states.
 _HARMLESS = ("megatron.", "apex.", "deepspeed.", "transformer_engine.", "fp16.", "numpy.", "pathlib.", "signal.")
 _HARMLESS_NAMES = ("_codecs.encode", "_io.BytesIO", "types.SimpleNamespace", "enum.Enum")
-# What torch and pickle raise for junk
+# Errors that torch and pickle raise for damaged files.
 _DAMAGE = (OSError, zipfile.BadZipFile, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
 _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
@@ -89,33 +89,35 @@ _SPLIT_COLUMNS = ("proj.weight", "fc2.weight")
 
 
 def open_megatron(folder: Path, iteration: int | None) -> Model:
-    """A checkpoint of any tensor-parallel size; tensors are read when they are wanted.
+    """Open a checkpoint of any tensor-parallel size; tensors are read on demand.
 
     Args:
-        folder: of checkpoints, or one of them.
-        iteration: None for what the tracker names.
+        folder: folder of checkpoints, or one checkpoint.
+        iteration: iteration to open; None for the one that the tracker file names.
     Raises:
-        ValueError: something is missing, damaged, unsafe, or a model that we do not have.
+        ValueError: a file is missing, damaged or unsafe, or the model is not supported.
     """
+    # ---- files and arguments
     files = _rank_files(find_checkpoint(folder, iteration))
     ranks, where = [load_file(file) for file in files], str(files[0])
     arguments, version = ranks[0].get("args"), ranks[0].get("checkpoint_version", 0)
     if not isinstance(arguments, argparse.Namespace):
-        raise ValueError(f"{where} has no args: a checkpoint from before Megatron kept them with the weights")
+        raise ValueError(f"{where} has no args: its version of Megatron did not save them with the weights")
     if version not in (0, 1.0, 2.0, 3.0):
         raise ValueError(f"{where}: checkpoint_version {version!r} is not known (0, 1.0, 2.0, 3.0)")
     settings = Settings(vars(arguments), f"{where}: args")
     _check_ranks(settings, len(ranks))
     config = model_config(_read_config(settings), where)
+    # ---- tensors
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
     shapes = [{name: tuple(tensor.shape) for name, tensor in part.items()} for part in parts]
     for found, file in zip(shapes, files, strict=True):
-        check_tensors(found, shapes[0], str(file))  # all ranks' alike
+        check_tensors(found, shapes[0], str(file))  # all ranks have equal shapes
     tensors: dict[str, Deferred] = {}
     for name in parts[0]:
         join = functools.partial(_join, name=name, config=config, version=version)
         of_ranks = [part[name] for part in parts]
-        if config.swiglu and ".mlp.fc1." in name:  # a rank's part of gate above that of ours
+        if config.swiglu and ".mlp.fc1." in name:  # on each rank the rows of gate come first
             halves = [tensor.chunk(2) for tensor in of_ranks]
             tensors[name.replace(".fc1.", ".gate.")] = _deferred([half[0] for half in halves], join)
             of_ranks = [half[-1] for half in halves]
@@ -123,11 +125,12 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     if config.use_rope_scaling and "language_model" in ranks[0]["model"]:
         raise ValueError(f"{where}: args: use_rope_scaling True is not supported here with the legacy model")
     if config.tied:
-        tensors.pop(OUTPUT, None)  # a copy
+        tensors.pop(OUTPUT, None)  # a copy of the embedding
+    # ---- progress and tokenizer
     done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
     names = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings]
     tokenizer: dict[str, Any] = {name: settings.text(name) for name in names}
-    here = all(Path(file).exists() for file in tokenizer.values())  # its files are on this machine
+    here = all(Path(file).exists() for file in tokenizer.values())  # the arguments may be from another machine
     return checked_model(config, tensors, where)._replace(
         progress=TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed),
         seq_length=settings.count("seq_length", config.max_position_embeddings),
@@ -137,7 +140,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
 
 
 def find_checkpoint(folder: Path, iteration: int | None) -> Path:
-    """The folder with the ranks' folders; raises ValueError if there is none."""
+    """Return the folder that contains the ranks' folders; raise ValueError if there is none."""
     if iteration is None and any(folder.glob("mp_rank_*")):
         return folder
     text = str(iteration) if iteration is not None else read_tracker(folder / TRACKER, words=("release",))
@@ -145,9 +148,8 @@ def find_checkpoint(folder: Path, iteration: int | None) -> Path:
         raise ValueError(f"--input {folder} has neither mp_rank_00 nor {TRACKER}")
     found = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if not any(found.glob("mp_rank_*")):
-        kind = "a distributed checkpoint (--ckpt-format torch writes the other kind)"
-        what = kind if (found / ".metadata").exists() else "no checkpoint with mp_rank_00 in it"
-        raise ValueError(f"{found} is {what}")
+        kind = "is a distributed checkpoint, which is not supported (--ckpt-format torch writes legacy ones)"
+        raise ValueError(f"{found} {kind if (found / '.metadata').exists() else 'contains no folder mp_rank_00'}")
     return found
 
 
@@ -156,7 +158,7 @@ def _rank_files(checkpoint: Path) -> list[Path]:
     odd = [folder for folder in folders if not re.fullmatch(r"mp_rank_\d{2,}", folder.name)]
     if odd:
         raise ValueError(
-            f"{odd[0]} is of a pipeline- or expert-parallel checkpoint: only "
+            f"{odd[0]} belongs to a pipeline- or expert-parallel checkpoint, but only "
             "--pipeline-model-parallel-size 1 can be converted; Megatron's tools/checkpoint can merge it"
         )
     names = [folder.name for folder in folders]
@@ -171,20 +173,20 @@ def _rank_files(checkpoint: Path) -> list[Path]:
 
 def _check_ranks(settings: Settings, found: int) -> None:
     if settings.count("pipeline_model_parallel_size", 1) > 1:
-        raise ValueError(f"{settings.where}: pipeline_model_parallel_size is not 1, which is all that can be converted")
+        raise ValueError(f"{settings.where}: pipeline_model_parallel_size is not 1, but only 1 can be converted")
     name = "tensor_model_parallel_size" if "tensor_model_parallel_size" in settings else "model_parallel_size"
     if settings.count(name, found) != found:
         raise ValueError(f"{settings.where}: {name} is {settings.count(name)}, but there are {found} ranks")
 
 
 def _read_config(settings: Settings) -> dict[str, Any]:
-    """Fields of GPTConfig; older versions lack many arguments, and are what the defaults say."""
+    """Return fields of GPTConfig. Arguments that older versions of Megatron lack have defaults."""
     settings.absent("apply_residual_connection_post_layernorm", "multi_latent_attention", "rotary_interleaved")
     settings.absent("num_experts", "window_size")
     settings.absent("rotary_seq_len_interpolation_factor", empty=(None, 1, 1.0))
     heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
     truths = {name: settings.truth(name, False) for name in _TRUTHS}
-    # Megatron's fused bias and GeLU, its default, computes the tanh approximation
+    # Megatron's fused bias and GeLU, its default, computes the tanh approximation.
     tanh = settings.truth("openai_gelu", False) or settings.truth("bias_gelu_fusion", True)
     scaled = settings.truth("use_rope_scaling", False)
     factor = {"rope_scaling_factor": settings.number("rope_scaling_factor", 8.0)} if scaled else {}
@@ -213,13 +215,14 @@ def _read_config(settings: Settings) -> dict[str, Any]:
 
 
 def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, torch.Tensor]:
-    """One rank's tensors by our names; with SwiGLU gate and fc1 are still one.
+    """Return one rank's tensors by our names; with SwiGLU, gate and fc1 are still one tensor.
 
     Args:
-        model: nested dicts; Transformer Engine's extra state in them is left out.
-        prefix: of the names in them.
+        model: nested dicts of tensors. Transformer Engine's extra state is ignored.
+        where: file, for messages.
+        prefix: prefix of the names in `model`.
     Raises:
-        ValueError: one has a name that is not known.
+        ValueError: a tensor has an unknown name.
     """
     found: dict[str, torch.Tensor] = {}
     for key, value in model.items():
@@ -234,7 +237,7 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
 
 
 def _our_name(name: str) -> str | None:
-    if fused := _FUSED_NORM.fullmatch(name):  # Transformer Engine's layers begin with their norm
+    if fused := _FUSED_NORM.fullmatch(name):  # Transformer Engine's linear layers contain the norm before them
         name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"
     if layer := _LAYER.fullmatch(name):
         ours = _LAYER_NAMES.get(layer[2].removeprefix("self_"))
@@ -245,7 +248,7 @@ def _our_name(name: str) -> str | None:
 
 
 def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, version: float) -> torch.Tensor:
-    """The whole of the ranks' parts of a tensor."""
+    """Join the ranks' parts of a tensor."""
     if not name.endswith(_SPLIT_ROWS + _SPLIT_COLUMNS):
         return parts[0]
     heads, head_size = max(config.heads // len(parts), 1), config.head_size
@@ -260,13 +263,13 @@ def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, versio
 def _deferred(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Deferred:
     try:
         shape = tuple(join([part.to("meta") for part in parts]).shape)
-    except RuntimeError:  # they cannot be put together: reported with the shape of a part
+    except RuntimeError:  # the parts do not fit together; a later check reports the shape of the first
         shape = tuple(parts[0].shape)
     return Deferred(shape, parts[0].dtype, lambda: join(parts).contiguous())
 
 
 class Unknown:
-    """Stands for an object of a package that is not here, and knows nothing."""
+    """A placeholder for an unpickled object whose class is not imported."""
 
     def __new__(cls, *args: Any) -> Unknown:
         return super().__new__(cls)
@@ -277,10 +280,10 @@ class Unknown:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """The content; tensors stay in the file until they are used (files of torch before 1.6 are read whole).
+    """Load a checkpoint file. Tensors are memory-mapped, except in files of torch before 1.6, which are read whole.
 
     Raises:
-        ValueError: it is missing, damaged, no such file, or names what a checkpoint has no use for.
+        ValueError: the file is missing or damaged, is not a checkpoint, or names classes that no checkpoint needs.
     """
     try:
         names = _global_names(path)
@@ -291,11 +294,11 @@ def load_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
     except pickle.UnpicklingError as error:
-        # torch's text goes on about how to run it all the same
+        # torch's own message explains how to run the file anyway, so it is not shown
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named is None:
             raise ValueError(f"{path} is damaged or no checkpoint") from error
-        text = f"it asks for {named[1]}, which a checkpoint has no use for"
+        text = f"it names {named[1]}, which no checkpoint needs"
         raise ValueError(f"{path} is refused, and nothing in it was run: {text}") from error
     except _DAMAGE as error:
         raise ValueError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
@@ -305,7 +308,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def _global_names(path: Path) -> set[str]:
-    """The names that the pickle would import, read without unpickling."""
+    """Return the names that the pickle would import, without unpickling it."""
 
     def names(file: IO[bytes]) -> set[str]:
         codes = pickletools.genops(file)

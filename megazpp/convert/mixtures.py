@@ -15,7 +15,6 @@ transposed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from megazpp.convert.llama import Relative
-from megazpp.convert.model import ForeignTensors, refuse, same
+from megazpp.convert.model import ForeignTensors, same
 from megazpp.convert.settings import Settings
 from megazpp.model.config import GPTConfig
 
@@ -38,7 +37,6 @@ class Mixture(Relative):
     Attributes:
         moe: the name of the module that holds router and experts.
         parts: names of an expert's gate, up and down matrices.
-        top_k: transformers' default of `num_experts_per_tok`.
         always_normalized: it has no `norm_topk_prob`: weights of the chosen experts add up to 1.
         inner: the key of an expert's width.
         shared: it has a shared MLP with a gate.
@@ -47,7 +45,6 @@ class Mixture(Relative):
 
     moe: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    top_k: int = 8
     always_normalized: bool = False
     inner: str = "moe_intermediate_size"
     shared: bool = False
@@ -61,7 +58,7 @@ class Mixture(Relative):
         layers = settings.count("num_hidden_layers")
         found = super().read(settings) | {
             "num_experts": settings.count(settings.one_of(*_COUNT)),
-            "moe_router_topk": settings.count("num_experts_per_tok", self.top_k),
+            "moe_router_topk": settings.count("num_experts_per_tok"),
             "moe_ffn_hidden_size": settings.count(self.inner),
             "moe_router_pre_softmax": not (self.always_normalized or settings.truth("norm_topk_prob", False)),
         }
@@ -73,35 +70,20 @@ class Mixture(Relative):
         return found
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
-        """Return config.json without the vocabulary; a ValueError names the flags of what it cannot hold."""
-        shared, dense = config.moe_shared_expert_intermediate_size, len(config.expert_layers) < config.layers
-        score = config.moe_router_score_function
-        refuse(
-            self.class_name,
-            {
-                f"--moe-router-score-function {score}": score != "softmax",
-                "--moe-router-topk-scaling-factor": config.moe_router_topk_scaling_factor not in (None, 1.0),
-                "--moe-router-pre-softmax": config.moe_router_pre_softmax and self.always_normalized,
-                f"--moe-shared-expert-intermediate-size {shared}": shared is not None and not self.shared,
-                "no --moe-shared-expert-gate": self.shared and not config.moe_shared_expert_gate,
-                f"--moe-layer-freq {config.moe_layer_freq}": dense and not self.sparse,
-            },
-        )
-        values = super().write(config)
-        values |= {
+        """Return config.json without the vocabulary, and without settings that the family has no key for."""
+        normalized = {} if self.always_normalized else {"norm_topk_prob": not config.moe_router_pre_softmax}
+        without = [layer for layer in range(config.layers) if not config.has_experts(layer)]
+        width = config.moe_shared_expert_intermediate_size
+        return {
+            **super().write(config),
             _COUNT[1] if self.always_normalized else _COUNT[0]: config.num_experts,
             "num_experts_per_tok": config.moe_router_topk,
             self.inner: config.expert_ffn_size,
             "router_aux_loss_coef": config.moe_aux_loss_coeff,
+            **normalized,
+            **({"shared_expert_intermediate_size": width, "qkv_bias": True} if self.shared else {}),
+            **(dict(zip(_SPARSE, (1, without), strict=True)) if self.sparse else {}),
         }
-        if not self.always_normalized:
-            values["norm_topk_prob"] = not config.moe_router_pre_softmax
-        if self.shared:
-            values |= {"shared_expert_intermediate_size": shared, "qkv_bias": True}
-        if self.sparse:
-            without = [layer for layer in range(config.layers) if not config.has_experts(layer)]
-            values |= dict(zip(_SPARSE, (1, without), strict=True))
-        return values
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
         """Return our names to theirs."""
@@ -142,35 +124,17 @@ def _experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
     return ForeignTensors(tuple(names), join, split, transposed)
 
 
-_POSITIONS = ("max_position_embeddings",)
-_GROUPS = ("num_key_value_heads", *_POSITIONS)
-_make = functools.partial(Mixture, required=_GROUPS)
-MIXTURES = {
-    mixture.model_type: mixture
-    for mixture in (
-        _make(
-            "mixtral",
-            "MixtralForCausalLM",
-            windows="all",
-            theta=1e6,
-            norm_epsilon=1e-5,
-            moe="block_sparse_moe",
-            parts=("w1", "w3", "w2"),
-            top_k=2,
-            always_normalized=True,
-            inner="intermediate_size",
-        ),
-        _make("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="heads", sparse=True),
-        _make("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, windows="layers", top_k=4, shared=True, sparse=True),
-        _make("olmoe", "OlmoeForCausalLM", qk_norm="all", norm_epsilon=1e-5, inner="intermediate_size"),
-    )
-}
-
-
-def choose_mixture(config: GPTConfig) -> Mixture:
-    """Return the one that is closest to a model with experts."""
-    if config.moe_shared_expert_intermediate_size is not None:
-        return MIXTURES["qwen2_moe"]
-    if config.qk_layernorm:
-        return MIXTURES["qwen3_moe"]
-    return MIXTURES["olmoe" if config.qk_layernorm_all_heads else "mixtral"]
+MIXTURES = (
+    Mixture(
+        "mixtral",
+        "MixtralForCausalLM",
+        windows="all",
+        moe="block_sparse_moe",
+        parts=("w1", "w3", "w2"),
+        always_normalized=True,
+        inner="intermediate_size",
+    ),
+    Mixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="heads", sparse=True),
+    Mixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, windows="layers", shared=True, sparse=True),
+    Mixture("olmoe", "OlmoeForCausalLM", qk_norm="all", inner="intermediate_size"),
+)

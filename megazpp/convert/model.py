@@ -1,7 +1,7 @@
-"""A model between two formats: its tensors under our names, and which of another format's tensors make one of ours.
+"""A model during a conversion: its tensors by our names, and the mapping from another format's tensors to ours.
 
-A model passes through a conversion one tensor at a time: shapes and types are known and checked before the first one
-is read, and each is read, rearranged and written before the next.
+A conversion handles one tensor at a time. All shapes and dtypes are checked before the first tensor is read. Each
+tensor is then read, rearranged and written before the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ WORDS, OUTPUT, HEAD = "embedding.word.weight", "output.weight", "scalar_head.wei
 
 
 class Deferred(NamedTuple):
-    """A tensor that `read` gives."""
+    """A tensor that is read on demand.
+
+    Attributes:
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        read: function that reads it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,23 +37,28 @@ class Deferred(NamedTuple):
 
 
 def held(tensor: torch.Tensor) -> Deferred:
-    """A tensor that is in memory already."""
+    """Return a `Deferred` for a tensor in memory."""
     return Deferred(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
+def rows_of(entry: Deferred, first: int, last: int) -> Deferred:
+    """Return the rows from `first` up to `last` of a tensor."""
+    return Deferred((last - first, *entry.shape[1:]), entry.dtype, lambda: entry.read()[first:last])
+
+
 class Model(NamedTuple):
-    """A model between two formats: read from one, written in the other.
+    """A model during a conversion.
 
     Attributes:
-        config: its shape.
-        rows: of the embedding.
-        tensors: all of them, by the names of `GPTModel`.
-        seq_length: of the samples it is made for; 0 where a record says it, as all that follows.
-        tokenizer: flags, with files of this machine; without any if there is none.
-        progress: where its training stood.
-        padded: rows beyond the tokenizer's are padding.
-        origin: the Hugging Face folder with these weights.
-        score_pad: of a reward model: it scores a text's last token other than this one; None for the last.
+        config: architecture of the model.
+        rows: rows of the embedding.
+        tensors: all tensors, by the names of `GPTModel`.
+        seq_length: tokens of a training sample; 0 if the record of a checkpoint has it and the following values.
+        tokenizer: flags of the tokenizer, whose files are on this machine; empty flags if there is none.
+        progress: progress of the training.
+        padded: True if rows beyond the tokenizer's vocabulary are padding.
+        origin: Hugging Face folder with these weights, or None.
+        score_pad: padding token of a reward model, whose score is at the last other token; None for the last token.
     """
 
     config: GPTConfig
@@ -62,27 +73,23 @@ class Model(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The embedding's type, which nearly all have."""
+        """The dtype of the embedding, which nearly all tensors share."""
         return self.tensors[WORDS].dtype
 
     def first_rows(self, rows: int) -> Model:
-        """The model without what pads its vocabulary."""
-
-        def cut(entry: Deferred) -> Deferred:
-            return Deferred((rows, *entry.shape[1:]), entry.dtype, lambda: entry.read()[:rows])
-
-        tensors = {name: cut(entry) if name in (WORDS, OUTPUT) else entry for name, entry in self.tensors.items()}
-        return self._replace(rows=rows, tensors=tensors)
+        """Return the model with the first `rows` rows of its embedding and output layer, without padding."""
+        cut = {name: rows_of(self.tensors[name], 0, rows) for name in (WORDS, OUTPUT) if name in self.tensors}
+        return self._replace(rows=rows, tensors={**self.tensors, **cut})
 
 
 class ForeignTensors(NamedTuple):
-    """The tensors of another format that make one of ours, and the functions between them.
+    """The tensors of another format that correspond to one of ours, and the conversions between them.
 
     Attributes:
-        theirs: the names of the tensors that it is there.
-        join: makes ours of them, in that order.
-        split: the other way round; tells the shapes too, of a tensor without data.
-        transposed: matrices are stored as [in, out] there.
+        theirs: names of the other format's tensors.
+        join: function that makes our tensor of theirs, in the order of `theirs`.
+        split: inverse of `join`; it also works on meta tensors, to find shapes.
+        transposed: True if the other format stores matrices as [in, out].
     """
 
     theirs: tuple[str, ...]
@@ -91,15 +98,8 @@ class ForeignTensors(NamedTuple):
     transposed: bool = False
 
 
-def refuse(class_name: str, problems: Mapping[str, bool]) -> None:
-    """Raises ValueError naming the flags whose problem is there."""
-    found = [flag for flag, there in problems.items() if there]
-    if found:
-        raise ValueError(f"{class_name} cannot hold a model with {', '.join(found)}")
-
-
 def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """The config with these fields; raises ValueError naming `where` they are from if they describe no model."""
+    """Return a GPTConfig with these fields; raise ValueError that names `where` they are from if they are invalid."""
     try:
         return GPTConfig(**values)
     except (ValueError, TypeError) as error:
@@ -109,10 +109,16 @@ def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
 def model_shapes(
     config: GPTConfig, rows: int, where: str, *, num_tensors: int, scalar_head: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the model, whole; raises ValueError naming `where` if the settings describe none.
+    """Return the unsharded shape of each tensor of a model.
 
     Args:
-        num_tensors: that are there; a model of more layers is not built.
+        config: architecture of the model.
+        rows: rows of the embedding.
+        where: file that describes the model, for messages.
+        num_tensors: number of existing tensors; a model with more layers is refused before it is built.
+        scalar_head: True for a model with a scalar head.
+    Raises:
+        ValueError: the settings describe no model.
     """
     if config.layers > num_tensors:
         raise ValueError(f"{where} describes a model of {config.layers} layers, but there are {num_tensors} tensors")
@@ -120,13 +126,13 @@ def model_shapes(
     try:
         with torch.device("meta"):
             model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"), scalar_head=scalar_head)
-    except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch's, of sizes beyond any machine
+    except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch raises these for absurd sizes
         raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str) -> Model:
-    """The model of these tensors; raises ValueError naming `where` they are from if they are not the config's."""
+    """Return a model of these tensors; raise ValueError that names their file `where` if they do not fit `config`."""
     if WORDS not in tensors:
         raise ValueError(f"{where} holds no word embeddings")
     rows = tensors[WORDS].shape[0]
@@ -136,33 +142,35 @@ def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str
 
 
 def same(name: str) -> ForeignTensors:
-    """The same tensor under another name."""
+    """Map one of our tensors to the same tensor with another name."""
     return ForeignTensors((name,), lambda parts: parts[0], lambda ours: [ours])
 
 
 def transposed(name: str) -> ForeignTensors:
-    """A matrix that is stored as [in, out] there."""
+    """Map one of our matrices to a matrix that the other format stores as [in, out]."""
     return ForeignTensors((name,), lambda parts: parts[0].t(), lambda ours: [ours.t()], transposed=True)
 
 
 def fuse_qkv(parts: Sequence[torch.Tensor], *, groups: int, head_size: int) -> torch.Tensor:
-    """Rows of queries, keys and values to our fused rows [group, (queries of the group, key, value), channel]."""
+    """Fuse rows of queries, keys and values into our layout [group, (queries of the group, key, value), channel]."""
     rest = parts[0].shape[1:]
     return torch.cat([part.reshape(groups, -1, head_size, *rest) for part in parts], dim=1).flatten(0, 2)
 
 
 def split_qkv(fused: torch.Tensor, *, groups: int, head_size: int) -> list[torch.Tensor]:
-    """Split what `fuse_qkv` has fused."""
+    """Undo `fuse_qkv`."""
     rows = fused.reshape(groups, -1, head_size, *fused.shape[1:])
     queries = rows.shape[1] - 2
     return [part.flatten(0, 2) for part in rows.split((queries, 1, 1), dim=1)]
 
 
 def qkv_rows(names: Sequence[str], config: GPTConfig, *, transposed: bool = False) -> ForeignTensors:
-    """Our fused rows, from queries, keys and values as three tensors or below each other in one.
+    """Map our fused rows to queries, keys and values as three tensors, or concatenated in one.
 
     Args:
-        transposed: matrices are stored as [in, out] there.
+        names: names of the three tensors, or of the one.
+        config: architecture of the model.
+        transposed: True if the other format stores matrices as [in, out].
     """
     shape = {"groups": config.query_groups, "head_size": config.head_size}
 
@@ -178,19 +186,56 @@ def qkv_rows(names: Sequence[str], config: GPTConfig, *, transposed: bool = Fals
     return ForeignTensors(tuple(names), join, split, transposed)
 
 
+def named_pieces(
+    config: GPTConfig,
+    modules: Mapping[str, str],
+    layer_modules: Mapping[str, str],
+    qkv: Sequence[str],
+    *,
+    layers: str,
+    is_transposed: bool = False,
+) -> dict[str, ForeignTensors]:
+    """Return the tensors of transformers for each of ours, from names of modules.
+
+    Args:
+        config: architecture of the model.
+        modules: our names to transformers' names, for modules outside the layers.
+        layer_modules: the same inside a layer, without queries, keys and values.
+        qkv: modules inside a layer that hold queries, keys and values: three, or one for all.
+        layers: prefix of transformers' layers.
+        is_transposed: matrices of linear layers are stored as [in, out].
+    """
+    found, named = dict[str, ForeignTensors](), dict(modules)
+    for layer in range(config.layers):
+        named |= {f"layers.{layer}.{ours}": f"{layers}.{layer}.{theirs}" for ours, theirs in layer_modules.items()}
+        for kind in ("weight", "bias")[: 1 + config.qkv_bias]:
+            parts = [f"{layers}.{layer}.{part}.{kind}" for part in qkv]
+            found[f"layers.{layer}.attention.qkv.{kind}"] = qkv_rows(parts, config, transposed=is_transposed)
+    for ours, theirs in named.items():
+        is_norm, is_linear = ours.endswith("norm"), ".attention." in ours or ".mlp." in ours
+        has_bias = config.normalization == "LayerNorm" if is_norm else is_linear and config.linear_bias
+        matrix = transposed if is_transposed and is_linear else same
+        found[f"{ours}.weight"] = matrix(f"{theirs}.weight")
+        if has_bias:
+            found[f"{ours}.bias"] = same(f"{theirs}.bias")
+    return found
+
+
 def join_all(
     pieces: Mapping[str, ForeignTensors],
     theirs: Mapping[str, Deferred],
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> dict[str, Deferred]:
-    """Our tensors, each made of theirs when it is read.
+    """Return our tensors. Each reads and joins tensors of the other format on demand.
 
     Args:
-        shapes: of ours.
-        where: what holds `theirs`, for messages.
+        pieces: mapping of names.
+        theirs: tensors of the other format.
+        shapes: shapes of our tensors.
+        where: file that holds `theirs`, for messages.
     Raises:
-        ValueError: a tensor is missing, has another shape than the model's, or has no place in it.
+        ValueError: a tensor is missing, has the wrong shape, or does not belong to the model.
     """
 
     def join(piece: ForeignTensors, dtype: torch.dtype) -> torch.Tensor:
@@ -208,9 +253,12 @@ def join_all(
 
 
 def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
-    """Their tensors, each a part of ours, which is read once if its parts are read in order."""
+    """Return the other format's tensors. Each reads and splits one of our tensors on demand.
 
-    last: list[tuple[Deferred, torch.Tensor]] = []  # the one that was read last: its parts follow each other
+    A tensor of ours is read once if its parts are read in order.
+    """
+
+    last: list[tuple[Deferred, torch.Tensor]] = []  # the tensor that was read last, whose parts follow each other
 
     def split(piece: ForeignTensors, entry: Deferred, index: int) -> torch.Tensor:
         if not last or last[0][0] is not entry:
@@ -230,7 +278,13 @@ def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]
 
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raises ValueError naming tensors that are missing, that nobody expects, or that have another shape."""
+    """Raise ValueError that names missing tensors, unexpected tensors, and tensors with the wrong shape.
+
+    Args:
+        found: shapes of the existing tensors.
+        expected: shapes of the model's tensors.
+        where: file that holds the tensors, for messages.
+    """
     problems = []
     for names, one, several in (
         ([name for name in expected if name not in found], "is missing", "are missing"),

@@ -1,4 +1,4 @@
-"""Our own checkpoints, one tensor at a time: read for another format, written from one."""
+"""Our own checkpoints in a conversion, read and written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ from megazpp.parallel.axis import MeshAxis
 def open_checkpoint(
     folder: Path, iteration: int | None, lora_base: tuple[str, ...] = (), *, merge: bool = True
 ) -> tuple[Model, CheckpointMetadata]:
-    """The weights of a checkpoint (None: the latest) without the padding of their vocabulary, and what it says.
+    """Open a checkpoint; return its model without padding of the vocabulary, and its metadata.
 
-    Adapters are merged into their base, or else left out. Raises ValueError if there is none, or it is damaged.
+    Args:
+        folder: folder of checkpoints.
+        iteration: iteration to open; None for the latest.
+        lora_base: folders that now hold the bases of adapters, if they have moved.
+        merge: True to merge adapters into their base, False to drop them.
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
     """
     source, record = find_weights(CheckpointFolder(folder, "--input"), iteration, lora_base=lora_base)
     checkpoint, where, flags = source.checkpoint, str(source.checkpoint), record.flags
@@ -49,35 +55,41 @@ def open_checkpoint(
         for name, entry in under(MODEL, reader.tensors()).items()
     }
     model = checked_model(config, tensors, where)
-    # a run pads; a checkpoint without a layout comes from a conversion, and has the rows it had there
+    # Runs pad the vocabulary. A checkpoint without a layout comes from a conversion, which does not.
     return (model.first_rows(record.vocab_size) if record.layout else model), record
 
 
 def read_trained(
     folder: Path, record: CheckpointMetadata, config: GPTConfig
 ) -> tuple[AdapterSettings, dict[str, torch.Tensor]]:
-    """The adapters of a LoRA run's checkpoint, and the scalar head beside them, whole."""
-    flags, reader = record.flags, SafeReader(CheckpointFolder(folder, "--input").of(record.progress.iteration))
-    targets = tuple(flags["lora_target_modules"] or default_targets(config))
-    settings = AdapterSettings(flags["lora_r"], flags["lora_alpha"], flags["lora_dropout"], targets)
+    """Read the unsharded adapters of a LoRA run's checkpoint, and its scalar head if it has one."""
+    reader, saved = SafeReader(CheckpointFolder(folder, "--input").of(record.progress.iteration)), record.adapters
+    assert saved is not None, "the checkpoint holds no adapters"
+    targets = saved.targets or default_targets(config)
+    settings = AdapterSettings(saved.rank, saved.alpha, saved.dropout, targets, checksum=saved.base_checksum)
     tensors = {name: reader.read_whole(MODEL + name) for name in under(MODEL, reader.tensors())}
-    return settings._replace(checksum=flags["ref_checksum"]), tensors
+    return settings, tensors
 
 
 def open_tokenizer(
     folder: Path, record: CheckpointMetadata, given: TokenizerConfig, say: Callable[[str], None]
 ) -> Tokenizer | None:
-    """The tokenizer of a checkpoint: what flags name, else what lies beside it, else what its flags say.
+    """Open the tokenizer of a checkpoint.
 
+    Args:
+        folder: folder of checkpoints.
+        record: metadata of the checkpoint. Its tokenizer's files come first, then the flags of its run.
+        given: flags of the user, which take precedence if they name a tokenizer.
+        say: function that prints a line.
     Returns:
-        None if nothing tells; that is said.
+        The tokenizer; None, after a note, if none is known.
     Raises:
-        ValueError: its files are missing or damaged, or it is another checkpoint's.
+        ValueError: files are missing or damaged, or the tokenizer has another number of tokens.
     """
     if names_tokenizer(given):
         tokenizer = load_tokenizer(given)
     elif record.tokenizer_folder is not None:
-        adds = bool(record.flags.get("add_special_tokens", False))
+        adds = bool(record.adds_special_tokens)
         found = read_tokenizer(folder, record.tokenizer_folder)
         tokenizer = load_tokenizer(dataclasses.replace(found, add_special_tokens=adds, eos_token=given.eos_token))
     else:
@@ -85,16 +97,18 @@ def open_tokenizer(
     if tokenizer is None:
         say("note: the checkpoint comes without a tokenizer; --tokenizer-model adds it to the output")
     elif record.tokenizer in (None, tokenizer.identity):
-        pass  # the model may have more rows than it has ids, or fewer
+        pass  # the number of rows of the model may differ
     elif tokenizer.vocab_size != record.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, that of {folder} had {record.vocab_size}")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but {folder} was made with {record.vocab_size}"
+        )
     else:
-        say(f"WARNING: the tokenizer gives other ids than that of {folder}")
+        say(f"WARNING: the tokenizer gives other ids than the tokenizer of {folder}")
     return tokenizer
 
 
 def write_weights(folder: Path, model: Model, record: CheckpointMetadata, tokenizer: Mapping[str, bytes]) -> str:
-    """Write a checkpoint of the record's iteration, and the tokenizer's files; returns the line that says so."""
+    """Write a checkpoint of the record's iteration with the tokenizer's files; return a line about it."""
     entries = {MODEL + name: entry for name, entry in model.tensors.items()}
     meta = {key: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for key, entry in entries.items()}
 
@@ -106,7 +120,7 @@ def write_weights(folder: Path, model: Model, record: CheckpointMetadata, tokeni
 
 
 def _remade_tokenizer(record: CheckpointMetadata, say: Callable[[str], None]) -> Tokenizer | None:
-    """The tokenizer that the flags of a checkpoint without its files name, or were trained with."""
+    """Load or train the tokenizer that the flags of a checkpoint describe, if it has no tokenizer files."""
     saved: dict[str, Any] = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
     saved["add_special_tokens"] = bool(saved["add_special_tokens"])
     config, texts = TokenizerConfig(**saved), record.flags.get("text_path") or ()

@@ -1,8 +1,8 @@
-"""safetensors files, read and written one tensor at a time, and torch's pickled files, which are only read.
+"""safetensors files, which are read and written one tensor at a time, and torch's pickled files, which are only read.
 
-Format: 8 bytes with the length of the header, the header in JSON ({name: dtype, shape, place}), the data back to back.
-The package reads lazily, but writes only what is all in memory; a header from shapes that are known beforehand needs
-no such thing.
+A safetensors file has 8 bytes with the length of the header, a header in JSON ({name: dtype, shape, place}), and the
+data of all tensors. The package reads lazily, but it writes only tensors that are all in memory. The writer here makes
+the header of shapes that are known before any tensor is read.
 """
 
 from __future__ import annotations
@@ -18,30 +18,26 @@ import torch
 
 from megazpp.base.files import sync
 from megazpp.convert.model import Deferred, held
-
-try:
-    import safetensors
-except ImportError:  # an optional dependency: open_tensors says how to get it
-    safetensors = None  # type: ignore[assignment]
+from megazpp.data.tokenizer_folder import import_package
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ALIGNMENT = 8
 
 
 def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) -> dict[str, Deferred]:
-    """Open the tensors of a file; of one that ends in .bin as `torch.load` does, weights only.
+    """Open the tensors of a safetensors file, or of a .bin file, which torch's restricted unpickler reads.
 
     Args:
-        used: whether a tensor of this name is wanted.
+        path: file to open.
+        used: function that tells from a tensor's name whether it is needed.
     Raises:
-        ValueError: it is missing, cut short, or no such file; or a tensor is of a type that a model here cannot be.
+        ValueError: the file is missing, damaged or has another format, or a tensor has an unsupported dtype.
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     if path.suffix == ".bin":
         return _open_pickled(path, used)
-    if safetensors is None:
-        raise ValueError("reading Hugging Face models needs the package safetensors: pip install safetensors")
+    safetensors = import_package("safetensors", str(path))
     found = {}
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -60,7 +56,7 @@ def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred
     try:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         found = {name: held(tensor) for name, tensor in values.items() if used(name)}
-    except Exception as error:  # whatever the bytes of a damaged file lead torch to
+    except Exception as error:  # torch raises errors of many types for damaged files
         raise ValueError(f"{path} is damaged or holds more than tensors: {type(error).__name__}") from error
     for name, entry in found.items():
         if entry.dtype not in DTYPES.values():
@@ -69,30 +65,31 @@ def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
-    """One tensor; the file is closed again, because its pages count as memory of the process while it is open."""
-    with safetensors.safe_open(path, framework="pt") as file:
+    """Read one tensor, and close the file again: its pages count as memory of the process while it is open."""
+    with import_package("safetensors", str(path)).safe_open(path, framework="pt") as file:
         return file.get_tensor(name).clone()
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read what a file says beside its tensors; `open_tensors` has found it sound."""
-    with safetensors.safe_open(path, framework="pt") as file:
+    """Read the metadata of a safetensors file that `open_tensors` or PEFT has opened before."""
+    with import_package("safetensors", str(path)).safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None) -> int:
-    """Write a file whose content is on disk when this returns; returns the bytes of the tensors.
+def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, and sync it to disk.
 
     Args:
-        metadata: said beside them.
+        path: file to write.
+        tensors: tensors, which are read one after the other.
+        metadata: strings to store in the header.
     """
     names, start = {dtype: name for name, dtype in (*DTYPES.items(), ("I32", torch.int32))}, 0
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     for name, entry in tensors.items():
-        size = _num_bytes(entry)
-        place = [start, start + size]
+        place = [start, start + num_bytes(entry)]
         header[name] = {"dtype": names[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
-        start += size
+        start = place[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
@@ -103,21 +100,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
             del tensor
         sync(file)
-    return start
 
 
-def split_into_files(tensors: Mapping[str, Deferred], max_bytes: int) -> list[dict[str, Deferred]]:
-    """Groups of at most `max_bytes`, but for a tensor that is larger by itself."""
-    groups: list[dict[str, Deferred]] = [{}]
-    size = 0
-    for name, entry in tensors.items():
-        if groups[-1] and size + _num_bytes(entry) > max_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = entry
-        size += _num_bytes(entry)
-    return groups
-
-
-def _num_bytes(entry: Deferred) -> int:
+def num_bytes(entry: Deferred) -> int:
+    """Return the bytes of a tensor in a file."""
     return torch.empty(entry.shape, dtype=entry.dtype, device="meta").nbytes

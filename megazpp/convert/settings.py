@@ -1,4 +1,4 @@
-"""The values of a config.json or of a checkpoint's arguments: each read with a check, and an error names its key."""
+"""Checked access to the values of a config.json or of a checkpoint's arguments; errors name the key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ _LARGEST = 2**31 - 1
 
 
 class Settings:
-    """Values by key, as they were read from `where`; messages name that, and keys with their `prefix`."""
+    """Values by key.
+
+    Args:
+        values: values of a file.
+        where: name of the file, for messages.
+        prefix: prefix of keys in messages.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
         self.values, self.where, self._prefix = values, where, prefix
@@ -19,15 +25,8 @@ class Settings:
         """Return whether it has a value other than null."""
         return self.values.get(key) is not None
 
-    def one_of(self, key: str, alias: str) -> str:
-        """Return the one of two names of a setting that is given; the first if none is."""
-        if key in self and alias in self and self.values[key] != self.values[alias]:
-            problem = f"and {alias} {self.values[alias]!r} are two values for one setting"
-            raise self._wrong(key, self.values[key], problem)
-        return alias if alias in self and key not in self else key
-
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer of a size that a model can have."""
+        """Return a positive integer; raise ValueError if it is larger than a model can have."""
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(key, value, "is not a positive integer")
@@ -35,13 +34,8 @@ class Settings:
             raise self._wrong(key, value, "is larger than any model's")
         return value
 
-    def count_from_zero(self, key: str, default: int) -> int:
-        """An integer of at least 0."""
-        value = self._get(key, default)
-        return 0 if value == 0 and not isinstance(value, bool) else self.count(key, default)
-
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self._get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, value, "is not a number")
@@ -50,44 +44,47 @@ class Settings:
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero."""
+        """Return a finite number above zero."""
         value = self.number(key, default)
         if value <= 0.0:
             raise self._wrong(key, value, "is not positive")
         return value
 
     def truth(self, key: str, default: bool) -> bool:
+        """Return a truth value."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "is not true or false")
         return value
 
     def text(self, key: str) -> str:
+        """Return a value as text; raise ValueError if it is missing."""
         return str(self._get(key, None))
 
-    def only(self, key: str, *allowed: Any, default: Any = None) -> Any:
-        """A value of which only some exist here."""
-        value = self._get(key, default if default is not None else allowed[0])
+    def only(self, key: str, *allowed: Any) -> Any:
+        """Return a value; raise ValueError if it is not in `allowed`, whose first value is the default."""
+        value = self._get(key, allowed[0])
         if value not in allowed:
             raise self._wrong(key, value, f"is not supported here (only {', '.join(map(str, allowed))})")
         return value
 
-    def each(self, key: str, *allowed: Any) -> None:
-        """A list of which only some items exist here; no value is an empty list."""
+    def each(self, key: str, *allowed: Any) -> list[Any]:
+        """Return a list, empty where there is no value; raise ValueError for an item that is not allowed."""
         items = self._get(key, [])
         for item in items if isinstance(items, list) else [items]:
             if item not in allowed or not isinstance(items, list):
                 raise self._wrong(key, item, "is not supported here")
+        return items
 
     def absent(self, *keys: str, empty: tuple[Any, ...] = (None, False)) -> None:
-        """Keys of what does not exist here."""
+        """Raise ValueError if a key of an unsupported feature has a value other than those in `empty`."""
         for key in keys:
             value = self.values.get(key)
             if not any(value is nothing or (nothing is not None and value == nothing) for nothing in empty):
                 raise self._wrong(key, value, "is not supported here")
 
     def part(self, key: str) -> Settings:
-        """The settings inside a value; none where there is no value."""
+        """Return the settings nested under a key; empty settings if it has no value."""
         value = self._get(key, {})
         if not isinstance(value, Mapping):
             raise self._wrong(key, value, "holds no settings")

@@ -1,7 +1,8 @@
-"""The tokenizer's part of a Hugging Face folder: the files it is made of, described so that transformers reads them."""
+"""A writer of the tokenizer files of a Hugging Face folder, with the descriptions that transformers needs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,29 +10,40 @@ from typing import Any
 import sentencepiece
 
 from megazpp.base.files import write_whole
-from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, byte_letters, marks_note
-from megazpp.data.tokenizer_folder import CONFIG, DEFINITION, DESCRIPTION, SENTENCEPIECE, as_json, fast, read_settings
+from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, marks_note
+from megazpp.data.tokenizer_folder import (
+    CONFIG,
+    DEFINITION,
+    DESCRIPTION,
+    SENTENCEPIECE,
+    as_json,
+    fast,
+    import_package,
+    read_settings,
+)
 
 _EOD = "<eod>"
-_UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # spaces and letters that normalizations change
+_UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # text that any normalization changes
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for it
-_NEVER = -1e6  # log probability of a piece that no text is cut into
-_PLAIN = {"split_special_tokens": True}  # "<eod>" in a text is these five letters, as it is for us
+_NEVER = -1e6  # log probability of a piece that must never be used
+_PLAIN = {"split_special_tokens": True}  # "<eod>" in a text is encoded as five letters, as in our training
 
 
 def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Write the tokenizer's files into a Hugging Face folder, with a description of those that have none.
+    """Write the tokenizer's files into a Hugging Face folder.
 
     Args:
-        tokenizer: one that transformers has no class for gets a tokenizer.json that does the same; None writes nothing.
+        folder: folder to write into.
+        tokenizer: tokenizer to write; None writes nothing. A tokenizer that transformers has no class for gets an
+            equivalent tokenizer.json.
     Returns:
-        What config.json says about the tokenizer.
+        The entries of config.json about special tokens.
     """
     if tokenizer is None:
         return dict.fromkeys(("bos_token_id", "eos_token_id"))
     files = dict(tokenizer.files)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | read_settings(files, CONFIG)
-    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # not the kind of another model
+    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # without model_type
     files.pop(CONFIG, None)
     made: dict[str, Any] = {}
     if not files:
@@ -50,78 +62,70 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
 
 
 def find_differences(tokenizer: Tokenizer) -> list[str]:
-    """A line for each way in which transformers, given the tokenizer's files, does something else to a text."""
+    """Return a line for each way in which transformers tokenizes texts differently with the tokenizer's files."""
     if not tokenizer.marks.used and (note := marks_note(tokenizer)):
         return [note]
     if isinstance(tokenizer, SentencePieceTokenizer):
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])
         if processor.normalize(_UNUSUAL).replace(_SPACE, " ").removeprefix(" ") != _UNUSUAL:
-            return ["the SentencePiece model normalizes texts, transformers does not: some get other ids there"]
+            return ["the SentencePiece model normalizes texts but transformers does not, so some ids differ there"]
     return []
 
 
 def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str, Any]]:
-    """Files beside a SentencePiece model: transformers reads one of merges, one of probabilities it would misread."""
+    """Return the files that transformers needs in addition to a SentencePiece model.
+
+    transformers reads a model of merges (BPE) itself. It would misread a model of probabilities (unigram), so that gets
+    a tokenizer.json.
+    """
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     piece = None if eod is None else processor.id_to_piece(eod)
     scores = [processor.get_score(i) for i in range(processor.get_piece_size())]
     prefix = processor.encode("a", out_type=str)[0].startswith(_SPACE)
-    if any(score != int(score) for score in scores):  # merges are numbered
+    if any(score != int(score) for score in scores):  # the scores of merges are their numbers
         return {DEFINITION: _unigram(processor, scores, prefix=prefix), DESCRIPTION: fast(piece) | _PLAIN}
     marks = {"bos_token": piece, "eos_token": piece, "unk_token": processor.id_to_piece(processor.unk_id())}
     added = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": prefix, "legacy": False}
     return {DESCRIPTION: {"tokenizer_class": "LlamaTokenizer", **added, **marks, **_PLAIN}}
 
 
-def _unigram(
-    processor: sentencepiece.SentencePieceProcessor, scores: Sequence[float], *, prefix: bool
-) -> dict[str, Any]:
-    """The tokenizer.json of a SentencePiece model of probabilities."""
+def _unigram(processor: sentencepiece.SentencePieceProcessor, scores: Sequence[float], *, prefix: bool) -> Any:
+    """Return the tokenizer.json of a SentencePiece model of probabilities; `prefix`: a text begins with a space."""
+    tokenizers = import_package("tokenizers", "a tokenizer.json")
     count = processor.get_piece_size()
     special = [i for i in range(count) if processor.is_control(i) or processor.is_unknown(i)]
     never = {*special, *(i for i in range(count) if processor.is_byte(i) or processor.is_unused(i))}
-    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
-    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    pieces = [[processor.id_to_piece(i), _NEVER if i in never else scores[i]] for i in range(count)]
+    pieces = [(processor.id_to_piece(i), _NEVER if i in never else scores[i]) for i in range(count)]
     known = {piece for i, (piece, _) in enumerate(pieces) if i not in never}
-    # a letter without a piece costs even more than _NEVER: it must not be taken for the beginning of <eod> or <0x41>
+    # A letter without a piece costs even more than _NEVER. It must not be taken for the beginning of <eod> or <0x41>.
     alone = sorted({processor.id_to_piece(i)[0] for i in never} - known)
-    fallback = any(processor.is_byte(i) for i in range(count))
-    return {
-        "version": "1.0",
-        "added_tokens": [_special(i, processor.id_to_piece(i)) for i in special],
-        "normalizer": _sequence("normalizers", *before, _replace(" ", _SPACE)),
-        "pre_tokenizer": _sequence("pretokenizers", *map(_isolate, alone)),
-        "decoder": _sequence("decoders", _replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}, *after),
-        "model": {"type": "Unigram", "unk_id": processor.unk_id(), "vocab": pieces, "byte_fallback": fallback},
-    }
+    found = tokenizers.Tokenizer(
+        tokenizers.models.Unigram(pieces, processor.unk_id(), any(map(processor.is_byte, range(count))))
+    )
+    found.normalizer = tokenizers.normalizers.Sequence(
+        [*([tokenizers.normalizers.Prepend(_SPACE)] if prefix else []), tokenizers.normalizers.Replace(" ", _SPACE)]
+    )
+    found.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Split(letter, "isolated") for letter in alone]
+    )
+    end = [tokenizers.decoders.Strip(" ", 1, 0)] if prefix else []
+    found.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(), *end]
+    )
+    return _definition(found, [processor.id_to_piece(i) for i in special])
 
 
-def _byte_level(vocab_size: int) -> dict[str, Any]:
-    """The tokenizer.json of a `ByteTokenizer`: GPT-2's letters for the 256 bytes, nothing merged, and the last id."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())} | {_EOD: vocab_size - 1}
-    return {
-        "version": "1.0",
-        "added_tokens": [_special(vocab_size - 1, _EOD)],
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
+def _byte_level(vocab_size: int) -> Any:
+    """Return the tokenizer.json of a `ByteTokenizer`: GPT-2's letters for the 256 bytes, no merges, and the last id."""
+    tokenizers = import_package("tokenizers", "a tokenizer.json")
+    letters = import_package("transformers.convert_slow_tokenizer", "a tokenizer.json").bytes_to_unicode()
+    vocabulary = {letter: byte for byte, letter in letters.items()} | {_EOD: vocab_size - 1}
+    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = tokenizers.decoders.ByteLevel()
+    return _definition(found, [_EOD])
 
 
-def _special(index: int, piece: str) -> dict[str, Any]:
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": index, "content": piece, "special": True, **plain}
-
-
-def _sequence(kind: str, *parts: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", kind: list(parts)}
-
-
-def _replace(this: str, by: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": this}, "content": by}
-
-
-def _isolate(letter: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"String": letter}, "behavior": "Isolated", "invert": False}
+def _definition(tokenizer: Any, special: list[str]) -> Any:
+    tokenizer.add_special_tokens(special)
+    return json.loads(tokenizer.to_str())

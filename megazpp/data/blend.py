@@ -1,11 +1,12 @@
-"""Sources of sequences, and the samples of one split of them, mixed in given proportions.
+"""Sources of sequences, and the blended samples of one split of them.
 
-A source is a .bin/.idx pair or made-up documents. A split takes the same share of each source's sequences (of its
-tokens, where there are too few sequences for that), samples it with a `GPTDataset`, and blends if there are several.
-The blend is planned first, so that each source builds exactly as many samples as are taken from it.
+A source is a .bin/.idx pair or generated documents. A split (train, valid or test) takes the same share of each
+source's sequences. If a source has too few sequences, the split takes a share of its tokens. A `GPTDataset` samples
+each share, and several shares are blended. The blend is planned first, so that each source builds exactly as many
+samples as the blend takes from it.
 
-`--data-path 0.3 A 0.7 B` means that 30 % of the samples come from A. Sample n is taken from the dataset that is
-furthest behind its share (largest weight * n - taken), so every prefix of training has the proportions to within one
+`--data-path 0.3 A 0.7 B` takes 30 % of the samples from A. Sample n comes from the dataset that is furthest behind its
+share (largest weight * n - taken). Every prefix of the training therefore has the given proportions to within one
 sample per dataset. The order is Megatron's, ties included.
 """
 
@@ -26,23 +27,35 @@ from megazpp.data.identity import Source
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 
-_COUNTED_AT_ONCE = 1 << 24  # samples; numpy counts in 8 bytes each
+_COUNTED_AT_ONCE = 1 << 24  # samples; numpy needs 8 bytes for each of them while it counts
 
 
 class DataSource(NamedTuple):
-    """Sequences of token ids."""
+    """A source of sequences of token ids.
+
+    Attributes:
+        sequences: the sequences.
+        name: name for messages.
+        fingerprint: value for cache keys that is equal for equal sequences; None to keep indices out of the cache.
+        by_tokens: True if splits take shares of the tokens and cut sequences, instead of shares of the sequences.
+    """
 
     sequences: Sequences
     name: str
-    fingerprint: tuple[str | int, ...] | None  # equal for equal sequences, for cache keys; None: indices are not cached
-    by_tokens: bool = False  # splits take shares of its tokens and cut sequences, not shares of its sequences
+    fingerprint: tuple[str | int, ...] | None
+    by_tokens: bool = False
 
 
 def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """Read a flag like --data-path: the prefixes of .bin/.idx pairs, and their positive weights if it has any.
+    """Return the prefixes of .bin/.idx pairs that a flag like --data-path names, and their weights if it has any.
 
-    Values are `A B C`, or `0.3 A 0.7 B`. As in Megatron the latter is meant if every other value is a number. Raises
-    ValueError if a weight is not positive, some datasets have one and others do not, or all weights also name datasets.
+    Args:
+        values: `A B C`, or with weights `0.3 A 0.7 B`. As in Megatron, they have weights if every other value is a
+            number.
+        flag_name: flag for messages.
+    Raises:
+        ValueError: a weight is not positive, only some datasets have weights, or all weights are also names of
+            datasets.
     """
     numbers = list(map(_number, values))
     weights = tuple(number for number in numbers[::2] if number is not None)
@@ -50,7 +63,7 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
         called = [value for value in values[::2] if any(path.exists() for path in pair_paths(Path(value)))]
-        if len(called) == len(weights):  # all would be read as weights of the others
+        if len(called) == len(weights):  # every weight is also a dataset, so the user may mean datasets only
             also = f"{called[0]} is also a dataset"
             raise ValueError(f"{flag_name} {' '.join(values)}: {also}{_as_dataset(called[0])}")
         return tuple(values[1::2]), weights
@@ -72,7 +85,7 @@ def _number(text: str) -> float | None:
 
 
 def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSource], tuple[float, ...] | None]:
-    """Open the .bin/.idx pairs that a flag like --data-path names, with their weights if it has any."""
+    """Open the .bin/.idx pairs that a flag like --data-path names, and return them with their weights, if any."""
     prefixes, weights = parse_blend(values, flag_name=flag_name)
     if len(prefixes) > MOST_DATASETS:
         raise ValueError(f"{flag_name}: {len(prefixes)} datasets, a blend has at most {MOST_DATASETS}")
@@ -80,7 +93,7 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSou
 
 
 def indexed_source(prefix: Path, flag_name: str) -> DataSource:
-    """Open one .bin/.idx pair; its fingerprint is where it is, how large, and when it was written."""
+    """Open one .bin/.idx pair. Its fingerprint holds its path and the sizes and modification times of its files."""
     try:
         sequences = IndexedDataset(prefix)
     except ValueError as error:
@@ -91,7 +104,10 @@ def indexed_source(prefix: Path, flag_name: str) -> DataSource:
 
 
 def fit_for_split(sources: Iterable[DataSource], split: Sequence[tuple[float, float]]) -> list[DataSource]:
-    """Have sources with too few sequences for some share of a split, used or not, cut by tokens."""
+    """Return the sources, with `by_tokens` set on each that has too few sequences for a share of the split.
+
+    All shares of --split count, whether this run uses them or not.
+    """
 
     fitted = []
     for source in sources:
@@ -112,12 +128,18 @@ def build_split(
     vocab_size: int,
     cache_path: Path,
 ) -> GPTDataset | BlendedDataset:
-    """Draw the samples of one split.
+    """Build the samples of one split.
 
     Args:
         use: "train", "valid" or "test", for messages.
-        weights: proportions of samples to take from each source; None for in proportion to their sizes.
-        bounds: the share of each source's sequences (or tokens) at which the split begins and ends.
+        sources: sources of sequences.
+        weights: proportions of samples to take from each source; None takes them in proportion to the sources' sizes.
+        bounds: shares of each source's sequences (or tokens), in [0, 1], at which the split begins and ends.
+        num_samples: number of samples of the split.
+        seq_length: tokens of a sample.
+        seed: seed for the order of the samples.
+        vocab_size: size of the vocabulary, which all ids have to be below.
+        cache_path: cache directory for the indices.
     Raises:
         ValueError: the split gets too few ids of a source for one sample, or ids beyond the vocabulary.
     """
@@ -129,12 +151,12 @@ def build_split(
         key = cache_key(kind="gpt-1", source=source.fingerprint, span=span, **order)
         path, name = None if source.fingerprint is None else indices / f"gpt-{key}", f"{source.name} ({use})"
         dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=vocab_size, cache_path=path)
-        _ = dataset[0]  # ids of another vocabulary are found now, not in the first step
+        _ = dataset[0]  # reports ids beyond the vocabulary now instead of in the first step
         return dataset
 
     if len(parts) == 1:
         return sample(*parts[0], num_samples)
-    # samples in one epoch; at least 1, for `sample` to complain about the source if it has none
+    # The default weights are samples per epoch, at least 1: `sample` then reports a source that is too small.
     sizes = [int(source.sequences.lengths[slice(*span)].sum(dtype=np.int64)) for source, span in parts]
     weights = tuple(weights or (float(max(1, (size - 1) // seq_length)) for size in sizes))
     path = indices / f"blend-{cache_key(kind='blend-1', weights=weights, num_samples=num_samples)}"
@@ -145,10 +167,13 @@ def build_split(
 
 
 class BlendedDataset:
-    """Samples of `datasets`, each with as many as the blend takes from it; `blend_indices` gives the arrays.
+    """A dataset that takes its samples from several datasets, in the order that `blend_indices` plans.
 
     Args:
-        weights: that they were made of; by default the number of samples of each data set.
+        datasets: datasets, each with at least as many samples as the blend takes from it.
+        chosen: [n] int16 dataset of each sample.
+        numbers: [n] int64 number of each sample in its dataset.
+        weights: weights that the arrays were planned with; None for the number of samples taken from each dataset.
     """
 
     def __init__(
@@ -168,46 +193,49 @@ class BlendedDataset:
         return len(self._chosen)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Sample `index`: [seq_length + 1] int64."""
+        """Return sample `index`: [seq_length + 1] int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"blended dataset: sample {index} of {len(self)}")
         return self.datasets[self._chosen[index]][int(self._numbers[index])]
 
     @property
     def description(self) -> str:
-        """One line for people, and one for each dataset."""
+        """A line about the blend and one about each dataset, for the log."""
         parts = zip(self._taken, self.datasets, strict=True)
         lines = [f"    {count:,} from {dataset.description}" for count, dataset in parts]
-        return "\n".join([f"{len(self):,} samples, of which", *lines])
+        return "\n".join([f"{len(self):,} samples:", *lines])
 
     def order(self) -> str:
-        """Return a name for the samples in their order; see data/identity.py."""
+        """Return a digest of the samples in their order; see data/identity.py."""
         parts = [(source.share, source.order) for source in self.sources()]
         return cache_key(kind="blend", parts=parts)
 
     def sources(self) -> list[Source]:
-        """Return the sources with their shares; see data/identity.py."""
+        """Return the sources with their shares of the samples; see data/identity.py."""
         weights = np.array(self._taken if self._weights is None else self._weights, dtype=np.float64)
         shares, sources = (weights / weights.sum()).tolist(), [each.sources()[0] for each in self.datasets]
         return [source._replace(share=share) for source, share in zip(sources, shares, strict=True)]
 
     def token_counts(self, size: int) -> npt.NDArray[np.float64]:
-        """Expected count of each id below `size` among the samples served: [size], up to a factor."""
+        """Return the expected count of each id below `size` among the samples: [size], up to a common factor."""
         counted = zip(self._taken, (dataset.token_counts(size) for dataset in self.datasets), strict=True)
         return np.sum([taken * counts / counts.sum() for taken, counts in counted], axis=0)
 
 
 def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Plan n samples: [n] int16, the dataset each comes from, and [n] int64, its number among that dataset's samples.
+    """Plan the blend of n samples.
 
-    The arithmetic is Megatron's, in the same order, so that rounding breaks ties the same way. What takes longer than
-    3 s says how far it is.
+    The arithmetic is Megatron's, in the same order, so that rounding breaks ties the same way. Progress is printed if
+    planning takes longer than 3 s.
+
+    Returns:
+        [n] int16 dataset of each sample, and [n] int64 number of the sample in that dataset.
     """
     return blend_order(weights, num_samples, say=say)
 
 
 def _count(chosen: np.ndarray, num_datasets: int) -> npt.NDArray[np.int64]:
-    """Count how often each dataset was chosen: [num_datasets]."""
+    """Return how often each dataset was chosen: [num_datasets]."""
     counts = np.zeros(num_datasets, dtype=np.int64)
     for start in range(0, len(chosen), _COUNTED_AT_ONCE):
         counts += np.bincount(chosen[start : start + _COUNTED_AT_ONCE], minlength=num_datasets)
@@ -215,7 +243,13 @@ def _count(chosen: np.ndarray, num_datasets: int) -> npt.NDArray[np.int64]:
 
 
 class TokenRange:
-    """Ids `start` to `stop` of all sequences back to back: the first and the last sequence may be cut."""
+    """Ids `start` to `stop` of the concatenation of sequences. The first and the last sequence may be cut.
+
+    Args:
+        sequences: sequences that are concatenated.
+        start: first id.
+        stop: id after the last one.
+    """
 
     def __init__(self, sequences: Sequences, start: int, stop: int) -> None:
         ends = np.cumsum(sequences.lengths, dtype=np.int64)
@@ -227,20 +261,24 @@ class TokenRange:
         self.lengths = (np.minimum(ends, stop) - np.maximum(begins, start))[used].astype(np.int32)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` ids (default: all the rest) of sequence `index` from its id number `offset`."""
+        """Return `length` ids of sequence `index` from position `offset` on; None returns all remaining ids."""
         cut = self._offset if index == 0 else 0
         length = int(self.lengths[index]) - offset if length is None else length
         return self._sequences.get(self._first + index, cut + offset, length)
 
     def digest(self) -> str:
-        """Return a name for the tokens."""
+        """Return a digest of the tokens."""
         return cache_key(whole=self._sequences.digest(), ids=self._ids)
 
 
 class MockSequences:
-    """Made-up documents for --mock-data, which a model can learn: 100,000 of 1 to 4,095 ids, made when they are read.
+    """Generated documents for --mock-data, which a model can learn: 100,000 documents of 1 to 4,095 ids.
 
-    A document is 1, 2, 3, ... modulo the vocabulary as in Megatron, with eod at its end; without one counting goes on.
+    A document counts 1, 2, 3, ... modulo the vocabulary, as in Megatron, and ends with eod if there is one.
+
+    Args:
+        vocab_size: size of the vocabulary.
+        eod: id that ends a document; None for no end.
     """
 
     def __init__(self, *, vocab_size: int, eod: int | None) -> None:
@@ -248,7 +286,7 @@ class MockSequences:
         self.lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(1, 4096, size=100_000, dtype=np.int32)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` ids (default: all the rest) of document `index`, from its id number `offset`."""
+        """Return `length` ids of document `index` from position `offset` on; None returns all remaining ids."""
         size = int(self.lengths[index])
         stop = size if length is None else offset + length
         ids = (np.arange(offset, stop) + 1) % self._vocab_size
@@ -257,12 +295,12 @@ class MockSequences:
         return ids
 
     def digest(self) -> str:
-        """Return a name for the tokens."""
+        """Return a digest of the tokens."""
         return cache_key(kind="mock-1", vocab_size=self._vocab_size, eod=self._eod)
 
 
 def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, tuple[int, int]]:
-    """Cut a split's share out of a source: the sequences to read, and the range of them."""
+    """Cut a split's share out of a source; return the source to read, and the range of its sequences."""
     lengths = source.sequences.lengths
     if not source.by_tokens:
         return source, _edges(bounds, len(lengths))
@@ -273,5 +311,5 @@ def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, 
 
 
 def _edges(bounds: tuple[float, float], count: int) -> tuple[int, int]:
-    """Megatron's rounding: each edge to the nearest of `count`."""
+    """Return the first and the last index of a share of `count` items, rounded as Megatron does."""
     return round(bounds[0] * count), round(bounds[1] * count)

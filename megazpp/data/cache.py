@@ -1,7 +1,8 @@
-"""Things built once per node, however many processes ask for them at the same moment.
+"""A cache on disk whose entries are built once per node, however many processes ask for them at the same time.
 
-Ranks of one node share a cache directory and need no barrier: a file lock lets one of them build, and a reader sees
-nothing or the whole thing. Other nodes build their own copy of the same bytes: a build is a pure function of its key.
+The ranks of a node share a cache directory and need no barrier. A file lock lets one of them build an entry, and
+readers see either no entry or a complete one. Every node builds its own copy. The copies are equal, because an entry
+is a pure function of its key.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megazpp.base.files import locked, remove, renamed_when_done
 
 
 def check_cache_dir(path: Path, flag: str = "--data-cache-path") -> None:
-    """Raise ValueError if a directory cannot be made. One that is there may be read-only: all may be in it."""
+    """Raise ValueError if a directory cannot be created. An existing one may be read-only, if it is already filled."""
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir():
         raise ValueError(f"{flag}: cannot write {path}: {existing} is no directory")
@@ -28,14 +29,17 @@ def check_cache_dir(path: Path, flag: str = "--data-cache-path") -> None:
 
 
 def cache_key(**parts: Any) -> str:
-    """A file name, 32 hexadecimal digits, that follows from `parts` (anything JSON can write)."""
+    """Return a file name of 32 hexadecimal digits that depends on `parts`, which are values that JSON can hold."""
     description = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(description.encode()).hexdigest()[:32]
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """Return the file or directory `path`, once one process had `build` write it under a temporary path beside it.
+    """Return `path`, after exactly one process has built it if it did not exist.
 
+    Args:
+        path: file or directory of the cache.
+        build: function that writes the entry to the temporary path it is given; that is then renamed to `path`.
     Raises:
         ValueError: the directory cannot be written to.
     """
@@ -44,9 +48,9 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.lock")):
-            if not path.exists():  # else another process built it while this one waited
+            if not path.exists():  # another process may have built it while this one waited for the lock
                 unfinished = path.with_name(f".{path.name}.unfinished")
-                remove(unfinished)  # of a process that died here
+                remove(unfinished)  # left by a process that died while building
                 with renamed_when_done(unfinished, path, synced=False):
                     build(unfinished)
     except OSError as error:  # no permission, disk full, a file system without locks, ...
@@ -55,10 +59,13 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
 
 
 def load_or_save_arrays(path: Path, build: Callable[[], Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """The arrays that `build` makes, kept as 0.npy, 1.npy, ... in directory `path` and memory-mapped from there.
+    """Return the arrays of a cache entry, memory-mapped from its files 0.npy, 1.npy, ...
 
+    Args:
+        path: directory of the entry.
+        build: function that computes the arrays if the entry does not exist.
     Raises:
-        ValueError: the directory cannot be written to, or holds something else.
+        ValueError: the directory cannot be written to, or is damaged.
     """
 
     def save(directory: Path) -> None:

@@ -1,8 +1,8 @@
-"""From flags to a tokenizer and the three datasets.
+"""Build the tokenizer and the three datasets (training, validation, test) that the flags describe.
 
-The sources of a split (.bin/.idx pairs, tokenized text, or made-up documents) are sampled and blended by blend.py.
-Every rank calls the same functions with the same arguments; what takes time is built by one process per node and kept
-(cache.py).
+blend.py samples and blends the sources of a split: .bin/.idx pairs, tokenized text, or generated documents. Every rank
+calls the same functions with the same arguments. One process per node builds whatever takes time, and cache.py keeps
+it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Samples = GPTDataset | BlendedDataset
 DEFAULT_VOCAB_SIZE = 4096
 SOURCES = ("--data-path", "--text-path", "--train-data-path, --valid-data-path or --test-data-path", "--mock-data")
 _ONE_SOURCE = f"exactly one source of data is needed: {'; '.join(SOURCES)}; {{}}"
-_TAKEN_BACK = " (given again without a value, a flag takes an earlier one back)"
+_TAKEN_BACK = " (a flag that is repeated without a value removes its earlier value)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data.
 
-    Sources of tokens, and how they are cut into samples.
+    Sources of tokens, and the cut into samples.
     """
 
     data_path: tuple[str, ...] = flag(
@@ -60,21 +60,21 @@ class DataConfig:
         nargs="*",
         common=True,
     )
-    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training alone", nargs="*")
-    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation alone", nargs="*")
-    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test alone", nargs="*")
+    train_data_path: tuple[str, ...] = flag((), "as --data-path, for training only", nargs="*")
+    valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation only", nargs="*")
+    test_data_path: tuple[str, ...] = flag((), "as --data-path, for the test only", nargs="*")
     split: str = flag(
         "969, 30, 1", "train, validation and test proportions, by document (by token if there are too few documents)"
     )
     data_cache_path: str | None = flag(
         None, "directory for indices and trained tokenizers (default: megazpp in the user's cache directory)"
     )
-    mock_data: bool = flag(False, "made-up documents instead of files")
-    num_workers: int = flag(2, "threads that prepare the next steps' samples; 0 prepares them when asked")
+    mock_data: bool = flag(False, "use generated documents instead of files")
+    num_workers: int = flag(2, "threads that prepare the samples of the next steps; 0 prepares a step when it begins")
     seq_length: int | None = flag(None, "tokens of a sample", common=True)
     reset_position_ids: bool = flag(False, "count positions from the start of the document")
     reset_attention_mask: bool = flag(False, "attend within a document only")
-    eod_mask_loss: bool = flag(False, "no loss on predicting what follows an end-of-document token")
+    eod_mask_loss: bool = flag(False, "no loss on the prediction of the token after an end-of-document token")
 
     def __post_init__(self) -> None:
         check_words(self)
@@ -88,27 +88,37 @@ class DataConfig:
 
     @property
     def sources(self) -> list[str]:
-        """The given flags that name sources of tokens."""
+        """Those of the flags for sources of tokens that are given."""
         given = (self.data_path, self.text_path, any(_paths_by_use(self).values()), self.mock_data)
         return list(itertools.compress(SOURCES, given))
 
 
 class Splits(NamedTuple, Generic[T]):
-    """One thing for each use of the data."""
+    """A value for each use of the data: training, validation, test."""
 
     train: T
     valid: T
     test: T
 
 
-_LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20  # sequences of a dataset, and tokens from the beginning of each
-_NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path mean nothing without their tokenizer"
+_LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20  # sequences of a dataset that checks read, and tokens of each of them
+_NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path have no meaning without their tokenizer"
 
 
-def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
-    """Open every file that the flags name before anything is started; a ValueError names the flag and the file."""
+def check_inputs(
+    config: DataConfig, tokenizer: TokenizerConfig, *, loaded: Tokenizer | None = None
+) -> Tokenizer | None:
+    """Open every file that the flags name before anything is started; a ValueError names the flag and the file.
+
+    Args:
+        config: sources of data and the cache directory.
+        tokenizer: flags of the tokenizer.
+        loaded: the tokenizer of those flags, if it has been loaded already.
+    Returns:
+        The tokenizer that the flags name, or None if one is to be trained.
+    """
     _require_source(config)
-    loaded, sources = load_tokenizer(tokenizer), list[DataSource]()
+    loaded, sources = loaded or load_tokenizer(tokenizer), list[DataSource]()
     if loaded is None and not (config.text_path or config.mock_data):
         raise ValueError(_NO_TOKENIZER)
     check_cache_dir(cache_dir(config))
@@ -118,10 +128,17 @@ def check_inputs(config: DataConfig, tokenizer: TokenizerConfig) -> None:
         sources += open_sources(values, flag_name=flag_name)[0]
     if loaded is not None:
         check_marks([source.sequences for source in sources], loaded, " ".join(source.name for source in sources))
+    return loaded
 
 
 def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:
-    """Raises ValueError if the first sequences of datasets have special tokens and the run does not, or vice versa."""
+    """Raise ValueError if the data and the run disagree on special tokens at the beginning of texts.
+
+    Args:
+        datasets: datasets whose first sequences are read.
+        tokenizer: tokenizer of the run.
+        name: description of the datasets for messages.
+    """
     before, count = tokenizer.marks.before, len(tokenizer.marks.before)
     places = [(each, i) for each in datasets for i in range(min(len(each.lengths), _LOOKED_AT)) if each.lengths[i]]
     begins = [each.get(i)[:count].tolist() == before for each, i in places]
@@ -130,13 +147,21 @@ def check_marks(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) 
     if not tokenizer.marks.used:
         raise ValueError(f"{name}: all texts begin with the special tokens {before}, against --no-add-special-tokens")
     raise ValueError(
-        f"{name}: no text begins with the special tokens {before} that --add-special-tokens puts there; "
-        "--no-add-special-tokens goes on without, or tokenize it again"
+        f"{name}: no text begins with the special tokens {before}, but --add-special-tokens asks for them; "
+        "give --no-add-special-tokens, or tokenize the data again"
     )
 
 
 def missing_ends(sources: Iterable[DataSource], config: DataConfig, tokenizer: Tokenizer) -> str | None:
-    """Return a warning if flags need ends of documents and the first sequences of some data have none; else None."""
+    """Return a warning if flags need end-of-document tokens and the first sequences of some data have none.
+
+    Args:
+        sources: sources that the run uses.
+        config: flags of the data.
+        tokenizer: tokenizer of the run.
+    Returns:
+        The warning, or None.
+    """
     flags = {name: on for name, on in batch_options(config, tokenizer).items() if name != "eod"}
     names = [f"--{name.replace('_', '-')}" for name, on in flags.items() if on]
     if not names:
@@ -146,13 +171,13 @@ def missing_ends(sources: Iterable[DataSource], config: DataConfig, tokenizer: T
         return None
     return (
         f"WARNING: the first {_LOOKED_AT} sequences of {', '.join(dict.fromkeys(without))} have no end-of-document "
-        f"token ({tokenizer.eod}), and without one {', '.join(names)} changes nothing; preprocess_data.py has "
-        "--append-eod"
+        f"token ({tokenizer.eod}), without which {', '.join(names)} has no effect; preprocess_data.py --append-eod "
+        "adds it"
     )
 
 
 def _has(token: int | None, sequences: Sequences) -> bool:
-    """Return whether one of the first sequences, of which the beginning and the end are read, has the token."""
+    """Return whether one of the first sequences contains the token in its first tokens or at its end."""
     for index, length in enumerate(sequences.lengths[:_LOOKED_AT].tolist()):
         if (sequences.get(index, 0, min(length, _TOKENS_LOOKED_AT)) == token).any():
             return True
@@ -162,7 +187,15 @@ def _has(token: int | None, sequences: Sequences) -> bool:
 
 
 def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer the flags name, else one trained on --text-path, else bytes for --mock-data, else a ValueError."""
+    """Return the run's tokenizer.
+
+    Args:
+        config: flags of the tokenizer, which may name one.
+        data: flags of the data. Without a named tokenizer, one is trained on --text-path, and --mock-data uses bytes.
+        log: function that prints a line.
+    Raises:
+        ValueError: there is no tokenizer, or it cannot be loaded.
+    """
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
         return tokenizer
@@ -178,13 +211,20 @@ def build_tokenizer(config: TokenizerConfig, data: DataConfig, *, log: Callable[
 def build_datasets(
     config: DataConfig, tokenizer: Tokenizer, *, num_samples: Splits[int], seed: int, log: Callable[[str], None]
 ) -> Splits[Samples | None]:
-    """The training, validation and test data; None where no samples are asked for, or --split gives that use nothing.
+    """Build the training, validation and test data.
 
-    `log` gets a line for each thing that is built, before that takes its time, and for each dataset.
-
+    Args:
+        config: flags of the data.
+        tokenizer: tokenizer of the run.
+        num_samples: number of samples of each use.
+        seed: seed for the order of the samples.
+        log: function that prints a line: one before each part that takes time to build, and one for each dataset.
+    Returns:
+        The datasets; None for a use that needs no samples, or that gets no data by --split.
     Raises:
         ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """
+    # ---- open the sources
     _require_source(config)
     check_eod(**batch_options(config, tokenizer))
     assert config.seq_length is not None
@@ -199,9 +239,10 @@ def build_datasets(
         for source in sources:
             if source.by_tokens:
                 log(
-                    f"note: --split: {source.name} has too few documents ({len(source.sequences.lengths)}) to give each"
-                    " use whole ones; it is split inside documents, by tokens"
+                    f"note: --split: {source.name} has too few documents ({len(source.sequences.lengths)}) for each use"
+                    " to get whole ones; it is split by tokens, inside documents"
                 )
+    # ---- build the samples
     used = [
         source for (sources, _), wanted in zip(opened, num_samples, strict=True) if wanted > 0 for source in sources
     ]
@@ -219,7 +260,7 @@ def build_datasets(
 
 
 def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Keywords of `make_micro_batch` that the flags and the tokenizer give."""
+    """Return the keywords of `make_micro_batch` that follow from the flags and the tokenizer."""
     return {
         "eod": tokenizer.eod,
         "reset_position_ids": config.reset_position_ids,
@@ -229,7 +270,13 @@ def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def parse_split(split: str) -> Splits[tuple[float, float]]:
-    """`969, 30, 1` to the share of the documents at which each split begins and ends; raises ValueError at all else."""
+    """Return the shares of the documents, in [0, 1], at which each split begins and ends.
+
+    Args:
+        split: up to three proportions, such as `969, 30, 1`.
+    Raises:
+        ValueError: `split` has another form.
+    """
     try:
         parts = [float(part) for part in re.split(r"[,/]", split)]
     except ValueError:
@@ -242,21 +289,24 @@ def parse_split(split: str) -> Splits[tuple[float, float]]:
 
 
 def unigram_entropy(dataset: Samples, vocab_size: int) -> float:
-    """Entropy in nats per token of the dataset's tokens taken one by one: the loss of a model blind to context."""
+    """Return the entropy of the dataset's single tokens, in nats per token.
+
+    That is the loss of the best model that ignores context.
+    """
     counts = dataset.token_counts(vocab_size)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 def cache_dir(config: DataConfig) -> Path:
-    """--data-cache-path, or the default."""
+    """Return the folder of --data-cache-path, or its default."""
     return cache_folder() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
 
 
 def _open_shared(
     config: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None]
 ) -> tuple[list[DataSource], tuple[float, ...] | None]:
-    """Open the sources that --split shares out among the uses, with the weights of --data-path."""
+    """Open the sources that --split divides among the uses; return them with the weights of --data-path, if any."""
     if config.mock_data:
         sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
         return [DataSource(sequences, "mock data", None)], None
@@ -268,7 +318,7 @@ def _open_shared(
 
 
 def _paths_by_use(config: DataConfig) -> dict[str, tuple[str, ...]]:
-    """The flags that name data for one use alone, and their values."""
+    """Return the flags that name data for one use only, with their values."""
     return {f"--{use}-data-path": getattr(config, f"{use}_data_path") for use in Splits._fields}
 
 

@@ -1,14 +1,14 @@
-"""Documents in files: JSON lines, Parquet or plain text, as they are or compressed with gzip or zstd.
+"""Documents in files: JSON lines, Parquet or plain text, optionally compressed with gzip or zstd.
 
-What a file holds follows from its name, less `.gz` or `.zst`:
+The name of a file, without `.gz` or `.zst`, determines its format:
 
-    .jsonl .json .ndjson    a document a line, a JSON object
-    .parquet                a document a row
-    .txt                    one document
-    anything else           JSON lines if it begins with `{`, else one document
+    .jsonl .json .ndjson    each line is a document, a JSON object
+    .parquet                each row is a document
+    .txt                    the file is one document
+    any other name          JSON lines if the file begins with `{`, otherwise one document
 
-One process cuts a file into blocks of whole lines; any process parses a block. A line that is no document is a
-`BadLine`: its reader decides what comes of it.
+One process cuts a file into blocks of whole lines, and any process can parse a block. A malformed line becomes a
+`BadLine`, and the caller decides how to treat it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _KINDS: dict[str, Kind] = {
 _COMPRESSED = (".gz", ".zst")
 _ADVICE = "unpack an archive, and name a compressed file .gz or .zst and a Parquet file .parquet"
 _BOM = b"\xef\xbb\xbf"
-_ENCODINGS = {  # by their byte order marks, the longer ones first
+_ENCODINGS = {  # byte order mark -> encoding; longer marks come first
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-_BINARY = (  # beginnings of zip, Parquet, bzip2, gzip, zstd, xz, 7z, rar and pickle
+_BINARY = (  # first bytes of zip, Parquet, bzip2, gzip, zstd, xz, 7z, rar and pickle files
     *(b"PK\x03\x04", b"PAR1", b"BZh", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"),
     *(b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x80"),
 )
@@ -52,17 +52,25 @@ Content = bytes | list[dict[str, object]]
 
 
 class Block(NamedTuple):
-    """Consecutive documents of one file, read but not yet understood."""
+    """Consecutive documents of one file that are read but not parsed yet.
+
+    Attributes:
+        path: the file.
+        kind: its format.
+        first_line: number of the block's first line, or row in a Parquet file, from 1.
+        content: whole lines, or rows.
+        disk_bytes: bytes of the file that were read for the block.
+    """
 
     path: Path
     kind: Kind
-    first_line: int  # its number, from 1; of a Parquet file, the row's
-    content: Content  # whole lines, or rows
-    disk_bytes: int  # of the file, that were read for it
+    first_line: int
+    content: Content
+    disk_bytes: int
 
 
 class BadLine(NamedTuple):
-    """A line (of a Parquet file: a row) that is no document."""
+    """A malformed line, or row of a Parquet file."""
 
     path: Path
     number: int
@@ -73,7 +81,7 @@ class BadLine(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind:
-    """The kind of a file; see the top of this file."""
+    """Return the format of a file; see the module's docstring."""
     known = _KINDS.get(Path(path.stem if path.suffix in _COMPRESSED else path.name).suffix)
     if known is not None:
         return known
@@ -82,8 +90,14 @@ def kind_of(path: Path) -> Kind:
 
 
 def check_readable(path: Path, keys: Sequence[str]) -> None:
-    """Raise ValueError before the work begins: a file or a package is missing, or the file's start is damaged or of
-    another kind than its name says, or it has no such columns.
+    """Check a file before the work begins, by its first bytes.
+
+    Args:
+        path: file to check.
+        keys: columns that the file has to have.
+    Raises:
+        ValueError: the file or a package is missing, its beginning is damaged or has another format than the name
+            says, or a column is missing.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give its files, {path}/*")
@@ -94,25 +108,25 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
                 columns = _optional("pyarrow.parquet", "pyarrow").ParquetFile(file).schema_arrow.names
                 for key in keys:
                     if key not in columns:
-                        raise ValueError(f"it has no column {key!r}, only {', '.join(columns)}")
+                        raise ValueError(f"it has no column {key!r}; its columns are {', '.join(columns)}")
             else:
                 head = _read_head(decompressed(path, file))
                 if (reason := _not_text(head)) is not None:
                     raise ValueError(f"it is neither UTF-8 text nor JSON lines: {reason}")
                 if kind == "json lines" and (reason := _not_lines(head)) is not None:
                     raise ValueError(reason)
-    except Exception as error:  # each decompressor has exceptions of its own
+    except Exception as error:  # each decompressor raises its own types of exceptions
         raise ValueError(f"{path} cannot be read: {error}") from error
     if kind == "text" and len(keys) != 1:
-        raise ValueError(f"{path} is plain text: it has one text to a document, not {' and '.join(keys)}")
+        raise ValueError(f"{path} is plain text with one text per document, so it has no {' and '.join(keys)}")
 
 
 def _not_text(head: bytes) -> str | None:
-    """Say why a file that begins with `head` is no UTF-8 text; None if it may be."""
+    """Return the reason why a file that begins with `head` is not UTF-8 text; None if it may be."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
     if encoding is not None and (len(head) % 2 or len(head) < 6):  # code units have two or four bytes
         encoding = None
-    if encoding is None and len(head) > 8 and not head.startswith(_BINARY):  # UTF-16 has a NUL in every other byte
+    if encoding is None and len(head) > 8 and not head.startswith(_BINARY):  # in UTF-16 every other byte is often NUL
         zeros = [head[start::2].count(0) / len(head[start::2]) for start in (0, 1)]
         encoding = "UTF-16" if max(zeros) > 0.4 and min(zeros) < 0.1 else None
     if encoding is not None:
@@ -120,30 +134,31 @@ def _not_text(head: bytes) -> str | None:
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
     if place is None:
         return None
-    if head.startswith(_BINARY):  # an archive, a compressed or a Parquet file under another name
+    if head.startswith(_BINARY):  # an archive, a compressed file or a Parquet file with another name
         return _ADVICE
-    return f"byte {place} is {head[place]:#04x}, which no text has: {_ADVICE}"
+    return f"byte {place} is {head[place]:#04x}, which text never contains: {_ADVICE}"
 
 
 def _not_lines(head: bytes) -> str | None:
-    """Say why a file that begins with `head` is no JSON lines, though it is JSON; None if it may be."""
+    """Return the reason why a JSON file that begins with `head` is not JSON lines; None if it may be."""
     text = head.removeprefix(_BOM).lstrip()
     first, newline, _ = text.partition(b"\n")
     if text.startswith(b"["):
-        return "it is a JSON array, and JSON lines have one object on each line (jq -c '.[]' makes them of it)"
+        return "it is a JSON array, but JSON lines have one object on each line (jq -c '.[]' converts it)"
     if newline and text.startswith(b"{") and first.rstrip().endswith((b"{", b",", b"[")):
-        return "it is JSON over several lines, and JSON lines have one object on each line (jq -c . makes them of it)"
+        return "it is JSON over several lines, but JSON lines have one object on each line (jq -c . converts it)"
     return None
 
 
 def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """The file in order.
+    """Yield the blocks of a file in order.
 
     Args:
-        keys: columns to read of a Parquet file; None reads all.
-        block_bytes: a block of lines ends with the line that reaches this size.
+        path: file to read.
+        keys: columns to read from a Parquet file; None reads all.
+        block_bytes: size in bytes at which a block of lines ends, after the line that reaches it.
     Raises:
-        ValueError: the file is damaged; it is named with a line shortly before.
+        ValueError: the file is damaged; the message names it and a line shortly before the damage.
     """
     kind = kind_of(path)
     line, position = 1, 0
@@ -157,19 +172,25 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
             for content, num_lines, reached in pieces:
                 yield Block(path, kind, line, content, reached - position)
                 line, position = line + num_lines, reached
-        except Exception as error:  # each decompressor has exceptions of its own
+        except Exception as error:  # each decompressor raises its own types of exceptions
             what = f"the file cannot be read from here on: {type(error).__name__}: {error}"
             raise ValueError(f"{path}, line {line}: {what}") from error
 
 
 def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """The documents of a block: each the texts under `keys`, possibly empty. Blank lines are no documents."""
+    """Yield the documents of a block: for each its texts under `keys`, which may be empty. Blank lines are skipped."""
     for found in _parsed(block, lambda value: (str(value),) if block.kind == "text" else _texts(value, keys)):
         yield found if isinstance(found, BadLine) else found[1]
 
 
 def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> Iterator[str]:
-    """The texts of a file one after the other, empty ones too."""
+    """Yield the texts of a file, including empty ones.
+
+    Args:
+        path: file to read.
+        key: field or column of the text.
+        on_bad_line: function that is called for each malformed line.
+    """
     for block in read_blocks(path, (key,)):
         for document in parse_block(block, (key,)):
             if isinstance(document, BadLine):
@@ -179,10 +200,13 @@ def read_texts(path: Path, key: str, on_bad_line: Callable[[BadLine], None]) -> 
 
 
 def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator[tuple[int, T]]:
-    """Apply `read` to the objects of a file's lines, or to its rows with all columns; each comes with its number.
+    """Yield the number of each line or row of a file, from 1, and what `read` returns for its object.
 
+    Args:
+        path: JSON lines or Parquet file.
+        read: function of the object of a line, or of a row with all columns; it may raise ValueError.
     Raises:
-        ValueError: the file cannot be read or is plain text, a line is no object, or `read` refuses it; it is named.
+        ValueError: the file cannot be read or is plain text, or a line is malformed or refused by `read`.
     """
     if path.is_file() and kind_of(path) == "text":
         raise ValueError(f"{path} cannot be read: it is plain text, neither JSON lines nor Parquet")
@@ -195,7 +219,7 @@ def read_records(path: Path, read: Callable[[dict[str, object]], T]) -> Iterator
 
 
 def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T] | BadLine]:
-    """Apply `read` to each record, and give the number of the line where it begins; raise nothing."""
+    """Yield for each record the line where it begins and what `read` returns; an error becomes a `BadLine`."""
     content, plain = block.content, block.kind == "text"
     records = content if isinstance(content, list) else [content] if plain else content.split(b"\n")
     for number, record in enumerate(records, start=block.first_line):
@@ -208,21 +232,21 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
                 value = text.decode().replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text.decode())
             yield number, read(value)
         except UnicodeDecodeError as error:
-            inside = error.object.count(b"\n", 0, error.start)  # of plain text: its line
+            inside = error.object.count(b"\n", 0, error.start)  # lines of a plain text before the error
             yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
         except (ValueError, RecursionError) as error:
             yield BadLine(block.path, number, in_words(error))
 
 
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
-    """Treat a bad line as --on-error says: raise ValueError, or tell the user."""
+    """Treat a malformed line as --on-error says: raise ValueError, or log that it is skipped."""
     if on_error == "stop":
-        raise ValueError(f"{bad} (--on-error skip goes on without such lines)")
+        raise ValueError(f"{bad} (--on-error skip skips such lines)")
     log(f"skipped {bad}")
 
 
 def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tuple[bytes, int, int]]:
-    """(lines, their number, position in the file), all of it at once if `block_bytes` is -1."""
+    """Yield blocks of lines, their number, and the position reached in the file; -1 for `block_bytes` yields one."""
     plain = decompressed(path, file)
     while content := plain.read(block_bytes) + plain.readline():
         yield content, content.count(b"\n"), file.tell()
@@ -257,24 +281,24 @@ def _texts(value: object, keys: Sequence[str]) -> tuple[str, ...]:
         text = record.get(key)
         if not isinstance(text, str):
             if key not in record:
-                raise ValueError(f"there is no {key!r}")
+                raise ValueError(f"the field {key!r} is missing")
             raise ValueError(f"{key!r} is {_shown(text)}, not a string")
         if not text.isascii():
-            text.encode()  # half a surrogate pair, which JSON can write, is no text
+            text.encode()  # raises for half a surrogate pair, which JSON can hold
         texts.append(text)
     return tuple(texts)
 
 
 def _shown(value: object) -> str:
-    """The beginning of a value as JSON has it; Parquet has more types."""
+    """Return the beginning of a value, written as JSON."""
     return f"{json.dumps(value, default=str):.60}"
 
 
 def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
-    """Decompress `file`, which is open and called `path`; raises ValueError if that needs a package that is missing."""
+    """Return a decompressing reader of an open file, chosen by its name; raises ValueError if a package is missing."""
     if path.suffix == ".gz":
         return gzip.open(file)
-    if path.suffix == ".zst":  # Python 3.14 has it
+    if path.suffix == ".zst":  # in the standard library from Python 3.14 on
         standard = importlib.util.find_spec("compression") is not None
         file = _optional("compression.zstd" if standard else "backports.zstd", "backports.zstd").open(file)
     return cast(BufferedIOBase, file)
@@ -288,7 +312,7 @@ def _optional(module: str, package: str) -> Any:
 
 
 def _read_head(plain: BufferedIOBase) -> bytes:
-    """The first bytes of what is in a file, as far as they can be read if it was cut."""
+    """Read the first bytes of a file, or fewer if the file is truncated."""
     head = b""
     with contextlib.suppress(EOFError):
         while len(head) < _HEAD_BYTES and (piece := plain.read1(_HEAD_BYTES - len(head))):

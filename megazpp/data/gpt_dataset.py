@@ -1,15 +1,18 @@
-"""Fixed-length samples out of documents of any length, as Megatron cuts and orders them.
+"""Fixed-length samples of documents of any length, in the order of Megatron-Core 0.16.
 
-Three arrays say what sample i is, and all three are pure functions of (lengths, samples wanted, length, seed):
+Three arrays define the samples. Each is a pure function of the document lengths, the number of samples, the sample
+length and the seed:
 
-    document index  the documents of every epoch, shuffled together; their ids back to back are one long line
-    sample index    where on that line the windows start: window k covers [k * S, k * S + S], S + 1 ids, so neighbours
-                    share one (a label of one is an input of the next); stored as (position in document index, offset)
-    shuffle index   the order in which the windows are served
+    document index  documents of all epochs, shuffled; their ids, concatenated, form one long sequence
+    sample index    starts of the windows in that sequence, as (position in the document index, offset). Window k
+                    covers ids k * S to k * S + S, which are S + 1 ids. Neighbors share one id: the last label of a
+                    window is the first input of the next
+    shuffle index   order of the windows
 
-If the last epoch is needed for less than 80 % of its samples it is shuffled by itself and served at the end, so that
-no document is seen more often than necessary before it. The order is bit for bit that of Megatron-Core 0.16. Nothing
-depends on the number of ranks. `WholeText` is the other way to cut: all tokens in order, for a test.
+If less than 80 % of the last epoch's samples are needed, that epoch is shuffled separately and comes last. No document
+is then repeated earlier than necessary. Nothing depends on the number of ranks.
+
+`WholeText` cuts differently: it yields all tokens in order, for a test.
 
 Legend: S is seq_length.
 """
@@ -32,7 +35,7 @@ _COUNT_SEQUENCES = 1024
 
 
 class Sequences(Protocol):
-    """Input of a `GPTDataset`: an `IndexedDataset`, or something made up."""
+    """Input of a `GPTDataset`, such as an `IndexedDataset` or generated documents."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]: ...
@@ -40,28 +43,36 @@ class Sequences(Protocol):
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
 
     def digest(self) -> str:
-        """Return a name for the tokens."""
+        """Return a digest of the tokens."""
         ...
 
 
 class Indices(NamedTuple):
-    """The three arrays of the module's docstring."""
+    """The three arrays that the module's docstring describes.
 
-    documents: np.ndarray  # [epochs * documents] int32
-    samples: np.ndarray  # [n + 1, 2] int32 or int64: (position in `documents`, offset) of each window's first id
-    shuffle: np.ndarray  # [n] uint32 or int64
+    Attributes:
+        documents: [epochs * documents] int32 document index.
+        samples: [n + 1, 2] int32 or int64 position in `documents` and offset of each window's first id.
+        shuffle: [n] uint32 or int64 shuffle index.
+    """
+
+    documents: np.ndarray
+    samples: np.ndarray
+    shuffle: np.ndarray
 
 
 class GPTDataset:
     """Samples of seq_length + 1 ids from a range of the sequences of a dataset.
 
     Args:
-        sequence_range: the sequences to use, as (start, stop).
-        num_samples: at least so many samples, in as many epochs as it takes; None gives one epoch.
-        seed: of the two shuffles.
-        name: the dataset in error messages.
-        vocab_size: refuse ids that are not below this.
-        cache_path: a directory for the indices, built by one process and mapped by all; None builds them in memory.
+        sequences: sequences of ids.
+        sequence_range: range (start, stop) of the sequences to use.
+        num_samples: minimal number of samples, in as many epochs as needed; None gives one epoch.
+        seq_length: tokens of a sample.
+        seed: seed for the two shuffles.
+        name: name of the dataset in messages.
+        vocab_size: size of the vocabulary, which all ids have to be below; None checks nothing.
+        cache_path: directory for the indices, which one process builds and all map; None builds them in memory.
     Raises:
         ValueError: the range holds too few ids for a single sample, or ids beyond the vocabulary.
     """
@@ -80,7 +91,7 @@ class GPTDataset:
     ) -> None:
         self._sequences, self._seq_length, self._vocab_size, self.name = sequences, seq_length, vocab_size, name
         self.sequence_range, self._num_samples, self._seed = sequence_range, num_samples, seed
-        lengths = np.array(sequences.lengths[slice(*sequence_range)])  # a copy: the index file is not aligned
+        lengths = np.array(sequences.lengths[slice(*sequence_range)])  # a copy is aligned, unlike the index file
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + 1:
             raise ValueError(
@@ -95,7 +106,7 @@ class GPTDataset:
         return len(self.indices.shuffle)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Sample `index`: [seq_length + 1] int64."""
+        """Return sample `index`: [seq_length + 1] int64."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name}: sample {index} of {len(self)}")
         window = int(self.indices.shuffle[index])
@@ -113,7 +124,7 @@ class GPTDataset:
 
     @property
     def description(self) -> str:
-        """One line for people."""
+        """A line about the dataset for the log."""
         start, stop = self.sequence_range
         epochs = len(self) * self._seq_length / self.tokens_per_epoch
         return (
@@ -122,13 +133,13 @@ class GPTDataset:
         )
 
     def order(self) -> str:
-        """Return a name for the samples in their order; see data/identity.py."""
+        """Return a digest of the samples in their order; see data/identity.py."""
         epochs = plan_epochs(self.tokens_per_epoch, self._num_samples, self._seq_length)
         facts = {"range": self.sequence_range, "seq_length": self._seq_length, "seed": self._seed}
         return cache_key(digest=self._digest, epochs=(epochs.epochs, epochs.separate), **facts)
 
     def sources(self) -> list[Source]:
-        """Return the one source; see data/identity.py."""
+        """Return the dataset's only source; see data/identity.py."""
         epoch = (self.tokens_per_epoch - 1) // self._seq_length
         return [Source(self.name, self._digest, 1.0, epoch, self.order())]
 
@@ -137,7 +148,14 @@ class GPTDataset:
         return self._sequences.digest()
 
     def token_counts(self, size: int, *, max_tokens: int = 1 << 27) -> npt.NDArray[np.int64]:
-        """Count of each id in the first `max_tokens` or so of one epoch: [size]; larger ids are refused."""
+        """Count each id in roughly the first `max_tokens` tokens of one epoch.
+
+        Args:
+            size: size of the vocabulary, which all ids have to be below.
+            max_tokens: number of tokens after which counting stops.
+        Returns:
+            [size] counts.
+        """
         counts, left = np.zeros(size, dtype=np.int64), max_tokens
         for start in range(*self.sequence_range, _COUNT_SEQUENCES):
             stop = min(start + _COUNT_SEQUENCES, self.sequence_range[1])
@@ -151,31 +169,34 @@ class GPTDataset:
 
 
 class WholeText:
-    """All ids of sequences in order, each to be predicted exactly once: windows of S + 1 ids.
+    """All ids of sequences in order, in windows of S + 1 ids, so that each id is predicted exactly once.
 
-    The ids lie back to back, with eod before the first, from which it is predicted. Window k has the ids from k S to
-    (k + 1) S: the last of one window is the first input of the next. Beyond the end there is `PADDING`.
+    The sequences are concatenated after an eod, from which the first id is predicted. Window k holds ids k * S to
+    (k + 1) * S: the last id of a window is the first input of the next. The last window is filled with `PADDING`.
 
     Args:
-        eod: the id before the first one; None: there is none, and the first id is not predicted.
-        vocab_size: refuse ids that are not below this.
+        sequences: sequences of ids.
+        seq_length: S, the number of predicted ids of a window.
+        eod: id before the first one; None to begin without one, and not to predict the first id.
+        vocab_size: size of the vocabulary, which all ids have to be below.
+        name: name of the dataset in messages.
     """
 
     def __init__(self, sequences: Sequences, *, seq_length: int, eod: int | None, vocab_size: int, name: str) -> None:
         self._sequences, self._seq_length, self._vocab_size, self._name = sequences, seq_length, vocab_size, name
         self._before = np.array([] if eod is None else [eod], dtype=np.int64)
         self._ends = np.cumsum(sequences.lengths, dtype=np.int64)
-        self.num_tokens = int(self._ends[-1]) + len(self._before) - 1  # that are predicted
+        self.num_tokens = int(self._ends[-1]) + len(self._before) - 1  # predicted tokens
         if self.num_tokens < 1:
             raise ValueError(f"{name} has no token that could be predicted")
 
     def __len__(self) -> int:
-        """Windows that have something to predict."""
+        """Return the number of windows with a token to predict."""
         return -(-self.num_tokens // self._seq_length)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Window `index`: [S + 1] int64; any index from `len` on is padding alone."""
-        start = index * self._seq_length - len(self._before)  # in the ids of the sequences
+        """Return window `index`: [S + 1] int64. Windows beyond the last one hold `PADDING` only."""
+        start = index * self._seq_length - len(self._before)  # position in the concatenated sequences
         stop = start + self._seq_length + 1
         parts, at = [self._before[: max(-start, 0)]], max(start, 0)
         sequence = int(np.searchsorted(self._ends, at, side="right"))
@@ -190,7 +211,7 @@ class WholeText:
 
 
 def check_vocabulary(ids: np.ndarray, where: str, vocab_size: int) -> None:
-    """Raises ValueError if one of `ids` is not below `vocab_size`."""
+    """Raise ValueError if one of `ids` is not in [0, vocab_size); `where` names their place in the message."""
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
     if low < 0 or high >= vocab_size:
         raise ValueError(
@@ -202,12 +223,14 @@ def check_vocabulary(ids: np.ndarray, where: str, vocab_size: int) -> None:
 def build_indices(
     lengths: npt.NDArray[np.int32], *, first: int, num_samples: int | None, seq_length: int, seed: int
 ) -> Indices:
-    """The three indices, without a Python loop over anything but the two shuffles.
+    """Build the three indices with numpy.
 
     Args:
-        lengths: [documents] ids of the documents in use.
-        first: the number of the first of them, added to what `Indices.documents` holds.
-        num_samples: windows wanted; None for one epoch.
+        lengths: [documents] number of ids of each document in use.
+        first: number of the first of these documents in the dataset; it is added to `Indices.documents`.
+        num_samples: minimal number of windows; None for one epoch.
+        seq_length: S, the number of predicted ids of a window.
+        seed: seed for the two shuffles.
     """
     epochs, total, before_last, separate = plan_epochs(int(lengths.sum(dtype=np.int64)), num_samples, seq_length)
     generator = np.random.RandomState(seed)
@@ -228,12 +251,13 @@ def build_indices(
 
 
 class Epochs(NamedTuple):
-    """The epochs of a number of samples, from which the order of the samples follows.
+    """The epochs that a number of samples needs; they determine the order of the samples.
 
     Attributes:
-        samples: of all epochs.
-        before_last: samples of all epochs but the last.
-        separate: the last epoch is shuffled by itself.
+        epochs: number of epochs.
+        samples: samples of all epochs.
+        before_last: samples of all epochs except the last.
+        separate: True if the last epoch is shuffled separately.
     """
 
     epochs: int
@@ -243,7 +267,7 @@ class Epochs(NamedTuple):
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int) -> Epochs:
-    """Plan the epochs that give `num_samples` samples; None for one epoch."""
+    """Plan the epochs for `num_samples` samples of `seq_length` tokens; None plans one epoch."""
     wanted = 0 if num_samples is None else num_samples * seq_length + 1
     epochs = max(1, -(-wanted // tokens_per_epoch))
     total = (epochs * tokens_per_epoch - 1) // seq_length
@@ -255,17 +279,18 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int)
 
 
 def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_length: int) -> np.ndarray:
-    """Starts of the windows on the line of documents.
+    """Find the starts of the windows in the concatenated documents.
 
     Args:
-        lengths: [n] ids of the documents in line order; zeros are allowed.
-        num_samples: windows; they fit: num_samples * seq_length < sum(lengths).
+        lengths: [n] number of ids of each document, in order; zeros are allowed.
+        num_samples: number of windows, with num_samples * seq_length < sum(lengths).
+        seq_length: S, the distance between the starts of two windows.
     Returns:
-        [num_samples + 1, 2] (document, offset) of id k * seq_length; int32 if that holds them, else int64.
+        [num_samples + 1, 2] document and offset of id k * seq_length, as int32 where that is large enough, or int64.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    holders = np.searchsorted(ends, starts, side="right")  # the first document that ends beyond the start
+    holders = np.searchsorted(ends, starts, side="right")  # the first document that ends after the start
     small = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max
     index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
     index[:, 0] = holders

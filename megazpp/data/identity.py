@@ -1,14 +1,14 @@
-"""The identity of the samples that a training is given, so that a resumed run can tell whether they are still the same.
+"""Identity of a training's samples: a resumed run compares it with the checkpoint's to detect changed data.
 
-A checkpoint keeps the description in its run.json:
+A checkpoint keeps this description in its run.json:
 
-    count           samples of the training data
-    order           equal for equal samples in an equal order, whatever `count` is
-    sources         for each data set its `Source`; names do not count
+    count           number of training samples
+    order           digest that is equal for equal samples in an equal order, for any `count`
+    sources         `Source` of each dataset; comparisons ignore its name
     valid, test     order and count of the held-out samples
-    per_prompt      completions of a prompt times the passes over them, where completions are drawn; else 1
+    per_prompt      completions per prompt times the passes over them, if completions are sampled; otherwise 1
 
-Orders follow from digests of the data, not from where it lies, so that moved files are still the same.
+Digests depend on the data and not on its path, so moved files are still the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ HELD_OUT = ("valid", "test")
 
 
 class Source(NamedTuple):
-    """A data set of a training.
+    """A dataset of a training.
 
     Attributes:
-        digest: equal for equal tokens.
-        share: fraction of the samples that come from it.
-        epoch: samples of one epoch of it.
-        order: equal for equal samples of it in an equal order.
+        name: name for messages.
+        digest: digest of the tokens.
+        share: fraction of the training samples that come from the dataset.
+        epoch: samples in one epoch of the dataset.
+        order: digest of the dataset's samples in their order.
     """
 
     name: str
@@ -37,21 +38,26 @@ class Source(NamedTuple):
 
 
 class Identified(Protocol):
-    """A data set that can be described."""
+    """A dataset that can be described."""
 
-    def order(self) -> str: ...
+    def order(self) -> str:
+        """Return a digest of the samples in their order."""
+        ...
 
-    def sources(self) -> list[Source]: ...
+    def sources(self) -> list[Source]:
+        """Return the sources of the samples."""
+        ...
 
 
 def describe_samples(
     datasets: tuple[Identified | None, ...], counts: tuple[int, ...], *, per_prompt: int = 1
 ) -> dict[str, Any]:
-    """Return the module's description, as JSON has it, of data for training, validation and test.
+    """Describe the data for training, validation and test as the module's docstring says, in JSON types.
 
     Args:
-        counts: samples of each that a whole run takes, or an evaluation.
-        per_prompt: see the module.
+        datasets: datasets for training, validation and test; None where there is none.
+        counts: samples that a whole run takes from the first, and that an evaluation takes from each other one.
+        per_prompt: completions per prompt times the passes over them.
     """
     train, *held_out = datasets
     if train is None:
@@ -63,7 +69,13 @@ def describe_samples(
 
 
 def data_changes(before: Mapping[str, Any], now: Mapping[str, Any], others: Sequence[str]) -> list[str]:
-    """Say which data has other tokens than before under the same name; of held-out data if no `others` explain it."""
+    """Return lines about data that has other tokens than before under the same name.
+
+    Args:
+        before: description of the checkpoint.
+        now: description of this run.
+        others: other known changes. Without any, changed held-out data is reported as well.
+    """
     if not _both_known(before, now):
         return []
     known = {source.name: source.digest for source in _sources(before)}
@@ -74,15 +86,20 @@ def data_changes(before: Mapping[str, Any], now: Mapping[str, Any], others: Sequ
 
 
 def same_sources(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether all samples are known to come from the same tokens in the same shares, whatever their names."""
+    """Return whether both descriptions are complete and name the same tokens in the same shares."""
     own, theirs = ([(source.digest, source.share) for source in _sources(each)] for each in (now, before))
     return _both_known(before, now) and own == theirs and all(before.get(use) == now.get(use) for use in HELD_OUT)
 
 
 def what_follows(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int) -> str:
-    """Say how many samples repeat or are skipped after `consumed` samples of the run that `before` describes.
+    """Return a line that says how many samples repeat or are skipped.
 
-    Numbers are expectations: two orders of the same samples are independent of each other.
+    The numbers are expectations, which treat two orders of the same samples as independent.
+
+    Args:
+        before: description of the checkpoint.
+        now: description of this run.
+        consumed: samples consumed by the checkpoint's run.
     """
     if not _both_known(before, now):
         return (
@@ -112,7 +129,7 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int)
         earlier = known.get(source.digest)
         if earlier is None:
             new.append(source.name)
-        elif earlier.order == source.order:  # another share of it: its samples go on at another place
+        elif earlier.order == source.order:  # with another share, the source continues at another place
             moved = consumed * (source.share - earlier.share)
             skipped += max(0.0, moved)
             repeated += min(left * source.share, max(0.0, -moved))

@@ -1,6 +1,6 @@
-"""Megatron's .bin/.idx pair: token ids on disk, byte for byte what Megatron writes; read here and written here.
+"""Megatron's .bin/.idx format for token ids: a reader, and a writer whose files equal Megatron's byte for byte.
 
-`<prefix>.bin` is the ids of all sequences back to back. `<prefix>.idx` says where they are, little endian:
+`<prefix>.bin` holds the ids of all sequences, concatenated. `<prefix>.idx` is their index, little endian:
 
     offset        bytes  content
     0             9      b"MMIDIDX\\0\\0"
@@ -12,12 +12,12 @@
     34 + 4N       8N     int64 pointers into .bin, in bytes
     34 + 12N      8D     int64 document indices: the sequence each document starts at, and N at the end
 
-A document is one sequence unless it was split into sentences. Both files are memory-mapped: the ranks of a node
-share the pages, and opening a pair reads the index once and none of the ids.
+A document is one sequence unless it was split into sentences. Both files are memory-mapped, so the ranks of a node
+share their pages. Opening a pair reads the index once and no ids.
 
-A reader sees a whole pair or none: both files are written under names of their own, brought to the disk, and then
-renamed, the .idx last, for a .bin without its .idx is no dataset. Leftovers of a killed process are replaced by the
-next that writes the same pair; two living processes cannot write the same one.
+A reader sees either a complete pair or none. Both files are written under temporary names, synced to disk and then
+renamed. The .idx is renamed last, because a .bin without its .idx is not a dataset. A later writer of the same pair
+replaces the leftovers of a killed process. Two live processes cannot write the same pair.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from megazpp.base.files import check_writable, sync, sync_directory, try_lock, w
 _MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-# 6 and 7 are float64 and float32, and GPT-NeoX swaps the two: no ids are stored so, and both are refused.
+# Codes 6 and 7 are float64 and float32, which the GPT-NeoX library swaps. Neither stores ids, so both are refused.
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
-_PIECE = 1 << 24  # ids that are checked and copied at a time
-_WHOLE_INDEX, _WHOLE_IDS, _DIGEST_PIECES = 1 << 26, 1 << 20, 64  # bytes that a digest reads, and in how many pieces
+_PIECE = 1 << 24  # number of ids that are checked and copied at once
+_WHOLE_INDEX, _WHOLE_IDS, _DIGEST_PIECES = 1 << 26, 1 << 20, 64  # bytes that a digest reads, and the number of pieces
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype:
-    """The dtype Megatron stores ids of such a vocabulary in: uint16 below 65,500, else int32."""
+    """Return the dtype in which Megatron stores ids: uint16 for vocabularies below 65,500, otherwise int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 def pair_paths(prefix: Path) -> tuple[Path, Path]:
-    """The .bin and the .idx file of a pair."""
-    # not with_suffix: a prefix may contain dots
+    """Return the paths of the .bin and the .idx file of a pair."""
+    # `with_suffix` would be wrong, because a prefix may contain dots
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
 def check_output(prefix: Path, *, overwrite: bool) -> None:
-    """`check_writable` of both files of a pair."""
+    """Check that both files of a pair can be written, as `check_writable` does."""
     for path in pair_paths(prefix):
         check_writable(path, "--output-prefix", overwrite=overwrite)
 
@@ -68,11 +68,13 @@ class IndexedDataset:
     Args:
         prefix: path without .bin and .idx.
     Attributes:
-        lengths, pointers, document_indices: of the index.
+        lengths: [N] int32 number of ids of each sequence.
+        pointers: [N] int64 position of each sequence in .bin, in bytes.
+        document_indices: [D] int64 first sequence of each document, and N at the end.
         tokens: all ids of .bin.
-        has_modes: true if the index ends with a byte for each sequence, as a multimodal one does.
+        has_modes: True if the index ends with one byte per sequence, as multimodal indices do.
     Raises:
-        ValueError: a file is missing, of another format, damaged, or the two do not belong together.
+        ValueError: a file is missing or damaged, has another format, or does not belong to the other.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -93,22 +95,22 @@ class IndexedDataset:
         self.tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def __len__(self) -> int:
-        """The number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """A view of `length` ids (default: all the rest) of sequence `index`, from its id number `offset`."""
+        """Return a view of `length` ids of sequence `index` from position `offset` on; None views all remaining ids."""
         start = int(self.pointers[index]) // self.dtype.itemsize
         end = start + int(self.lengths[index]) if length is None else start + offset + length
         return self.tokens[start + offset : end]
 
     @property
     def document_lengths(self) -> npt.NDArray[np.int64]:
-        """[D - 1] ids of each document."""
+        """[D - 1] number of ids of each document."""
         return np.diff(np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[self.document_indices])
 
     def digest(self) -> str:
-        """Return a name for the content, which is cheap: of large files the size and evenly spaced pieces count."""
+        """Return a digest of the content. For a large file it covers the size and evenly spaced pieces."""
         found = hashlib.blake2b(digest_size=16)
         for path, whole in ((self.idx_path, _WHOLE_INDEX), (self.bin_path, _WHOLE_IDS)):
             size, piece = path.stat().st_size, whole // _DIGEST_PIECES
@@ -123,7 +125,7 @@ class IndexedDataset:
         return found.hexdigest()
 
     def _check_arrays(self) -> None:
-        """Check all that can be checked without reading .bin, in one pass over the index."""
+        """Check everything that can be checked without reading .bin, in one pass over the index."""
         if self.lengths.min() < 0:
             raise ValueError(f"{self.idx_path} is damaged: a sequence has the length {self.lengths.min()}")
         documents = self.document_indices
@@ -149,7 +151,7 @@ class IndexedDataset:
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
-    """dtype, N and D of an .idx file, once its size is known to agree with them."""
+    """Return the dtype, N and D of an .idx file, after checking that its size agrees with them."""
     with open(path, "rb") as file:
         header = file.read(_HEADER.size)
     size = path.stat().st_size
@@ -169,7 +171,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if num_sequences == 0:
         raise ValueError(f"{path} holds no sequences")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
-    if size not in (expected, expected + num_sequences):  # multimodal indices end with a byte per sequence
+    if size not in (expected, expected + num_sequences):  # a multimodal index ends with one byte per sequence
         raise ValueError(
             f"{path} is damaged: {size} bytes where {num_sequences} sequences and {num_indices} document indices"
             f" take {expected}"
@@ -178,15 +180,15 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair; both appear under their names, replacing others, when all is on the disk.
+    """Writer of a .bin/.idx pair. `finalize` gives the files their names, and replaces existing ones.
 
-    As a context manager it removes the unfinished files when an exception ends the writing.
+    As a context manager it removes the unfinished files if an exception ends the writing.
 
     Args:
-        prefix: path without .bin and .idx; its directory exists.
-        dtype: of the ids, see `optimal_dtype`.
+        prefix: path without .bin and .idx, in an existing directory.
+        dtype: dtype of the stored ids; see `optimal_dtype`.
     Raises:
-        ValueError: the dtype is none for ids, or another process is writing this pair.
+        ValueError: the dtype cannot store ids, or another process is writing this pair.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -197,21 +199,21 @@ class IndexedDatasetBuilder:
         self._unfinished_bin, self._unfinished_idx = (
             path.with_name(path.name + ".unfinished") for path in (self._bin_path, self._idx_path)
         )
-        self._lengths = array.array("i")  # 4 bytes a sequence: there may be billions
+        self._lengths = array.array("i")  # 4 bytes per sequence; there may be billions of sequences
         self._document_indices = array.array("q", [0])
         self._file = _claim(self._unfinished_bin)
 
     def __len__(self) -> int:
-        """The number of sequences so far."""
+        """Return the number of sequences written so far."""
         return len(self._lengths)
 
     def extend(self, tokens: np.ndarray, lengths: npt.ArrayLike, document_ends: npt.ArrayLike) -> None:
         """Append many sequences.
 
         Args:
-            tokens: [sum of lengths] their ids, back to back.
-            lengths: [n] ids of each sequence.
-            document_ends: [d] rising: after how many of these sequences a document ends.
+            tokens: [sum of lengths] ids of the sequences, concatenated.
+            lengths: [n] number of ids of each sequence.
+            document_ends: [d] rising numbers of these sequences after which a document ends.
         Raises:
             ValueError: an id does not fit the dtype.
         """
@@ -226,20 +228,20 @@ class IndexedDatasetBuilder:
         self._document_indices.frombytes((np.asarray(document_ends, dtype=np.int64) + before).tobytes())
 
     def add_document(self, *sequences: npt.ArrayLike) -> None:
-        """Append a document: mostly one sequence of ids, or several (its sentences). Raises as `extend` does."""
+        """Append a document of one sequence of ids, or of several (sentences). Raises the errors of `extend`."""
         for ids in map(np.asarray, sequences):
             self.extend(ids, [ids.size], [])
         self._document_indices.append(len(self._lengths))
 
     def finalize(self) -> None:
-        """Write the index, bring both files to the disk and give them their names."""
+        """Write the index, sync both files to disk, and rename them."""
         sync(self._file)
         write_synced(self._unfinished_idx, self._index_bytes())
-        self._idx_path.unlink(missing_ok=True)  # the new .bin must never stand beside the old .idx
+        self._idx_path.unlink(missing_ok=True)  # a reader must never open the new .bin with the old .idx
         os.replace(self._unfinished_bin, self._bin_path)
         os.replace(self._unfinished_idx, self._idx_path)
         sync_directory(self._idx_path.parent)
-        self._file.close()  # not before: closing lets others claim the unfinished file
+        self._file.close()  # closing earlier would let others claim the unfinished file
 
     def _index_bytes(self) -> bytes:
         sizes = np.asarray(self._lengths, dtype="<i4")
@@ -254,17 +256,17 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file.closed:  # finished: what now has the unfinished names is not ours
+        if self._file.closed:  # after `finalize`, files with the unfinished names belong to another writer
             return
         for path in (self._unfinished_bin, self._unfinished_idx):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a full disk, again
+        with contextlib.suppress(OSError):  # the disk may still be full
             self._file.close()
 
 
 def _claim(path: Path) -> BinaryIO:
-    """An empty file that only we write, whatever was in it."""
-    file = open(path, "ab")  # noqa: SIM115 - and not "wb": it may be another's
+    """Open an empty file that only this process writes; raise ValueError if another process is writing it."""
+    file = open(path, "ab")  # noqa: SIM115 - "wb" would truncate a file that another process writes
     try:
         mine = try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:

@@ -1,13 +1,15 @@
-"""Micro-batches: what one forward pass of the model is given, and this rank's of a step, made while another computes.
+"""Micro-batches, the model's inputs for one forward pass, and a loader that prepares them in advance.
 
-A sample is a window of S + 1 tokens; inputs are the first S, labels the last S. The documents inside a window
-end at the tokenizer's eod token. `--reset-attention-mask` turns those ends into `document_starts`, offsets as
-variable-length attention takes them, where Megatron builds an [S, S] mask (model/backends.py).
+A sample is a window of S + 1 tokens. The first S are inputs, and the last S are labels. Documents inside a window end
+at the tokenizer's eod token. With `--reset-attention-mask` these ends become `document_starts`, the offsets that
+variable-length attention takes, instead of Megatron's [S, S] mask (model/backends.py).
 
-The samples consumed so far say which samples a micro-batch holds: micro-batch m of data rank r takes
-`consumed + (m * data_size + r) * micro_batch_size` and the next ones. A step of all ranks together is thus the same set
-of samples whatever the number of ranks. Threads build the next steps (numpy and torch release the interpreter lock
-where it matters); `wait_seconds` says whether they were fast enough.
+The number of consumed samples determines the samples of a micro-batch. Micro-batch m of data rank r takes
+`micro_batch_size` samples from `consumed + (m * data_size + r) * micro_batch_size` on. The samples of a step over all
+ranks therefore do not depend on the number of ranks.
+
+Threads build the next steps; numpy and torch release the interpreter lock for the expensive parts. `wait_seconds`
+shows whether the threads were fast enough.
 
 Legend: B samples of a micro-batch, S tokens of a sample, D documents of a micro-batch.
 """
@@ -39,20 +41,26 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`: [seq_length + 1] int64."""
+        """Return sample `index`: [seq_length + 1] int64."""
         ...
 
 
 class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
-    """Micro-batches of one data rank.
+    """Loader of the micro-batches of one data rank.
 
     Args:
+        dataset: samples by number.
+        micro_batch_size: samples of a micro-batch.
+        data_rank: number of this data rank.
+        data_size: number of data ranks.
         make_batch: function from [B, ...] int64 samples to a micro-batch, which is a named tuple of tensors and None
             (`make_micro_batch` with its options bound).
         device: device of the micro-batches. For CUDA they are copied from pinned memory without waiting.
-        num_workers: threads; 0 builds each step when it is asked for.
-        batch_size_at: the global batch size once so many samples are consumed, to look ahead during a ramp-up; None
-            expects it to stay.
+        num_workers: number of threads; 0 builds each step when it begins.
+        batch_size_at: function from consumed samples to the global batch size, to look ahead during a ramp-up; None
+            expects a constant size.
+    Attributes:
+        wait_seconds: total time for which steps have waited for their samples.
     """
 
     def __init__(
@@ -75,11 +83,14 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         self.wait_seconds = 0.0
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[Any]:
-        """The micro-batches of the step that begins at `consumed_samples`, on the device.
+        """Return this rank's micro-batches of a step, on the device.
 
+        Args:
+            consumed_samples: samples consumed before the step.
+            global_batch_size: samples of the step over all ranks.
         Raises:
-            ValueError: the global batch does not divide into the ranks' micro-batches.
-            Exception: a worker's, with a note that names the samples.
+            ValueError: the global batch size is not divisible by the ranks' micro-batches.
+            Exception: an error of a thread, with a note that names the samples.
         """
         step = consumed_samples, global_batch_size
         started = time.perf_counter()
@@ -93,7 +104,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         return [mapped(batch, lambda t: t.to(self._device, non_blocking=True)) for batch in batches]
 
     def close(self) -> None:
-        """End the threads; what they were preparing is dropped."""
+        """Stop the threads, and drop the steps that they were preparing."""
         self._ahead.clear()
         if self._workers is not None:
             self._workers.shutdown(wait=True, cancel_futures=True)
@@ -102,7 +113,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         self.close()
 
     def _look_ahead(self, workers: ThreadPoolExecutor, step: _Step) -> None:
-        """Have the next steps built, and forget the ones foreseen that did not come."""
+        """Submit the next steps to the threads, and cancel steps that were predicted wrongly."""
         ahead: dict[_Step, list[Future[Any]]] = {}
         for _ in range(_STEPS_AHEAD):
             consumed, size = sum(step), step[1]
@@ -118,7 +129,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         return [workers.submit(self._build, first) for first in self._first_samples(step)]
 
     def _first_samples(self, step: _Step) -> range:
-        """The first sample of each of this rank's micro-batches."""
+        """Return the first sample of each of this rank's micro-batches."""
         consumed, size = step
         stride = self._micro_batch_size * self._data_size
         if size % stride:
@@ -135,24 +146,30 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         except Exception as error:
             error.add_note(f"while loading samples {first} to {stop - 1} on data rank {self._data_rank}")
             raise
-        # copies to a GPU do not block if they come from page-locked memory; batches of any kind are named tuples
+        # Copies to a GPU do not block if they come from pinned memory.
         return mapped(batch, torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
 
 
 class MicroBatch(NamedTuple):
-    """One forward pass's worth of samples.
+    """The samples of one forward pass.
 
-    `document_starts` are offsets into the B * S tokens, from 0 to B * S; None without --reset-attention-mask. A sample
-    always starts a document.
+    Attributes:
+        tokens: [B, S] int64 inputs.
+        labels: [B, S] int64 tokens that follow the inputs.
+        loss_mask: [B, S] fp32, 1 where the loss counts.
+        position_ids: [B, S] int64 positions.
+        document_starts: [D + 1] int32 offsets of the documents in the B * S tokens, and B * S at the end; None without
+            --reset-attention-mask. Every sample starts a document.
     """
 
-    tokens: torch.Tensor  # [B, S] int64
-    labels: torch.Tensor  # [B, S] int64, the token after each of `tokens`
-    loss_mask: torch.Tensor  # [B, S] fp32, 1 where the loss counts
-    position_ids: torch.Tensor  # [B, S] int64
-    document_starts: torch.Tensor | None  # [D + 1] int32
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    document_starts: torch.Tensor | None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
+        """Copy all tensors to a device."""
         return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
 
 
@@ -171,14 +188,14 @@ def make_micro_batch(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> MicroBatch:
-    """Inputs, labels, masks and positions of a stack of samples.
+    """Split samples into inputs and labels, and build their masks and positions.
 
     Args:
-        samples: [B, S + 1] int64.
-        eod: the id that ends a document; the token after it starts the next one. Each of the three flags needs it.
-        reset_position_ids: positions count from the start of the document, not of the sample.
-        reset_attention_mask: give `document_starts`.
-        eod_mask_loss: no loss where the input is eod (the next document's first token cannot be predicted).
+        samples: [B, S + 1] int64 ids.
+        eod: id that ends a document; the next token starts another one. Each of the three flags needs it.
+        reset_position_ids: True to count positions from the start of the document instead of the sample.
+        reset_attention_mask: True to return `document_starts`.
+        eod_mask_loss: True for no loss where the input is eod, because the next document cannot be predicted.
     """
     resets = {"reset_position_ids": reset_position_ids, "reset_attention_mask": reset_attention_mask}
     check_eod(eod, **resets, eod_mask_loss=eod_mask_loss)
@@ -194,7 +211,7 @@ def make_micro_batch(
         is_start[:, 0] = True
         is_start[:, 1:] = tokens[:, :-1] == eod
         if reset_position_ids:
-            # starts grow along a row, so a running maximum finds the latest one at or before each token
+            # Starts grow along a row, so their running maximum is the latest start at or before each token.
             positions = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
         if reset_attention_mask:
             offsets = is_start.flatten().nonzero().flatten()
@@ -203,13 +220,13 @@ def make_micro_batch(
 
 
 def make_padded_batch(samples: torch.Tensor, **options: Any) -> MicroBatch:
-    """`make_micro_batch` of samples that may hold `PADDING`, which is never predicted."""
+    """Make a micro-batch of samples that may hold `PADDING`, which has no loss; options as of `make_micro_batch`."""
     batch = make_micro_batch(samples.clamp(min=0), **options)
     return batch._replace(loss_mask=batch.loss_mask * (samples[:, 1:] != PADDING))
 
 
 def check_eod(eod: int | None, **flags: bool) -> None:
-    """Raises ValueError naming the flags that need to know where documents end, if the tokenizer has no such token."""
+    """Raise ValueError if `flags` that need an end-of-document token are on and the tokenizer has none."""
     names = ", ".join(f"--{name.replace('_', '-')}" for name, on in flags.items() if on)
     if eod is None and names:
         raise ValueError(f"{names} needs a tokenizer with an end-of-document token, and this one has none")

@@ -1,7 +1,7 @@
-"""A corpus to Megatron's .bin/.idx pairs: read, tokenize in several processes, write in order.
+"""Tokenization of a corpus into Megatron's .bin/.idx pairs, in several processes.
 
-The main process cuts the files into blocks (documents.py), worker processes tokenize them, and the main process writes
-the results in the order of the input. The output appears when it is complete (indexed_dataset.py).
+The main process cuts the files into blocks (documents.py). Worker processes tokenize the blocks, and the main process
+writes the results in the order of the input. The output files appear when they are complete (indexed_dataset.py).
 """
 
 from __future__ import annotations
@@ -36,50 +36,63 @@ from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, loa
 T = TypeVar("T")
 R = TypeVar("R")
 
-_BATCH = 256  # documents whose ids are in memory as Python objects at once
-_READ_AHEAD = 4  # items per worker that are taken before the result of the first of them is given out
+_BATCH = 256  # documents whose ids are Python objects in memory at the same time
+_READ_AHEAD = 4  # items per worker that are submitted before the first result is yielded
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessConfig:
     """Preprocessing.
 
-    The corpus to tokenize, and where the datasets are written.
+    The corpus to tokenize, and the datasets to write.
     """
 
     input: tuple[str, ...] = flag((), "JSON lines, Parquet or text files, also .gz and .zst", nargs="+")
-    json_keys: tuple[str, ...] = flag(("text",), "fields to tokenize; each makes a dataset of its own", nargs="+")
-    output_prefix: str | None = flag(None, "the datasets are PREFIX_KEY_document.bin and .idx", metavar="PREFIX")
+    json_keys: tuple[str, ...] = flag(("text",), "fields to tokenize, each into a separate dataset", nargs="+")
+    output_prefix: str | None = flag(None, "prefix of the datasets PREFIX_KEY_document.bin and .idx", metavar="PREFIX")
     append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document token")
     workers: int = flag(1, "processes that tokenize")
     log_interval: int = flag(1000, "documents between two lines of progress")
-    on_error: Literal["stop", "skip"] = flag("stop", "what to do at a line that is no document; skip counts it")
-    overwrite: bool = flag(False, "replace datasets of that name")
+    on_error: Literal["stop", "skip"] = flag("stop", "reaction to a malformed line; skip counts it and continues")
+    overwrite: bool = flag(False, "replace existing datasets")
 
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "workers", "log_interval")
         if len(set(self.json_keys)) != len(self.json_keys):
-            raise ValueError(f"--json-keys {' '.join(self.json_keys)} names one twice")
+            raise ValueError(f"--json-keys {' '.join(self.json_keys)} names a field twice")
 
 
 class Encoded(NamedTuple):
-    """A tokenized block."""
+    """A tokenized block.
 
-    tokens: list[np.ndarray]  # per key: [sum of lengths] ids of the documents back to back
-    lengths: list[np.ndarray]  # per key: [documents] int32
+    Attributes:
+        tokens: for each key [sum of lengths] ids of the documents, concatenated.
+        lengths: for each key [documents] int32 number of ids of each document.
+        bad_lines: malformed lines.
+        text_bytes: bytes of the texts.
+        disk_bytes: bytes of the file that were read for the block.
+    """
+
+    tokens: list[np.ndarray]
+    lengths: list[np.ndarray]
     bad_lines: list[BadLine]
     text_bytes: int
-    disk_bytes: int  # of the part of the file that was read for it
+    disk_bytes: int
 
 
 @dataclass(kw_only=True)
 class PreprocessProgress:
-    """Counts of what has been written, out of `total_disk_bytes` of input.
+    """Counts of the output so far.
 
     Attributes:
-        documents: records of the input, also those with empty texts.
-        tokens, text_bytes: sums over all of --json-keys; tokens include eod and the marks around texts.
+        total_disk_bytes: size of the whole input.
+        started: time at the start, in seconds.
+        documents: records of the input, including those with empty texts.
+        tokens: tokens of all --json-keys, including eod and the special tokens around texts.
+        bad_lines: malformed lines.
+        text_bytes: bytes of the texts of all --json-keys.
+        disk_bytes: bytes of the input that have been read.
     """
 
     total_disk_bytes: int
@@ -91,6 +104,7 @@ class PreprocessProgress:
     disk_bytes: int = 0
 
     def add(self, block: Encoded) -> None:
+        """Add the counts of a block."""
         self.documents += len(block.lengths[0])
         self.tokens += sum(map(len, block.tokens))
         self.bad_lines += len(block.bad_lines)
@@ -111,12 +125,17 @@ class PreprocessProgress:
 
 
 def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callable[[str], None]) -> PreprocessProgress:
-    """Tokenize a corpus; see `PreprocessConfig`. `log` gets lines of progress and bad lines.
+    """Tokenize a corpus, and return the counts.
 
+    Args:
+        config: flags of the input and the output.
+        tokenizer: flags of the tokenizer, which workers load themselves.
+        log: function that prints a line: progress, or a malformed line.
     Raises:
-        ValueError: a flag or an input is not usable, there is no text, or a line is bad and --on-error is stop. Nothing
-            is written then.
+        ValueError: a flag or an input is not usable, there is no text, or a line is malformed and --on-error is stop.
+            Nothing is written in these cases.
     """
+    # ---- check the flags
     loaded = load_tokenizer(tokenizer)
     inputs, prefixes = _check(config, loaded)
     assert loaded is not None
@@ -124,6 +143,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
         log(f"note: {note}")
     dtype, keys = optimal_dtype(loaded.vocab_size), config.json_keys
     progress = PreprocessProgress(total_disk_bytes=sum(path.stat().st_size for path in inputs))
+    # ---- tokenize and write
     with contextlib.ExitStack() as stack:
         builders = [stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for prefix in prefixes]
         blocks = itertools.chain.from_iterable(read_blocks(path, keys) for path in inputs)
@@ -138,7 +158,7 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
             for bad in block.bad_lines:
                 stop_or_skip(bad, config.on_error, log)
             for builder, tokens, lengths in zip(builders, block.tokens, block.lengths, strict=True):
-                builder.extend(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))  # as Megatron: no empty sequences
+                builder.extend(tokens, lengths[lengths > 0], np.cumsum(lengths > 0))  # Megatron omits empty sequences
             logged = progress.documents // config.log_interval
             progress.add(block)
             if progress.documents // config.log_interval > logged:
@@ -152,9 +172,16 @@ def preprocess(config: PreprocessConfig, tokenizer: TokenizerConfig, log: Callab
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], append_eod: bool) -> Encoded:
-    """Tokenize the documents of a block; an empty text has no ids, not even marks or an eod."""
+    """Tokenize the documents of a block. An empty text has no ids, not even special tokens or an eod.
+
+    Args:
+        block: documents.
+        tokenizer: tokenizer of the texts.
+        keys: fields to tokenize.
+        append_eod: True to end each document with eod.
+    """
     end, marks = document_end(tokenizer) if append_eod else [], tokenizer.marks.number
-    ids = [array.array("i") for _ in keys]  # a list would keep an object for every token of the block: 5 % slower
+    ids = [array.array("i") for _ in keys]  # a list of Python objects is 5 % slower
     lengths: list[list[int]] = [[] for _ in keys]
     found = list(parse_block(block, keys))
     bad_lines, text_bytes = [each for each in found if isinstance(each, BadLine)], 0
@@ -178,13 +205,13 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
 
 
 def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[Path], list[Path]]:
-    """Refuse all that can be refused beforehand; returns the input files and the prefixes of the datasets."""
+    """Check the flags and the files; return the input files and the prefixes of the datasets."""
     if not config.input:
         raise ValueError("--input is missing: the files to tokenize")
     if config.output_prefix is None:
-        raise ValueError("--output-prefix is missing: where the datasets go")
+        raise ValueError("--output-prefix is missing: the prefix of the datasets")
     if tokenizer is None:
-        raise ValueError("--tokenizer-model is missing (tools/train_tokenizer.py makes one)")
+        raise ValueError("--tokenizer-model is missing (tools/train_tokenizer.py trains one)")
     if config.append_eod and tokenizer.eod is None:
         raise ValueError("--append-eod: the tokenizer has no end-of-document token")
     prefixes = [Path(f"{config.output_prefix}_{key}_document").expanduser() for key in config.json_keys]
@@ -206,14 +233,19 @@ _load_once = functools.lru_cache(maxsize=1)(load_tokenizer)
 
 
 def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers: int) -> Generator[R, None, None]:
-    """Yield the results of `function` for all items, in their order; leave no process behind, however this ends.
+    """Yield the results of `function` for all items, in order; end all processes, however the generator ends.
 
-    The library's pool has one pipe for the results of all workers, and waits forever for the rest of a message whose
-    sender is killed in the middle of it. So items and results are handed over as files, and messages are their names:
-    fewer bytes than a pipe takes at once, which are written wholly or not at all.
+    Items and results pass through files, and messages hold only their names. The pool of the standard library has one
+    pipe for the results of all workers. It would wait forever for the rest of a message if its sender is killed. A
+    message with a file name is short enough to be written atomically.
 
-    `function` is pickled with every item, so it is small (2 KB), and a cache in the worker keeps its needs; its
-    exceptions come out. A ValueError says that a worker was killed, or that there is no room for temporary files.
+    Args:
+        function: function of an item. It is pickled with every item, so it should be small and cache large objects.
+        items: items to process.
+        num_workers: number of processes.
+    Raises:
+        ValueError: a worker was killed, or there is no space for temporary files.
+        Exception: an error of `function`.
     """
     ahead: deque[tuple[Path, Future[None]]] = deque()
 
@@ -225,7 +257,7 @@ def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers
         return result
 
     with tempfile.TemporaryDirectory(prefix="megazpp-workers-") as folder:
-        context = multiprocessing.get_context("spawn")  # not forked: tokenizers have threads
+        context = multiprocessing.get_context("spawn")  # tokenizers have threads, which do not survive a fork
         pool = ProcessPoolExecutor(num_workers, context, initializer=_prepare_worker, initargs=(os.getpid(),))
         try:
             for number, item in enumerate(items):
@@ -244,12 +276,12 @@ def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers
 
 def _prepare_worker(parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker has one thread
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends the workers
-    end_with(parent)  # else a worker waits for the next item forever when the main process is killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and ends the workers
+    end_with(parent)  # otherwise a worker would wait forever for an item after the main process was killed
 
 
 def _replace(path: Path, function: Callable[[Any], Any]) -> None:
-    """Apply `function` to the item in a file, in a worker, and put the result in its place."""
+    """Replace the item in a file by the result of `function`; this runs in a worker."""
     _store(function(pickle.loads(path.read_bytes())), path)
 
 
@@ -257,7 +289,7 @@ def _store(value: object, path: Path) -> None:
     try:
         path.write_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
     except OSError as error:
-        raise ValueError(f"--workers: {path}: {error.strerror}; TMPDIR names another folder") from error
+        raise ValueError(f"--workers: {path}: {error.strerror}; set TMPDIR to another folder") from error
 
 
 def _clock(seconds: float) -> str:

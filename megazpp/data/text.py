@@ -1,11 +1,12 @@
-"""Plain text to an indexed dataset, and to a tokenizer trained on it, each done once and kept.
+"""Text for --text-path: a tokenizer trained on it, and an indexed dataset of its ids. Both are cached.
 
-`--text-path` takes the files of `documents.py`; a document is a JSON line's or a Parquet row's "text", or a file of
-text. Cache keys are hashes of the contents, so a file may move, and an edited one is tokenized again.
+`--text-path` takes the file formats of `documents.py`. A document is the field "text" of a JSON line or Parquet row, or
+a whole plain text file. Cache keys are hashes of the contents, so files can move, and edited files are tokenized again.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
@@ -21,10 +22,10 @@ from megazpp.data.documents import BadLine, check_readable, kind_of, read_texts
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 
-MAX_CHARACTERS = 100_000_000  # more text does not make a better vocabulary, only a slower one
+MAX_CHARACTERS = 100_000_000  # more text makes the training slower, but not the vocabulary better
 _MAX_LINE_CHARACTERS = 4096
 _SENTENCEPIECE_ADVICE = "Increase vocab_size or decrease character_coverage with --character_coverage option."
-_IN_SENTENCEPIECE = re.compile(r"^INTERNAL: src/\S+\(\d+\) \[.*?\](?= |$)")  # which of its checks failed
+_IN_SENTENCEPIECE = re.compile(r"^INTERNAL: src/\S+\(\d+\) \[.*?\](?= |$)")  # the failed check in its source code
 _CORPUS = Path(__file__).parent / "corpus"
 BUILTIN = "builtin:"
 _KEY = "text"
@@ -32,7 +33,7 @@ _FLAG = "--text-path"
 
 
 def resolve_text_paths(values: Sequence[str]) -> list[Path]:
-    """The files that --text-path names; `builtin:moby_dick` is the corpus shipped with the package."""
+    """Return the files that --text-path names; `builtin:moby_dick` names the corpus in the package."""
     paths = []
     for value in values:
         path = Path(value).expanduser()
@@ -48,7 +49,14 @@ def resolve_text_paths(values: Sequence[str]) -> list[Path]:
 
 
 def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
-    """The documents of one file that are not empty; a ValueError names the flag, the file and the line."""
+    """Yield the documents of a file that are not empty.
+
+    Args:
+        path: file to read.
+        flag_name: flag for messages.
+    Raises:
+        ValueError: the file cannot be read, or a line is malformed; the message names the flag, the file and the line.
+    """
 
     def refuse(bad: BadLine) -> None:
         raise ValueError(f"{flag_name} {bad}")
@@ -61,7 +69,7 @@ def read_documents(path: Path, *, flag_name: str = _FLAG) -> Iterator[str]:
 
 
 def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
-    """Raise ValueError if the first document of a file is no text, or all are empty."""
+    """Raise ValueError if the first document of a file is malformed, or if all files are empty."""
     first = [next(read_documents(path, flag_name=flag_name), None) for path in paths]
     if not any(first):
         raise ValueError(f"{flag_name} {_names(paths)} holds no text")
@@ -70,14 +78,21 @@ def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
 def cached_sentencepiece(
     paths: Sequence[Path], vocab_size: int, *, cache_dir: Path, log: Callable[[str], None]
 ) -> SentencePieceTokenizer:
-    """The SentencePiece tokenizer of `vocab_size` pieces trained on these files, as `train_sentencepiece` does it."""
+    """Return a SentencePiece tokenizer of `vocab_size` pieces trained on these files, from the cache if possible.
+
+    Args:
+        paths: files of text.
+        vocab_size: number of pieces.
+        cache_dir: cache directory.
+        log: function that prints a line before the training.
+    """
 
     def build(file: Path) -> None:
         file.write_bytes(train_sentencepiece(first_characters(_all_documents(paths), MAX_CHARACTERS), vocab_size))
 
     key = cache_key(kind="sentencepiece-1", text=content_hash(paths), vocab_size=vocab_size)
     path = cache_dir / "tokenizers" / f"{key}.model"
-    if not path.exists():  # logged also by a process that then waits for the one that builds
+    if not path.exists():  # a process that waits for another one to build it logs this, too
         log(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
     return SentencePieceTokenizer(build_once(path, build).read_bytes())
 
@@ -92,21 +107,31 @@ def train_sentencepiece(
     character_coverage: float | None = None,
     has_coverage_flag: bool = False,
 ) -> bytes:
-    """A SentencePiece model that gives any text back exactly (but for U+2581, its own sign for a space).
+    """Train a SentencePiece model that decodes every text exactly, except for U+2581, its sign for a space.
 
-    No normalization, bytes for characters it has no piece for, and `<eod>` (id 1) for the end of a document. With one
-    thread equal text gives an equal model, so nodes agree. `min_log_level` 0 logs all, 1 warnings, 2 errors. Raises
-    ValueError if the text does not support `vocab_size` pieces; errors of `documents` come out as they are.
+    The model does not normalize text, encodes characters without a piece as bytes, and has `<eod>` (id 1) for the end
+    of a document. With one thread, equal text gives an equal model, so that nodes agree.
 
     Args:
+        documents: texts to train on.
+        vocab_size: number of pieces.
+        model_type: algorithm of the model.
+        num_threads: number of threads.
+        min_log_level: 0 logs everything, 1 warnings, 2 errors.
         character_coverage: share of the text's characters that get a piece; None for SentencePiece's default, 0.9995.
-            The model's bytes, by which it is known, tell None from 0.9995.
-        has_coverage_flag: whether messages may name --character-coverage.
+            A model with an explicit 0.9995 has other bytes, and so another identity, than one with None.
+        has_coverage_flag: True if messages may name --character-coverage.
+    Returns:
+        The content of the model's file.
+    Raises:
+        ValueError: the text does not support `vocab_size` pieces.
+        Exception: an error of `documents`.
     """
+    # ---- lines of limited length
     model, coverage = io.BytesIO(), dict[str, Any]()
     if character_coverage is not None:
         coverage["character_coverage"] = character_coverage
-    failure: Exception | None = None  # SentencePiece makes a RuntimeError of what the lines raise
+    failure: Exception | None = None  # an error of `documents`, which SentencePiece turns into a RuntimeError
     blank = True
 
     def lines() -> Iterator[str]:
@@ -120,6 +145,7 @@ def train_sentencepiece(
             failure = error
             raise
 
+    # ---- training
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines(),
@@ -130,7 +156,7 @@ def train_sentencepiece(
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
-            max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # in bytes; longer lines would be dropped
+            max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # bytes; SentencePiece drops longer lines
             unk_id=0,
             eos_id=1,
             eos_piece="<eod>",
@@ -150,7 +176,7 @@ def train_sentencepiece(
 
 
 def _in_our_flags(advice: str, *, has_coverage: bool) -> str:
-    """Name our flags in SentencePiece's advice in place of its options, and leave out what names other options."""
+    """Replace SentencePiece's options in its advice by our flags, and drop sentences that name other options."""
     ours = "Increase --vocab-size" + (" or decrease --character-coverage." if has_coverage else ".")
     advice = advice.replace(_SENTENCEPIECE_ADVICE, ours)
     known = {"--vocab-size", "--character-coverage"}
@@ -158,7 +184,7 @@ def _in_our_flags(advice: str, *, has_coverage: bool) -> str:
 
 
 def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
-    """The first `limit` characters of the texts."""
+    """Yield the first `limit` characters of the texts."""
     for text in texts:
         yield text[:limit]
         limit -= len(text)
@@ -169,7 +195,17 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 def cached_indexed_dataset(
     paths: Sequence[Path], tokenizer: Tokenizer, *, cache_dir: Path, log: Callable[[str], None], flag_name: str = _FLAG
 ) -> Path:
-    """The prefix of the .bin/.idx pair of these files' documents; raises ValueError if they are empty."""
+    """Return the prefix of a .bin/.idx pair with the ids of these files, from the cache if possible.
+
+    Args:
+        paths: files of text.
+        tokenizer: tokenizer of the texts.
+        cache_dir: cache directory.
+        log: function that prints a line before the tokenization.
+        flag_name: flag for messages.
+    Raises:
+        ValueError: all files are empty, or a line is malformed.
+    """
 
     def build(directory: Path) -> None:
         directory.mkdir()
@@ -182,7 +218,7 @@ def cached_indexed_dataset(
 
 
 def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix: Path) -> None:
-    """Tokenize `documents` into `<prefix>.bin` and `<prefix>.idx`, each ended by eod if the tokenizer has one."""
+    """Tokenize `documents` into `<prefix>.bin` and `<prefix>.idx`; each ends with eod if the tokenizer has one."""
     end = document_end(tokenizer)
     with IndexedDatasetBuilder(prefix, optimal_dtype(tokenizer.vocab_size)) as builder:
         for text in documents:
@@ -198,12 +234,16 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
 
 
 def content_hash(paths: Sequence[Path]) -> list[str]:
-    """Kind and hash of each file, for cache keys."""
-    hashes = []
-    for path in paths:
-        with open(path, "rb") as file:
-            hashes.append(kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest())
-    return hashes
+    """Return the format and hash of each file, for cache keys; a file that has not changed is read once."""
+    states = [(path, path.stat()) for path in paths]
+    return [kind_of(path) + _content_hash(path.resolve(), state.st_mtime_ns, state.st_size) for path, state in states]
+
+
+@functools.lru_cache(maxsize=1024)
+def _content_hash(path: Path, modified_ns: int, size: int) -> str:
+    """Hash the content of a file; the time of its last change and its size are part of the cache's key."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _names(paths: Sequence[Path]) -> str:

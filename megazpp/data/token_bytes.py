@@ -1,7 +1,7 @@
-"""The bytes of UTF-8 text that single tokens stand for, for bits per byte.
+"""Bytes of UTF-8 text per token, for the metric bits per byte.
 
-Text is decoded token by token, not sample by sample. The edges of a sample can cut a character into tokens of single
-bytes, which a decoder would replace by U+FFFD, three bytes.
+Text is decoded token by token, not sample by sample. The edge of a sample can cut a character into tokens of single
+bytes. A decoder would replace them by U+FFFD, which has three bytes.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from megazpp.data.tokenizer import Tokenizer
 
 
 class TokenBytes:
-    """Number of bytes of tokens; each number is worked out once.
+    """Counter of the bytes that tokens encode; the size of each token is computed once.
 
-    A mark (eod, BOS and other special tokens) and an unknown piece count no byte, so bits per byte are never too low
-    because of them.
+    Special tokens (eod, BOS and others) and unknown pieces count zero bytes, so they never lower bits per byte.
+
+    Args:
+        tokenizer: tokenizer of the ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._sizes = tokenizer, dict[tuple[int, bool], int]()
         ends = [] if tokenizer.eod is None else [tokenizer.eod]
         self._marks = np.array([*ends, *tokenizer.marks.before, *tokenizer.marks.after], dtype=np.int64)
-        self._anchor = tokenizer.encode_spans("a", marked=False).ids[
-            -1:
-        ]  # before a token that does not begin a document
+        # decoded before a token that does not begin a document, because decoders drop a leading space
+        self._anchor = tokenizer.encode_spans("a", marked=False).ids[-1:]
 
     def count(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> int:
-        """Return the bytes of the labels `ids[1:]` that `counted` selects.
+        """Return the number of bytes of the labels `ids[1:]` that `counted` selects.
 
         Args:
-            ids: [S + 1] ids of a sample; those of counted labels are in the vocabulary.
-            counted: [S], True where the label counts.
+            ids: [S + 1] ids of a sample. Counted labels are in the vocabulary.
+            counted: [S] mask, True where the label counts.
         """
         labels, firsts = ids[1:][counted], np.isin(ids[:-1][counted], self._marks)
         pairs, numbers = np.unique(2 * labels + firsts, return_counts=True)
@@ -40,7 +41,12 @@ class TokenBytes:
         return int(np.dot(np.array(sizes, dtype=np.int64), numbers))
 
     def size(self, token: int, *, first: bool) -> int:
-        """Return the bytes of one token; `first` in its document, where a decoder may leave out a space."""
+        """Return the number of bytes of one token.
+
+        Args:
+            token: id of the token.
+            first: True if the token begins a document, where decoders may drop a leading space.
+        """
         if (token, first) not in self._sizes:
             size = self._tokenizer.piece_bytes(token)
             if size is None:

@@ -1,8 +1,10 @@
-"""Tokenizers: the one that the flags name, read from its files; text to ids and back, and special tokens around it.
+"""Tokenizers: load the tokenizer that the flags name, and convert text to token ids and back.
 
-transformers reads a Hugging Face folder, so the ids are its ids, with the special tokens that the folder's files put
-around a text (`Marks`): <s> before a prompt, and before each document of a dataset, as Megatron's HuggingFaceTokenizer
-has it. One file of more than 300 lines, because all kinds of tokenizers implement the private methods of `Tokenizer`.
+transformers opens Hugging Face folders, so all ids equal its ids. They include the special tokens that the
+folder's files put around a text (`Marks`), such as <s> before a prompt and before each document of a dataset.
+Megatron's HuggingFaceTokenizer adds the same tokens.
+
+The file is longer than 300 lines because every kind of tokenizer implements the private methods of `Tokenizer`.
 """
 
 from __future__ import annotations
@@ -45,10 +47,10 @@ _BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer that the flags name, or None when they name none (one is to be trained).
+    """Return the tokenizer that the flags name, or None if they name none and one has to be trained.
 
     Raises:
-        ValueError: a file is missing or of another kind, or flags contradict each other.
+        ValueError: a file is missing or has another format, or flags contradict each other.
     """
     tokenizer: Tokenizer
     if not names_tokenizer(config):
@@ -65,7 +67,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         path = Path(config.tokenizer_model).expanduser()
         if not path.exists():
             raise ValueError(f"--tokenizer-model {path} does not exist")
-        # GPTSentencePieceTokenizer, too: Megatron's has the same ids
+        # Megatron's GPTSentencePieceTokenizer gives the same ids as its SentencePieceTokenizer.
         is_theirs = config.kind == "HuggingFaceTokenizer"
         tokenizer = _load_huggingface(path, config) if is_theirs else _load_sentencepiece(path)
     if config.eos_token is not None and not isinstance(tokenizer, HFTokenizer):
@@ -76,17 +78,17 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
 
 
 def document_end(tokenizer: Tokenizer) -> list[int]:
-    """The ids after a document in training data: eod, unless its marks end with that already."""
+    """Return the ids to append to a document of training data: eod, unless its marks already end with eod."""
     end = [] if tokenizer.eod is None else [tokenizer.eod]
     return [] if tokenizer.marks.used and tokenizer.marks.after[-1:] == end else end
 
 
 def marks_note(tokenizer: Tokenizer) -> str | None:
-    """A line on special tokens around texts, if the tokenizer's files say there are."""
+    """Return a line about the special tokens around texts; None if the tokenizer's files ask for none."""
     before, after, used = tokenizer.marks
     does = "texts get" if used else "--no-add-special-tokens: texts do not get"
     marks = " and ".join(f"{ids} {where}" for ids, where in ((before, "before"), (after, "after")) if ids)
-    return f"{does} the special tokens {marks} them that transformers gives them" if marks else None
+    return f"{does} the special tokens {marks} them that transformers adds" if marks else None
 
 
 def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
@@ -94,7 +96,7 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
         raise ValueError(f"--tokenizer-model {path} is a directory; a SentencePiece model is a file")
     try:
         template = path.with_name(TEMPLATE)
-        kept = path.name == SENTENCEPIECE and template.is_file()  # beside a checkpoint
+        kept = path.name == SENTENCEPIECE and template.is_file()  # the tokenizer folder of a checkpoint
         return SentencePieceTokenizer(path.read_bytes(), {TEMPLATE: template.read_bytes()} if kept else {})
     except RuntimeError as error:
         raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
@@ -102,11 +104,11 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
 
 def _load_huggingface(path: Path, config: TokenizerConfig) -> HFTokenizer:
     files = read_folder(path if path.is_dir() else path.parent)
-    if not path.is_dir() and path.name not in VOCABULARIES:  # a tokenizer.json under another name
+    if not path.is_dir() and path.name not in VOCABULARIES:  # a tokenizer.json with another name
         files = {name: content for name, content in files.items() if name == DESCRIPTION}
         files[DEFINITION] = path.read_bytes()
     if not files.keys() & VOCABULARIES:
-        raise ValueError(f"--tokenizer-model {path}: there is no {DEFINITION} in it, nor another vocabulary")
+        raise ValueError(f"--tokenizer-model {path} contains neither {DEFINITION} nor another vocabulary file")
     return _open(files, f"--tokenizer-model {path}", config)
 
 
@@ -134,14 +136,20 @@ def _open(files: Mapping[str, bytes], name: str, config: TokenizerConfig) -> HFT
 
 
 class EncodedText(NamedTuple):
-    """Ids, and for each the characters of the text that it stands for, from and to."""
+    """Token ids, and for each id the range of characters of the text that it encodes (start, end)."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
 
 
 class Marks(NamedTuple):
-    """Special tokens that a tokenizer's files put before and after a text, and whether this run does."""
+    """Special tokens that a tokenizer's files put around a text.
+
+    Attributes:
+        before: ids before the text.
+        after: ids after the text.
+        used: True if this run adds them.
+    """
 
     before: list[int]
     after: list[int]
@@ -149,41 +157,57 @@ class Marks(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Tokens that a text gets."""
+        """Number of tokens that are added to a text."""
         return len(self.before + self.after) if self.used else 0
 
     def around(self, ids: list[int]) -> list[int]:
+        """Return the ids of a text with the marks, if this run adds them."""
         return [*self.before, *ids, *self.after] if self.number else ids
 
     def __str__(self) -> str:
-        """The part of an identity: nothing where texts get no marks."""
+        """Return the marks' part of a tokenizer's identity; it is empty if this run adds no marks."""
         return f"-{self.before}{self.after}" if self.number else ""
 
 
 class Tokenizer:
-    """Text to ids and back."""
+    """The interface of all tokenizers.
 
-    vocab_size: int  # of the model, not padded; ids of texts are in [0, vocab_size)
-    eod: int | None  # the id that ends a document, if there is one
-    eod_name: str | None  # the way that eod is written in a text for `encode_spans`
-    identity: str  # equal for tokenizers that give equal ids; part of cache keys
-    files: Mapping[str, bytes]  # by name at Hugging Face; none where the flags say all
-    marks = Marks([], [], used=False)  # around a text
-    variables: Mapping[str, str]  # of a chat template: special tokens by their role, such as eos_token
-    specials: Mapping[str, int]  # special tokens by name
-    added_ids: Collection[int]  # ids of tokens that the vocabulary has beside pieces of text
-    _finds_eod = False  # in texts, by itself
-    _largest = -1  # id that a text may have, where the model may have fewer
+    Attributes:
+        vocab_size: size of the model's vocabulary without padding; ids of texts are in [0, vocab_size).
+        eod: id that ends a document; None if the tokenizer has none.
+        eod_name: text that `encode_spans` encodes as eod.
+        identity: string that is equal for tokenizers that give equal ids; cache keys contain it.
+        files: content of the tokenizer's files by Hugging Face's names; empty if the flags describe it completely.
+        marks: special tokens around a text.
+        variables: special tokens by their role, such as eos_token, for chat templates.
+        specials: ids of special tokens by name.
+        added_ids: ids of tokens that are not pieces of text.
+    """
+
+    vocab_size: int
+    eod: int | None
+    eod_name: str | None
+    identity: str
+    files: Mapping[str, bytes]
+    marks = Marks([], [], used=False)
+    variables: Mapping[str, str]
+    specials: Mapping[str, int]
+    added_ids: Collection[int]
+    _finds_eod = False  # True if `_encode_spans` finds eod_name in a text itself
+    _largest = -1  # largest id that the tokenizer gives, if the model's vocabulary may be smaller
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` with the marks around it; raises ValueError at one that the model's vocabulary has not."""
+        """Return the ids of `text` with the marks; raises ValueError if an id is beyond the model's vocabulary."""
         return self._known(self.marks.around(self._encode(text)))
 
     def encode_spans(self, text: str, *, marked: bool = True) -> EncodedText:
-        """Ids of `text`, in which `eod_name` is eod, and where in it they are; a mark is nowhere, at its end.
+        """Return the ids of `text` and their places in it. `eod_name` in the text becomes eod.
+
+        A mark has an empty place at the beginning or end of the text.
 
         Args:
-            marked: with the marks; False for a text in which a template has written them.
+            text: text to encode.
+            marked: True to add the marks; False for a text in which a chat template has written them.
         """
         name = "" if self._finds_eod else self.eod_name or ""
         ids, spans, start = list[int](), list[tuple[int, int]](), 0
@@ -203,56 +227,69 @@ class Tokenizer:
         return EncodedText(self._known(ids), spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return what `encode` returns for each text."""
+        """Return the ids of each text, as `encode` gives them."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, to which `specials` add nothing."""
+        """Return the text of `ids` without special tokens."""
         raise NotImplementedError
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, with the names of `specials` in it."""
+        """Return the text of `ids`, with special tokens written by name."""
         names = {token: name for name, token in self.specials.items()}
         parts = itertools.groupby(ids, names.get)
         return "".join(self.decode(part) if name is None else name * len(list(part)) for name, part in parts)
 
     @functools.cached_property
     def stop_ids(self) -> list[int]:
-        """Ids that end a generated text: eod, and those at which transformers' `generate` ends for these files."""
+        """Ids that end a generated text: eod, and the ids at which transformers' `generate` stops with these files."""
         source = GENERATION if GENERATION in self.files else CONFIG
         theirs = ids_of(read_settings(self.files, source).get("eos_token_id"))
         return list(dict.fromkeys([*([] if self.eod is None else [self.eod]), *theirs]))
 
     def chat_template(self, name: str | None = None, tools: Sequence[object] | None = None) -> str | None:
-        """Return the chat template that transformers takes for this name and these tools; None if there is none."""
+        """Return the chat template that transformers selects; None if there is none.
+
+        Args:
+            name: name of one of several templates; None for the default.
+            tools: tools of the conversation, for which transformers prefers the template `tool_use`.
+        """
         return self.files[TEMPLATE].decode() if TEMPLATE in self.files else None
 
     def piece_bytes(self, token: int) -> int | None:
-        """Return the bytes of a token, 0 for a mark or an unknown piece; None: those of its decoded text."""
+        """Return the number of bytes of a token: 0 for a special or unknown token, None if decoding has to tell."""
         raise NotImplementedError
 
     def fit(self, vocab_size: int) -> None:
-        """Have the vocabulary of a model; raises ValueError if that has no end of a document."""
+        """Set the size of the model's vocabulary; raises ValueError if eod is beyond it."""
         if self.eod is not None and self.eod >= vocab_size:
-            raise ValueError(f"the tokenizer's {self.eod_name} has the id {self.eod}, the model {vocab_size} tokens")
+            raise ValueError(
+                f"the tokenizer's {self.eod_name} has the id {self.eod}, but the model has {vocab_size} tokens"
+            )
         self.vocab_size, self._largest = vocab_size, self.vocab_size - 1
 
     def _known(self, ids: list[int]) -> list[int]:
         if self._largest >= self.vocab_size and (largest := max(ids, default=0)) >= self.vocab_size:
             vocabulary = f"the model's vocabulary of {self.vocab_size} tokens"
-            raise ValueError(f"the tokenizer gives the id {largest}, which {vocabulary} has not (--tokenizer-model)")
+            raise ValueError(f"the tokenizer gives the id {largest}, which is beyond {vocabulary} (--tokenizer-model)")
         return ids
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of `text` alone; `_encode_spans` gives the same ids, slower."""
+        """Return the ids of `text` without marks."""
         raise NotImplementedError
 
     def _encode_spans(self, text: str) -> EncodedText:
+        """Return the ids of `_encode` with their places in the text, which is slower."""
         raise NotImplementedError
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, its file's content; a document ends with its `<eod>` piece if it has one, else its eos."""
+    """A SentencePiece model. A document ends with the piece `<eod>` if the model has it, otherwise with its eos.
+
+    Args:
+        model: content of the model's file.
+        files: content of further files, by name.
+    """
 
     def __init__(self, model: bytes, files: Mapping[str, bytes] | None = None) -> None:
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -284,11 +321,12 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A tokenizer of transformers with its files; its fast backend encodes.
+    """A tokenizer of transformers; its fast backend encodes.
 
     Args:
         files: content of the folder's files, by name.
-        eos_token: token that takes the place of the files' eos token.
+        eos_token: token that replaces the eos token of the files.
+        add_special_tokens: True to put the files' special tokens around texts.
     Raises:
         ValueError: transformers is not installed or cannot read the files, or the vocabulary has no such token.
     """
@@ -316,7 +354,7 @@ class HFTokenizer(Tokenizer):
         self._added = self.added_ids = {token: each.special for token, each in added.items()}
         self.specials = {each.content: token for token, each in added.items() if each.special}
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1  # ids may have holes
+        self.vocab_size = max(vocabulary.values()) + 1  # some ids may be unused
         self.eod_name = self._theirs.eos_token
         self.eod = None if self.eod_name is None else vocabulary[self.eod_name]
         self._finds_eod = not split and self.eod in added
@@ -327,14 +365,14 @@ class HFTokenizer(Tokenizer):
         before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
         self.marks = Marks(before, after, used=add_special_tokens)
         self._unknown = getattr(backend.model, "unk_token", None)
-        has_bytes = "ByteLevel" in str(backend.decoder)  # whose pieces have a letter for each byte
-        self._byte_letters = set(byte_letters() if has_bytes else ())
+        self._has_bytes = "ByteLevel" in str(backend.decoder)  # each letter of a piece encodes one byte
         self.identity = f"huggingface-{self._digest(split)}{self.marks}"
 
     def _digest(self, split: bool) -> str:
-        """Return a hash of the vocabulary's files, eod, and the changes that transformers makes to a tokenizer.json.
+        """Return a hash of the vocabulary files, eod, and the changes that transformers makes to tokenizer.json.
 
-        A definition as the package writes it is not hashed, because that changes from version to version.
+        The hash does not cover the whole definition as the package serializes it, because versions serialize it
+        differently.
         """
         names = [DEFINITION] if DEFINITION in self.files else [name for name in VOCABULARIES if name in self.files]
         digest = hashlib.sha256(b"".join(self.files[name] for name in names)).hexdigest()
@@ -369,15 +407,16 @@ class HFTokenizer(Tokenizer):
         piece, special = self._tokenizer.id_to_token(token), self._added.get(token)
         if piece is None or token == self.eod or piece == self._unknown or special:
             return 0
-        if special is None and self._byte_letters.issuperset(piece):
+        if special is None and self._has_bytes:
             return len(piece)
         return 1 if _BYTE_PIECE.fullmatch(piece) and self.decode([token]) != piece else None
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per UTF-8 byte. It counts as Megatron's NullTokenizer does: eod is the id after all others.
+    """A tokenizer with one id per UTF-8 byte. As in Megatron's NullTokenizer, eod is the last id.
 
-    There are `num_ids` below eod, at least 256; those above 255 serve pre-tokenized and mock data only.
+    Args:
+        num_ids: number of ids below eod, at least 256. Only pre-tokenized and mock data use ids above 255.
     """
 
     def __init__(self, num_ids: int = 256) -> None:
@@ -404,14 +443,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _around(tokenizer: Any) -> list[Any]:
-    """Return the part of a definition, beside the vocabulary, that decides which ids a text has."""
+    """Return the parts of a tokenizer's definition, without the vocabulary, that decide the ids of a text."""
     values = json.loads(tokenizer.to_str())
     options = {name: value for name, value in values["model"].items() if value and name not in ("vocab", "merges")}
     return [values["normalizer"], values["pre_tokenizer"], values["added_tokens"], options]
-
-
-def byte_letters() -> list[str]:
-    """Return GPT-2's printable letter for each of the 256 bytes."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,11 +1,12 @@
-"""A tokenizer's flags, and the files of its folder as Hugging Face has it.
+"""The tokenizer's flags, and the files of a Hugging Face tokenizer folder.
 
-transformers opens such a folder (`open_folder`), so ids, special tokens and chat templates are those that it gives.
-Files are kept in memory, for checkpoints and converted models.
+transformers opens such a folder (`open_folder`) and decides on ids, special tokens and chat templates. Files are kept
+in memory, because checkpoints and converted models store them, too.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megazpp.base.flags import check_positive, check_words, flag
+from megazpp.base.program import in_words
 
 SENTENCEPIECE, DEFINITION = "tokenizer.model", "tokenizer.json"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
@@ -23,13 +25,13 @@ VOCABULARIES = (
     *(DEFINITION, SENTENCEPIECE, VOCABULARY, MERGES, "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
     *("tekken.json", "spm.model", "qwen.tiktoken"),
 )
-# other files of a Hugging Face folder about text
+# Other files of a Hugging Face folder that concern text.
 _COMPANIONS = (DESCRIPTION, "special_tokens_map.json", "added_tokens.json", TEMPLATE, GENERATION)
-# entries of config.json about text, and those that decide which class of tokenizer transformers takes
+# Entries of config.json that concern text, or decide on the class of tokenizer that transformers uses.
 _SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "tokenizer_class", "transformers_version")
-# names of the end of a document in tokenizers that have no configuration beside them, likeliest first
+# Names of the end of a document, likeliest first, for tokenizers without a configuration.
 EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-MERGES_ALONE = {"tokenizer_class": "GPT2Tokenizer"}  # the description of a vocab.json with merges.txt that has none
+MERGES_ALONE = {"tokenizer_class": "GPT2Tokenizer"}  # for a vocab.json with merges.txt and no tokenizer_config.json
 INSTALL = "pip install 'megazpp[huggingface]'"
 
 
@@ -53,21 +55,17 @@ class TokenizerConfig:
     tokenizer_model: str | None = flag(
         None, "Hugging Face folder or tokenizer.json, or SentencePiece model", common=True
     )
-    vocab_size: int | None = flag(
-        None,
-        "pieces of a SentencePiece tokenizer to train (default: 4096)",
-        common=True,
-    )
+    vocab_size: int | None = flag(None, "pieces of a SentencePiece tokenizer to train (default: 4096)", common=True)
     vocab_file: str | None = flag(None, "GPT-2's vocab.json, for GPT2BPETokenizer")
     merge_file: str | None = flag(None, "GPT-2's merges.txt, for GPT2BPETokenizer")
     eos_token: str | None = flag(
-        None, "token that ends documents, answers and generated texts (default: as the tokenizer's files say)"
+        None, "token that ends documents, answers and generated texts (default: the eos token of the tokenizer's files)"
     )
     add_special_tokens: bool = flag(
-        True, "put around texts the special tokens (BOS, ...) that the tokenizer's files say, as transformers does"
+        True, "put the special tokens of the tokenizer's files (BOS, ...) around texts, as transformers does"
     )
     model_vocab_size: int | None = flag(
-        None, "tokens of the model's vocabulary, if not those of the tokenizer (default: as the checkpoint has it)"
+        None, "size of the model's vocabulary, if it differs from the tokenizer's (default: the checkpoint's)"
     )
 
     def __post_init__(self) -> None:
@@ -76,7 +74,7 @@ class TokenizerConfig:
 
     @property
     def kind(self) -> str | None:
-        """The type given, or what the files look like; None if none is named."""
+        """The given type, otherwise the type that the files look like; None if no files are named."""
         if self.tokenizer_type is not None:
             return self.tokenizer_type
         if self.vocab_file or self.merge_file:
@@ -90,15 +88,15 @@ class TokenizerConfig:
 
 
 def names_tokenizer(config: TokenizerConfig) -> bool:
-    """True if the flags name a tokenizer; else one is trained, or comes from a checkpoint."""
+    """Return True if the flags name a tokenizer. Otherwise one is trained, or a checkpoint has it."""
     trainable = config.kind in (None, "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
     return not trainable or config.tokenizer_model is not None
 
 
 def find_tokenizer(folder: Path) -> TokenizerConfig:
-    """Return flags for the tokenizer in a Hugging Face folder or beside a checkpoint; none if there is no tokenizer."""
+    """Return flags for the tokenizer in a Hugging Face or checkpoint folder; empty flags if there is no tokenizer."""
     names = {name for name in (*VOCABULARIES, DESCRIPTION) if (folder / name).is_file()}
-    if DEFINITION in names or len(names) > 1:  # also vocab.json and merges.txt alone
+    if DEFINITION in names or len(names) > 1:  # vocab.json and merges.txt are two files
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if SENTENCEPIECE in names:
         return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))
@@ -106,7 +104,7 @@ def find_tokenizer(folder: Path) -> TokenizerConfig:
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
-    """Read the files about text of a Hugging Face folder; of config.json, only the entries about text."""
+    """Read the files of a Hugging Face folder that concern text, and the entries of its config.json that do."""
     templates = sorted((folder / _TEMPLATES).glob("*.jinja"))
     names = (*VOCABULARIES, *_COMPANIONS, *(f"{_TEMPLATES}/{path.name}" for path in templates))
     found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
@@ -116,41 +114,46 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def read_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if there is no such file."""
+def read_settings(files: Mapping[str, bytes], name: str, where: str = "of the tokenizer") -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if the file does not exist.
+
+    Args:
+        files: content of files by name.
+        name: file to read.
+        where: description of the file's place, for messages.
+    Raises:
+        ValueError: the file is not JSON, or holds something other than an object.
+    """
     try:
-        return dict(json.loads(files.get(name, b"{}")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} beside the tokenizer holds no settings: {error}") from error
+        values = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} {where} is not JSON: {in_words(error)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} {where} holds no JSON object")
+    return values
 
 
 def as_json(name: str, values: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return a file of a folder that holds these values."""
+    """Return the JSON file `name` with these values."""
     return {name: (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
 def with_default_description(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Add tokenizer_config.json to files that say nothing about the class of the tokenizer and its special tokens."""
+    """Add a tokenizer_config.json if no file describes the class of the tokenizer and its special tokens."""
     if {DESCRIPTION, CONFIG} & files.keys():
         return dict(files)
-    if DEFINITION not in files:
-        return {**files, **as_json(DESCRIPTION, MERGES_ALONE)}
-    definition = read_settings(files, DEFINITION)
-    vocabulary = {token["content"] for token in definition.get("added_tokens") or ()}
-    pieces = (definition.get("model") or {}).get("vocab") or ()
-    vocabulary.update(piece if isinstance(piece, str) else piece[0] for piece in pieces)
-    return {**files, **as_json(DESCRIPTION, fast(next((name for name in EOD_NAMES if name in vocabulary), None)))}
+    return {**files, **as_json(DESCRIPTION, fast(None) if DEFINITION in files else MERGES_ALONE)}
 
 
 def fast(eos: str | None) -> dict[str, Any]:
-    """Return the tokenizer_config.json that leaves everything but the end of a document to tokenizer.json."""
+    """Return a tokenizer_config.json that sets the eos token and leaves all else to tokenizer.json."""
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}
 
 
 def with_eos(files: Mapping[str, bytes], name: str, index: int) -> dict[str, bytes]:
-    """Make a token the end of texts, in all files that say what ends them.
+    """Make a token the eos token in all files that name one.
 
-    Source: TRL 1.16, SFTTrainer, `eos_token`. The list of generation_config.json keeps its other ids.
+    The list in generation_config.json keeps its other ids. Source: TRL 1.16, SFTTrainer, `eos_token`.
     """
     changed = dict(files) | as_json(DESCRIPTION, read_settings(files, DESCRIPTION) | {"eos_token": name})
     changed |= as_json(CONFIG, read_settings(files, CONFIG) | {"eos_token_id": index})
@@ -162,7 +165,7 @@ def with_eos(files: Mapping[str, bytes], name: str, index: int) -> dict[str, byt
 
 
 def ids_of(value: Any) -> list[int]:
-    """Return the ids of an entry of config.json or generation_config.json: null, an id, or a list of ids."""
+    """Return the ids of an eos_token_id entry, which is null, an id, or a list of ids."""
     found = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(each) is int for each in found):
         raise ValueError(f"eos_token_id is {value!r}, neither an id nor a list of ids")
@@ -170,7 +173,7 @@ def ids_of(value: Any) -> list[int]:
 
 
 def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
-    """Replace the chat templates of a folder by one."""
+    """Replace all chat templates of a folder by one."""
     others = {name: content for name, content in files.items() if not name.startswith(f"{_TEMPLATES}/")}
     description = read_settings(files, DESCRIPTION)
     if description.pop("chat_template", None) is not None:
@@ -179,12 +182,12 @@ def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
 
 
 def open_folder(files: Mapping[str, bytes]) -> Any:
-    """Return the tokenizer that transformers' AutoTokenizer makes of these files.
+    """Open these files with transformers' AutoTokenizer.
 
     Raises:
-        ValueError: transformers is missing or cannot read them, or has no fast tokenizer for them.
+        ValueError: transformers is not installed, cannot read the files, or has no fast tokenizer for them.
     """
-    transformers = import_transformers("a Hugging Face tokenizer")
+    transformers = import_package("transformers", "a Hugging Face tokenizer")
     with tempfile.TemporaryDirectory(prefix="megazpp-tokenizer-") as folder:
         for name, content in files.items():
             path = Path(folder, name)
@@ -192,17 +195,21 @@ def open_folder(files: Mapping[str, bytes]) -> Any:
             path.write_bytes(content)
         try:
             found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of any type, also bare Exception for a malformed tokenizer.json
+        except Exception as error:  # any type is possible: a malformed tokenizer.json raises a bare Exception
             raise ValueError(f"transformers cannot read it: {str(error).replace(folder, 'the folder')}") from error
     if not getattr(found, "is_fast", False):
         raise ValueError(f"transformers has no fast tokenizer for it, only {type(found).__name__}")
     return found
 
 
-def import_transformers(user: str) -> Any:
-    """Import transformers; raises ValueError with the command that installs it if it is missing."""
+def import_package(name: str, user: str) -> Any:
+    """Import an optional package; raises ValueError with the command that installs it if it is missing.
+
+    Args:
+        name: package, whose import may take seconds.
+        user: object that needs it, for the message.
+    """
     try:
-        import transformers  # an optional dependency, which takes seconds to import
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{user} needs the package transformers: {INSTALL} ({error})") from error
-    return transformers
+        raise ValueError(f"{user} needs the package {name}: {INSTALL} ({error})") from error

@@ -49,9 +49,13 @@ class DilocoConfig(FeatureConfig):
     diloco_fragments: int = flag(
         1, "number of parts of the model that synchronize in turn within --diloco-steps; 1 is plain DiLoCo"
     )
-    diloco_delay: int = flag(0, "training steps that overlap a synchronization, before its result is merged")
-    diloco_merge_alpha: float | None = flag(
-        None, "share of a replica group's own weights in a merge (default: 0, or 0.5 with --diloco-delay)"
+    diloco_fragment_sync_delay: int = flag(
+        0, "training steps that overlap a synchronization, before its result is merged", aliases=("--diloco-delay",)
+    )
+    diloco_fragment_update_alpha: float | None = flag(
+        None,
+        "share of a replica group's own weights in a merge (default: 0, or 0.5 with --diloco-fragment-sync-delay)",
+        aliases=("--diloco-merge-alpha",),
     )
     diloco_weight_bits: Literal[16, 8, 4] = flag(
         4, "bits per element of the changes of outer weights between replica groups; 16: compute dtype, not quantized"
@@ -63,8 +67,8 @@ class DilocoConfig(FeatureConfig):
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "diloco_steps", "diloco_outer_lr", "diloco_fragments")
-        check_not_negative(self, "diloco_delay")
-        for name in ("diloco_outer_momentum", "diloco_merge_alpha"):
+        check_not_negative(self, "diloco_fragment_sync_delay")
+        for name in ("diloco_outer_momentum", "diloco_fragment_update_alpha"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{spelling(self, name)} {value} is not in [0, 1)")
@@ -73,8 +77,9 @@ class DilocoConfig(FeatureConfig):
         steps = self.diloco_steps
         if steps is None:
             return
-        if self.diloco_delay >= steps:
-            raise ValueError(f"--diloco-delay {self.diloco_delay} is not less than --diloco-steps {steps}")
+        delay = self.diloco_fragment_sync_delay
+        if delay >= steps:
+            raise ValueError(f"--diloco-fragment-sync-delay {delay} is not less than --diloco-steps {steps}")
         if steps % self.diloco_fragments:
             raise ValueError(f"--diloco-steps {steps} is not divisible by --diloco-fragments {self.diloco_fragments}")
 
@@ -211,12 +216,12 @@ def plan_islands(
         if not few:
             why = f"replica groups synchronize after fewer than {SHORTEST} steps (--diloco-steps {steps})"
         notices.append(f"{why}: outer momentum is 0" + (" and the outer learning rate 1" if lr is None else ""))
-    alpha = config.diloco_merge_alpha
+    alpha = config.diloco_fragment_update_alpha
     return DilocoPlan(
         steps=steps,
         fragments=config.diloco_fragments,
-        delay=config.diloco_delay,
-        merge_alpha=(0.5 if config.diloco_delay else 0.0) if alpha is None else alpha,
+        delay=config.diloco_fragment_sync_delay,
+        merge_alpha=(0.5 if config.diloco_fragment_sync_delay else 0.0) if alpha is None else alpha,
         outer_lr=(1.0 if plain else 0.4) if lr is None else lr,
         outer_momentum=(0.0 if plain else 0.9) if momentum is None else momentum,
         gradients=block_format(config.diloco_gradient_bits, GRADIENT_BLOCK),

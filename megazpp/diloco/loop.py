@@ -70,7 +70,7 @@ class LocalSteps:
         failed, back, losses = world.all_reduce_(known.to(self._losses.device)).tolist()
         launched.record.metrics = {**launched.record.metrics, INNER_LOSS: losses / world.size}
         self._losses, self._steps = torch.zeros(()), 0
-        return self._guard.settle(failed=failed > 0, back=back > 0)
+        return self._guard.resolve(failed=failed > 0, back=back > 0)
 
 
 def check_island_holds(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from megazpp.base.files import DamagedError
-from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, from_tensor, weights_bytes
+from megazpp.checkpoint.parts import ErrorFeedback, Weights, as_tensor, from_tensor
 from megazpp.checkpoint.state import MODEL, OPTIMIZER, SECONDARY, RunValues, Saved, StatePart, Tensors, under
 from megazpp.diloco.outer import Islands
 from megazpp.model.gpt import GPTModel
@@ -105,10 +105,6 @@ class IslandState(StatePart):
         self.restored = True
         return []
 
-    def estimate_bytes(self) -> int:
-        """Return the estimated bytes of this part in a checkpoint."""
-        return (2 + self.axis.size) * weights_bytes(self.model)  # momentum, R, and each group's inner weights
-
     def _inner(self) -> dict[str, torch.Tensor]:
         """Return this group's inner weights, by key."""
         return {f"{self._own}inner.{name}": p.detach() for name, p in self.model.named_parameters()}
@@ -164,10 +160,6 @@ class OfIsland(StatePart):
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Restore the loaded state of the source group."""
         return self._part.accept(under(self._prefix(self._own.source), loaded), iteration)
-
-    def estimate_bytes(self) -> int:
-        """Return the estimated bytes of this part for all groups."""
-        return self._own.axis.size * self._part.estimate_bytes()
 
     def _prefix(self, island: int) -> str:
         """Return the key prefix of a group's state; the first group has no island prefix."""

@@ -142,7 +142,7 @@ def _load(
     layout, wire, notices = check_model_config(config, cluster, device_type=device.type)
     dims = ParallelDims(layout, device_type=device.type, nccl=config.nccl, timeout=worker.timeout)
     seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
-    tokenizer = build_tokenizer(config.tokenizer, config.data, log=say)
+    tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=say)
     for notice in (*parsed.notices, *notices):
         say(f"note: {notice}")
     # model: streamed or frozen, or sharded

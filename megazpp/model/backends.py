@@ -105,8 +105,6 @@ def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype:
     """
     if capability is None:
         return "only NVIDIA GPUs have a kernel for attention inside documents"
-    if "window_size" not in VARLEN_ARGUMENTS:
-        return f"torch {torch.__version__}'s varlen_attn has no window_size"
     if capability < FIRST_CAPABILITY:
         return f"varlen_attn needs compute capability 8.0, not {capability[0]}.{capability[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -261,7 +259,8 @@ def compiles_layers(config: GPTConfig, device_type: str) -> tuple[bool, str]:
     """Return whether layers are compiled on a device of this type, and the reason for the log.
 
     --compile is the default on CUDA: small models spend more time on the host, launching kernels, than on the device,
-    and compiled layers launch fewer kernels. On a CPU compilation mostly costs more time than it saves.
+    and compiled layers launch fewer kernels. On a CPU, layers are eager by default, because compiling them takes time
+    and saves little.
 
     Raises:
         ValueError: --compile is set, but torch.compile lacks a compiler.

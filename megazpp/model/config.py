@@ -1,7 +1,8 @@
 """Config of the GPT model: sizes, initialization, dropout, activation recomputation, float8 and compilation.
 
 The fields have the names of Megatron-LM's flags. Properties and methods compute derived values (head size, feed-forward
-size, padded vocabulary), which are never written back into the fields.
+size, padded vocabulary), which are never written back into the fields. This is one file of more than 300 lines, because
+a config is one class.
 """
 
 from __future__ import annotations
@@ -149,10 +150,6 @@ class GPTConfig:
         "OLMo 2)",
     )
     norm_after_block: bool = flag(False, "normalize the outputs of attention and MLP instead of their inputs")
-    use_parallel_residual: bool = flag(
-        False,
-        "give attention and MLP the same input and add both to it, as in GPT-NeoX, instead of one after the other",
-    )
     embedding_multiplier: float = flag(1.0, "factor of the word embeddings")
     residual_multiplier: float = flag(
         1.0, "factor of the outputs of attention and MLP before they are added to the residual stream"
@@ -296,8 +293,6 @@ class GPTConfig:
             not self.qk_layernorm_all_heads or rms,
             "--qk-layernorm-all-heads needs --normalization RMSNorm and excludes --apply-layernorm-1p",
         )
-        both = self.norm_after_block and self.use_parallel_residual
-        _require(not both, "--norm-after-block and --use-parallel-residual exclude each other")
 
     def _check_rotary(self) -> None:
         """Raise ValueError for conflicting flags of rotary embeddings, and for values out of their range."""
@@ -386,6 +381,11 @@ class GPTConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 4 * self.hidden * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden
+
+    @property
+    def dense_ffn_size(self) -> int | None:
+        """The width inside the MLP of the layers without experts; None if all layers have experts."""
+        return None if self.num_experts is not None and len(self.expert_layers) == self.layers else self.ffn_size
 
     @property
     def expert_ffn_size(self) -> int:

@@ -307,7 +307,7 @@ class TransformerLayer(nn.Module):
 
     Collectives on tp: 2 all-reduces in forward and 2 in backward. With sequence parallelism an all-gather and a
     reduce-scatter replace each of them, and backward repeats the 2 all-gathers of the forward. Full recomputation
-    repeats all collectives of the forward.
+    repeats the collectives of the forward whose results backward needs.
 
     Args:
         config: config of the model.
@@ -350,8 +350,7 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = Norm(config, config.hidden, tp=tp, split=sequence_parallel)
         self.mlp = mlp(config, output_std=output_std, **linear)
         self.dropout = Dropout(config.hidden_dropout, shared)
-        self.norm_after, self.parallel = config.norm_after_block, config.use_parallel_residual
-        self.multiplier = config.residual_multiplier
+        self.norm_after, self.multiplier = config.norm_after_block, config.residual_multiplier
         # Only the inner function is compiled: FSDP2's hooks and the checkpoint of full recomputation stay outside.
         self.run = compile_layer(self._run) if compiled else self._run
         self.tp, self.compiled, self.varying_sizes = tp, compiled, varying_sizes
@@ -406,7 +405,7 @@ class TransformerLayer(nn.Module):
         """Compute the layer: attention and MLP in sequence, or on the same input with --use-parallel-residual."""
         before = (None, None) if self.norm_after else (self.attention_norm, self.mlp_norm)
         first = x + self._added(self.attention(x, inputs, cache, norm=before[0]), self.attention_norm, masks[0])
-        return first + self._added(self.mlp(x if self.parallel else first, norm=before[1]), self.mlp_norm, masks[1])
+        return first + self._added(self.mlp(first, norm=before[1]), self.mlp_norm, masks[1])
 
     def _added(self, x: torch.Tensor, norm: Norm, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the addend of the residual stream for the output x of attention or MLP: norm, multiplier, dropout."""

@@ -134,8 +134,8 @@ class Orthogonalizer:
         node: axis of the ranks of a node that share a copy of the model, with the tensor-parallel index innermost.
         cross: axis of the nodes that a copy of the model spans.
         dtype: dtype in which rows are communicated inside the node.
-        codec: class that packs rows into 8-bit messages between nodes; tests replace it.
-        iterate: Newton-Schulz iteration; tests replace it.
+        codec: class that packs rows into 8-bit messages between nodes; the planner passes a simulated one.
+        iterate: Newton-Schulz iteration; the planner passes a simulated one.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Optimizers for sharded parameters, and their parameter groups.
 
-AdamW calls torch's fused kernel on the local tensors of FSDP2's DTensors, which may be empty. The kernel
-accepts DTensors too, but the host would then compute placements for each of them. Torch's fused SGD does not accept
-DTensors (torch 2.13: "no sharding strategy registered"), so SGD uses the multi-tensor implementation. `set_rates_` sets
-learning rate and weight decay before every step. The matrix operations of Muon are in muon.py.
+AdamW calls torch's fused kernel on the local tensors of FSDP2's DTensors, which may be empty. The kernel accepts
+DTensors too, but the host would then compute placements for each of them. Torch's fused SGD does not accept DTensors
+(torch 2.13: "no sharding strategy registered"), so SGD uses the multi-tensor implementation. `set_rates_` sets learning
+rate and weight decay before every step. The matrix operations of Muon are in muon.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Build models for inference from a checkpoint: with frozen units, or with layers whose weights are streamed.
 
-| --weights-on | location of packed weights  | weights in the device's memory                                   |
+| --weights-device | location of packed weights  | weights in the device's memory                                   |
 |--------------|-----------------------------|------------------------------------------------------------------|
 | device       | device memory               | all packed weights                                               |
 | host         | pinned host memory          | both ends of the model, and 1 + --prefetch-layers layers         |
@@ -46,17 +46,18 @@ class WeightsConfig:
     Where the weights of a model that is not trained are kept between uses, and in how many bits.
     """
 
-    weights_on: Literal["device", "host", "disk"] = flag(
+    weights_device: Literal["device", "host", "disk"] = flag(
         "device",
         "memory that holds the weights between uses; with host or disk, the device holds the embedding, the output "
         "layer and a few layers",
+        aliases=("--weights-on",),
     )
     weight_bits: Literal[32, 16, 8, 4] | None = flag(
         None,
         "bits per element of packed weights (default: the bits of the compute dtype, without rounding)",
     )
     weight_store: str | None = flag(
-        None, "folder of packed weights for --weights-on disk, written once (default: a folder in the user's cache)"
+        None, "folder of packed weights for --weights-device disk, written once (default: a folder in the user's cache)"
     )
     prefetch_layers: int = flag(
         1, "layers that are fetched ahead of their use; each one occupies its packed bytes on the device"
@@ -65,13 +66,15 @@ class WeightsConfig:
     def __post_init__(self) -> None:
         check_words(self)
         check_not_negative(self, "prefetch_layers")
-        if self.weight_store is not None and self.weights_on != "disk":
-            raise ValueError(f"--weight-store {self.weight_store} needs --weights-on disk, not {self.weights_on}")
+        if self.weight_store is not None and self.weights_device != "disk":
+            raise ValueError(
+                f"--weight-store {self.weight_store} needs --weights-device disk, not {self.weights_device}"
+            )
 
     @property
     def packs(self) -> bool:
-        """True if --weights-on or --weight-bits selects packed weights, which are streamed layer by layer."""
-        return self.weights_on != "device" or self.weight_bits is not None
+        """True if --weights-device or --weight-bits selects packed weights, which are streamed layer by layer."""
+        return self.weights_device != "device" or self.weight_bits is not None
 
     def at_rest(self, precision: PrecisionConfig) -> tuple[int, torch.dtype]:
         """Return the bits per element of packed weights, and the dtype of weights that are not quantized.
@@ -199,7 +202,7 @@ def load_streamed_model(
 
     # Pack the weights, or open the store. `held` are the messages of layers in memory.
     open_reader = functools.partial(_open_reader, model, spec, place, source, record)
-    on_disk, pin = config.weights_on == "disk", config.weights_on == "host" and device.type == "cuda"
+    on_disk, pin = config.weights_device == "disk", config.weights_device == "host" and device.type == "cuda"
     held: list[torch.Tensor] = []
     if on_disk:
         store = _open_store(config, source, plan, bits, model, place, open_reader)
@@ -226,7 +229,7 @@ def load_streamed_model(
     # report the memory and the bytes per pass
     rounded = "" if bits >= 8 * dtype.itemsize else " (rounded: tokens may differ)"
     most = plan.device_bytes(config.prefetch_layers, fetched=on_disk or pin)
-    where = f"disk ({store.path})" if on_disk else config.weights_on
+    where = f"disk ({store.path})" if on_disk else config.weights_device
     place.say(
         f" weights: {bits} bits{rounded} from {where}; at most {most / GIGA:.3f} GB are in memory at a time, "
         f"{plan.kept.num_bytes / GIGA:.3f} GB of them permanently; {plan.pass_bytes} bytes are fetched per pass"

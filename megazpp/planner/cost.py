@@ -16,7 +16,7 @@ domain), and over log2(m) levels between the domains, once up and once down. An 
 tree. Each message of a ring has the latency of the link that it uses, as in NCCL's tuning.cc: a ring of 384 ranks in 24
 nodes has 23 network links.
 
-A cluster file names a calibration (`device: {shares: h100}`). A calibration says which shares of the data sheet's
+A cluster file names a calibration (`device: {calibration: h100}`). A calibration says which shares of the data sheet's
 figures programs reach. tests/planner/test_published.py lists the published figures and the planner's predictions.
 """
 
@@ -39,7 +39,7 @@ TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
 CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (the same file, baseLat)
 
 
-class Shares(NamedTuple):
+class Efficiency(NamedTuple):
     """Shares of the data sheet's figures that programs reach, between 0 and 1.
 
     Attributes:
@@ -66,13 +66,13 @@ class Calibration(NamedTuple):
     """Calibration of the cost model for a device.
 
     Attributes:
-        shares: shares of the data sheet's figures.
+        efficiency: shares of the data sheet's figures.
         rests_on: origin of the shares, and the errors against published figures; printed by --plan.
         tokens: fewest tokens per rank and micro-batch of the runs that were compared. With fewer tokens, operations
             other than matrix products take a larger part of the time, and estimates are less reliable.
     """
 
-    shares: Shares
+    efficiency: Efficiency
     rests_on: str
     tokens: float = math.inf
 
@@ -83,49 +83,51 @@ V100_MATRIX_SHARE = 0.664
 # Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). V100 has 80 multiprocessors, H100 has 132.
 NCCL_BLOCKS = 32
 # Shares that were assumed before any comparison: products reach V100's measured share, memory and links reach 0.8.
-ASSUMED_SHARES = Shares(
+ASSUMED_EFFICIENCY = Efficiency(
     matrix=V100_MATRIX_SHARE, memory=0.8, domain=0.8, node=0.8, network=0.8, beside=round(NCCL_BLOCKS / 132, 3)
 )
 # Shares that are fitted to published figures; tests/planner/test_published.py lists them with the errors. The figures
 # are few, so a fitted share also absorbs effects that the model lacks, and a benchmark of that part alone would show
 # another value. V100's "memory" includes passes over memory that DeepSpeed makes and FSDP2 does not. H800's "matrix"
 # includes the time of all operations that are not products.
-DGX2_SHARES = ASSUMED_SHARES._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)
-H100_SHARES = ASSUMED_SHARES._replace(matrix=0.428)
-H800_SHARES = ASSUMED_SHARES._replace(matrix=0.152, network=0.179)  # network: eight adapters of 400 Gbit/s per node
+DGX2_EFFICIENCY = ASSUMED_EFFICIENCY._replace(memory=0.127, network=1.0, beside=NCCL_BLOCKS / 80, uplink=48.856)
+H100_EFFICIENCY = ASSUMED_EFFICIENCY._replace(matrix=0.428)
+H800_EFFICIENCY = ASSUMED_EFFICIENCY._replace(
+    matrix=0.152, network=0.179
+)  # network: eight adapters of 400 Gbit/s per node
 
 CALIBRATIONS = {
     "v100": Calibration(
-        DGX2_SHARES,
+        DGX2_EFFICIENCY,
         "v100: fitted to two published runs of ZeRO-3 and ZeRO++ on DGX-2 (arXiv 2306.10209); for the eight other "
         "runs, the median error of TFLOP/s and speed-up is 7 %, and the largest error of the speed-up is 39 %",
         1024,
     ),
     "a100": Calibration(
-        ASSUMED_SHARES,
+        ASSUMED_EFFICIENCY,
         "a100: not fitted; the errors for five published runs of FSDP2 on 64 A100, Llama 8B to 70B, are at most 5 %",
         8192,
     ),
     "h100": Calibration(
-        H100_SHARES,
+        H100_EFFICIENCY,
         "h100: fitted to a published run of FSDP2 on 8 H100 of 500 W (Llama 8B, 16,384 tokens per GPU and "
         "micro-batch); the same run on 128 GPUs is estimated 2.5 % too fast (4 % too slow with h800's share of the "
         "network), and no other run was compared",
         16384,
     ),
     "h800": Calibration(
-        H800_SHARES,
+        H800_EFFICIENCY,
         "h800: fitted to a published run of Megatron-LM on 128 H800 with 2048 tokens per model copy (SDP4Bit), in "
         "which operations other than products take most of the time; for two other models TFLOP/s are 8 to 18 % off",
         0,
     ),
 }
-UNCHECKED = Calibration(ASSUMED_SHARES, "shares of the data sheet that agree with published runs on A100")
+UNCHECKED = Calibration(ASSUMED_EFFICIENCY, "shares of the data sheet that agree with published runs on A100")
 
 
 def calibration_for(device: Device | None) -> Calibration:
     """Return the calibration that the cluster file names, or the assumed one if it names none."""
-    return UNCHECKED if device is None or device.shares is None else CALIBRATIONS[device.shares]
+    return UNCHECKED if device is None or device.calibration is None else CALIBRATIONS[device.calibration]
 
 
 class Operation(NamedTuple):
@@ -180,22 +182,22 @@ class ClusterCosts(Costs):
 
     Args:
         layout: sizes and links of the parallel axes.
-        shares: shares of the data sheet's figures that programs reach.
+        efficiency: shares of the data sheet's figures that programs reach.
         free: axes whose collectives take no time, to measure how much they cost.
 
     Raises:
         ValueError: the cluster file lacks the device, or a link that an axis uses.
     """
 
-    def __init__(self, layout: Layout, shares: Shares, *, free: tuple[str, ...] = ()) -> None:
+    def __init__(self, layout: Layout, efficiency: Efficiency, *, free: tuple[str, ...] = ()) -> None:
         device = layout.cluster.device
         if device is None:
             raise ValueError("--cluster-file: device is missing (name, teraflops, gigabytes, gigabytes_per_second)")
-        self.beside = shares.beside
-        self._flops_per_second = 1e12 * device.teraflops * shares.matrix
-        self._bytes_per_second = 1e9 * device.gigabytes_per_second * shares.memory
+        self.beside = efficiency.beside
+        self._flops_per_second = 1e12 * device.teraflops * efficiency.matrix
+        self._bytes_per_second = 1e9 * device.gigabytes_per_second * efficiency.memory
         names = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
-        self._axes = {axis: AxisCost(layout, axis, shares) for axis in names if axis not in free}
+        self._axes = {axis: AxisCost(layout, axis, efficiency) for axis in names if axis not in free}
 
     def operation(self, operation: Operation) -> float:
         seconds = self.memory(operation.bytes)
@@ -218,13 +220,13 @@ class AxisCost:
     Args:
         layout: sizes and links of the parallel axes.
         axis: name of the axis.
-        shares: shares of the data sheet's figures that programs reach.
+        efficiency: shares of the data sheet's figures that programs reach.
 
     Raises:
         ValueError: the cluster file does not describe a link that the axis uses.
     """
 
-    def __init__(self, layout: Layout, axis: str, shares: Shares) -> None:
+    def __init__(self, layout: Layout, axis: str, efficiency: Efficiency) -> None:
         cluster = layout.cluster
         known = {} if cluster.links is None else cluster.links.known
         self._size, self._byte_seconds = layout.axis_size(axis), 0.0
@@ -234,10 +236,10 @@ class AxisCost:
                 raise ValueError(f"--cluster-file: links.{kind} is missing, and axis {axis} uses it")
             link, is_network = known[kind], kind == "network"
             senders = max(count / cluster.num_nodes, 1.0) if is_network else 1.0
-            share: float = 1.0 if link.is_measured else getattr(shares, kind)
+            share: float = 1.0 if link.is_measured else getattr(efficiency, kind)
             byte_seconds = senders / (link.gigabytes_per_second * share)
             if is_network and not link.is_measured:
-                byte_seconds += 1.0 / shares.uplink
+                byte_seconds += 1.0 / efficiency.uplink
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
 
         # ---- latency of a ring and of a tree

@@ -143,7 +143,7 @@ class Estimator:
         """
         # ---- plan of the run
         plan = check_run_config(config, self.cluster, device_type=self._device_type)
-        layout, shares = plan.layout, self.calibration.shares
+        layout, efficiency = plan.layout, self.calibration.efficiency
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
         diloco = plan.of(DilocoPlan)
         every = 1 if diloco is None else diloco.steps
@@ -156,10 +156,10 @@ class Estimator:
             step = measure(paper, count)
             return paper, step, paper.synchronize(step.seconds)
 
-        paper, step, meeting = run(ClusterCosts(layout, shares) if timed else None)
+        paper, step, meeting = run(ClusterCosts(layout, efficiency) if timed else None)
         seconds, hidden = step.seconds + meeting.seconds / every, dict[str, float]()
         for axis in sorted({axis for _, axis, _ in step.traffic | meeting.traffic} if exposed and timed else ()):
-            _, faster, sooner = run(ClusterCosts(layout, shares, free=(axis,)))
+            _, faster, sooner = run(ClusterCosts(layout, efficiency, free=(axis,)))
             hidden[axis] = seconds - faster.seconds - sooner.seconds / every
         busy = {key: step.busy.get(key, 0.0) + meeting.busy.get(key, 0.0) / every for key in step.busy | meeting.busy}
         # ---- results

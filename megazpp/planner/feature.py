@@ -21,9 +21,7 @@ class PlanConfig(FeatureConfig):
     Flags that estimate a run instead of starting it.
     """
 
-    plan: bool = flag(
-        False, "print estimates of the run's memory, communication and time, and exit without training", common=True
-    )
+    plan: bool = flag(False, "print estimates of memory, communication and time, and exit", common=True)
     dry_run: bool = flag(
         False,
         "run one optimizer step of one rank with fake tensors and process groups, compare its communication with the "

@@ -7,7 +7,7 @@ and meta tensors have none. It would also be too slow: three layers take 2 s, an
 steps.
 
 On CUDA the host runs ahead and streams keep the order. On a CPU the process itself executes everything outside queues.
-The file is longer than others to keep FSDP2's order of calls in one place.
+This is one file of more than 300 lines, to keep FSDP2's order of calls in one place.
 """
 
 from __future__ import annotations

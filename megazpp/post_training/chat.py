@@ -1,7 +1,7 @@
-"""Conversations to text by Jinja templates, as transformers' `apply_chat_template` renders them.
+"""Conversion of conversations to text by Jinja templates, which transformers renders.
 
-A template's text between {% generation %} and {% endgeneration %} is the assistant's words. Without these tags they are
-the text that each of the assistant's messages adds.
+The text between {% generation %} and {% endgeneration %} of a template is the assistant's words. Without these tags,
+the assistant's words are the text that each of its messages adds to the conversation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from megazpp.base.flags import flag
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.data.tokenizer_folder import import_transformers, with_template
+from megazpp.data.tokenizer_folder import import_package, with_template
 
 Message = Mapping[str, Any]
 Spans = tuple[str, list[tuple[int, int]]]
 
-# ChatML in plain text; the assistant's turn ends with the end of a document, at which generation ends
+# ChatML in plain text. The assistant's turn ends with the end-of-document token, at which generation stops.
 DEFAULT_TEMPLATE = """\
 {% for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\n' }}
@@ -42,7 +42,7 @@ _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "
 class ChatConfig:
     """Conversations.
 
-    How conversations become text.
+    Conversion of conversations to text.
     """
 
     chat_template: str | None = flag(
@@ -53,24 +53,24 @@ class ChatConfig:
     chat_template_kwargs: str | None = flag(
         None, "JSON object of further variables of the template, such as '{\"enable_thinking\": false}'"
     )
-    system_prompt: str | None = flag(None, "system message of conversations that begin with another message")
+    system_prompt: str | None = flag(None, "system message for conversations that have none")
 
     def __post_init__(self) -> None:
         _object(self.chat_template_kwargs, "--chat-template-kwargs")
 
 
 class ChatTemplate:
-    """The chat template of a run, with the variables that it is always given.
+    """The chat template of a run, with the variables that it always gets.
 
     Args:
-        tokenizer: source of the special tokens and, without `source`, of the template.
-        source: Jinja; None for the template that transformers takes from the tokenizer for a conversation.
+        tokenizer: tokenizer with the special tokens, and with the template if `source` is None.
+        source: Jinja source; None for the template that transformers selects from the tokenizer's.
         name: description of the template, for messages.
-        variables: further variables, as of --chat-template-kwargs.
-        system_prompt: see `ChatConfig`.
+        variables: further variables of the template, such as --chat-template-kwargs.
+        system_prompt: system message for conversations that have none.
     Attributes:
-        key: equal for templates that write the same text.
-        used: True once a conversation was rendered.
+        key: value for cache keys that is equal for templates that write equal text.
+        used: True after a conversation has been rendered.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class ChatTemplate:
         """Return the Jinja source for a conversation with these tools.
 
         Raises:
-            ValueError: the tokenizer has several templates, none of which is the default.
+            ValueError: the tokenizer has several templates and no default.
         """
         return self._source or self._tokenizer.chat_template(None, tools) or DEFAULT_TEMPLATE
 
     def files(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return a tokenizer's files with the template that was used; those without conversations stay as they are."""
+        """Return a tokenizer's files with the template that the run has used; unchanged if it rendered nothing."""
         changes = self.used and (self._source is not None or self._tokenizer.chat_template() is None)
         return with_template(files, self.source(None)) if changes and files else dict(files)
 
@@ -107,18 +107,21 @@ class ChatTemplate:
 
         Args:
             messages: each with role and content.
-            add_generation_prompt: end with the beginning of the assistant's turn.
-            options: see `options_of`.
+            add_generation_prompt: True to end with the beginning of the assistant's turn.
+            options: variables of this conversation (`options_of`).
         Raises:
-            ValueError: the template does not take such a conversation, or transformers is not installed.
+            ValueError: the template refuses the conversation, or transformers is not installed.
         """
         return self._render(messages, options, add_generation_prompt=add_generation_prompt)[0]
 
     def render_spans(self, messages: Sequence[Message], *, options: Mapping[str, Any] = {}) -> Spans:
-        """Return the text of a conversation, and the places in it, from and to, that are the assistant's words.
+        """Return the text of a conversation, and the ranges (start, end) of the assistant's words in it.
 
+        Args:
+            messages: each with role and content.
+            options: variables of this conversation (`options_of`).
         Raises:
-            ValueError: the template does not take such a conversation, or does not tell whose words they are.
+            ValueError: the template refuses the conversation, or does not tell which words are the assistant's.
         """
         if _GENERATION.search(self.source(options.get("tools"))):
             return self._render(messages, options, return_assistant_tokens_mask=True)
@@ -136,14 +139,14 @@ class ChatTemplate:
         return text, spans
 
     def trains_end_of_turn(self) -> bool:
-        """Return whether the assistant's words end with a token that can end generation.
+        """Return whether the assistant's words end with a token that can stop generation.
 
         Source: TRL 1.16, `is_chat_template_stop_token_trained`.
         """
         try:
             text, spans = self.render_spans(_PROBE)
         except ValueError:
-            return True  # such a conversation is not possible
+            return True  # the template refuses such a conversation
         found = self._tokenizer.encode_spans(text, marked=False)
         words = [
             token
@@ -171,16 +174,16 @@ class ChatTemplate:
 
 
 def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of --chat-template, else the tokenizer's, else `DEFAULT_TEMPLATE`.
+    """Return the template of --chat-template. Without the flag, return the tokenizer's or `DEFAULT_TEMPLATE`.
 
     Raises:
-        ValueError: the file cannot be read, or does not hold a template.
+        ValueError: the file cannot be read, or is not a template.
     """
     path, source, name = config.chat_template, None, "the tokenizer's chat template"
     if path is not None:
         name = f"--chat-template {path}"
         source = tokenizer.chat_template(path)
-        if source is None or source == path:  # not the name of one of its templates
+        if source is None or source == path:  # transformers returns a name that it does not know
             try:
                 source = Path(path).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
@@ -193,9 +196,9 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
 
 
 def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of a template that a line of data has: `tools`, `documents`, and `chat_template_kwargs`.
+    """Return the template variables in a line of data: `tools`, `documents`, and `chat_template_kwargs`.
 
-    Each is JSON, or a string that holds JSON (TRL's layout for tools).
+    Each is a JSON value, or a string that holds JSON, as in TRL's format for tools.
     """
     found = {name: _json(record[name], repr(name)) for name in ("tools", "documents") if record.get(name) is not None}
     for name, value in found.items():
@@ -205,23 +208,23 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compiled(source: str, name: str, conversations: list[Any], **options: Any) -> tuple[list[str], list[Any]]:
-    """Render conversations; with none of them, compile the template only."""
-    utilities = import_transformers("a conversation").utils.chat_template_utils
+    """Render conversations with transformers; an empty list only checks that the template compiles."""
+    utilities = import_package("transformers", "a conversation").utils.chat_template_utils
     try:
         return utilities.render_jinja_template(conversations=conversations, chat_template=source, **options)
-    except Exception as error:  # a template raises whatever its expressions raise
+    except Exception as error:  # expressions in a template can raise errors of any type
         line = getattr(error, "lineno", None)
         raise ValueError(f"{name}{'' if line is None else f', line {line}'}: {error}") from error
 
 
 def _joined(message: Message) -> Message:
-    """Join a message's parts of text, for a template that does not read parts."""
+    """Join the text parts of a message, for a template that expects strings."""
     content = message.get("content")
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
 def _json(value: Any, name: str) -> Any:
-    """Return a value that may be JSON in a string."""
+    """Return a JSON value, parsed if it is a string; `name` is for messages."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:

@@ -1,18 +1,18 @@
-"""Data sets of post-training: examples, pairs and prompts by the number of the sample.
+"""Datasets of post-training: examples, pairs and prompts by sample number.
 
-Each epoch is a permutation of its own, which follows from the seed and the number of the epoch; sample i is example
-i mod N of it. So what a step trains on follows from the samples consumed so far, whatever the number of ranks.
+Each epoch is a separate permutation, which depends on the seed and the number of the epoch. Sample i is example i mod N
+in that epoch. The samples of a step therefore depend on the number of consumed samples, and not on the number of ranks.
 
-Samples are [rows, S + 1] int64 with S = --max-length, padded on the right, so that all are of one size and BatchLoader
-takes them as it takes windows of documents:
+Samples are [rows, S + 1] int64 with S = --max-length, padded on the right. They have one size, so `BatchLoader` handles
+them like windows of documents:
 
     supervised    tokens, mask, positions
     pairs         preferred tokens, mask, rejected tokens, mask; the last row begins with the number of the pair
 
-Batches made of them are cut to their longest row, rounded up (`shortened`).
+A mask is 1 where the token is to be predicted. Batches are cut to their longest row, rounded up (`shortened`).
 
-A mask is 1 where the token is to be predicted. With --packing a row holds several examples, each with positions from
-0: the best fit in the order of falling length (as TRL's `bfd`), once for all epochs.
+With --packing a row holds several examples, each with positions from 0. They are packed once for all epochs, by best
+fit in the order of falling length (TRL's `bfd`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megazpp.post_training.formatting import Examples, Prompt
 
 
 class EpochOrder:
-    """The order in which N things come as samples; a data set has one of its own.
+    """A dataset's order of samples.
 
     Args:
-        size: N.
-        num_samples: how many will be asked for; None for one epoch.
-        seed: of the permutations; None keeps the order.
+        size: N, the number of samples in an epoch.
+        num_samples: number of samples of the dataset; None for one epoch.
+        seed: seed for the permutations; None keeps the order of the data.
     """
 
     def __init__(self, size: int, *, num_samples: int | None, seed: int | None) -> None:
@@ -51,22 +51,22 @@ class EpochOrder:
         return self._num_samples
 
     def place(self, index: int) -> int:
-        """The number of the thing that is sample `index`."""
+        """Return the number of the example that is sample `index`."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch, place = divmod(index, self._size)
         return place if self._seed is None else int(self._permutation(epoch)[place])
 
     def digest(self) -> str:
-        """Return a name for the things."""
+        """Return a digest of the examples."""
         raise NotImplementedError
 
     def order(self) -> str:
-        """Return a name for the samples in their order; see data/identity.py."""
+        """Return a digest of the samples in their order; see data/identity.py."""
         return cache_key(digest=self._digest, size=self._size, seed=self._seed)
 
     def sources(self) -> list[Source]:
-        """Return the one source; see data/identity.py."""
+        """Return the dataset's only source; see data/identity.py."""
         return [Source("the examples", self._digest, 1.0, self._size, self.order())]
 
     @functools.cached_property
@@ -79,13 +79,15 @@ class EpochOrder:
 
 
 class SupervisedDataset(EpochOrder):
-    """Samples of supervised training: [3, max_length + 1] int64, to be batched by `make_supervised_batch`.
+    """Samples of supervised training: [3, max_length + 1] int64, which `make_supervised_batch` batches.
 
     Args:
-        num_samples, seed: see `EpochOrder`.
+        examples: tokens and masks.
+        num_samples: number of samples; None for one epoch.
+        seed: seed for the order; None keeps the order of the data.
         max_length: S.
-        pad: the id that stands after an example.
-        packing: several examples to a sample.
+        pad: token that fills rows.
+        packing: True for several examples in a sample.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class SupervisedDataset(EpochOrder):
         super().__init__(len(self._rows), num_samples=num_samples, seed=seed)
 
     def digest(self) -> str:
-        """Return a name for the tokens and masks of all rows."""
+        """Return a digest of the tokens and masks of all rows."""
         return cache_key(examples=digest_of(self._examples), rows=self._packed, max_length=self._max_length)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
@@ -120,10 +122,10 @@ class SupervisedDataset(EpochOrder):
 
 
 class PreferenceDataset(EpochOrder):
-    """Pairs: [5, max_length + 1] int64, to be batched by `make_pair_batch`; arguments as for `SupervisedDataset`.
+    """Pairs: [5, max_length + 1] int64, which `make_pair_batch` batches. Arguments as for `SupervisedDataset`.
 
     Attributes:
-        ref_logps: [pairs, 2] fp32, the reference's log-probabilities of both answers of each; None: they are not known.
+        ref_logps: [pairs, 2] fp32 log-probabilities of both answers under the reference; None if they are unknown.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class PreferenceDataset(EpochOrder):
         return self.pair(self.place(index))
 
     def pair(self, number: int) -> npt.NDArray[np.int64]:
-        """Pair `number` of the files, as a sample."""
+        """Return pair `number` of the files as a sample."""
         sample = np.zeros((5, self._max_length + 1), dtype=np.int64)
         sample[0] = sample[2] = self._pad
         for row in (0, 1):
@@ -148,7 +150,7 @@ class PreferenceDataset(EpochOrder):
         return sample
 
     def digest(self) -> str:
-        """Names the tokens and masks of all pairs."""
+        """Return a digest of the tokens and masks of all pairs."""
         return digest_of(self._examples)
 
 
@@ -163,7 +165,7 @@ class PromptDataset(EpochOrder):
         return self._prompts[self.place(index)]
 
     def digest(self) -> str:
-        """Return a name for the tokens and columns of all prompts."""
+        """Return a digest of the tokens and columns of all prompts."""
         found = hashlib.blake2b(digest_size=16)
         for prompt in self._prompts:
             found.update(cache_key(tokens=prompt.tokens, columns=prompt.columns).encode())
@@ -171,7 +173,7 @@ class PromptDataset(EpochOrder):
 
 
 def digest_of(examples: Examples) -> str:
-    """Return a name for the tokens and masks of examples."""
+    """Return a digest of the tokens and masks of examples."""
     found = hashlib.blake2b(digest_size=16)
     for array in (examples.tokens, examples.mask, examples.starts):
         found.update(np.ascontiguousarray(array).data)
@@ -179,10 +181,12 @@ def digest_of(examples: Examples) -> str:
 
 
 def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: bool = False) -> MicroBatch:
-    """A micro-batch of [B, 3, S + 1] samples of a `SupervisedDataset`; with packing, attention stays in examples.
+    """Make a micro-batch of supervised samples.
 
     Args:
-        multiple: see `shortened`.
+        samples: [B, 3, S + 1] samples of a `SupervisedDataset`.
+        multiple: divisor of the row length (`shortened`).
+        packing: True to keep attention inside examples.
     """
     tokens, mask, positions = samples.unbind(dim=1)
     batch = shortened(MicroBatch(*_inputs(tokens, mask), positions[:, :-1], None), multiple)
@@ -194,11 +198,12 @@ def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: 
 
 
 def make_pair_batch(samples: torch.Tensor, *, multiple: int = 1, ref_logps: torch.Tensor | None = None) -> PairBatch:
-    """The pairs of [B, 5, S + 1] samples of a `PreferenceDataset`.
+    """Make a micro-batch of pairs.
 
     Args:
-        multiple: see `shortened`.
-        ref_logps: [pairs of the data set, 2] the reference model's log-probabilities of preferred and rejected answers.
+        samples: [B, 5, S + 1] samples of a `PreferenceDataset`.
+        multiple: divisor of the row length (`shortened`).
+        ref_logps: [pairs of the dataset, 2] log-probabilities of both answers under the reference, or None.
     """
     tokens = torch.cat((samples[:, 0], samples[:, 2]))
     mask = torch.cat((samples[:, 1], samples[:, 3]))
@@ -208,7 +213,7 @@ def make_pair_batch(samples: torch.Tensor, *, multiple: int = 1, ref_logps: torc
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Rows of examples that fit into `capacity` tokens each: the longest first, each into the fullest row it fits."""
+    """Pack examples into rows of `capacity` tokens, the longest first, each into the fullest row that has space."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for number in np.argsort(-lengths, kind="stable").tolist():
@@ -223,5 +228,5 @@ def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 def _inputs(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels and the mask of the labels."""
+    """Split [B, S + 1] tokens and masks into inputs, labels, and the mask of the labels."""
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask[:, 1:].float().contiguous()

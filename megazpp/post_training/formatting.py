@@ -1,17 +1,18 @@
-"""From a line of data to tokens: which columns it has, what its text is, and on which tokens of it there is a loss.
+"""Conversion of lines of data to tokens and loss masks.
 
-One file of more than 300 lines: each kind of line is read beside the others, which share their columns.
-
+    columns                         objectives         meaning
     messages                        sft                a conversation; loss on all of it, or on the assistant's words
     prompt, completion              sft                loss on the completion
     text                            sft                loss on all of it
-    prompt, chosen, rejected        reward, dpo        two answers, of which the first is preferred
-    chosen, rejected                reward, dpo        the same: what both begin with is the prompt
-    prompt, anything else           grpo, ppo          the reward functions are given the rest
+    prompt, chosen, rejected        reward, dpo        two answers; the first is preferred
+    chosen, rejected                reward, dpo        the same; their common beginning is the prompt
+    prompt, any other columns       grpo, ppo          the reward functions get the other columns
 
-Each of them is a string or a conversation, a list of messages with role and content. Strings that end are followed by
-the tokenizer's end of a document; conversations end as their template has it. Prompt and answer are tokenized as one
-text, and a token that reaches into the answer belongs to it.
+Each of these columns holds a string, or a conversation, which is a list of messages with role and content. A complete
+string is followed by the tokenizer's end-of-document token. A conversation ends as its template says. Prompt and answer
+are tokenized as one text, and a token that reaches into the answer belongs to the answer.
+
+The file is longer than 300 lines because all kinds of lines share their columns and helpers.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ T = TypeVar("T")
 Record = Mapping[str, Any]
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
-# a text, the places of it, from and to, that are to be learned, and whether it ends there; a template's text does not,
-# and has no marks but those that the template has written (as TRL 1.16 has it)
+# A text, the ranges (start, end) of it that are trained on, and whether it ends there. The text of a template does not
+# end, and gets no special tokens except those that the template writes (as in TRL 1.16).
 Text = tuple[str, list[tuple[int, int]], bool]
-# columns of conversations
+# Columns that may hold conversations, or variables of their templates.
 _CHAT = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents", "chat_template_kwargs")
 _SAME = "'chosen' and 'rejected' are the same"
 _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
@@ -50,14 +51,14 @@ _SUPERVISED = "'messages', nor 'prompt' and 'completion', nor 'text'"
 class DataFormatConfig(ChatConfig):
     """Data format.
 
-    How lines of data become token sequences.
+    Conversion of lines of data to token sequences.
     """
 
-    max_length: int = flag(1024, "tokens of an example, prompt and answer together; what is beyond is cut off")
-    assistant_only_loss: bool = flag(False, "loss on the assistant's words alone; needs conversations")
-    completion_only_loss: bool = flag(True, "of prompt and completion, loss on the completion alone")
+    max_length: int = flag(1024, "tokens of an example, prompt and answer together; longer examples are cut")
+    assistant_only_loss: bool = flag(False, "loss on the assistant's words only; needs conversations")
+    completion_only_loss: bool = flag(True, "loss on the completion only, for data with prompt and completion")
     packing: bool = flag(
-        False, "put several examples into a row of --max-length, apart from each other", needs="--objective sft"
+        False, "put several examples into a row of --max-length, isolated from each other", needs="--objective sft"
     )
 
     def __post_init__(self) -> None:
@@ -68,15 +69,15 @@ class DataFormatConfig(ChatConfig):
 
 
 class Examples(NamedTuple):
-    """Tokens of a data set, back to back. Of pairs, rows 2i and 2i + 1 are the preferred and the rejected answer.
+    """Tokens of a dataset, concatenated. In pairs, row 2i is the preferred and row 2i + 1 the rejected answer.
 
     Attributes:
-        tokens: [T] int32.
+        tokens: [T] int32 tokens.
         mask: [T] uint8, 1 where the token is to be predicted; 0 at the first token of each row.
-        starts: [rows + 1] int64 where each row begins in them.
-        counts: [8] int64: examples in the files; of these cut to --max-length, left out because nothing of an answer
-            was left, those whose answer begins in the middle of a token, and pairs left out because both answers are
-            the same; of the first of these file and line; conversations.
+        starts: [rows + 1] int64 first token of each row, and T at the end.
+        counts: [8] int64 numbers of examples: all, cut to --max-length, left out without a token of the answer, with an
+            answer that begins inside a token, and pairs left out because both answers are the same; then the file and
+            the line of the first such pair; then the number of conversations.
     """
 
     tokens: Ids
@@ -85,18 +86,18 @@ class Examples(NamedTuple):
     counts: npt.NDArray[np.int64]
 
     def row(self, number: int) -> tuple[Ids, Mask]:
-        """Tokens and mask of one row."""
+        """Return the tokens and the mask of one row."""
         part = slice(*self.starts[number : number + 2].tolist())
         return self.tokens[part], self.mask[part]
 
 
 class Prompt(NamedTuple):
-    """A prompt, for which completions are drawn.
+    """A prompt for which completions are sampled.
 
     Attributes:
-        tokens: at least one.
-        value: as the data has it, a string or a list of messages.
-        columns: the other columns.
+        tokens: tokens of the prompt, at least one.
+        value: value in the data, a string or a list of messages.
+        columns: values of the other columns.
         place: file and line.
     """
 
@@ -117,16 +118,22 @@ def read_examples(
     log: Callable[[str], None] = lambda line: None,
     seconds: float = math.inf,
 ) -> Examples:
-    """Examples for supervised training, or pairs of answers, two rows each; tokenized once per node and kept.
+    """Read examples for supervised training, or pairs of answers with two rows each; tokens are cached.
 
     Args:
-        cache_dir: where tokens are kept; None keeps them in memory alone.
-        log: told before files are tokenized, and what was found.
-        seconds: of which each file has its part.
+        paths: files to read.
+        tokenizer: tokenizer of the texts.
+        template: template of conversations.
+        config: flags of the data format.
+        pairs: True to read pairs of answers.
+        cache_dir: cache directory; None keeps the tokens in memory only.
+        log: function that prints a line: before files are tokenized, and about the result.
+        seconds: time limit, which the files share equally.
     Raises:
-        ValueError: a line is not such data, it is named; or nothing is left of all.
-        TimeoutError: what was read of each file in its part of `seconds` is such data.
+        ValueError: a line has another format, which the message names, or no example is left.
+        TimeoutError: the time limit has passed, and all lines read so far are correct.
     """
+    # ---- tokenize, or read the cache
     texts = _pair_texts if pairs else _supervised_texts
 
     def build() -> Examples:
@@ -146,22 +153,23 @@ def read_examples(
         if not path.exists():
             log(f"tokenizing {_names(paths)}")
         examples = Examples(*load_or_save_arrays(path, build))
+    # ---- report
     total, cut, empty, within, same, file, line, conversations = examples.counts.tolist()
     template.used |= conversations > 0
     if config.assistant_only_loss and not template.trains_end_of_turn():
         log(
-            f"WARNING: --assistant-only-loss: of {template.name}, the assistant's words do not end with a token that "
-            "can end generation, so the model does not learn to stop: put the end of the turn before "
+            f"WARNING: --assistant-only-loss: the assistant's words in {template.name} do not end with a token that "
+            "can stop generation, so the model does not learn to stop: put the end of the turn before "
             "{% endgeneration %}, or name it with --eos-token"
         )
     log(
         f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
         + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
-        + (f"; {empty:,} left out, of whose answer there is nothing" if empty else "")
+        + (f"; {empty:,} left out, because nothing of their answers is left" if empty else "")
         + (f"; {same:,} left out, because {_SAME}, the first at {paths[file]}, line {line}" if same else "")
         + (
-            f"; note: the answers of {within:,} begin within a token of their prompt, as nothing that is drawn does: "
-            "a space at the end of a prompt belongs to the answer"
+            f"; note: the answers of {within:,} begin inside a token of their prompt, unlike sampled completions: "
+            "move a space at the end of a prompt to the answer"
             if within
             else ""
         )
@@ -177,10 +185,17 @@ def read_prompts(
     max_prompt_length: int,
     seconds: float = math.inf,
 ) -> list[Prompt]:
-    """The prompts of some files; `seconds` as for `read_examples`.
+    """Read prompts.
 
+    Args:
+        paths: files to read.
+        tokenizer: tokenizer of the texts.
+        template: template of conversations.
+        max_prompt_length: largest number of tokens of a prompt.
+        seconds: time limit, which the files share equally.
     Raises:
-        ValueError: a line is not such data, or has a longer prompt; it is named. There is none.
+        ValueError: a line has another format or too long a prompt, or there is no prompt.
+        TimeoutError: the time limit has passed, and all lines read so far are correct.
     """
 
     def read(record: Record) -> tuple[list[int], str | list[Message], dict[str, Any]]:
@@ -188,7 +203,7 @@ def read_prompts(
         value, ids = prompt_ids(record, tokenizer, template)
         if len(ids) > max_prompt_length:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens, more than the {max_prompt_length} that --max-length leaves beside"
+                f"the prompt has {len(ids)} tokens, but --max-length leaves {max_prompt_length} for it after"
                 " --max-completion-length"
             )
         return ids, value, columns
@@ -200,7 +215,7 @@ def read_prompts(
 
 
 def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[str | list[Message], list[int]]:
-    """Return the column `prompt`, a string or messages, and its tokens, which end where an answer begins."""
+    """Return the value of the column `prompt` and its tokens, which end where an answer begins."""
     value = _value(record, "prompt")
     is_text = isinstance(value, str)
     text = value if is_text else _render_prompt(template, value, record)
@@ -231,13 +246,13 @@ def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig
     if record.get("prompt") is not None:
         prompt = _value(record, "prompt")
     elif type(chosen) is not type(rejected):
-        raise ValueError("of 'chosen' and 'rejected' one is a string and one a conversation")
+        raise ValueError("one of 'chosen' and 'rejected' is a string, and the other is a conversation")
     else:
         same = _same(chosen, rejected)
         if isinstance(chosen, str) and chosen[:same].endswith(" "):
-            same -= 1  # the space belongs to the answers (as TRL has it)
+            same -= 1  # the space belongs to the answers, as in TRL
         prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
-    config = DataFormatConfig(max_length=config.max_length)  # the loss is on the answers
+    config = DataFormatConfig(max_length=config.max_length)  # loss on the answers, whatever the flags for sft are
     answers = {"chosen": chosen, "rejected": rejected}
     return [_answer(prompt, answer, name, record, template, config) for name, answer in answers.items()]
 
@@ -250,18 +265,18 @@ def _answer(
     template: ChatTemplate,
     config: DataFormatConfig,
 ) -> Text:
-    """Prompt and answer as one text."""
+    """Join prompt and answer to one text."""
     if isinstance(prompt, str) and isinstance(answer, str):
         return _string(prompt + answer, len(prompt) if config.completion_only_loss else 0, config)
     if isinstance(answer, str):
         raise ValueError(f"'prompt' is a conversation and {name!r} a string")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-        answer = answer[1:] if answer[:1] == prompt else answer  # some data sets repeat it there
+        answer = answer[1:] if answer[:1] == prompt else answer  # some datasets repeat the prompt in the answer
     if answer and not any(message["role"] == "assistant" for message in answer):
         raise ValueError(f"{name!r} has no message of the role 'assistant'")
     text, spans = _conversation([*prompt, *answer], record, template, config)
-    # a template may end the beginning of the assistant's turn otherwise than the turn itself begins
+    # A template may write the beginning of the assistant's turn differently in a prompt and in a conversation.
     start = _same(_render_prompt(template, prompt, record), text)
     if config.completion_only_loss:
         spans = [(max(start, first), last) for first, last in spans if last > start]
@@ -269,7 +284,7 @@ def _answer(
 
 
 def _string(text: str, start: int, config: DataFormatConfig) -> Text:
-    """A string with the loss from `start` on."""
+    """Return a string with loss from `start` on."""
     if config.assistant_only_loss:
         raise ValueError("--assistant-only-loss needs a conversation, a list of messages")
     return text, [(start, len(text))], True
@@ -278,7 +293,7 @@ def _string(text: str, start: int, config: DataFormatConfig) -> Text:
 def _conversation(
     messages: Sequence[Message], record: Record, template: ChatTemplate, config: DataFormatConfig
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the assistant's words with --assistant-only-loss, else all of it."""
+    """Return the text of a conversation, and the ranges with loss: the assistant's words, or all of it."""
     if config.assistant_only_loss:
         return template.render_spans(messages, options=options_of(record))
     text = template.render(messages, options=options_of(record))
@@ -287,17 +302,17 @@ def _conversation(
 
 def _render_prompt(template: ChatTemplate, prompt: Sequence[Message], record: Record) -> str:
     if prompt and prompt[-1]["role"] == "assistant":
-        raise ValueError("the last message of 'prompt' is the assistant's: there is nothing to answer")
+        raise ValueError("the last message of 'prompt' is the assistant's, so there is nothing to answer")
     return template.render(prompt, add_generation_prompt=True, options=options_of(record))
 
 
 def _value(record: Record, name: str) -> Any:
-    """A string, or messages (`_message`)."""
+    """Return the value of a column, a string or messages; raise ValueError if it is missing or of another type."""
     value = record.get(name)
     if value is None:
         raise ValueError(f"there is no {name!r}, only {_columns(record)}")
     if isinstance(value, str):
-        value.encode()  # half a surrogate pair, which JSON can write, is no text
+        value.encode()  # raises for half a surrogate pair, which JSON can hold
         return value
     if not isinstance(value, list) or not all(
         isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
@@ -307,7 +322,7 @@ def _value(record: Record, name: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], name: str) -> Message:
-    """Return a message without the keys that are null, as transformers does."""
+    """Return a message without null values, as transformers does; raise ValueError if its content is not text."""
     found = {key: value for key, value in message.items() if value is not None}
     content, others = found.get("content"), found.keys() - {"role", "name", "content"}
     if content is None and not any(found[key] for key in others):
@@ -316,7 +331,7 @@ def _message(message: Mapping[str, Any], name: str) -> Message:
         found["content"] = content = [_without_nulls(part) for part in content]
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                raise ValueError(f"{name} has a part that is no text: {part!r:.80}")
+                raise ValueError(f"{name} has a part that is not text: {part!r:.80}")
     elif not isinstance(content, str | None):
         raise ValueError(f"{name} has the content {content!r:.80}, neither a string nor a list of parts")
     return found
@@ -327,7 +342,7 @@ def _columns(record: Record) -> str:
 
 
 def _same(a: Sequence[object], b: Sequence[object]) -> int:
-    """Count the characters, or messages, that both begin with."""
+    """Return the length of the common beginning of two strings, or of two lists of messages."""
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -368,10 +383,10 @@ def _tokenize(
 
 
 def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer: Tokenizer) -> tuple[Ids, Mask, bool]:
-    """Ids, a mask, and whether what is learned begins in the middle of a token.
+    """Return ids, a mask, and whether a range that is trained on begins inside a token.
 
-    The mask is 1 where a token has a character that is to be learned, or the end of the text; never at the first. A
-    byte of a character has no width in some tokenizers, and counts with the place where it is.
+    The mask is 1 where a token has a character that is trained on, and at the end of the text, but never at the first
+    token. In some tokenizers a token for one byte of a character has no width; it counts as one character wide.
     """
     ids, spans = tokenizer.encode_spans(text, marked=ends)
     places = np.array(spans, dtype=np.int64).reshape(-1, 2)
@@ -379,7 +394,7 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
     mask = np.zeros(len(ids) + 1, dtype=np.uint8)
     within = False
     for start, stop in learned:
-        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # with marks after the text
+        mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)  # includes marks after the text
         within |= bool(((first < start) & (last > start)).any())
     if ends and tokenizer.eod is not None and not text.endswith(tokenizer.eod_name or "\0"):
         ids, mask[-1] = [*ids, tokenizer.eod], 1
@@ -389,9 +404,9 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
 
 
 def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:
-    """Yield what `read` makes of each line, with file and line; errors as of `read_examples`.
+    """Yield the file, the line and the result of `read` for each line; errors as in `read_examples`.
 
-    Parquet gives all objects of a column the same keys, so in `_CHAT` null means that a key is missing.
+    Parquet gives all objects of a column the same keys, so a null in the columns `_CHAT` means that a key is missing.
     """
 
     def without_nulls(record: Record) -> T:

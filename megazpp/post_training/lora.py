@@ -1,8 +1,8 @@
-"""LoRA: a policy whose base weights are frozen units, and whose adapters alone are sharded, trained, sent and saved.
+"""LoRA: a policy on frozen base weights. Only its adapters are sharded, trained, communicated and saved.
 
-Between nodes only adapters and their gradients travel. The base is gathered inside a node, has no fp32 master and no
-moments, and is its own reference: the same model with its adapters off. Names are PEFT's and, for modules, Hugging
-Face's (convert/peft.py).
+Only adapters and their gradients cross nodes. The base is gathered inside a node and has no fp32 master weights and no
+moments. It is also the reference: the same model with its adapters off. Names are PEFT's, and modules have
+transformers' names (convert/peft.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.convert.peft import (
     AdapterSettings,
     Branch,
-    adapter_shapes,
     default_targets,
     find_branches,
     read_adapter,
@@ -48,25 +47,25 @@ class LoraConfig:
     Train low-rank adapters instead of all weights.
     """
 
-    lora_r: int | None = flag(None, "rank of the adapters; trains adapters alone (default: all weights are trained)")
-    lora_alpha: float = flag(8.0, "what an adapter adds is scaled by this over its rank", needs="--lora-r")
+    lora_r: int | None = flag(None, "rank of the adapters; trains adapters only (default: all weights are trained)")
+    lora_alpha: float = flag(8.0, "numerator of an adapter's scale, alpha / rank", needs="--lora-r")
     lora_dropout: float = flag(0.0, "dropout of an adapter's input", needs="--lora-r")
     lora_target_modules: tuple[str, ...] | None = flag(
         None,
-        "layers with an adapter, by Hugging Face's names (q_proj ... down_proj; c_attn, c_fc, c_proj of a GPT-2), or "
+        "layers with an adapter, by transformers' names (q_proj ... down_proj; c_attn, c_fc, c_proj of a GPT-2), or "
         "all-linear (default: q_proj v_proj, or c_attn)",
         nargs="+",
         needs="--lora-r",
     )
     lora_load: str | None = flag(
         None,
-        "folder of adapters to go on with, of PEFT's or a LoRA run's folder adapter/; --load is their base, and the "
-        "reference is what they were",
+        "folder of adapters to train further, from PEFT or from a LoRA run (adapter/), on the base of --load; the "
+        "reference is the base with these adapters",
     )
     base_weight_bits: Literal[16, 8, 4] | None = flag(
         None,
-        "bits of an element of the frozen base's matrices; 8 and 4 round it, the same on every layout, and the "
-        "reference with it (default: as the model computes, so none is rounded)",
+        "bits per element of the frozen base's matrices; 8 and 4 round the base and the reference, equally on every "
+        "layout (default: the compute dtype, without rounding)",
         needs="--lora-r",
     )
 
@@ -77,28 +76,33 @@ class LoraConfig:
             raise ValueError(f"--lora-dropout {self.lora_dropout} is not in [0, 1)")
 
     def settings(self, config: GPTConfig, *, base: str | None = None, checksum: str | None = None) -> AdapterSettings:
-        """The settings of adapter_config.json.
+        """Return the settings of adapter_config.json.
 
+        Args:
+            config: architecture of the model.
+            base: name or folder of the base.
+            checksum: checksum of the base's weights.
         Raises:
-            ValueError: a target is no layer of the model's, or has a side that is smaller than the rank.
+            ValueError: a target is no linear layer of the model.
         """
         assert self.lora_r is not None
         targets = self.lora_target_modules or default_targets(config)
-        branches = find_branches(config, targets)
-        shapes = adapter_shapes(config, branches, self.lora_r)
-        for branch in branches:
-            smaller = min(shapes[f"{branch.name}.a"][0], shapes[f"{branch.name}.b"][0])
-            if self.lora_r > smaller:
-                raise ValueError(f"--lora-r {self.lora_r} is more than the smaller side of {branch.module}, {smaller}")
+        find_branches(config, targets)
         return AdapterSettings(self.lora_r, self.lora_alpha, self.lora_dropout, targets, base, checksum)
 
 
 class AdaptedPolicy(NamedTuple):
-    """A model with trained adapters on a frozen base."""
+    """A model with trained adapters on a frozen base.
 
-    built: ShardedModel  # with the handle on the adapters' shards
+    Attributes:
+        built: the model, and the handle on the adapters' shards.
+        base: the frozen base.
+        settings: settings of the adapters, with the checksum of the base.
+    """
+
+    built: ShardedModel
     base: FrozenUnits
-    settings: AdapterSettings  # with the checksum of the base
+    settings: AdapterSettings
 
 
 def load_adapted(
@@ -111,14 +115,21 @@ def load_adapted(
     trained: Callable[[str], bool] = lambda name: False,
     keep_reference: bool = False,
 ) -> AdaptedPolicy:
-    """The base of a checkpoint with adapters of --lora-load, or new ones, which change nothing yet; on all ranks.
+    """Load a checkpoint as a frozen base, and add the adapters of --lora-load, or new ones that change nothing yet.
+
+    All ranks call this together.
 
     Args:
-        trained: parameters of such names are trained beside the adapters, and begin as in the checkpoint or
-            --lora-load, else as the seed has them.
-        keep_reference: with `adapters_off` those of --lora-load are as they were.
-    Otherwise as `load_frozen_model`.
+        spec: specification of the model.
+        lora: flags of the adapters.
+        place: device and groups for the frozen weights.
+        source: checkpoint of the base.
+        record: metadata of the checkpoint.
+        trained: function that tells from a parameter's name whether it is trained as well. Such parameters begin with
+            the values of the checkpoint or of --lora-load, or with random values.
+        keep_reference: True to keep the adapters of --lora-load unchanged for use under `adapters_off`.
     """
+    # ---- base
     settings = lora.settings(spec.config)
     dims, device = place.dims, place.device
     bits = lora.base_weight_bits
@@ -129,6 +140,7 @@ def load_adapted(
     origin = record.flags.get(IMPORTED_FROM) or str(source.folder.path.resolve())
     settings = settings._replace(base=origin, checksum=checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.dropout_rank)
+    # ---- adapters
     add_adapters(model, settings, shared)
     built = fill(shard_built(model, spec, dims), spec, dims, device)
     saved = SafeReader(source.checkpoint)
@@ -137,8 +149,8 @@ def load_adapted(
         found, tensors = read_adapter(Path(lora.lora_load), spec.config)
         if found.checksum not in (None, settings.checksum):
             raise ValueError(
-                f"--lora-load {lora.lora_load} was trained on weights with checksum {found.checksum}, those of --load "
-                f"{settings.base} have {settings.checksum}: its base was {found.base}"
+                f"--lora-load {lora.lora_load} was trained on weights with checksum {found.checksum}, but --load "
+                f"{settings.base} has {settings.checksum}: its base was {found.base}"
             )
         begun |= tensors
     _begin_with(built, begun)
@@ -151,10 +163,12 @@ def load_adapted(
 
 
 def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGenerator | None) -> None:
-    """Put adapters on the meta device beside the layers that `settings` names.
+    """Add adapters, on the meta device, to the layers that `settings` names.
 
     Args:
-        shared: where tp ranks draw the dropout masks of inputs that all of them hold; None where nothing is drawn.
+        model: model to change.
+        settings: settings of the adapters.
+        shared: generator of the dropout masks of inputs that all tp ranks hold; None without dropout.
     """
     by_linear: dict[str, list[Branch]] = {}
     for branch in find_branches(model.config, settings.targets):
@@ -165,7 +179,7 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
             linear = model.get_submodule(name)
             assert isinstance(linear, (ColumnParallelLinear, RowParallelLinear)), name
             linear.adapter = _adapter(model, linear, branches, settings, agreeing)
-    if agreeing is not None:  # what recomputes a layer, and what is saved, has to know of it
+    if agreeing is not None:  # recomputation and checkpoints need the generator's state
         model.shared_generator = agreeing
         for layer in model.layers:
             assert isinstance(layer, TransformerLayer)
@@ -202,10 +216,13 @@ def _adapter(
 
 
 def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, with_head: bool = False) -> None:
-    """Write the adapters as PEFT does, whole, on rank 0; every rank calls this. `folder` has to exist there.
+    """Write the unsharded adapters in PEFT's format on rank 0; every rank calls this.
 
     Args:
-        with_head: also a reward model's scalar head.
+        policy: model with adapters.
+        folder: folder that exists on rank 0.
+        dims: parallel layout.
+        with_head: True to write a reward model's scalar head as well.
     """
     model, sharding = policy.built
     sharding.reshard()
@@ -220,7 +237,7 @@ def save_adapter(policy: AdaptedPolicy, folder: Path, dims: ParallelDims, *, wit
 
 
 def _begin_with(built: ShardedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters the values of whole tensors, where there is one of their name."""
+    """Set parameters to the values of unsharded tensors, where there is a tensor with their name."""
     built.sharding.reshard()
     with torch.no_grad():
         for name, parameter in built.model.named_parameters():
@@ -229,4 +246,4 @@ def _begin_with(built: ShardedModel, tensors: Mapping[str, torch.Tensor]) -> Non
                 if isinstance(parameter, DTensor):
                     value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 parameter.copy_(value)
-    built.sharding.weights_changed()
+    built.sharding.invalidate_weights()

@@ -1,12 +1,12 @@
 """The losses of post-training, as functions of tensors.
 
-Nothing here communicates or averages: a function gives a number for each token or each pair, and whoever calls it
-divides by denominators of the whole global batch (TRL's span a process, or a micro-batch). tests/post_training compares
-values and gradients with those of TRL: DPO, reward, GRPO and RLOO of 1.16.0, PPO of 1.12.0.
+The functions do not communicate or average. They return a number per token or per pair, and the caller divides by
+denominators of the whole global batch. (In TRL denominators span a process or a micro-batch.) tests/post_training
+compares values and gradients with TRL: DPO, reward, GRPO and RLOO with 1.16.0, PPO with 1.12.0.
 
 Legend: B rows of a micro-batch, S tokens of a row, N completions of a whole rollout, G completions of one prompt. Masks
-are fp32 of zeros and ones; without another word `mask` is [B, S] and has the completions' tokens, and log-probabilities
-`logps`, `old_logps` and `ref_logps` are [B, S], of the labels.
+are fp32 zeros and ones. Unless stated otherwise, `mask` is [B, S] and marks the completions' tokens, and `logps`,
+`old_logps` and `ref_logps` are [B, S] log-probabilities of the labels.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ PairLoss = Literal[
 TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RewardScale = Literal["group", "batch", "none"]
 AdvantageEstimator = Literal["grpo", "rloo"]
-_ADVANTAGE_EPSILON, _WHITEN_EPSILON = 1e-4, 1e-8  # TRL's
+_ADVANTAGE_EPSILON, _WHITEN_EPSILON = 1e-4, 1e-8  # the values of TRL
 
 
 class PairLosses(NamedTuple):
-    """DPO's values, each [B] fp32: the loss, with a gradient, and without one the implicit rewards of both answers."""
+    """Results of DPO, each [B] fp32.
+
+    Attributes:
+        losses: losses of the pairs, with a gradient.
+        chosen_rewards: implicit rewards of the preferred answers, without a gradient.
+        rejected_rewards: implicit rewards of the rejected answers, without a gradient.
+    """
 
     losses: torch.Tensor
     chosen_rewards: torch.Tensor
@@ -49,17 +55,22 @@ def dpo_losses(
     rejected_lengths: torch.Tensor | None = None,
     mean_chosen_length: float | torch.Tensor = 1.0,
 ) -> PairLosses:
-    """Direct preference optimization of pairs, by [B] sums of the log-probabilities of their answers.
+    """Compute the losses of direct preference optimization.
 
     Args:
-        beta: how strongly the policy is held to the reference.
-        label_smoothing: the share of labels that robust takes to be wrong.
+        policy_chosen: [B] sums of the policy's log-probabilities over the preferred answers.
+        policy_rejected: [B] the same for the rejected answers.
+        ref_chosen: [B] sums of the reference's log-probabilities over the preferred answers.
+        ref_rejected: [B] the same for the rejected answers.
+        beta: weight of the divergence from the reference.
+        label_smoothing: share of wrong labels that the loss robust assumes.
         loss_types: Rafailov et al. 2023 (sigmoid), SLiC (hinge), Azar et al. 2023 (ipo), Chowdhury et al. 2024
             (robust), Chen et al. 2024 (nca_pair), Jung et al. 2024 (bco_pair without its running mean), Wu et al. 2024
             (sppo_hard), D'Oosterlinck et al. 2024 (apo_zero, apo_down), the likelihood of the preferred answers (sft).
-        loss_weights: of each of them in the sum; None for 1 each.
-        chosen_lengths, rejected_lengths: [B] tokens of the answers, by which ipo divides.
-        mean_chosen_length: tokens of a preferred answer, the mean of the whole step, by which sft divides.
+        loss_weights: weight of each loss in the sum; None for 1 each.
+        chosen_lengths: [B] tokens of the preferred answers, by which ipo divides.
+        rejected_lengths: [B] tokens of the rejected answers, by which ipo divides.
+        mean_chosen_length: mean number of tokens of a preferred answer in the whole step, by which sft divides.
     """
     chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
     delta, total = beta * (chosen - rejected), torch.zeros_like(chosen)
@@ -95,7 +106,15 @@ def dpo_losses(
 
 
 def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor, *, center: float | None = None) -> torch.Tensor:
-    """[B] losses of [B] scores of the answers of pairs (Bradley-Terry), `center` pulls their mean to 0."""
+    """Compute the Bradley-Terry losses of pairs.
+
+    Args:
+        chosen: [B] scores of the preferred answers.
+        rejected: [B] scores of the rejected answers.
+        center: weight of a term that pulls the mean score to 0; None for no such term.
+    Returns:
+        [B] losses.
+    """
     return -F.logsigmoid(chosen - rejected) + (center or 0.0) * (chosen + rejected) ** 2
 
 
@@ -106,15 +125,16 @@ def group_advantages(
     scale: RewardScale = "group",
     estimator: AdvantageEstimator = "grpo",
 ) -> torch.Tensor:
-    """The advantage of each completion over the others of its prompt.
+    """Compute the advantage of each completion over the other completions of its prompt.
 
     Args:
-        rewards: [N] of the whole rollout, the G completions of a prompt beside each other; NaN where there is none.
+        rewards: [N] rewards of the whole rollout, with the G completions of a prompt in sequence; NaN for no reward.
         num_generations: G.
-        scale: divide by the standard deviation of the group's rewards, of all N (rloo: of the differences), or by 1.
-        estimator: subtract the group's mean (grpo), or the mean of its other members, of which there is one (rloo).
+        scale: divisor: the standard deviation of the group's rewards, of all N rewards (with rloo, of all N
+            differences), or 1.
+        estimator: baseline: the group's mean (grpo), or the mean of the group's other members (rloo).
     Returns:
-        [N]; 0 for a completion without a reward, or without others to compare it with.
+        [N] advantages; 0 for a completion without a reward, or without others to compare it with.
     """
     groups = rewards.view(-1, num_generations)
     advantages = groups - groups.nanmean(dim=1, keepdim=True)
@@ -130,13 +150,18 @@ def group_advantages(
 
 
 def nanstd(x: torch.Tensor) -> torch.Tensor:
-    """[rows, 1] standard deviations of [rows, n]; NaN of fewer than two numbers."""
+    """Return the [rows, 1] standard deviations of [rows, n] numbers, ignoring NaN; NaN for fewer than two numbers."""
     count = (~x.isnan()).sum(dim=1, keepdim=True)
     return ((x - x.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()
 
 
 class TokenLosses(NamedTuple):
-    """[B, S] losses of tokens, and 1 where clipping took the gradient away."""
+    """Losses of tokens.
+
+    Attributes:
+        losses: [B, S] losses.
+        clipped: [B, S], 1 where clipping removes the gradient.
+    """
 
     losses: torch.Tensor
     clipped: torch.Tensor
@@ -145,11 +170,15 @@ class TokenLosses(NamedTuple):
 def importance_ratio(
     logps: torch.Tensor, old_logps: torch.Tensor | None, mask: torch.Tensor, *, level: str = "token"
 ) -> torch.Tensor:
-    """[B, S] probability of each token over that of the policy which drew it, or [B, 1] their geometric means (GSPO).
+    """Compute the ratio of each token's probability to its probability under the policy that sampled it.
 
-    Without `old_logps` the same policy drew them, and the ratio is 1, as it is outside of `mask`.
+    Args:
+        logps: log-probabilities of the policy.
+        old_logps: log-probabilities of the policy that sampled the tokens; None if that is the same, so the ratio is 1.
+        mask: mask of the tokens. The ratio is 1 elsewhere.
+        level: "token" for [B, S] ratios of tokens, "sequence" for [B, 1] geometric means (GSPO).
     """
-    # outside of the mask a log-probability may be anything: exp of it must not become an inf that 0 turns into NaN
+    # Log-probabilities outside the mask are arbitrary. Their exp could be inf, and inf * 0 is NaN.
     log_ratio = torch.where(mask > 0, logps - (logps.detach() if old_logps is None else old_logps), 0.0)
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -165,12 +194,15 @@ def policy_losses(
     epsilon_high: float | None = None,
     delta: float | None = None,
 ) -> TokenLosses:
-    """The clipped surrogate of PPO and GRPO, without an entropy or KL term; 0 outside of `mask`.
+    """Compute the clipped surrogate loss of PPO and GRPO, without an entropy or KL term; 0 outside `mask`.
 
     Args:
-        advantages: [B] of rows or [B, S] of tokens.
-        epsilon, epsilon_high, delta: the ratio counts from 1 - epsilon to 1 + epsilon_high (None: epsilon), as delta
-            at most, where advantages are negative either (INTELLECT-2).
+        ratio: ratios of `importance_ratio`.
+        advantages: [B] advantages of rows, or [B, S] advantages of tokens.
+        mask: mask of the tokens.
+        epsilon: lower clip range, 1 - epsilon.
+        epsilon_high: upper clip range, 1 + epsilon_high; None for `epsilon`.
+        delta: largest ratio, which also bounds it where advantages are negative (INTELLECT-2); None for no bound.
     """
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)
@@ -184,7 +216,15 @@ def policy_losses(
 def cispo_losses(
     logps: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *, highest: float
 ) -> TokenLosses:
-    """REINFORCE by a ratio of at most `highest`, without its gradient (CISPO); else as `policy_losses`, of rows."""
+    """Compute REINFORCE losses weighted by a truncated ratio without a gradient (CISPO); 0 outside `mask`.
+
+    Args:
+        logps: log-probabilities of the policy.
+        ratio: ratios of `importance_ratio`.
+        advantages: [B] advantages of rows.
+        mask: mask of the tokens.
+        highest: largest ratio.
+    """
     advantages = advantages.unsqueeze(1)
     losses = -ratio.detach().clamp(max=highest) * advantages * torch.where(mask > 0, logps, 0.0)
     return TokenLosses(losses, ((ratio > highest) & (advantages > 0)).float() * mask)
@@ -193,9 +233,13 @@ def cispo_losses(
 def kl_to_reference(
     logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[B, S] estimates of the divergence from the reference (Schulman's k3); 0 outside of `mask`.
+    """Estimate the divergence of each token from the reference (Schulman's k3); 0 outside `mask`.
 
-    Times `ratio` they have the gradient of the reverse divergence, without bias (DeepSeek-V3.2).
+    Args:
+        logps: log-probabilities of the policy.
+        ref_logps: log-probabilities of the reference.
+        mask: mask of the tokens.
+        ratio: ratios that multiply the estimates, for an unbiased gradient of the reverse divergence (DeepSeek-V3.2).
     """
     log_ratio = torch.where(mask > 0, ref_logps - logps, 0.0)
     divergence = log_ratio.exp() - log_ratio - 1
@@ -210,12 +254,16 @@ def token_weights(
     num_tokens: float | torch.Tensor,
     max_completion_length: int,
 ) -> torch.Tensor:
-    """[B, S] weights so that the loss of an optimizer step is the sum of its tokens' losses times them.
+    """Compute [B, S] weights of token losses, whose weighted sum over a step is the loss of the step.
 
     Args:
-        loss_type: grpo gives each completion the same weight, dr_grpo each token, whatever the lengths; bnpo and dapo
-            give each token its share of the step's (TRL's bnpo: of one process and micro-batch's); cispo as dapo.
-        num_completions, num_tokens: of the whole step and all ranks.
+        mask: mask of the tokens.
+        loss_type: grpo gives equal weights to completions. dr_grpo gives equal weights to tokens, independently of the
+            lengths. bnpo, dapo and cispo give each token its share of the step's tokens. (TRL's bnpo counts the tokens
+            of a process's micro-batch.)
+        num_completions: completions of the whole step on all ranks.
+        num_tokens: tokens of the whole step on all ranks.
+        max_completion_length: largest number of tokens of a completion.
     """
     match loss_type:
         case "grpo":
@@ -227,9 +275,12 @@ def token_weights(
 
 
 def value_mask(mask: torch.Tensor, *, max_completion_length: int) -> torch.Tensor:
-    """The places of PPO's values: completions' tokens, and the place after a completion that ended before the limit.
+    """Return the mask of PPO's values: the completions' tokens, and the place after each that ended by itself.
 
-    A completion of `max_completion_length` tokens has no place after it. (TRL: the longest of a batch.)
+    Args:
+        mask: mask of the completions' tokens.
+        max_completion_length: number of tokens of a completion that reached the limit, which has no place after it.
+            (In TRL that is the longest completion of a batch.)
     """
     after = torch.zeros_like(mask)
     after[:, 1:] = (mask[:, :-1] > 0) & (mask[:, 1:] == 0)
@@ -245,9 +296,15 @@ def ppo_rewards(
     *,
     kl_coef: float,
 ) -> torch.Tensor:
-    """[B, S] rewards of tokens: the penalty for leaving the reference, and the [B] score where the last value is.
+    """Compute [B, S] rewards of tokens: the penalty for divergence from the reference, and the score at the last value.
 
-    `values_at` is the `value_mask` of `mask`.
+    Args:
+        logps: log-probabilities of the policy.
+        ref_logps: log-probabilities of the reference.
+        scores: [B] scores of the completions.
+        mask: mask of the completions' tokens.
+        values_at: `value_mask` of `mask`.
+        kl_coef: weight of the penalty.
     """
     kl = torch.where(mask > 0, logps - ref_logps, 0.0)
     following = F.pad(values_at, (0, 1))[:, 1:]
@@ -257,9 +314,16 @@ def ppo_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimation along rows: [B, S] advantages, and the returns that values are trained towards.
+    """Compute generalized advantage estimates along rows, which PPO then whitens.
 
-    `mask` is a `value_mask`; after its last place a row is worth nothing. PPO then whitens the tokens' advantages.
+    Args:
+        rewards: [B, S] rewards of tokens.
+        values: [B, S] values.
+        mask: `value_mask`; after its last place the value is 0.
+        gamma: discount.
+        lam: lambda of the estimation.
+    Returns:
+        [B, S] advantages, and [B, S] returns, which are the targets of the values.
     """
     values = values * mask
     following, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
@@ -278,10 +342,13 @@ def whiten(
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
     shift_mean: bool = True,
 ) -> torch.Tensor:
-    """`x` with variance 1 (and mean 0) over the masked places of the whole rollout batch; 0 outside of `mask`.
+    """Scale `x` to variance 1 and mean 0 over the masked places of the whole rollout; 0 outside `mask`.
 
-    `sum_over_ranks` sums an fp64 tensor over the ranks that hold other rows (TRL whitens each process alone);
-    `shift_mean` False keeps the mean.
+    Args:
+        x: [B, S] numbers.
+        mask: [B, S] mask.
+        sum_over_ranks: function that sums an fp64 tensor over the ranks with other rows. (TRL whitens per process.)
+        shift_mean: False to keep the mean.
     """
     x64, mask64 = x.double(), mask.double()
     sums = sum_over_ranks(torch.stack((mask64.sum(), (x64 * mask64).sum(), (x64.square() * mask64).sum())))
@@ -294,7 +361,15 @@ def whiten(
 def clipped_value_losses(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, *, cliprange_value: float
 ) -> TokenLosses:
-    """PPO's losses of [B, S] values that may move so far from the old ones; 0 outside of the `value_mask`."""
+    """Compute PPO's clipped losses of values; 0 outside `mask`.
+
+    Args:
+        values: [B, S] values.
+        old_values: [B, S] values before the first update.
+        returns: [B, S] targets.
+        mask: `value_mask`.
+        cliprange_value: largest change of a value from its old value.
+    """
     near = torch.minimum(torch.maximum(values, old_values - cliprange_value), old_values + cliprange_value)
     free, clamped = (values - returns).square(), (near - returns).square()
     return TokenLosses(0.5 * torch.maximum(free, clamped) * mask, (clamped > free).float() * mask)

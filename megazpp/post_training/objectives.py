@@ -1,12 +1,12 @@
-"""The objectives: a micro-batch to its share of the step's loss, and the step's metrics under TRL's names.
+"""The objectives: they compute a micro-batch's share of the step's loss, and the step's metrics with TRL's names.
 
-    sft     pretraining's own `LanguageModelLoss`
+    sft     `LanguageModelLoss` of pretraining
     reward  PreferenceLoss with scores of the scalar head
-    dpo     PreferenceLoss with log-probabilities, and the reference's
+    dpo     PreferenceLoss with log-probabilities of the policy and the reference
     grpo    PolicyLoss
-    ppo     PolicyLoss with the value head's loss beside the policy's
+    ppo     PolicyLoss with losses of the policy and the value head
 
-The formulas are in losses.py; what is here is the forward, the denominators of the whole step, and what is logged.
+losses.py has the formulas. This file has the forward, the denominators of the whole step, and the metrics.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from megazpp.post_training.losses import (
 )
 from megazpp.training.objective import Evaluator, Objective
 
-Logps = Callable[[Any], torch.Tensor]  # of a reference: a batch's [B, S] fp32 log-probabilities of the labels
+Logps = Callable[[Any], torch.Tensor]  # function from a batch to the reference's [B, S] fp32 log-probabilities
 
 
 class StepSums:
-    """Sums over the micro-batches and data ranks of one step, for means: name -> sum and count."""
+    """Sums and counts by name over the micro-batches and data ranks of one step, from which means are computed."""
 
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
@@ -46,18 +46,18 @@ class StepSums:
         self._largest: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, values: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Count `values` in the mean of that name, those of `mask` if it is given."""
+        """Add `values` to the mean `name`, weighted by `mask` if it is given."""
         weights = torch.ones_like(values) if mask is None else mask
         pair = torch.stack(((values.detach() * weights).sum(dtype=torch.float64), weights.sum(dtype=torch.float64)))
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def largest(self, name: str, value: torch.Tensor) -> None:
-        """The largest `value` of all."""
+        """Add `value` to the maximum `name`."""
         value = value.detach().double()
         self._largest[name] = torch.maximum(self._largest[name], value) if name in self._largest else value
 
     def means(self) -> dict[str, float]:
-        """All of them, on all ranks; waits for the device. A mean of nothing is left out."""
+        """Return all means and maxima, on all ranks; wait for the device. A mean without values is left out."""
         found: dict[str, float] = {}
         if self._sums:
             totals = self._dims.sum_over_data_(torch.stack(list(self._sums.values()))).tolist()
@@ -69,7 +69,13 @@ class StepSums:
 
 
 class PreferenceLoss:
-    """Pairs of answers: the mean over all pairs of the step; dpo takes `reference` where a batch has no ref_logps."""
+    """The loss of pairs of answers, averaged over all pairs of the step.
+
+    Args:
+        config: flags of the objective, reward or dpo.
+        dims: parallel layout.
+        reference: log-probabilities of the reference, which dpo uses for batches without ref_logps.
+    """
 
     def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Logps | None = None) -> None:
         self._config, self._dims, self._reference = config, dims, reference
@@ -125,11 +131,13 @@ class PreferenceLoss:
 
 
 class PolicyLoss:
-    """Drawn completions: the clipped surrogate of GRPO or PPO.
+    """The clipped surrogate loss of sampled completions, for GRPO and PPO.
 
     Args:
-        temperature: that the completions were drawn at.
-        rollout_metrics: of the completions, known before the step.
+        config: flags of the objective.
+        dims: parallel layout.
+        temperature: temperature at which the completions were sampled.
+        rollout_metrics: function that returns metrics of the completions.
     """
 
     def __init__(
@@ -181,10 +189,10 @@ class PolicyLoss:
                 delta=config.delta,
             )
         self._sums.add("entropy", outputs.entropy, mask)
-        # one ratio of a whole completion counts once
+        # a ratio of a whole completion counts once
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
-        if batch.sampling_logps is not None:  # which the policy had before its first update
+        if batch.sampling_logps is not None:  # compared with the policy before its first update
             drawn_by = logps if batch.old_logps is None else batch.old_logps
             difference = ((drawn_by - batch.sampling_logps) * mask).abs()
             self._sums.add("sampling_logp_difference/mean", difference, mask)
@@ -224,20 +232,20 @@ class PolicyLoss:
 
 @dataclass
 class ObjectiveEvaluator(Evaluator):
-    """Mean loss over the first global batches of a dataset, the same at every call; the metrics are logged.
+    """An evaluator of the mean loss over the first global batches of a dataset, which also logs the metrics.
 
     A metric is the mean over the steps that have it.
 
     Args:
-        objective: whose denominators span a global batch.
-        log: told the metrics.
+        objective: objective, whose denominators span a global batch.
+        log: function that prints a line with the metrics.
     """
 
     objective: Objective
     log: Callable[[str], None]
 
     def mean_loss(self, steps: Iterable[Sequence[Any]]) -> float:
-        """The mean over the steps."""
+        """Return the mean loss over the steps."""
         total = torch.zeros((), dtype=torch.float64, device=self.model.embedding.word.weight.device)
         found: dict[str, list[float]] = {}
         for batches in steps:
@@ -253,10 +261,12 @@ class ObjectiveEvaluator(Evaluator):
 
 
 def scores(model: GPTModel, batch: PairBatch | RolloutBatch, *, pad: int | None = None) -> torch.Tensor:
-    """[B] fp32: what the scalar head makes of each whole row.
+    """Compute [B] fp32 scores of whole rows with the scalar head.
 
     Args:
-        pad: the score is at the last token other than this one, as in transformers; None for the last token.
+        model: model with a scalar head.
+        batch: rows to score.
+        pad: padding token: the score is at the last other token, as in transformers. None scores the last token.
     """
     outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, with_values=True)
     assert outputs.values is not None
@@ -269,12 +279,12 @@ def scores(model: GPTModel, batch: PairBatch | RolloutBatch, *, pad: int | None 
 
 
 def scores_of(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B]: the value [B, S] of each whole row; `mask` [B, S] has the places before the tokens of the answer."""
+    """Return the [B] values at the last token of each row's answer, from [B, S] values and the loss mask."""
     return values.gather(1, last_places(mask).unsqueeze(1)).squeeze(1)
 
 
 def last_places(mask: torch.Tensor) -> torch.Tensor:
-    """[B]: the place of the last token of each row's answer; `mask` as of `scores_of`."""
+    """Return the [B] indices of the last token of each row's answer, from the [B, S] loss mask."""
     places = torch.arange(mask.shape[1], device=mask.device)
     return (torch.where(mask > 0, places, 0).amax(dim=1) + 1).clamp(max=mask.shape[1] - 1)
 

@@ -1,16 +1,17 @@
-"""All models of a post-training on one rank: their memory on paper, and a step taken on tensors without memory.
+"""Memory estimates of all models of a post-training on one rank, and a dry run of a step on tensors without memory.
 
-Memory (--plan, by planner/step.py) is that of each phase at its fullest moment:
+The plan (--plan, by planner/step.py) estimates the peak memory of each phase:
 
-    drawing    (grpo, ppo) the policy gathered as a whole, and keys and values; without a prompt's own activations
-    asking     a forward of the reference or reward model, without a backward
+    drawing    (grpo, ppo) the gathered policy, and keys and values, without the activations of prompts
+    asking     a forward of the reference or reward model
     training   forward, backward and update of the policy, or of its adapters on a frozen base
 
-The policy's shards, moments and kept weights, and the frozen models, are there in all of them; of models that stream
-(--weights-on host or disk) what the device has of them. Of a policy's scalar head (reward, ppo) its shards are counted.
+All phases include the policy's shards, moments and kept weights, and the frozen models. Of streamed models
+(--weights-device host or disk), only the part on the device counts. Of a policy's scalar head (reward, ppo), only its
+shards count.
 
-The step (--dry-run, by planner/dry_run.py) is the program's own: the policy or its adapters on a frozen base, the
-objective, and the forwards of reference and reward model. Completions are not drawn.
+The dry run (--dry-run, by planner/dry_run.py) runs the program's own step: the policy or its adapters on a frozen base,
+the objective, and the forwards of reference and reward model. It samples no completions.
 """
 
 from __future__ import annotations
@@ -50,22 +51,25 @@ from megazpp.training.setup import ModelSpec, model_on_meta, shard_built, shard_
 from megazpp.zero.config import ZeroConfig
 
 STANDING = (Memory.PARAMETERS, Memory.MOMENTS, Memory.SECONDARY, Memory.FEEDBACK, Memory.FROZEN)
-Phases = dict[str, Counter[Memory]]  # bytes of one rank by kind, at the fullest moment of each phase that there is
+Phases = dict[str, Counter[Memory]]  # peak bytes of one rank by kind, for each phase
 
 
 def describe_phases(phases: Phases) -> list[str]:
-    """A table."""
+    """Return the lines of a table of the phases."""
     return list(aligned(memory_rows("GB of a rank at the fullest moment of", phases)))
 
 
 def plan_models(
     config: RunConfig, configs: PostConfigs, plan: RunPlan, *, rank: int = 0, on_cpu: bool = False
 ) -> Phases:
-    """Plan what `rank` will need.
+    """Estimate the memory of a rank.
 
     Args:
-        config: with sequence length and size of the vocabulary.
-        on_cpu: whether the process itself computes.
+        config: configs of the run, with sequence length and vocabulary size.
+        configs: configs of post-training.
+        plan: plan of the run.
+        rank: rank to estimate.
+        on_cpu: True if the CPU computes.
     Raises:
         ValueError: --lora-target-modules names no layers of the model.
     """
@@ -112,13 +116,13 @@ def plan_models(
         once = {kind: asked[kind] for kind in (Memory.ACTIVATIONS, Memory.UNPACKED)}
         if streams:
             once[Memory.UNPACKED] = 0
-        if settings is not None and post.needs_reference:  # the reference is the base
+        if settings is not None and post.needs_reference:  # the base is the reference
             base = asked_in(lora.base_weight_bits)
             once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
-        if not post.draws:  # it is asked between micro-batches
+        if not post.draws:  # the reference computes between micro-batches, when gradients exist
             once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
         phases["asking"] = standing + reward + reference + Counter(once)
-    beside = reward if post.precompute_ref_log_probs else reward + reference  # it is gone by now
+    beside = reward if post.precompute_ref_log_probs else reward + reference  # a precomputed reference is freed
     if post.draws:
         phases["drawing"] = standing + beside + _drawing(config, configs, plan, policy)
     return phases | {"training": training + beside}
@@ -129,10 +133,10 @@ class PostDryRun(NamedTuple):
 
     Attributes:
         sent: calls and bytes by (wire, axis, collective).
-        live_bytes: of tensors at the fullest moment.
-        planned: what was expected of that; drawing is no part of a dry run.
-        base_bytes: of the frozen base.
-        trained: parameters.
+        live_bytes: peak bytes of tensors.
+        planned: estimates of the phases; a dry run does not include the phase drawing.
+        base_bytes: bytes of the frozen base.
+        trained: number of trained parameters of the whole model.
     """
 
     sent: TrafficTable
@@ -143,11 +147,11 @@ class PostDryRun(NamedTuple):
 
     @property
     def planned_bytes(self) -> int:
-        """The planned bytes of what was run."""
+        """The estimated peak bytes of the phases that a dry run includes."""
         return max(kinds.total() for name, kinds in self.planned.items() if name != "drawing")
 
     def describe(self) -> str:
-        """Tables of what is planned and what was counted."""
+        """Return tables of the estimates and of the counted bytes."""
         rows: list[tuple[str, ...]] = [("MB of one rank, one optimizer step", "counted")]
         rows += [(f"sent, {wire}", f"{sent_on(self.sent, wire) / MEGA:.3f}") for wire in WIRES]
         rows.append(("live at the fullest moment", f"{self.live_bytes / MEGA:.3f}"))
@@ -160,13 +164,13 @@ class PostDryRun(NamedTuple):
 
 
 def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *, rank: int) -> PostDryRun:
-    """Plan the step of `rank`, and take it.
+    """Estimate the step of `rank`, and run it without memory.
 
     Raises:
-        ValueError: flags that do not fit each other or the cluster, no --vocab-size, or weights that would be read.
+        ValueError: flags contradict each other or the cluster, --vocab-size is missing, or weights would be read.
     """
     if configs.weights.packs:
-        raise ValueError("--dry-run reads no weights: --weights-on and --weight-bits are for --plan")
+        raise ValueError("--dry-run reads no weights: --weights-device and --weight-bits are for --plan")
     config, plan = plan_dry_run(config, cluster, rank)
     post, lora, base_bytes, trained = configs.training, configs.lora, 0, 0
 
@@ -220,7 +224,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
 
 
 def _fake_batch(post: PostTrainingConfig, rows: int, seq_length: int) -> PairBatch | RolloutBatch:
-    """Preferences or rollouts."""
+    """Return a batch of pairs or completions for the objective."""
     tokens, numbers = torch.zeros(rows, seq_length, dtype=torch.int64), torch.ones(rows, seq_length)
     inputs = (tokens, tokens, numbers, tokens, None)
     if not post.draws:
@@ -240,7 +244,7 @@ def _frozen(
     trained: str | tuple[()] = (),
     bits: int | None = None,
 ) -> tuple[GPTModel, FrozenUnits]:
-    """A model of frozen units, but for parameters whose names begin with `trained`."""
+    """Build a model of frozen units, except parameters whose names begin with `trained`."""
     model = model_on_meta(spec, dims, CPU)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
@@ -259,12 +263,12 @@ def _freeze(model: GPTModel) -> None:
 
 
 def _rows_of(post: PostTrainingConfig, micro_batch_size: int) -> int:
-    """Rows of a micro-batch: a pair has two."""
+    """Return the number of rows of a micro-batch; a pair has two."""
     return micro_batch_size * (2 if post.objective in ("dpo", "reward") else 1)
 
 
 def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: StepSimulator) -> Counter[Memory]:
-    """All of the policy gathered, and keys and values of what a data rank draws at once."""
+    """Estimate the memory of sampling: the gathered policy, and keys and values of one batch of completions."""
     post, model, itemsize = configs.training, config.model, config.precision.param_dtype.itemsize
     count = post.rollouts_at_once or plan.batches.global_batch_size * post.slices // plan.layout.data
     per_token = 2 * model.layers * (model.query_groups // plan.layout.tp) * model.head_size * itemsize
@@ -274,7 +278,7 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Ste
     return Counter(
         {
             Memory.GATHERED: sum(whole),
-            Memory.BUFFERS: max(copied) if shard > 1 else 0,  # of a gather, and of the one before it
+            Memory.BUFFERS: max(copied) if shard > 1 else 0,  # buffers of a gather and of the previous one
             Memory.UNPACKED: policy.unpacked_bytes,
             Memory.KEYS_AND_VALUES: count * configs.form.max_length * per_token,
         }
@@ -282,12 +286,12 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Ste
 
 
 def _streamed_bytes(config: RunConfig, configs: PostConfigs, plan: RunPlan, rank: int, on_cpu: bool) -> int:
-    """The bytes that a model that streams has on the device; a CPU's memory is the host's."""
+    """Return the bytes of a streamed model on the device. With a CPU as the device, host memory counts."""
     weights = configs.weights
     tp = SimulatedAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
     assert config.tokenizer.vocab_size is not None
     with torch.device("meta"):
         model = GPTModel(config.model, vocab_size=config.tokenizer.vocab_size, tp=tp)
     stream = plan_stream(model, list(model.layers), plan.layout.axis_size("local"), *weights.at_rest(config.precision))
-    fetched = weights.weights_on == "disk" or (weights.weights_on == "host" and not on_cpu)
+    fetched = weights.weights_device == "disk" or (weights.weights_device == "host" and not on_cpu)
     return stream.device_bytes(weights.prefetch_layers, fetched=fetched)

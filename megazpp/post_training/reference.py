@@ -1,10 +1,10 @@
-"""Frozen models beside the policy: the reference, and a trained reward model.
+"""Frozen models of a post-training: the reference model and a trained reward model.
 
-With --precompute-ref-log-probs the reference's log-probabilities of all pairs of a data set are computed once, and kept
-beside the tokens, an array for every CHUNK pairs: a run that was stopped is taken up there. Their names follow from the
-tokens and masks of the pairs (so from text, template, tokenizer and --max-length), the reference's checkpoint, and the
-precision it computes in; the next run that has the same never opens the reference. Rank 0 reads and writes. Beside an
-array is its CRC-32: a damaged one is an error.
+With --precompute-ref-log-probs, the reference's log-probabilities of all pairs of a dataset are computed once and
+cached, in one array per CHUNK pairs. An interrupted run resumes after the last array. The cache key contains the tokens
+and masks of the pairs (and so text, template, tokenizer and --max-length), the reference's checkpoint, and the
+precision of the computation. A later run with the same key never opens the reference. Rank 0 reads and writes the
+arrays. Each has a CRC-32, and a damaged array is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SCORE_PAD, SHAPE, CheckpointMetadata, shape_of
-from megazpp.checkpoint.parts import weights_bytes
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.checkpoint.weights import FrozenPlace
@@ -42,12 +41,13 @@ CHUNK = 2048  # pairs between two writes
 
 
 class FrozenModel:
-    """A model that is asked and never changed.
+    """A model that is never trained.
 
     Args:
-        temperature: of its log-probabilities.
-        is_policy: it is the policy in training, without its adapters.
-        score_pad: token that no score is at (`objectives.scores`).
+        model: the model.
+        temperature: divisor of the logits for log-probabilities.
+        is_policy: True if `model` is the trained policy, which serves as the reference with its adapters off.
+        score_pad: padding token of `objectives.scores`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def logps(self, batch: Any) -> torch.Tensor:
-        """[B, S] fp32 log-probabilities of the labels of a batch."""
+        """Return the [B, S] fp32 log-probabilities of a batch's labels."""
         with adapters_off(self._model):
             return -self._model(
                 batch.tokens, batch.labels, position_ids=batch.position_ids, temperature=self._temperature
@@ -66,15 +66,22 @@ class FrozenModel:
 
     @torch.no_grad()
     def scores(self, batch: Any) -> torch.Tensor:
-        """[B] fp32: what the scalar head makes of each row."""
+        """Return the [B] fp32 scores of a batch's rows."""
         return scores(self._model, batch, pad=self._score_pad)
 
 
 class SyncedModel(FrozenModel, StatePart):
-    """A reference that takes a share `alpha` of the policy after `every` steps (TR-DPO, Gorbatovski et al. 2024).
+    """A reference into which a share of the policy is mixed at intervals (TR-DPO, Gorbatovski et al. 2024).
 
-    Both are alike in shape and shards, so that no rank sends anything for it. Checkpoints keep it, sharded like the
-    policy.
+    Reference and policy have equal shapes and shards, so mixing needs no communication. Checkpoints contain the
+    reference, sharded like the policy.
+
+    Args:
+        reference: the reference model.
+        policy: the trained policy.
+        alpha: share of the policy in the mixture.
+        every: optimizer steps between two mixtures.
+        temperature: divisor of the logits for log-probabilities.
     """
 
     prefix = "reference."
@@ -98,19 +105,16 @@ class SyncedModel(FrozenModel, StatePart):
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         return self.tensors()
 
-    def estimate_bytes(self) -> int:
-        return weights_bytes(self.built.model)
-
     def take(self, alpha: float) -> None:
-        """Mix the policy's weights in."""
+        """Mix a share `alpha` of the policy's weights into the reference."""
         for each in (self.built, self._policy):
-            each.sharding.reshard()  # parameters are shards from here on
+            each.sharding.reshard()  # so that the parameters are shards
         mix_(self.built.model.parameters(), self._policy.model.parameters(), alpha)
 
 
 @torch.no_grad()
 def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alpha: float) -> None:
-    """Make each tensor of `reference` 1 - alpha of itself and alpha of the policy's."""
+    """Replace each tensor of `reference` by (1 - alpha) of itself plus alpha of the policy's."""
     for own, new in zip(reference, policy, strict=True):
         local(own).mul_(1.0 - alpha).add_(local(new), alpha=alpha)
 
@@ -118,9 +122,18 @@ def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alph
 def find_frozen(
     folder: CheckpointFolder, iteration: int | None, *, scalar_head: bool, lora_base: tuple[str, ...] = ()
 ) -> tuple[LoadSource, CheckpointMetadata]:
-    """Find the checkpoint of a frozen model and its record; raise ValueError if there is none, or no scalar head."""
+    """Return the checkpoint of a frozen model and its metadata.
+
+    Args:
+        folder: folder of checkpoints.
+        iteration: iteration to find; None for the latest.
+        scalar_head: True if the model has to be a reward model.
+        lora_base: folders that now hold the bases of adapters, if they have moved.
+    Raises:
+        ValueError: there is no checkpoint, or it has no scalar head.
+    """
     source, record = find_weights(folder, iteration, lora_base=lora_base)
-    if scalar_head and record.flags.get("objective") != "reward":
+    if scalar_head and not record.is_reward_model:
         raise ValueError(f"{folder.name} is no reward model: it has no scalar head (--objective reward trains one)")
     return source, record
 
@@ -135,13 +148,18 @@ def load_frozen(
     temperature: float = 1.0,
     lora_base: tuple[str, ...] = (),
 ) -> FrozenModel:
-    """The model of a checkpoint, on all ranks together: in frozen units, or streamed from where `weights` says.
+    """Load the model of a checkpoint, on all ranks together.
 
     Args:
-        spec: of the policy; `scalar_head` says whether it has to have one. A reward model has a shape of its own.
-        iteration: None for the latest.
+        spec: specification of the policy, with `scalar_head` for a reward model, which has its own architecture.
+        place: device and groups for the frozen weights.
+        weights: flags for the storage of the weights: in frozen units, or streamed from the host or a disk.
+        folder: folder of checkpoints.
+        iteration: iteration to load; None for the latest.
+        temperature: divisor of the logits for log-probabilities.
+        lora_base: folders that now hold the bases of adapters, if they have moved.
     Raises:
-        ValueError: there is no checkpoint, or it is another model's or tokenizer's, or has no scalar head.
+        ValueError: there is no checkpoint, it belongs to another model or tokenizer, or it has no scalar head.
     """
     source, record = find_frozen(folder, iteration, scalar_head=spec.scalar_head, lora_base=lora_base)
     if spec.scalar_head:
@@ -151,7 +169,7 @@ def load_frozen(
 
 
 def reward_config(policy: GPTConfig, record: CheckpointMetadata) -> GPTConfig:
-    """Return the shape of a reward model's checkpoint, computed as the policy is (compilation, float8)."""
+    """Return the architecture of a reward model's checkpoint, with the policy's execution flags (compile, float8)."""
     own = {field.name: getattr(policy, field.name) for field in fields(GPTConfig) if field.name not in SHAPE}
     return GPTConfig(**own | shape_of(record.flags))
 
@@ -165,14 +183,19 @@ def cached_logps(
     folder: Path,
     micro_batch_size: int,
 ) -> torch.Tensor:
-    """[pairs, 2] fp32 log-probabilities of both answers of all pairs of the files, on the CPU of every rank.
+    """Return the reference's log-probabilities of both answers of all pairs, from the cache where possible.
 
     Args:
-        open_reference: called on all ranks where not all of them are on disk.
-        reference: names it and how it computes.
-        folder: of the arrays.
+        dataset: pairs.
+        open_reference: function that opens the reference; it is called on all ranks if an array is missing.
+        place: device and groups for the frozen weights.
+        reference: description of the reference and its precision, for the cache key.
+        folder: cache folder of the arrays.
+        micro_batch_size: pairs of one forward.
+    Returns:
+        [pairs, 2] fp32, on the CPU of every rank.
     Raises:
-        ValueError: an array cannot be read or written; on every rank.
+        ValueError: an array cannot be read or written; raised on every rank.
     """
     files, total = place.files, dataset.num_pairs
 
@@ -202,7 +225,7 @@ def cached_logps(
 
 
 def _load(path: Path) -> torch.Tensor:
-    """Raises ValueError if they are not as they were written."""
+    """Load an array; raise ValueError if its CRC-32 is wrong."""
     logps, *crcs = [np.array(array) for array in load_or_save_arrays(path, list)] or [np.zeros(0)]
     if crcs != [_crc(logps)]:
         raise ValueError(f"--data-cache-path: {path} is damaged; delete it to rebuild it")
@@ -217,10 +240,10 @@ def _crc(array: np.ndarray) -> np.ndarray:
 def _compute_logps(
     reference: Logps, dataset: PreferenceDataset, pairs: range, place: FrozenPlace, micro_batch_size: int
 ) -> torch.Tensor:
-    """[len(pairs), 2] on the CPU of every rank; micro-batches go to data ranks in turn, all run equally many."""
+    """Compute [len(pairs), 2] log-probabilities; data ranks take turns and all run the same number of micro-batches."""
     dims, found, multiple = place.dims, torch.zeros(len(pairs), 2), row_multiple(place.device, place.dims)
     stride = micro_batch_size * dims.data_size
-    with dims.counter.paused():  # no step sends this
+    with dims.counter.paused():  # this traffic belongs to no step
         for first in range(dims.data_rank * micro_batch_size, -(-len(pairs) // stride) * stride, stride):
             places = range(first, first + micro_batch_size)
             samples = np.stack([dataset.pair(pairs[each % len(pairs)]) for each in places])

@@ -1,9 +1,9 @@
-"""Reward functions: Python callables that judge completions.
+"""Reward functions: Python callables that give rewards to completions.
 
-`f(prompts, completions, **columns)` gives a list of numbers, one for each completion, or None where it has no opinion
-(TRL's contract). Prompts are as the data has them, a string or a list of messages; completions are strings, or after a
-list of messages a list of one message of the assistant's. `columns` are the other columns of the data, each a list; a
-function without `**` is given those that it names. All are passed by name.
+`f(prompts, completions, **columns)` returns a list with a number for each completion, or None for no reward, as in TRL.
+Prompts have the form of the data, a string or a list of messages. Completions are strings, or, after a list of
+messages, lists with one message of the assistant. `columns` are the other columns of the data, each as a list. A
+function without `**` gets the columns that it names. All arguments are passed by name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,12 @@ class RewardConfig:
 
 
 class RewardFunction(NamedTuple):
-    """A function of --reward-funcs, by the name that metrics have: its own, or the flag's where two share that."""
+    """A function of --reward-funcs.
+
+    Attributes:
+        name: name in metrics: the function's, or the flag's value if two functions share a name.
+        function: the function.
+    """
 
     name: str
     function: Callable[..., Sequence[float | None]]
@@ -68,7 +73,7 @@ def load_reward_functions(config: RewardConfig) -> list[RewardFunction]:
     """Import the functions of --reward-funcs.
 
     Raises:
-        ValueError: a module is missing or fails, or it has no such function.
+        ValueError: a module is missing or fails, or has no such function.
     """
     functions = [(value, _load(value)) for value in config.reward_funcs]
     names = [value.rpartition(":")[2] for value, _ in functions]
@@ -79,10 +84,11 @@ def load_reward_functions(config: RewardConfig) -> list[RewardFunction]:
 
 
 def judge(functions: Sequence[RewardFunction], prompts: Sequence[Prompt], completions: Sequence[str]) -> torch.Tensor:
-    """[N, number of functions] fp64 rewards of the completions of N prompts; NaN where a function gives None.
+    """Return [N, functions] fp64 rewards of the completions of N prompts; NaN where a function returns None.
 
     Raises:
-        ValueError: a function fails or does not give a number for each; the function and the sample are named.
+        ValueError: a function fails, or does not return a number per completion. The message names the function and the
+            sample.
     """
     values = [
         [{"role": "assistant", "content": text}] if isinstance(prompt.value, list) else text
@@ -93,10 +99,13 @@ def judge(functions: Sequence[RewardFunction], prompts: Sequence[Prompt], comple
 
 
 def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """[N] weighted sums of [N, number of functions] rewards without the NaN; NaN where there is nothing else.
+    """Return the [N] weighted sums of rewards, ignoring NaN.
 
     Args:
-        weights: of the functions; None for 1 each.
+        rewards: [N, functions] rewards.
+        weights: weights of the functions; None for 1 each.
+    Returns:
+        [N] sums; NaN for a completion without any reward.
     """
     weighted = rewards if weights is None else rewards * rewards.new_tensor(weights)
     return weighted.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
@@ -105,7 +114,14 @@ def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None)
 def reward_metrics(
     names: Sequence[str], rewards: torch.Tensor, total: torch.Tensor, *, group_size: int
 ) -> dict[str, float]:
-    """Means and deviations of [N, functions] rewards by their names, and of their [N] sums, under TRL's names."""
+    """Return means and standard deviations of rewards, by TRL's names.
+
+    Args:
+        names: names of the functions.
+        rewards: [N, functions] rewards.
+        total: [N] weighted sums.
+        group_size: completions of each prompt.
+    """
     found: dict[str, float] = {}
     for name, column in zip(names, rewards.t(), strict=True):
         known = column[~column.isnan()]
@@ -123,15 +139,17 @@ def reward_metrics(
 
 
 def check_reward_functions(config: RewardConfig) -> None:
-    """Look for the modules and functions of --reward-funcs, and run nothing of theirs; errors as of `_load`."""
+    """Find the modules of --reward-funcs without running their code.
+
+    Raises:
+        ValueError: a file is missing or has a syntax error, or a module is not installed.
+    """
     for value in config.reward_funcs:
-        module_name, _, name = value.rpartition(":")
+        module_name = value.rpartition(":")[0]
         path = Path(module_name).expanduser()
         with _importing(value):
             if path.suffix == ".py":
-                code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
-                if not ({name, "__getattr__", "globals"} & {*code.co_names} or ("*",) in code.co_consts):
-                    raise AttributeError(f"it has no function {name}")
+                compile(path.read_bytes(), path, "exec", dont_inherit=True)
             elif importlib.util.find_spec(module_name.partition(".")[0]) is None:
                 raise ModuleNotFoundError(f"No module named {module_name!r}")
 
@@ -155,7 +173,7 @@ def _load(value: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _importing(value: str) -> Iterator[None]:
-    """Make a ValueError of whatever happens, which a module is free to choose."""
+    """Turn any error of an import into a ValueError."""
     try:
         yield
     except Exception as error:
@@ -168,8 +186,8 @@ def _call(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence
     try:
         rewards = list(each.function(**_arguments(each, prompts, completions)))
     except Exception as error:
-        place = _first_failure(each, prompts, completions)
-        raise ValueError(f"reward function {each.name} failed at {place}: {type(error).__name__}: {error}") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"reward function {each.name} failed at {_places(prompts)}: {problem}") from error
     if len(rewards) != len(prompts):
         raise ValueError(
             f"reward function {each.name} gave {len(rewards)} rewards for {len(prompts)} completions,"
@@ -186,16 +204,6 @@ def _arguments(each: RewardFunction, prompts: Sequence[Prompt], completions: Seq
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return found
     return {name: values for name, values in found.items() if name in parameters}
-
-
-def _first_failure(each: RewardFunction, prompts: Sequence[Prompt], completions: Sequence[Any]) -> str:
-    """The place of the first sample at which the function fails alone, else of all."""
-    for prompt, completion in zip(prompts, completions, strict=True):
-        try:
-            each.function(**_arguments(each, [prompt], [completion]))
-        except Exception:
-            return f"{prompt.place}, completion {completion!r:.200}"
-    return _places(prompts)
 
 
 def _places(prompts: Sequence[Prompt]) -> str:

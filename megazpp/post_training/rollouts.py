@@ -1,18 +1,18 @@
-"""Rollouts as data loading: completions that the policy draws, judges and is then trained on.
+"""Rollouts as data loading: completions that are sampled from the policy, rewarded, and then trained on.
 
 One generation fills a buffer, which serves `slices` x `passes` optimizer steps:
 
-    draw          each data rank the completions that it will be trained on; groups of a prompt may lie on several ranks
-    judge         by functions and a reward model; rewards and lengths of all completions go to all ranks, texts do not
-    look back     only where the policy will have changed by the last of these steps, and for PPO: log-probabilities
-                  (and values) by the forward of the training, with its micro-batches, so that the first ratio is 1
-    reference     log-probabilities of the frozen model
-    compare       with the group (GRPO), or with the values (PPO), over the whole generation
+    sample          each data rank samples the completions that it trains on; a group may span several ranks
+    rewards         of functions and a reward model; all ranks get the rewards and lengths of all completions, not texts
+    old policy      log-probabilities (and values) by the training's forward, with its micro-batches, so that the first
+                    ratio is 1; only for PPO, or if the policy changes before the buffer's last step
+    reference       log-probabilities of the frozen model
+    advantages      over the group (GRPO) or the values (PPO), for the whole generation
 
-Completion n of a generation has prompt n / group size behind those used before, and is drawn by numbers that follow
-from the generation and n: neither depends on the layout. A buffer that is not used up is part of a checkpoint.
+Completion n of a generation belongs to the prompt n / group size after those used before. Its random numbers depend on
+the generation and n. Neither depends on the parallel layout. A checkpoint contains a buffer that is not used up.
 
-Legend: n completions of this rank, N of all, S tokens of a row, F rewards.
+Legend: n completions of this rank, N of all ranks, S tokens of a row, F rewards.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import reward_metrics, total_rewards
 from megazpp.post_training.sampler import PolicySampler
 
-_KNOWN = RolloutBatch._fields[5:]  # of completions, beside their tokens and mask
+_KNOWN = RolloutBatch._fields[5:]  # fields after tokens, mask and positions
 
 
 class Buffer(NamedTuple):
     """The completions of one generation, on the CPU.
 
     Attributes:
-        number: of the generation, a scalar.
-        table: [N, F + 2] fp64 of all: the rewards, the number of tokens, and 1 where the limit did not end it.
-        rows: [n] int64, which of the N this rank is trained on, in that order.
-        batch: those, of n rows.
+        number: scalar number of the generation.
+        table: [N, F + 2] fp64 rewards, number of tokens, and 1 if it ended before the token limit, of all completions.
+        rows: [n] int64 numbers of the completions that this rank trains on.
+        batch: batch of these n completions.
     """
 
     number: torch.Tensor
@@ -58,21 +58,23 @@ class Buffer(NamedTuple):
 
 @dataclass
 class RolloutLoader(StatePart):
-    """Micro-batches of one data rank, in the place of a `BatchLoader`; also the state that a checkpoint keeps of it.
+    """Loader of the micro-batches of one data rank, used instead of a `BatchLoader`; a checkpoint keeps its buffer.
 
     Args:
-        sampler: draws and judges.
-        prompts: the training data.
-        config: of the objective.
-        reward_weights: of the F rewards; None for 1 each.
-        reference, reward_model: frozen models, where they are needed.
+        sampler: sampler of completions and rewards.
+        prompts: training data.
+        config: flags of the objective.
+        reward_weights: weights of the F rewards; None for 1 each.
+        reference: log-probabilities of the reference; None without one.
+        reward_model: frozen reward model; None without one.
         max_length: S.
-        global_batch_size, micro_batch_size: completions of an optimizer step, and of a forward on one data rank.
-        show: told prompt, completion and rewards (by name, NaN where a function has no opinion) of all completions of
-            some prompts of each generation, on rank 0, with the iteration that begins.
-        start: steps that were done with other batch sizes, and completions that they consumed; see `BatchPlan`.
+        global_batch_size: completions of an optimizer step.
+        micro_batch_size: completions of a forward on one data rank.
+        show: function that gets, on rank 0, the iteration and the prompt, text and rewards of all completions of some
+            prompts of each generation. A reward is NaN where a function returns None.
+        start: steps done with other batch sizes, and the completions that they consumed; see `BatchPlan`.
     Attributes:
-        wait_seconds: always 0: nothing is prepared beside the training.
+        wait_seconds: always 0, because nothing is prepared in parallel to the training.
     """
 
     prefix = "extra."
@@ -101,7 +103,7 @@ class RolloutLoader(StatePart):
         self._reward_names = [*(function.name for function in self.sampler.functions), *model]
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[RolloutBatch]:
-        """The micro-batches of the step that begins at `consumed_samples`; draws where a generation begins."""
+        """Return the micro-batches of the step that begins at `consumed_samples`; sample if a generation begins."""
         assert global_batch_size == self.global_batch_size, "completions do not ramp up"
         config = self.config
         iteration = self.start[0] + (consumed_samples - self.start[1]) // global_batch_size
@@ -115,7 +117,7 @@ class RolloutLoader(StatePart):
         return self._batches(self._buffer.batch.part(first, first + count))
 
     def metrics(self) -> Mapping[str, float]:
-        """The numbers of the current buffer, under TRL's names; the same on all ranks."""
+        """Return the metrics of the current buffer by TRL's names, equal on all ranks."""
         once, self._once = self._once, {}
         assert self._buffer is not None
         table, size = self._buffer.table, self.config.group_size
@@ -159,7 +161,7 @@ class RolloutLoader(StatePart):
         return []
 
     def judged(self, prompts: Sequence[Prompt], drawn: Drawn, texts: Sequence[str]) -> torch.Tensor:
-        """[n, F] fp64 rewards of completions of this data rank's prompts."""
+        """Return [n, F] fp64 rewards of this data rank's completions."""
         rewards = self.sampler.judge(prompts, texts)
         if self.reward_model is not None:
             scores = self._each(self._laid_out(prompts, drawn), self.reward_model.scores)
@@ -167,14 +169,14 @@ class RolloutLoader(StatePart):
         return rewards
 
     def totals(self, rewards: torch.Tensor) -> torch.Tensor:
-        """[N] weighted sums of [N, F] rewards."""
+        """Return the [N] weighted sums of [N, F] rewards."""
         weights = self.reward_weights
         if weights is not None and self.reward_model is not None:
             weights = [*weights, 1.0]
         return total_rewards(rewards, weights)
 
     def summed(self, sums: torch.Tensor) -> torch.Tensor:
-        """`sums` over all data ranks."""
+        """Return the sum of `sums` over all data ranks."""
         return self._dims.sum_over_data_(sums.to(self._device)).to(sums.device)
 
     def _generate(self, number: int, iteration: int, *, first_prompt: int) -> Buffer:
@@ -190,10 +192,10 @@ class RolloutLoader(StatePart):
         if table[:, :-2].isnan().all():
             silent = ", ".join(self._reward_names)
             raise ValueError(
-                f"{silent}: None for all {len(table)} completions of iteration {iteration}, no reward at all"
+                f"{silent}: None for all {len(table)} completions of iteration {iteration}, so there is no reward"
             )
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
-        if config.log_completions:  # of the first prompts, whole groups, which may lie on several ranks
+        if config.log_completions:  # whole groups of the first prompts, which may span several ranks
             names, count = self._reward_names, config.log_completions * config.group_size
             own = {
                 row: {"prompt": prompt.value, "completion": text, "rewards": dict(zip(names, found, strict=True))}
@@ -211,7 +213,7 @@ class RolloutLoader(StatePart):
         return lay_out_rollouts(tokens, drawn, max_length=self.max_length, pad=self.sampler.tokenizer.eod or 0)
 
     def _looked_back(self, batch: RolloutBatch) -> RolloutBatch:
-        """With log-probabilities of the policy and the reference, and values, where they are needed."""
+        """Add log-probabilities of the policy and the reference, and values, where they are needed."""
         ppo, passes = self.config.objective == "ppo", self.config.slices * self.config.passes
         known: dict[str, torch.Tensor] = {}
         if ppo or passes > 1:
@@ -222,11 +224,11 @@ class RolloutLoader(StatePart):
                 known["values"] = both[..., 1].contiguous()
         if self.reference is not None:
             known["ref_logps"] = self._each(batch, self.reference)
-        self.sampler.sharding.reshard()  # the step reads the shards anew
+        self.sampler.sharding.reshard()  # the step gathers the weights again
         return batch._replace(**known)
 
     def _compared(self, buffer: Buffer) -> RolloutBatch:
-        """With advantages (and returns)."""
+        """Return the buffer's batch with advantages, and for PPO with returns."""
         config, batch, total = self.config, buffer.batch, self.totals(buffer.table[:, :-2])
         if config.objective == "grpo":
             advantages = group_advantages(
@@ -235,7 +237,7 @@ class RolloutLoader(StatePart):
             return batch._replace(advantages=advantages.float()[buffer.rows])
         assert batch.old_logps is not None
         assert batch.values is not None
-        scores = total.nan_to_num(0.0).float()  # where no function has an opinion
+        scores = total.nan_to_num(0.0).float()  # 0 if no function gives a reward
         if config.missing_eos_penalty is not None:
             scores = scores - config.missing_eos_penalty * (buffer.table[:, -1] == 0)
         reference = batch.old_logps if batch.ref_logps is None else batch.ref_logps
@@ -251,14 +253,14 @@ class RolloutLoader(StatePart):
         return batch._replace(advantages=advantages, returns=returns, value_mask=at)
 
     def _each(self, batch: RolloutBatch, ask: Callable[[RolloutBatch], torch.Tensor]) -> torch.Tensor:
-        """Ask `ask` of all rows, by the micro-batches of the training; on the CPU, 0 behind their rows."""
+        """Apply `ask` to all rows, in the training's micro-batches; return the results on the CPU, padded with 0."""
         found = [ask(part).cpu() for part in self._batches(batch)]
         if found[0].dim() > 1:  # [B, s, ...] -> [B, S, ...]
             found = [torch.cat((x, x.new_zeros(len(x), self.max_length - x.shape[1], *x.shape[2:])), 1) for x in found]
         return torch.cat(found)
 
     def _logps_and_values(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B, S, 2], by the same forward as the training's; values are 0 where there is no value head."""
+        """Return [B, S, 2] log-probabilities and values by the training's forward; values are 0 without a head."""
         ppo, temperature = self.config.objective == "ppo", self.sampler.config.sample_temperature
         positions = {"position_ids": batch.position_ids, "temperature": temperature}
         found = self.sampler.model(batch.tokens, batch.labels, **positions, with_values=ppo)
@@ -266,13 +268,13 @@ class RolloutLoader(StatePart):
         return torch.stack((-losses, values), dim=-1)
 
     def _batches(self, batch: RolloutBatch) -> list[RolloutBatch]:
-        """The micro-batches of some rows, on the device."""
+        """Return the micro-batches of some rows, on the device."""
         size, multiple = self.micro_batch_size, row_multiple(self._device, self._dims)
         parts = [batch.part(first, first + size) for first in range(0, len(batch.tokens), size)]
         return [shortened(part, multiple).to(self._device) for part in parts]
 
     def _rows(self) -> list[int]:
-        """The completions of a generation that are this data rank's, in the order of the steps that take them."""
+        """Return the numbers of this data rank's completions of a generation, in the order of the steps."""
         size, ranks = self.micro_batch_size, self._dims.data_size
         firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]
@@ -280,12 +282,12 @@ class RolloutLoader(StatePart):
 
 @dataclass
 class RewardEvaluator:
-    """Mean reward of drawn completions of held-out prompts, the same prompts and numbers at every call.
+    """An evaluator of the mean reward of sampled completions, with the same prompts and seeds at every call.
 
     Args:
-        loader: of the training, whose sampler and reward model are used.
-        prompts: the held-out data.
-        count: of prompts, over all ranks.
+        loader: loader of the training, whose sampler and reward model are used.
+        prompts: held-out prompts.
+        count: number of prompts over all ranks.
     """
 
     loader: RolloutLoader
@@ -293,7 +295,7 @@ class RewardEvaluator:
     count: int
 
     def __call__(self) -> float:
-        """The same number on all ranks."""
+        """Return the mean reward, equal on all ranks."""
         loader, sampler = self.loader, self.loader.sampler
         dims = sampler.dims
         rows = range(dims.data_rank, self.count, dims.data_size)

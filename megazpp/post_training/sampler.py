@@ -1,7 +1,7 @@
-"""Completions of prompts from the policy in training, and the rewards that functions give them.
+"""Sampling of completions from the trained policy, and their rewards by functions.
 
-Each data rank draws for prompts of its own; the weights are gathered once and kept meanwhile. Draws follow from the
-weights and from a name that the caller gives to each prompt, so the layout does not matter.
+Each data rank samples for its own prompts. The weights are gathered once and stay gathered meanwhile. Samples depend on
+the weights and on a name that the caller gives to each, not on the parallel layout.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from megazpp.zero.sharding import Sharding, WeightHandle
 
 @dataclass
 class PolicySampler:
-    """Draws and judges; every rank calls every method.
+    """Sampler of completions and their rewards. Every rank calls every method.
 
     Args:
-        model, sharding: the policy and its handle.
-        config: how tokens are drawn; `sample_tokens` is the limit.
+        model: the policy.
+        sharding: handle on the policy's sharded weights.
+        dims: parallel layout.
+        tokenizer: tokenizer of the texts.
+        config: sampling parameters; `sample_tokens` limits the tokens of a completion.
         functions: reward functions.
-        seed: of everything that is drawn.
+        seed: seed for the samples.
         at_once: completions of one batch on a data rank; None for all.
-        base: the frozen weights of the policy, if it has some.
-        replays: replay CUDA graphs of decoding steps, where `may_capture` allows them.
+        base: handle on the frozen base of the policy; None without one.
+        replays: True to replay CUDA graphs of decoding steps where `may_capture` allows them.
     Attributes:
-        graphs: runs the steps.
+        graphs: object that runs the decoding steps.
     """
 
     model: GPTModel
@@ -59,10 +62,13 @@ class PolicySampler:
         self.graphs = StepGraphs(capture=self.replays and may_capture(self.model))
 
     def draw(self, prompts: Sequence[Prompt], names: Sequence[str]) -> tuple[Drawn, list[str]]:
-        """A completion of each of this data rank's prompts, at least one, and their texts.
+        """Sample a completion for each of this data rank's prompts.
 
         Args:
-            names: of the draws, different for each.
+            prompts: prompts of this data rank, at least one.
+            names: distinct names of the samples, from which their random numbers follow.
+        Returns:
+            The tokens of the completions, and their texts.
         """
         generators = [torch.Generator().manual_seed(seed_for(name, seed=self.seed)) for name in names]
         count, size = self.config.sample_tokens, self.at_once or len(prompts)
@@ -77,10 +83,12 @@ class PolicySampler:
         return drawn, [text for _, texts in parts for text in texts]
 
     def judge(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> torch.Tensor:
-        """[n, functions] fp64 rewards of this data rank's completions, the same on its tp and cp ranks; NaN for None.
+        """Return [n, functions] fp64 rewards of this data rank's completions, equal on its tp and cp ranks.
+
+        A reward is NaN where a function returns None.
 
         Raises:
-            UserError: on all ranks, if a function fails on one; it names the function and the sample.
+            UserError: a function fails on some rank; raised on all ranks, with the function and the sample.
         """
         found = torch.zeros(len(prompts), len(self.functions), dtype=torch.float64)
 
@@ -93,7 +101,7 @@ class PolicySampler:
         return self.dims.cp.broadcast_(self.dims.tp.broadcast_(found.to(device))).cpu()
 
     def _draw(self, prompts: list[list[int]], uniform: torch.Tensor) -> tuple[Drawn, list[str]]:
-        """Completions of one batch."""
+        """Sample the completions of one batch."""
         tokenizer = self.tokenizer
         ends, stops = split_stops(tokenizer, self.config.stops)
         rows = [Continuation(tokenizer, prompt, self.config.stops) for prompt in prompts]

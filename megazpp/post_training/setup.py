@@ -1,7 +1,7 @@
-"""The start of a post-training: flags that a checkpoint answers, defaults of the objective, and all checks.
+"""Setup of a post-training: flags from the checkpoint, defaults of the objective, and checks.
 
---load PRETRAINED --save MINE    the weights alone, of any checkpoint
---load MINE --save MINE          goes on with everything, bit for bit
+--load PRETRAINED --save MINE    begins with the weights of any checkpoint
+--load MINE --save MINE          resumes the training bit for bit
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megazpp.run.checkpoint_flags import with_checkpoint_flags
 from megazpp.run.checks import check_model
 from megazpp.training.batches import BatchPlan
 
-CHECK_SECONDS = 1.0  # of reading data before anything is started
-LONGEST = 1024  # TRL's --max-length, where the model has so many positions
-TAKEN = ("model", "tokenizer", "precision")  # of a pretraining's flags
+CHECK_SECONDS = 1.0  # time for reading data before workers start
+LONGEST = 1024  # TRL's default of --max-length, if the model has that many positions
+TAKEN = ("model", "tokenizer", "precision")  # configs whose flags come from the checkpoint
 
 
 class PostConfigs(NamedTuple):
-    """The configs that post-training has beside those of a run."""
+    """The configs of post-training, in addition to the configs of every run."""
 
     training: PostTrainingConfig
     form: DataFormatConfig
@@ -56,14 +56,18 @@ EXTRA: tuple[type, ...] = (PostTrainingConfig, DataFormatConfig, RewardConfig, L
 
 
 def post_configs(parsed: ParsedRun) -> PostConfigs:
+    """Return the configs of post-training."""
     return PostConfigs(*parsed.extra)
 
 
 def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSource, CheckpointMetadata]:
-    """Complete `parsed` from the checkpoint that training begins with and the objective's defaults.
+    """Complete the flags from the checkpoint that training begins with, and with the objective's defaults.
 
     Args:
-        restarted: a fault ended an earlier attempt of this job.
+        parsed: parsed flags.
+        restarted: True if a fault ended an earlier attempt of this job.
+    Returns:
+        The completed flags, the checkpoint, and its metadata.
     Raises:
         ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it.
     """
@@ -71,7 +75,7 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     given = parsed.config.checkpoint
     if given.load is None:
         raise ValueError("--load is missing: the folder of checkpoints that post-training begins with")
-    if not saves_where_it_loads(given):  # what a restarted job has saved comes first anyway
+    if not saves_where_it_loads(given):  # a restarted job still prefers its own checkpoints
         given = dataclasses.replace(given, finetune=True)
     source = choose_source(given, restarted=restarted)
     earlier = peek(source)
@@ -84,10 +88,10 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
 
 
 def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
-    """`parsed` for a dry run, which opens no checkpoint: what post-training always sets.
+    """Complete the flags for a dry run, which opens no checkpoint.
 
     Raises:
-        ValueError: --objective is missing, or the length of samples.
+        ValueError: --objective or the length of samples is missing.
     """
     _check_objective(parsed)
     configs, length = post_configs(parsed), parsed.config.data.seq_length
@@ -101,7 +105,7 @@ def without_checkpoint(parsed: ParsedRun) -> ParsedRun:
 
 
 def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan) -> None:
-    """Raises ValueError, by flags and values, for what lies between these configs and those of a run."""
+    """Raise ValueError for contradictions between the configs of post-training and of the run."""
     post, form = configs.training, configs.form
     if config.values().get("diloco_steps") is not None:
         steps = config.values()["diloco_steps"]
@@ -119,12 +123,14 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         asked = f"--lora-r {configs.lora.lora_r}" if lora else "--objective reward"
         raise ValueError(f"--save-weight-patches is for all weights of a policy, not with {asked}")
     if lora and post.sync_ref_model:
-        raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which nothing changes")
+        raise ValueError("--sync-ref-model: with --lora-r the reference is the base, which never changes")
     if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
-        raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim would leave its reference behind")
+        raise ValueError("--sync-ref-model: --no-save-optim and --no-load-optim would drop its reference")
     if streams and (lora or post.sync_ref_model or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
-        given = bits if configs.weights.weights_on == "device" else f"--weights-on {configs.weights.weights_on}"
+        given = (
+            bits if configs.weights.weights_device == "device" else f"--weights-device {configs.weights.weights_device}"
+        )
         why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
         if post.sync_ref_model:
             why = "with --sync-ref-model the reference is sharded like the policy"
@@ -136,7 +142,7 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     if config.batches.rampup_batch_size is not None:
         raise ValueError(f"--rampup-batch-size: completions of --objective {post.objective} do not ramp up")
     if config.section(SampleConfig).sample_temperature == 0.0:
-        raise ValueError("--sample-temperature 0.0: the most likely token alone has nothing to be compared with")
+        raise ValueError("--sample-temperature 0.0: all completions of a prompt would be equal")
     if not post.max_completion_length < form.max_length:
         raise ValueError(
             f"--max-completion-length {post.max_completion_length} leaves no room for a prompt in --max-length "
@@ -151,10 +157,13 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
 
 
 def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
-    """Open what the flags name, as `check_inputs` does for pretraining, and read the data for about a second.
+    """Open all files that the flags name, as `check_inputs` does for pretraining, and read data for about a second.
 
+    Args:
+        parsed: completed flags.
+        earlier: metadata of the checkpoint that training begins with.
     Raises:
-        ValueError: a checkpoint, tokenizer, template, reward function or line of data is not what it has to be.
+        ValueError: a checkpoint, tokenizer, template, reward function or line of data is missing or unsuitable.
     """
     config, (post, form, rewards, lora, _) = parsed.config, post_configs(parsed)
     asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
@@ -163,14 +172,14 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
         source, record = find_frozen(folder, post.ref_ckpt_step, scalar_head=False, lora_base=moved)
         check_same_model(record.flags, config.model, source.checkpoint)
         if record.vocab_size != earlier.vocab_size:
-            sizes = f"{record.vocab_size} tokens, and that of the policy {earlier.vocab_size}"
+            sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"
             raise ValueError(f"{folder.name}: its tokenizer has {sizes}")
     check_reward_functions(rewards)
     folders = {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
     for flag, path in {**folders, "--data-cache-path": cache_dir(config.data)}.items():
         if path is not None:
             check_cache_dir(Path(path).expanduser(), flag)
-    tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+    tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
     if post.reward_load is not None:
         check_reward_model(config, post.reward_load, tokenizer)
     template = load_chat_template(form, tokenizer)
@@ -187,32 +196,34 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
 
 
 def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> None:
-    """Raises ValueError where a reward model of its own shape cannot judge the policy's tokens on the same ranks."""
+    """Raise ValueError if a reward model cannot score the policy's tokens on the same ranks.
+
+    Args:
+        config: configs of the run.
+        load: value of --reward-load.
+        tokenizer: the policy's tokenizer.
+    """
     folder, parallel = CheckpointFolder(load, "--reward-load"), config.parallel
     _, record = find_frozen(folder, None, scalar_head=True, lora_base=config.checkpoint.lora_base)
     name, drawn = f"--reward-load {load}", tokenizer.vocab_size
     own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
     if record.vocab_size < drawn or (own is None and record.vocab_size != drawn):
-        raise ValueError(f"{name}: it has {record.vocab_size} tokens, and the policy's tokenizer {drawn}")
+        raise ValueError(f"{name}: it has {record.vocab_size} tokens, but the policy's tokenizer has {drawn}")
     if own is not None and own.identity != tokenizer.identity:
-        other = next((i for i in range(drawn) if own.decode([i]) != tokenizer.decode([i])), None)
-        if other is not None:
-            pieces = f"token {other} is {own.decode([other])!r} there and {tokenizer.decode([other])!r} here"
-            raise ValueError(f"{name}: its tokenizer is not the policy's: {pieces}")
+        for token in range(drawn):
+            if (there := own.decode([token])) != (here := tokenizer.decode([token])):
+                pieces = f"token {token} is {there!r} there and {here!r} here"
+                raise ValueError(f"{name}: its tokenizer is not the policy's: {pieces}")
     try:
-        model, tp, length = (
-            reward_config(config.model, record),
-            parallel.tensor_model_parallel_size,
-            config.data.seq_length,
-        )
-        check_model(model, tp, length or 1, cp_size=parallel.context_parallel_size)
+        model, tp = reward_config(config.model, record), parallel.tensor_model_parallel_size
+        check_model(model, tp, config.data.seq_length or 1, cp_size=parallel.context_parallel_size)
         check_products(model, tp, "cpu", bf16=config.precision.bf16)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 def train_paths(config: RunConfig) -> tuple[str, ...]:
-    """The files of the training data."""
+    """Return the files of the training data."""
     return config.data.train_data_path or config.data.data_path
 
 
@@ -222,14 +233,14 @@ def _check_objective(parsed: ParsedRun) -> None:
 
 
 def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadata) -> ParsedRun:
-    """With defaults of the objective, and with the names of the models beside the policy."""
+    """Complete the flags with defaults of the objective, and with the names of reference and base."""
     config, (post, form, _, lora, _) = parsed.config, post_configs(parsed)
     assert post.objective is not None
     lora = _with_adapters(lora, parsed, earlier.flags if source.continues else None, source.folder.name)
     if source.continues and not post.needs_reference:
         lora = dataclasses.replace(lora, lora_load=None)
     if "seq_length" in parsed.origins:
-        raise ValueError(f"--seq-length {config.data.seq_length}: post-training has --max-length")
+        raise ValueError(f"--seq-length {config.data.seq_length}: post-training takes --max-length instead")
     if "max_length" not in parsed.origins:
         form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
     longest = config.model.max_position_embeddings
@@ -240,20 +251,20 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         "ref_load": str(source.folder.path.resolve()),
         "ref_ckpt_step": earlier.progress.iteration,
     }
-    if source.continues:  # the reference is what this training began with
+    if source.continues:  # the reference stays the model that this training began with
         names = ("ref_load", "ref_ckpt_step", "ref_checksum")
         free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
         if post.sync_ref_model != earlier.flags.get("sync_ref_model", False):
             given = "--sync-ref-model" if post.sync_ref_model else "--no-sync-ref-model"
             raise ValueError(
-                f"{given}: {source.folder.name} was trained the other way, which its reference follows from"
+                f"{given}: {source.folder.name} was trained with the opposite, on which its reference depends"
             )
-        if lora.lora_r is not None:
-            base = find_bases(source.folder.path, earlier, source.lora_base)[0]
+        if earlier.adapters is not None:
+            base = find_bases(source.folder.path, earlier.adapters, source.lora_base)[0]
             free |= {"ref_load": str(base.parent.resolve()), "ref_ckpt_step": iteration_of(base)}
     if post.ref_load is not None:
         if post.sync_ref_model or not post.needs_reference:
-            why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not asked"
+            why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not used"
             raise ValueError(f"--ref-load {post.ref_load}: the reference {why} (--objective {post.objective})")
         if lora.lora_r is not None:
             raise ValueError(f"--ref-load {post.ref_load}: with --lora-r the reference is the base without adapters")
@@ -264,12 +275,12 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
 
 
 def _filled(parsed: ParsedRun, configs: PostConfigs, values: dict[str, Any]) -> ParsedRun:
-    """`parsed` with these configs and values of fields, no dropout, and samples of --max-length."""
+    """Return `parsed` with these configs and values of fields, without dropout, and with samples of --max-length."""
     config = parsed.config
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(config.model, name)
         if value != 0.0 and parsed.origins.get(name) == COMMAND_LINE:
-            raise ValueError(f"{spelling(config.model, name)} {value}: post-training drops nothing out")
+            raise ValueError(f"{spelling(config.model, name)} {value}: post-training does not use dropout")
     values = values | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": configs.form.max_length}
 
     def filled(part: Any) -> Any:
@@ -283,13 +294,15 @@ def _filled(parsed: ParsedRun, configs: PostConfigs, values: dict[str, Any]) -> 
 
 
 def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
-    """`lora` with what the adapters are that training goes on with: --lora-load's, or those of the run that goes on.
+    """Complete `lora` with the settings of existing adapters, from the resumed run or --lora-load.
 
     Args:
-        earlier: that run's flags.
-        where: what it is loaded from, for messages.
+        lora: flags of the adapters.
+        parsed: all flags.
+        earlier: flags of the resumed run; None if none is resumed.
+        where: description of its checkpoint, for messages.
     Raises:
-        ValueError: flags say something else, or --lora-load cannot be used.
+        ValueError: flags contradict the adapters, or --lora-load cannot be used.
     """
     if earlier is not None:
         theirs = {f.name: earlier.get(f.name, f.default) for f in dataclasses.fields(LoraConfig)}
@@ -298,7 +311,7 @@ def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, An
         path = Path(lora.lora_load).expanduser().resolve()
         (rank, alpha, dropout, targets, *_), where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
         theirs = {"lora_r": rank, "lora_alpha": alpha, "lora_dropout": dropout, "lora_target_modules": targets}
-        theirs["base_weight_bits"] = lora.base_weight_bits  # a base may be rounded otherwise than it was
+        theirs["base_weight_bits"] = lora.base_weight_bits  # the base may be rounded differently than before
         theirs["lora_load"] = str(path)
     else:
         return lora
@@ -306,7 +319,7 @@ def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, An
         asked, there = (sorted(x) if isinstance(x, tuple) else x for x in (getattr(lora, name), theirs[name]))
         if name in parsed.origins and asked != there:
             raise ValueError(
-                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, {where} has {as_words(theirs[name])}"
+                f"{spelling(lora, name)} is {as_words(getattr(lora, name))}, but {where} has {as_words(theirs[name])}"
             )
     if "lora_dropout" in parsed.origins:
         theirs.pop("lora_dropout")
@@ -314,5 +327,6 @@ def _with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, An
 
 
 def reference_folder(post: PostTrainingConfig) -> CheckpointFolder:
+    """Return the folder of the reference model's checkpoints."""
     assert post.ref_load is not None
     return CheckpointFolder(post.ref_load, "--ref-load")

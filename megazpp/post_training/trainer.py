@@ -1,4 +1,4 @@
-"""The parts of a post-training: pretraining's, with other data, another objective, and frozen models beside."""
+"""The parts of a post-training: pretraining's parts with other data, another objective, and frozen models."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from megazpp.zero.config import ZeroConfig
 
 
 def post_training(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> TrainingParts:
-    """Build the parts of a post-training, for all objectives; see start.py for the flags."""
+    """Build the parts of a post-training for all objectives; setup.py completes the flags."""
     return _PostTraining(parsed, plan, run).parts()
 
 
 class _PostTraining:
-    """Builder of the parts, which need each other in the order of `parts`."""
+    """Builder of the parts; most parts need earlier ones."""
 
     def __init__(self, parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
         self.parsed, self.config, self.plan, self.run = parsed, parsed.config, plan, run
@@ -65,7 +65,7 @@ class _PostTraining:
         self._adapted: AdaptedPolicy | None = None
         self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
-        self.tokenizer = build_tokenizer(self.config.tokenizer, self.config.data, log=run.log)
+        self.tokenizer = parsed.tokenizer or build_tokenizer(self.config.tokenizer, self.config.data, log=run.log)
         self.datasets = self._open_data()
         self.built = self._open_model()
 
@@ -92,7 +92,7 @@ class _PostTraining:
             states=states,
             observers=() if synced is None else (synced.step,),
             generates=self.post.objective != "reward",
-            has_weights=adapted is not None,  # the base has been read, adapters begin anew
+            has_weights=adapted is not None,  # the base has been read, and adapters begin with new values
             weights_taken=(lambda: None) if synced is None else functools.partial(synced.take, 1.0),
             evaluates_first=self.post.eval_on_start,
             describe_samples=self._describe_samples,
@@ -107,7 +107,7 @@ class _PostTraining:
         data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form, self.tokenizer)
         held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
-        if self.post.draws:  # the prompts before the last generation, and its own
+        if self.post.draws:  # the prompts of all generations
             steps, group = self.post.slices * self.post.passes, self.post.group_size
             consumed = plan.consumed_samples_at((plan.total_iterations - 1) // steps * steps)
             wanted = max(0, consumed) // self.post.passes // group + self.post.slices * plan.global_batch_size // group
@@ -119,7 +119,7 @@ class _PostTraining:
         return found
 
     def _spec(self, *, scalar_head: bool | None = None) -> ModelSpec:
-        """That of the policy, or of a model with a scalar head or without."""
+        """Return the specification of the policy, or of a model with or without a scalar head."""
         spec = self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
         headed = self.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
         return dataclasses.replace(spec, scalar_head=headed, varying_sizes=True)
@@ -142,7 +142,7 @@ class _PostTraining:
         if wanted not in (None, found):
             by_hand = not self.parsed.origins["ref_checksum"].startswith(DEFAULT)
             whose = f"--ref-checksum says {wanted}" if by_hand else f"the adapters were trained on {wanted}"
-            where = "" if by_hand else ": --lora-base says where that is"
+            where = "" if by_hand else "; name their folder with --lora-base"
             raise ValueError(f"the base {source.folder.path} has checksum {found}, {whose}{where}")
         return self._adapted.built
 
@@ -152,7 +152,7 @@ class _PostTraining:
             if self.run.dims.world.rank == 0:
                 folder.mkdir(exist_ok=True)
             save_adapter(adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
-            self.run.log(f"adapters as PEFT has them: {folder}")
+            self.run.log(f"adapters in PEFT's format: {folder}")
 
     def _open_objective(self) -> Objective:
         post, dims = self.post, self.run.dims
@@ -174,13 +174,13 @@ class _PostTraining:
         if self.rollouts is not None:
             return RewardEvaluator(self.rollouts, dataset, iterations * size)
         parts = (*self.built, self._open_loader(dataset, ramp_up=False), self.run.dims)
-        if self.post.objective == "sft":  # a mean over tokens, of which global batches have different numbers
+        if self.post.objective == "sft":  # a mean over tokens, because batches have different numbers of tokens
             return Evaluator(*parts, iterations=iterations, batch_size=size)
         return ObjectiveEvaluator(*parts, objective, self.run.log, iterations=iterations, batch_size=size)
 
     def _open(self, paths: tuple[str, ...], template: Any, count: int, use: str) -> Any:
         files, log = [Path(path).expanduser() for path in paths], self.run.log
-        seed = self.config.launch.seed if use == "train" else None  # held-out data in the order of the files
+        seed = self.config.launch.seed if use == "train" else None  # held-out data keeps the order of the files
         if self.post.draws:
             longest = self.form.max_length - self.post.max_completion_length
             prompts = read_prompts(files, self.tokenizer, template, max_prompt_length=longest)
@@ -242,7 +242,7 @@ class _PostTraining:
         if self._adapted is not None:
             return FrozenModel(self.built.model, temperature=self._temperature, is_policy=True).logps
         if self.post.sync_ref_model:
-            spec = dataclasses.replace(self._spec(), zero=ZeroConfig(), wire=None)  # gathered exactly
+            spec = dataclasses.replace(self._spec(), zero=ZeroConfig(), wire=None)  # gathered without quantization
             self._synced = SyncedModel(
                 build_model(spec, self.run.dims, self.run.device),
                 self.built,
@@ -257,7 +257,7 @@ class _PostTraining:
         self, folder: CheckpointFolder, iteration: int | None, role: Literal["reference", "reward"]
     ) -> FrozenModel:
         weights, store = self.weights, self.weights.weight_store
-        if store is not None:  # which may have to hold both
+        if store is not None:  # reference and reward model get separate folders in it
             weights = dataclasses.replace(weights, weight_store=str(Path(store) / role))
         return load_frozen(
             self._spec(scalar_head=role == "reward"),
@@ -274,7 +274,7 @@ class _PostTraining:
         return open_frozen_place(self.run.dims, self.run.device, say=self.run.log)
 
     def _look_up_reference(self) -> None:
-        """Give each data set the reference's log-probabilities of its pairs; the reference is gone afterwards."""
+        """Set the reference's log-probabilities in each dataset of pairs, and free the reference."""
         moved, precision, weights = self.config.checkpoint.lora_base, self.config.precision, self.weights
         source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, lora_base=moved)
         bits = self.lora.base_weight_bits or (weights.at_rest(precision)[0] if weights.packs else "its own")
@@ -292,10 +292,10 @@ class _PostTraining:
                 micro_batch_size=self.plan.batches.micro_batch_size,
             )
         open_once.cache_clear()
-        gc.collect()  # hooks make cycles of a model
+        gc.collect()  # hooks create reference cycles in a model
 
     def _show(self, iteration: int, completions: list[dict[str, Any]]) -> None:
-        """All completions of some prompts to the run folder; with a log line one of each prompt to the console."""
+        """Write all completions of some prompts to the run folder, and one of each prompt to the log."""
         if self.run.folder is not None:
             for shown in completions:
                 rewards = {name: None if math.isnan(x) else x for name, x in shown["rewards"].items()}

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megazpp.base.command_line import FlagParser, read_megatron_flags
-from megazpp.base.flags import as_words, flag, render_flags, spelling
+from megazpp.base.flags import flag, render_flags
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
-from megazpp.data.tokenizer import TokenizerConfig
+from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig
 from megazpp.optim.optimizer import OptimizerConfig
@@ -167,7 +167,9 @@ class ShowConfig:
 class ParsedRun(NamedTuple):
     """The configs of a command line: a run's, and `extra`, the program's own; origins and notices as in `Parsed`.
 
-    `name` is that of the last flag file, without folder and suffix; "run" if there is none.
+    Attributes:
+        name: name of the last flag file, without folder and suffix; "run" if there is none.
+        tokenizer: the tokenizer of `config.tokenizer`, if a check has loaded it already.
     """
 
     config: RunConfig
@@ -176,6 +178,7 @@ class ParsedRun(NamedTuple):
     name: str
     show: ShowConfig
     extra: tuple[Any, ...] = ()
+    tokenizer: Tokenizer | None = None
 
     def values(self) -> dict[str, Any]:
         """Every flag's value by field name."""
@@ -247,20 +250,8 @@ def parse_run_config(
     files = [text[1:] for text in argv if text.startswith("@")]
     name = Path(files[-1]).stem if files else "run"
     if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
-        notices = (*notices, _implied_notice(config, origins, implied[1:]))
+        notices = (*notices, f"--finetune without a flag file: flags that are not given are those of {implied[1:]}")
     return ParsedRun(config, origins, notices, name, show, extra=tuple(own))
-
-
-def _implied_notice(config: RunConfig, origins: Mapping[str, str], file: str) -> str:
-    """Say which settings of a training come from the flag file that nobody has named."""
-    parts = (config.batches, config.schedule, config.optimizer, config.data, config.tokenizer)
-    fields = [(part, field.name) for part in parts for field in dataclasses.fields(part)]
-    given = [
-        f"{spelling(part, name)} {as_words(getattr(part, name))}"
-        for part, name in fields
-        if origins.get(name, "").startswith(file)
-    ]
-    return f"no @file is given, so these are of {file}: {', '.join(given)}; name a flag file, or give other values"
 
 
 _DESCRIPTION = "Train a GPT. @FILE reads flags from a file; later flags win. Without flags: " + DEFAULT_FLAG_FILE

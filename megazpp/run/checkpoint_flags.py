@@ -88,9 +88,9 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
         notices.append(f"the tokenizer is that of {folder.name}: {record.tokenizer_folder}")
         if given.vocab_size not in (None, record.vocab_size):
             notices.append(f"--vocab-size {given.vocab_size} gives way to the checkpoint's {record.vocab_size}")
-    adds = bool(record.flags.get("add_special_tokens", False))
+    adds = bool(record.adds_special_tokens)
     found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size, eos_token=None)
-    tokenizer = load_tokenizer(found) if names_tokenizer(found) else None
+    opened, tokenizer = found, load_tokenizer(found) if names_tokenizer(found) else None
     if named and (tokenizer is None or tokenizer.identity != record.tokenizer):
         return parsed  # another one
     if tokenizer is not None and tokenizer.vocab_size != record.vocab_size and given.model_vocab_size is None:
@@ -99,12 +99,13 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
     if "add_special_tokens" in parsed.origins:
         found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
         names.remove("add_special_tokens")
-    elif tokenizer is not None and "add_special_tokens" not in record.flags and (note := marks_note(tokenizer)):
+    elif tokenizer is not None and record.adds_special_tokens is None and (note := marks_note(tokenizer)):
         notices.append(f"{folder.name} was made before special tokens were added; {note}")
     if given.eos_token is not None:
         found = dataclasses.replace(found, eos_token=given.eos_token)
         names.discard("eos_token")
-    return parsed.with_checkpoint(names, notices, tokenizer=found)
+    parsed = parsed.with_checkpoint(names, notices, tokenizer=found)
+    return parsed._replace(tokenizer=tokenizer if found == opened else None)
 
 
 def _updated(part: Any, values: dict[str, Any], where: Path) -> Any:

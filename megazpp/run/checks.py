@@ -84,7 +84,7 @@ def check_run_config(
 ) -> RunPlan:
     """Check everything that can be checked before anything is made; a ValueError names the flags and their values.
 
-    Called twice: with the cluster that flags and launcher describe, before workers start, and with what they find.
+    Workers call it again if they find another cluster than flags and launcher describe.
 
     Args:
         start: progress that the run resumes from.

@@ -235,14 +235,18 @@ class Trainer:
         return progress
 
     def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
-        """Log and write down what the run came to, with the last losses on held-out data if `evaluate`."""
+        """Log and write down the run's results.
+
+        Args:
+            progress: progress at the end of training.
+            evaluate: whether to evaluate held-out data once more, and let the features finish, for example by a
+                sample of text.
+        """
         self.recorder.finish(progress, evaluate=evaluate, unigram_entropy=self.parts.held_out_entropy())
         self.parts.finish()
-
-    def finish_features(self) -> None:
-        """Let the features end their work with the trained model, for example by a sample of text."""
-        for attached in self.attached:
-            attached.finish(self.weights_for_evaluation)
+        if evaluate:
+            for attached in self.attached:
+                attached.finish(self.weights_for_evaluation)
 
     @contextmanager
     def weights_for_evaluation(self) -> Iterator[None]:

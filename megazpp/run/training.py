@@ -53,8 +53,9 @@ def run_training(
         config = parsed.config
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
         cluster = resolve_cluster(worker, config.cluster, plan.layout.cluster, on_one_machine=on_one_machine)
-        start = start_of(source, earlier)
-        plan = check_run_config(parsed.config, cluster, device_type=worker.device.type, start=start)
+        if cluster != plan.layout.cluster:  # the launcher's environment did not tell which ranks share a node
+            start = start_of(source, earlier)
+            plan = check_run_config(config, cluster, device_type=worker.device.type, start=start)
         find_product(parsed.config.model, worker.device)  # refuses a device that cannot
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
@@ -74,8 +75,6 @@ def run_training(
         run.log(mfu_convention(meter.flops_per_token, device_name(run.device), meter.peak_flops), short="")
         progress = trainer.train(progress, schedule, stops, worker)
         trainer.finish(progress, evaluate=not stops.hurried)
-        if not stops.hurried:
-            trainer.finish_features()
         if source is not None and resumed is None:
             run.log(f"note: {source.folder.name} had no checkpoint; this run started from random weights")
         if run.folder is not None:

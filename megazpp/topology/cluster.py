@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 LinkKind = Literal["domain", "node", "network"]
 LINK_KINDS: tuple[LinkKind, ...] = ("domain", "node", "network")  # fastest first
-SHARES = ("v100", "a100", "h100", "h800")  # devices for which --plan has a calibration
+CALIBRATION_NAMES = ("v100", "a100", "h100", "h800")  # devices for which --plan has a calibration
 MEASURED = "measured"  # first word of a link's `source` if its figures were measured
 MOST_RANKS = 1 << 20  # largest cluster, because orders and process groups are stored as lists of ranks
 
@@ -194,5 +194,5 @@ class Device(NamedTuple):
     gigabytes: float  # memory size, in 1e9 bytes
     gigabytes_per_second: float  # memory bandwidth, in 1e9 bytes
     source: str = ""
-    shares: str | None = None  # calibration that gives the achievable share of these peaks; one of SHARES
+    calibration: str | None = None  # gives the achievable share of these peaks; one of CALIBRATION_NAMES
     price_per_hour: float | None = None  # price of one GPU, in any currency

@@ -22,7 +22,7 @@ device:                   # optional: the device of each rank; --plan needs it
   teraflops: 989          # dense 16-bit peak
   gigabytes: 80           # memory size
   gigabytes_per_second: 3350
-  shares: h100            # optional: calibration with the shares of these peaks that published runs have reached
+  calibration: h100       # optional: calibration with the shares of these peaks that published runs have reached
                           #   (v100, a100, h100, h800); without it --plan warns
   price_per_hour: 2.5     # optional: price of one device in any currency, from which --plan computes costs
   source: NVIDIA H100 Tensor Core GPU data sheet
@@ -43,7 +43,7 @@ import yaml
 from megazpp.base.flags import check_words, flag
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import in_words
-from megazpp.topology.cluster import LINK_KINDS, SHARES, Cluster, Device, Link, Links, nested_sizes
+from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Device, Link, Links, nested_sizes
 
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device")
 DEVICE_FIGURES = ("teraflops", "gigabytes", "gigabytes_per_second")
@@ -257,13 +257,13 @@ def _link(where: str, value: Any, source: str) -> Link:
 def _device(value: Any, source: str) -> Device:
     """Convert the mapping under the key device."""
     needed = ("name", *DEVICE_FIGURES)
-    given = _mapping("device", value, (*needed, "shares", "price_per_hour", "source"), needed=needed)
+    given = _mapping("device", value, (*needed, "calibration", "shares", "price_per_hour", "source"), needed=needed)
     keys = (*DEVICE_FIGURES, "price_per_hour")
     figures = {key: _number(f"device.{key}", given[key]) for key in keys if key in given}
-    shares = given.get("shares")
-    if shares is not None and str(shares) not in SHARES:
-        raise ValueError(f"device.shares {shares!r} is not one of {', '.join(SHARES)}")
-    return Device(str(given["name"]), **figures, source=str(given.get("source", source)), shares=shares)
+    calibration = given.get("calibration", given.get("shares"))  # `shares` is the key's former name
+    if calibration is not None and str(calibration) not in CALIBRATION_NAMES:
+        raise ValueError(f"device.calibration {calibration!r} is not one of {', '.join(CALIBRATION_NAMES)}")
+    return Device(str(given["name"]), **figures, source=str(given.get("source", source)), calibration=calibration)
 
 
 def _mapping(where: str, value: Any, keys: Collection[str], *, needed: Collection[str] = ()) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class Guard:
         rewind: function that reloads weights and moments from the last checkpoint and returns its iteration. All ranks
             call it. None: a spike only skips the step.
         islands: True with DiLoCo's replica groups. Each group then decides on its own whether to skip a step. Ending
-            the job and rewinding wait until all groups call `settle`.
+            the job and rewinding wait until all groups call `resolve`.
     """
 
     config: AnomalyConfig
@@ -206,13 +206,13 @@ class Guard:
 
     @property
     def found(self) -> tuple[bool, bool]:
-        """Whether this replica group has seen a value that is not finite, and whether it requests a rewind.
+        """Return two booleans: the group has seen a value that is not finite; the group requests a rewind.
 
-        Both are reset by `settle`, in which all groups agree.
+        Both are reset by `resolve`, in which all groups agree.
         """
         return self._failure is not None, self._wants_back
 
-    def settle(self, *, failed: bool, back: bool) -> bool:
+    def resolve(self, *, failed: bool, back: bool) -> bool:
         """End the job or reload the last checkpoint if some replica group requires it; all ranks of all groups call it.
 
         Args:

@@ -283,7 +283,7 @@ class SummingReduce(FreshBuffers, ReduceScatter):
         if self._watched:
             total = input_tensor.sum()  # in its own dtype, one pass; a maximum takes 16 times as long on the CPU
             self.total = total if self.total is None else self.total + total
-        # ---- start the reduction, into a separate buffer if the sum is late
+        # ---- start the reduction, into a separate buffer if FSDP2 gets its sum later
         indices = self.result_indices
         late = self._schedule.overlap or indices != self.reduced
         if late:

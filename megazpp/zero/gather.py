@@ -249,7 +249,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             self._crossed.wait()
         differences = self.secondary.differences if isinstance(self.secondary, Resident) else None
         assert isinstance(differences, LosslessCodec)
-        differences.settle()
+        differences.read_counters()
         return differences
 
     def restore(self, row: torch.Tensor, crossing: InterNodeMessage) -> None:

@@ -326,7 +326,7 @@ class TwoHopReduce(SummingReduce):
         quantized = [index_of[part.start] for part in across.layout.ranges if part.scales is not None]
         return list(zip(quantized, self._errors.segments(), strict=True))
 
-    # ---- the hops -------------------------------------------------------------------------------------------------
+    # ---- the two hops, inside a node and across nodes ---------------------------------------------------------------
 
     @property
     def _crosses(self) -> bool:
@@ -399,7 +399,7 @@ class TwoHopReduce(SummingReduce):
         result = torch.empty(self.unit.segments_of(hop.target)[-1].stop, dtype=self._dtype, device=device)
 
         def take() -> torch.Tensor:
-            """Take the partial sums; runs in the local queue."""
+            """Take the partial sums; runs in the local axis's communication queue."""
             assert self._partial_sums is not None
             return self._hold(self._with_layout(self._partial_sums, hop.target), hop, keep=False)
 

@@ -165,7 +165,7 @@ class Sharding:
                 module.set_reshard_after_forward(stage == 3, recurse=False)
             self.reshard()
 
-    def weights_changed(self) -> None:
+    def invalidate_weights(self) -> None:
         """Make the next use of each unit gather whole weights again.
 
         Call it after a write that moves no version counter, such as one through `parameter.data` or `torch._foreach_*`.
@@ -174,6 +174,8 @@ class Sharding:
         """
         for gather in self._gathers:
             gather.drop()
+
+    weights_changed = invalidate_weights  # the method's former name, for code that uses it
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Prepare for an optimizer step; call it only for an optimizer that does not derive from torch's.
@@ -306,11 +308,6 @@ class Sharding:
     def keeps_state(self) -> bool:
         """True if there is ZeRO++ state to save, from `secondary_state` or `rank_state`."""
         return bool(self._residents) or any(reduce.feeds_back for reduce in self._reduces)
-
-    @property
-    def secondary_state_bytes(self) -> int:
-        """The approximate bytes of `secondary_state`, this rank's share of the secondary partition in a checkpoint."""
-        return sum(gather.new_row(torch.device("meta")).nbytes for gather in self._residents)
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """Return the buffers that belong to this rank alone, by name.

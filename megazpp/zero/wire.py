@@ -342,7 +342,7 @@ class LosslessCodec:
     @property
     def message_bytes(self) -> int:
         """Bytes of the next message. Reading it may wait for the device."""
-        self.settle()
+        self.read_counters()
         last, before = self.recent.tolist()
         needed = int((last + max(last - before, 0)) * (1 + ROOM)) + SPARE
         return message_bytes(self.size, min(needed, 2 * self.size) if before else None)
@@ -360,7 +360,7 @@ class LosslessCodec:
         decode(messages, base)
 
     def learn(self, messages: torch.Tensor) -> None:
-        """Start to copy the size counters of received messages [N, M] to the host; `settle` reads them."""
+        """Start to copy the size counters of received messages [N, M] to the host; `read_counters` reads them."""
         if isinstance(messages, FakeTensor):
             return
         found, arrived = numbers(messages).clone(), None  # a view would keep the messages in memory
@@ -370,7 +370,7 @@ class LosslessCodec:
             arrived.record()
         self._arriving = found, arrived
 
-    def settle(self) -> None:
+    def read_counters(self) -> None:
         """Read the size counters of the last message; waits until they have reached the host."""
         if self._arriving is None:
             return
@@ -384,7 +384,7 @@ class LosslessCodec:
     def take_left_out(self) -> int:
         """Return and reset the number of changed weights for which messages had no room, over all ranks of the axis.
 
-        The counters of the last message are included once `settle` has read them.
+        The counters of the last message are included once `read_counters` has read them.
         """
         found, self._left_out = self._left_out, 0
         return found

@@ -15,7 +15,7 @@ for votes. A forward in which this rank has nothing to send waits for the result
 because gloo announces a message before it sends it.
 
 A rank votes for a unit for one of four reasons: an optimizer that holds its parameters has stepped, a version counter
-has moved, `Sharding.weights_changed` was called, or the checksum of its shard has changed since the shard was sent.
+has moved, `Sharding.invalidate_weights` was called, or the checksum of its shard has changed since the shard was sent.
 The checksum detects writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed
 at most once per forward, and only if the other reasons do not apply. A backward uses the weights of its forward.
 
@@ -304,7 +304,7 @@ class WriteWatch:
         if late:
             raise RuntimeError(
                 f"{', '.join(late)}: the weights were written to between two forwards of a step, and the second "
-                "forward used the old weights; call sharding.weights_changed() after such a write"
+                "forward used the old weights; call sharding.invalidate_weights() after such a write"
             )
 
     def _units_below(self, module: nn.Module) -> list[WatchedGather]:

@@ -44,7 +44,8 @@ ZERO_MEANS_SOMETHING = re.findall(  # mostly that nothing is done
     """
 --hidden-dropout --attention-dropout --num-workers --weight-decay --adam-beta1 --adam-beta2 --sgd-momentum --lr --min-lr
 --muon-momentum --muon-full-interval
---zero-error-feedback-beta --diloco-outer-momentum --diloco-delay --diloco-merge-alpha --clip-grad --lr-warmup-fraction
+--zero-error-feedback-beta --diloco-outer-momentum --diloco-fragment-sync-delay --diloco-fragment-update-alpha
+--clip-grad --lr-warmup-fraction
 --lr-warmup-iters --lr-warmup-samples --lr-warmup-init --start-weight-decay --end-weight-decay --max-restarts --seed
 --ckpt-step --eval-iters --profile-step-start --profile-ranks --sample-tokens --sample-temperature --sample-top-k
 --sample-min-p --dry-run-rank
@@ -54,7 +55,7 @@ NOT_USED = dict(  # flags that no test uses, and the reason
     table("""
 use_cpu_initialization | a CPU draws on the CPU anyway; it changes something on a GPU alone
 memory_snapshot_path | the name of a file of --record-memory-history, which needs CUDA
-diloco_merge_alpha | test_diloco.py's function `local_steps` has it as merge_alpha
+diloco_fragment_update_alpha | test_diloco.py's function `local_steps` has it as merge_alpha
 zero_verify_interval | a healthy run is the same with it; test_verify.py and test_anomalies.py test what it asks for
 exit_on_missing_checkpoint | all that it does is to refuse, which test_load_source.py and test_pretrain.py test
 ref_checksum | the program writes it; test_post_train.py changes the base that it stands for

@@ -17,7 +17,7 @@ from megazpp.diloco.config import DilocoConfig
 
 
 def islands(number: int, *, fragments: int = 1, **case: int) -> Case:
-    rule = {"diloco_steps": 2, "diloco_outer_lr": 0.7, "diloco_outer_momentum": 0.9, "diloco_delay": 1}
+    rule = {"diloco_steps": 2, "diloco_outer_lr": 0.7, "diloco_outer_momentum": 0.9, "diloco_fragment_sync_delay": 1}
     config = DilocoConfig(diloco_islands=number, diloco_fragments=fragments, **rule)
     return Case(**{"nodes": 4, "diloco": config} | case)
 

@@ -110,7 +110,7 @@ def test_a_model_of_another_shape_is_refused_by_its_flags_whatever_they_come_fro
     ]
     flags = {"qk_layernorm": True, "use_rope_scaling": True, "window_size": "15,0", "add_qkv_bias": True}
     flags |= {"no_rope_freq": "2", "rope_type": "yarn", "rotary_seq_len_interpolation_factor": 2.0}
-    flags |= {"qk_layernorm_all_heads": True, "norm_after_block": True, "use_parallel_residual": True}
+    flags |= {"qk_layernorm_all_heads": True, "norm_after_block": True}
     flags |= {
         "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,

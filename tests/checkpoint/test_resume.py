@@ -41,12 +41,12 @@ CASES = {
     "islands, fragments, between two": gpt(
         tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=4, diloco_fragments=2, diloco_outer_momentum=0.5)
     ),
-    "islands, messages under way, async": llama(diloco=DilocoConfig(diloco_steps=2, diloco_delay=1)),
+    "islands, messages under way, async": llama(diloco=DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)),
     "islands of two nodes, differences": gpt(
         nodes=4,
         zero=DIFFERENCES,
         precision=BF16,
-        diloco=DilocoConfig(diloco_steps=2, diloco_islands=2, diloco_delay=1),
+        diloco=DilocoConfig(diloco_steps=2, diloco_islands=2, diloco_fragment_sync_delay=1),
     ),
 }
 DEFAULT = (

@@ -118,9 +118,9 @@ def test_a_pipeline_a_missing_rank_and_a_distributed_checkpoint_are_told_apart(t
         (tmp_path / file).write_bytes(content)
     rows = [
         (tmp_path / "rank", 100, "has mp_rank_01, mp_rank_02: a rank is missing"),
-        (tmp_path / "rank", 200, "iter_0000200 is no checkpoint with mp_rank_00 in it"),
+        (tmp_path / "rank", 200, "iter_0000200 contains no folder mp_rank_00"),
         (tmp_path / "rank", 300, "iter_0000300 is a distributed checkpoint"),
-        (tmp_path / "pipeline", None, "mp_rank_00_000 is of a pipeline"),
+        (tmp_path / "pipeline", None, "mp_rank_00_000 belongs to a pipeline"),
         (tmp_path / "tracker", None, "is damaged: it says"),
     ]
     assert not_refused(rows, open_megatron) == []
@@ -143,7 +143,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, zipped):
         content = {"args": argparse.Namespace(a=1), "model": {"w": torch.ones(2)}}
         content[place] = Malicious(f"touch {ran}")
         torch.save(content, file, _use_new_zipfile_serialization=zipped)
-        with pytest.raises(ValueError, match=r"refused, and nothing in it was run: it asks for posix.system") as caught:
+        with pytest.raises(ValueError, match=r"refused, and nothing in it was run: it names posix.system") as caught:
             load_file(file)
         assert "\n" not in str(caught.value)
         assert not ran.exists()

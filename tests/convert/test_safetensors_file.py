@@ -6,8 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megazpp.convert.model import held
-from megazpp.convert.safetensors_file import open_tensors, split_into_files, write_tensors
+from megazpp.convert.safetensors_file import open_tensors, write_tensors
 
 TENSORS = {
     "matrix": torch.randn(7, 5),
@@ -21,18 +20,12 @@ TENSORS = {
 def test_what_the_package_writes_is_read_and_written_again_as_it_reads_it(tmp_path):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     safetensors.torch.save_file(TENSORS, theirs)
-    assert write_tensors(ours, open_tensors(theirs)) == sum(x.nbytes for x in TENSORS.values())
+    write_tensors(ours, open_tensors(theirs))
     torch.testing.assert_close(safetensors.torch.load_file(ours), TENSORS, rtol=0, atol=0)
     with safetensors.safe_open(ours, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers asks for it
     (header,) = struct.unpack("<Q", ours.read_bytes()[:8])
     assert header % 8 == 0  # the data are aligned
-
-
-def test_files_are_cut_between_tensors():
-    tensors = {str(i): held(torch.zeros(count)) for i, count in enumerate([10, 10, 30, 1, 1, 9])}
-    groups = [[*group] for group in split_into_files(tensors, 80)]
-    assert groups == [["0", "1"], ["2"], ["3", "4", "5"]]  # the third is larger than a file by itself
 
 
 def test_junk_and_types_that_no_model_has_are_named_in_one_line(tmp_path):

@@ -112,5 +112,5 @@ def test_where_transformers_does_something_else_it_is_said():
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1}, "<s>"))
     words.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     (line,) = find_differences(HFTokenizer(definition(words.to_str()), add_special_tokens=False))
-    assert "texts do not get the special tokens [0] before them that transformers gives them" in line
+    assert "texts do not get the special tokens [0] before them that transformers adds" in line
     assert find_differences(HFTokenizer(definition(words.to_str()))) == []

@@ -1,5 +1,6 @@
 """Flags and text become tokenizers and datasets, and what cannot be is said with flag and value."""
 
+import hashlib
 import itertools
 import re
 from pathlib import Path
@@ -24,6 +25,7 @@ from megazpp.data.text import (
     _in_our_flags,
     cached_indexed_dataset,
     cached_sentencepiece,
+    content_hash,
     first_characters,
     read_documents,
     resolve_text_paths,
@@ -171,10 +173,10 @@ def test_document_flags_on_data_without_eod_give_one_warning(tmp_path):
     for flag in flags:
         (warning,) = warnings(bare, on=[flag])
         assert f"sequences of {bare} have no end-of-document token ({eod})" in warning
-        assert f"--{flag.replace('_', '-')} changes nothing" in warning
+        assert f"--{flag.replace('_', '-')} has no effect" in warning
     (warning,) = warnings(bare, ends, late)
     assert f"sequences of {bare}, {late} have" in warning
-    assert "--reset-position-ids, --reset-attention-mask, --eod-mask-loss changes" in warning
+    assert "--reset-position-ids, --reset-attention-mask, --eod-mask-loss has no effect" in warning
     assert warnings(ends) == warnings(inside) == warnings(bare, on=[]) == []
     said: list[str] = []
     build(tmp_path, said, train_data_path=(ends,), valid_data_path=(bare,), eod_mask_loss=True)
@@ -268,3 +270,15 @@ def test_text_that_cannot_be_read_is_refused_by_its_name(tmp_path):
     assert not not_refused(rows, lambda ask: ask())
     with pytest.raises(ValueError, match=f"^--text-path {path}, line 3"):  # not the vocabulary's fault
         train_sentencepiece(read_documents(path), 300)
+
+
+def test_a_text_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    reads, path, digest = [], tmp_path / "a.txt", hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: reads.append(name) or digest(file, name))
+    path.write_text("Call me Ishmael.")
+    first = content_hash([path])
+    assert content_hash([path]) == first
+    assert len(reads) == 1
+    path.write_text("Call me Ahab.")
+    assert content_hash([path]) != first
+    assert len(reads) == 2

@@ -106,13 +106,13 @@ BAD_LINES = [
     (b'{"text": "a"} {"text": "b"}', "not JSON: Extra data"),
     (b'{"text": "\xff"}', "0xff in position 10"),
     ('{"text": "a"}'.encode("utf-16"), "not UTF-8"),
-    (b'{"txt": "a"}', "there is no 'text'"),
+    (b'{"txt": "a"}', "the field 'text' is missing"),
     (b'{"text": 5}', "'text' is 5, not a string"),
     (b'{"text": ["a"]}', 'is ["a"], not a string'),
     (b'["text"]', '["text"], not an object'),
     (b'{"text": "\\ud800"}', "half of a surrogate pair, and no text"),
-    (b'{"text": ' + b"[" * 100_000, "not JSON: it is nested too deeply"),
-    (b'{"text": ' + b"9" * 5000, "not JSON: an integer has more digits than are read"),
+    (b'{"text": ' + b"[" * 100_000, "not JSON: maximum recursion depth"),
+    (b'{"text": ' + b"9" * 5000, "not JSON: Exceeds the limit"),
 ]
 
 
@@ -165,12 +165,12 @@ def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):
         ("utf16.jsonl", "{}".encode("utf-16"), "it is UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"),
         ("utf16le.txt", "call me".encode("utf-16-le"), "it is UTF-16 (iconv"),
         ("utf32.txt", "call me".encode("utf-32"), "it is UTF-32 (iconv"),
-        ("nul.txt", b"call\0me", "byte 4 is 0x00, which no text has"),
-        ("bell.jsonl", b'{"text": "a\x07"}', "byte 11 is 0x07, which no text has"),
+        ("nul.txt", b"call\0me", "byte 4 is 0x00, which text never contains"),
+        ("bell.jsonl", b'{"text": "a\x07"}', "byte 11 is 0x07, which text never contains"),
         (
             "array.json",
             b' [\n  {"text": "a"}\n]',
-            "it is a JSON array, and JSON lines have one object on each line",
+            "it is a JSON array, but JSON lines have one object on each line",
         ),
         ("one-line.json", b'[{"text": "a"}]', "it is a JSON array"),
         ("pretty.json", b'{\n  "text": "a"\n}\n', "it is JSON over several lines"),
@@ -187,8 +187,8 @@ def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):
     assert not not_refused([(*row[:2], str(tmp_path / row[0])) for row in rows], check)
     columns = write_parquet(tmp_path / "a", title=["a"], body=["b"]).read_bytes()
     rows = [
-        ("a.parquet", columns, "text", "body", "a.parquet cannot be read: it has no column 'text', only title, body"),
-        ("a.txt", b"a", "text", "title", "a.txt is plain text: it has one text to a document, not text and title"),
+        ("a.parquet", columns, "text", "body", "it has no column 'text'; its columns are title, body"),
+        ("a.txt", b"a", "text", "title", "a.txt is plain text with one text per document, so it has no text and title"),
     ]
     assert not not_refused(rows, check)
 

@@ -122,7 +122,7 @@ def test_wrong_flags_are_refused_before_anything_is_written(tmp_path):
         ({"input": ("none.jsonl",)}, BYTES, "none.jsonl cannot be read: "),
         ({"output_prefix": None}, BYTES, "--output-prefix is missing"),
         ({"output_prefix": "/nowhere/x"}, BYTES, "/nowhere is no directory"),
-        ({"json_keys": ("text", "text")}, BYTES, "--json-keys text text names one twice"),
+        ({"json_keys": ("text", "text")}, BYTES, "--json-keys text text names a field twice"),
         ({"workers": 0}, BYTES, "--workers 0 is not positive"),
         ({"log_interval": 0}, BYTES, "--log-interval 0 is not positive"),
         ({}, TokenizerConfig(), "--tokenizer-model is missing"),
@@ -194,7 +194,7 @@ def test_exceptions_and_full_disks_of_workers_are_told():
     full = mock.patch.object(Path, "write_bytes", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with (
         full,
-        pytest.raises(ValueError, match=r"--workers: .*/0: No space left on device; TMPDIR names another folder"),
+        pytest.raises(ValueError, match=r"--workers: .*/0: No space left on device; set TMPDIR to another folder"),
     ):
         list(map_in_processes(json.loads, ["1"], 1))
 

@@ -127,7 +127,7 @@ def test_flags_choose_the_tokenizer_or_are_refused_with_the_reason(tmp_path, sen
         ({by_model: f"{here}/none"}, "none does not exist"),
         ({by_model: f"{here}/merges.txt"}, "merges.txt is not a SentencePiece model"),
         ({by_model: f"{here}/junk.json"}, "junk.json: transformers cannot read it"),
-        ({by_model: f"{here}/empty"}, "there is no tokenizer.json"),
+        ({by_model: f"{here}/empty"}, "contains neither tokenizer.json nor"),
         ({by_model: here, by_type: "SentencePieceTokenizer"}, "is a directory"),
         ({by_model: here, "eos_token": "none"}, "--eos-token none is not in the vocabulary"),
         ({by_type: "NullTokenizer", "eos_token": "a"}, "--eos-token a is for Hugging Face tokenizers"),
@@ -338,9 +338,9 @@ def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path):
     assert tokenizer.vocab_size == rows
     assert tokenizer.encode("money")
     for encode in (tokenizer.encode, tokenizer.encode_spans):
-        with pytest.raises(ValueError, match=f"the id {rows}, which the model's vocabulary of {rows} tokens has not"):
+        with pytest.raises(ValueError, match=f"the id {rows}, which is beyond the model's vocabulary of {rows} tokens"):
             encode("money [PAD]")
-    with pytest.raises(ValueError, match="the tokenizer's </s> has the id 2, the model 2 tokens"):
+    with pytest.raises(ValueError, match="the tokenizer's </s> has the id 2, but the model has 2 tokens"):
         load(folder, model_vocab_size=2)
 
 

@@ -57,7 +57,6 @@ SIZES: dict[str, dict[str, Any]] = {  # by model_type
         "sliding_window": None,
     },
     "olmoe": _LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None},
-    "gpt_neox": {name: size for name, size in _LLAMA_SIZES.items() if name != "num_key_value_heads"},
 }
 LLAMA3 = {  # the frequencies of Llama 3.2
     "rope_type": "llama3",

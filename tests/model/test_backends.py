@@ -192,8 +192,6 @@ def test_unsupported_document_kernels_give_a_reason_and_a_mask(monkeypatch):
     ):
         assert words in reason(*given)
     assert reason({}, A100, torch.bfloat16) is reason({}, H100, torch.float16) is None
-    monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset({"is_causal"}))
-    assert "has no window_size" in reason({}, H100, torch.bfloat16)
 
 
 def test_cpu_uses_a_mask_and_gpu_the_kernel_and_both_are_listed(monkeypatch):

@@ -20,9 +20,8 @@ STYLES = {
         LLAMA_STYLE, window_size="3,0", window_attn_skip_freq="2", no_rope_freq="[1,0]"
     ),
     "norms after blocks": dataclasses.replace(LLAMA_STYLE, norm_after_block=True, qk_layernorm_all_heads=True),
-    "parallel, with factors": dataclasses.replace(
+    "factors": dataclasses.replace(
         GPT2_STYLE,
-        use_parallel_residual=True,
         attention_multiplier=0.7,
         residual_multiplier=0.5,
         embedding_multiplier=2.0,

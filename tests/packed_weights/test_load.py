@@ -75,7 +75,7 @@ def build_trained(case: Case, load: str, step: int | None = None) -> tuple[GPTMo
 
 
 def disk(folder: Path, **options: Any) -> WeightsConfig:
-    return WeightsConfig(**{"weights_on": "disk", "weight_bits": 8, "weight_store": str(folder)} | options)
+    return WeightsConfig(**{"weights_device": "disk", "weight_bits": 8, "weight_store": str(folder)} | options)
 
 
 # ---- frozen units -------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
         batch = case.batch(0, 0, 2)
         with torch.no_grad():
             losses = model.eval()(batch.tokens, batch.labels)
-    on_disk = config.weights_on == "disk"
+    on_disk = config.weights_device == "disk"
     assert bytes_of_live_messages() == units.plan.device_bytes(config.prefetch_layers, fetched=on_disk)
     gc.unfreeze()
     assert dims.counter.sent_bytes("cross") == 0
@@ -179,7 +179,7 @@ def bytes_of_live_messages() -> int:
 )
 def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_path, world, layout, bits):
     case = dataclasses.replace(ALONE, **layout)
-    configs = [WeightsConfig(weights_on=place, weight_bits=bits) for place in ("device", "host")]
+    configs = [WeightsConfig(weights_device=place, weight_bits=bits) for place in ("device", "host")]
     configs += [disk(tmp_path, weight_bits=bits, prefetch_layers=ahead) for ahead in (0, 5)]
     results = [ranks(world).run(stream, case, load, config) for config in configs]
     for of_ranks in results:
@@ -233,12 +233,12 @@ def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
         (dataclasses.replace(ALONE, precision=BF16), load, "16 bits", {}),
     ):
         ((tokens, expected),) = ranks(1).run(resident, case, folder)
-        ((ours, losses, lines),) = ranks(1).run(stream, case, folder, WeightsConfig(weights_on="host"))
+        ((ours, losses, lines),) = ranks(1).run(stream, case, folder, WeightsConfig(weights_device="host"))
         assert ours == tokens
         assert torch.equal(losses, expected)
         assert f" weights: {said} from host; " in lines[-1]
         for bits, tolerance in tolerances.items():
-            config = WeightsConfig(weights_on="host", weight_bits=bits)
+            config = WeightsConfig(weights_device="host", weight_bits=bits)
             ((_, losses, lines),) = ranks(1).run(stream, case, folder, config)
             assert 0.0 < float((losses - expected).abs().mean()) <= tolerance, config
             assert f" weights: {bits} bits (rounded: tokens may differ) from host; " in lines[-1]
@@ -359,7 +359,7 @@ def test_store_is_renamed_after_its_bytes_are_on_disk(tmp_path):
 
 def test_contradicting_flags_raise_an_error():
     rows = (
-        ({"weight_store": "x"}, "--weight-store x needs --weights-on disk, not device"),
-        ({"weights_on": "disk", "prefetch_layers": -1}, "--prefetch-layers -1 is negative"),
+        ({"weight_store": "x"}, "--weight-store x needs --weights-device disk, not device"),
+        ({"weights_device": "disk", "prefetch_layers": -1}, "--prefetch-layers -1 is negative"),
     )
     assert not not_refused(rows, lambda flags: WeightsConfig(**flags))

@@ -7,22 +7,22 @@ import pytest
 from megazpp.planner.cost import (
     CALIBRATIONS,
     CALL_MICROSECONDS,
-    DGX2_SHARES,
-    H100_SHARES,
+    DGX2_EFFICIENCY,
+    H100_EFFICIENCY,
     AxisCost,
     ClusterCosts,
+    Efficiency,
     Operation,
-    Shares,
     calibration_for,
 )
-from megazpp.topology.cluster import SHARES, Cluster, Device, Link, Links
+from megazpp.topology.cluster import CALIBRATION_NAMES, Cluster, Device, Link, Links
 from megazpp.topology.layout import Layout, plan_layout
 
 LINKS = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0))
 MEASURED = Links(domain=Link(100.0, 2.0), network=Link(10.0, 5.0, "measured over cross"))
 CALL = 1e-6 * CALL_MICROSECONDS
 DEVICE = Device("a GPU", teraflops=100.0, gigabytes=80.0, gigabytes_per_second=1000.0)
-HALF, PATH = Shares(network=0.5), Shares(network=0.5, uplink=20.0)
+HALF, PATH = Efficiency(network=0.5), Efficiency(network=0.5, uplink=20.0)
 
 
 def layout(links: Links = LINKS, device: Device | None = DEVICE, tp: int = 1) -> Layout:
@@ -31,18 +31,18 @@ def layout(links: Links = LINKS, device: Device | None = DEVICE, tp: int = 1) ->
 
 
 SECONDS = {  # seconds of 1 GB on an axis, which include the latency of each message
-    "inside a node a ring sends at the rank's rate": (layout(), "local", Shares(), 7 * 2e-6 + 0.01),
-    "all ranks of a node share its adapters": (layout(), "cross", Shares(), 3 * 5e-6 + 8 * 0.1),
+    "inside a node a ring sends at the rank's rate": (layout(), "local", Efficiency(), 7 * 2e-6 + 0.01),
+    "all ranks of a node share its adapters": (layout(), "cross", Efficiency(), 3 * 5e-6 + 8 * 0.1),
     "in a ring over all ranks one rank of a node sends to another node": (
         layout(),
         "shard",
-        Shares(),
+        Efficiency(),
         28 * 2e-6 + 15e-6 + 0.1,
     ),
     "with two rings two ranks of a node send to another node": (
         layout(tp=2),
         "shard",
-        Shares(),
+        Efficiency(),
         12 * 2e-6 + 15e-6 + 2 * 0.1,
     ),
     "a share of the link's bandwidth takes longer": (layout(), "cross", HALF, 15e-6 + 8 * 0.2),
@@ -52,19 +52,19 @@ SECONDS = {  # seconds of 1 GB on an axis, which include the latency of each mes
 }
 
 
-@pytest.mark.parametrize(("on", "axis", "shares", "expected"), SECONDS.values(), ids=SECONDS)
-def test_ring_seconds_equal_latency_plus_bytes_over_links(on, axis, shares, expected):
-    assert AxisCost(on, axis, shares).seconds("all_gather", 10**9) == pytest.approx(CALL + expected)
+@pytest.mark.parametrize(("on", "axis", "efficiency", "expected"), SECONDS.values(), ids=SECONDS)
+def test_ring_seconds_equal_latency_plus_bytes_over_links(on, axis, efficiency, expected):
+    assert AxisCost(on, axis, efficiency).seconds("all_gather", 10**9) == pytest.approx(CALL + expected)
 
 
 def test_small_all_reduce_uses_tree_and_one_rank_costs_nothing():
     tree = 2 * (7 * 2e-6 + math.log2(4) * 5e-6)
-    assert AxisCost(layout(), "shard", Shares()).seconds("all_reduce", 0) == pytest.approx(CALL + tree)
-    assert AxisCost(layout(), "tp", Shares()).seconds("all_reduce", 10**9) == 0.0
+    assert AxisCost(layout(), "shard", Efficiency()).seconds("all_reduce", 0) == pytest.approx(CALL + tree)
+    assert AxisCost(layout(), "tp", Efficiency()).seconds("all_reduce", 10**9) == 0.0
 
 
 def test_product_costs_full_tiles_or_bytes_and_memory_pass_its_share():
-    costs = ClusterCosts(layout(), Shares(matrix=0.5, memory=0.25))
+    costs = ClusterCosts(layout(), Efficiency(matrix=0.5, memory=0.25))
     full = 2 * 1024 * 1024 * 4096 / 50e12
     product = Operation("matrix", 0, m=1024, n=1024, k=4096, batch=1.0)
     assert costs.operation(product) == pytest.approx(full)
@@ -76,20 +76,20 @@ def test_product_costs_full_tiles_or_bytes_and_memory_pass_its_share():
 
 
 def test_free_axis_costs_nothing():
-    costs = ClusterCosts(layout(), Shares(), free=("cross",))
+    costs = ClusterCosts(layout(), Efficiency(), free=("cross",))
     assert costs.collective("local", "all_gather", 10**8) > 0
     assert costs.collective("cross", "all_gather", 10**8) == 0.0
 
 
 def test_missing_cluster_figures_are_named_in_the_error():
     with pytest.raises(ValueError, match=r"links\.network is missing, and axis cross"):
-        AxisCost(layout(Links(domain=Link(1.0))), "cross", Shares())
+        AxisCost(layout(Links(domain=Link(1.0))), "cross", Efficiency())
     with pytest.raises(ValueError, match=r"--cluster-file: device is missing"):
-        ClusterCosts(layout(device=None), Shares())
+        ClusterCosts(layout(device=None), Efficiency())
 
 
-def test_calibration_follows_shares_not_the_device_name():
-    assert tuple(CALIBRATIONS) == SHARES  # names that a cluster file may use
-    assert calibration_for(DEVICE._replace(name="H100", shares="v100")).shares == DGX2_SHARES
-    assert calibration_for(DEVICE._replace(shares="h100")).shares == H100_SHARES
+def test_calibration_follows_the_key_not_the_device_name():
+    assert tuple(CALIBRATIONS) == CALIBRATION_NAMES  # names that a cluster file may use
+    assert calibration_for(DEVICE._replace(name="H100", calibration="v100")).efficiency == DGX2_EFFICIENCY
+    assert calibration_for(DEVICE._replace(calibration="h100")).efficiency == H100_EFFICIENCY
     assert calibration_for(DEVICE._replace(name="v100")) == calibration_for(None)

@@ -67,10 +67,10 @@ RUNS = table("""
     2x2   |   2 | FLOAT8 --zeropp SP
     3x4   |  10 | --bf16 TP LOCAL
     2x4   |   0 | LOCAL MOMENTUM --no-zero-error-feedback K4
-    2x4   |   0 | --bf16 LOCAL --diloco-delay 1 SP LLAMA
-    2x4   |   0 | --bf16 LOCAL --diloco-fragments 2 --diloco-delay 3 --diloco-gradient-bits 8
-    2x4   |   0 | --bf16 LOCAL EXACT --diloco-delay 2
-    4x4   |   5 | --bf16 --zeropp LOCAL MOMENTUM --diloco-islands 2 --diloco-fragments 2 --diloco-delay 3
+    2x4   |   0 | --bf16 LOCAL --diloco-fragment-sync-delay 1 SP LLAMA
+    2x4   |   0 | --bf16 LOCAL --diloco-fragments 2 --diloco-fragment-sync-delay 3 --diloco-gradient-bits 8
+    2x4   |   0 | --bf16 LOCAL EXACT --diloco-fragment-sync-delay 2
+    4x4   |   5 | --bf16 --zeropp LOCAL MOMENTUM --diloco-islands 2 --diloco-fragments 2 --diloco-fragment-sync-delay 3
     2x1   |   1 | LOCAL SHORT
     2x1   |   1 | LOCAL SHORT EXACT
     1x1   |   0 | --bf16 K4
@@ -142,7 +142,9 @@ def test_dry_run_sends_planned_bytes_and_needs_planned_memory(case, monkeypatch)
         assert dry.memory[kind] == sum(fullest.get(storage, 0) for storage in storages), kind
     if "SHORT EXACT" not in flags:  # with these flags the memory peak is in a synchronization
         assert dry.memory[Memory.OUTER_MESSAGES] == sum(fullest[message] for message in messages)
-    assert (dry.memory[Memory.OUTER_MESSAGES] > 0) == ("--diloco-delay" in flags or "SHORT EXACT" in flags)
+    assert (dry.memory[Memory.OUTER_MESSAGES] > 0) == (
+        "--diloco-fragment-sync-delay" in flags or "SHORT EXACT" in flags
+    )
     # recomputation leaves reference cycles, which keep tensors until the garbage collector runs
     assert dry.memory.total() == pytest.approx(dry.live_bytes, rel=0.05 if run.model.recompute_granularity else 0.007)
     if flags == "HUGE":

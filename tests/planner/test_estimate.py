@@ -107,7 +107,7 @@ def test_island_bytes_are_two_4_bit_hops_averaged_over_steps():
 
 def test_synchronization_delays_steps_unless_its_delay_hides_it():
     slow = pair(Links(domain=Link(100.0), network=Link(0.01)))
-    delays = ("", "--diloco-delay 2", "--diloco-delay 2 --diloco-fragments 2")
+    delays = ("", "--diloco-fragment-sync-delay 2", "--diloco-fragment-sync-delay 2 --diloco-fragments 2")
     plain, late, parts = (estimate(config(f"{EVERY} {delay}"), slow) for delay in delays)
     assert plain.exposed["island"] == pytest.approx(plain.held_up / 4, rel=0.01)
     assert plain.busy["island"] == pytest.approx(late.busy["island"])
@@ -123,7 +123,7 @@ def test_synchronization_delays_steps_unless_its_delay_hides_it():
 
 
 def test_local_steps_are_estimated_next_to_schemes_without_them():
-    own = config("--diloco-steps 8 --diloco-delay 3 --diloco-islands 2 --zeropp")
+    own = config("--diloco-steps 8 --diloco-fragment-sync-delay 3 --diloco-islands 2 --zeropp")
     plain = changed(own, zero={"zeropp": False})
     assert local_steps(own, Cluster(num_nodes=1, ranks_per_node=4)) == {}
     assert local_steps(own, FOUR_NODES) == {"--diloco-steps 8": own}

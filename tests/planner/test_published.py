@@ -41,10 +41,10 @@ from megazpp.topology.layout import plan_layout
 from megazpp.training.setup import ModelSpec
 from megazpp.zero.config import CommPlan, GatherPlan, PrecisionConfig, ReducePlan, ZeroConfig
 
-V100 = Device("V100-SXM3-32GB", 125.0, 34.36, 900.0, shares="v100")
-H800 = Device("H800", 989.0, 85.9, 3350.0, shares="h800")
-A100 = Device("A100-SXM4-80GB", 312.0, 85.9, 2039.0, shares="a100")
-H100 = Device("H100 96GB HBM2e", 989.0, 103.0, 2400.0, shares="h100")
+V100 = Device("V100-SXM3-32GB", 125.0, 34.36, 900.0, calibration="v100")
+H800 = Device("H800", 989.0, 85.9, 3350.0, calibration="h800")
+A100 = Device("A100-SXM4-80GB", 312.0, 85.9, 2039.0, calibration="a100")
+H100 = Device("H100 96GB HBM2e", 989.0, 103.0, 2400.0, calibration="h100")
 
 
 class DeepSpeedCosts(ClusterCosts):
@@ -97,7 +97,7 @@ def errors(
     links = Links(domain=Link(domain), network=Link(gigabits / 8))
     cluster = Cluster(num_nodes=nodes, ranks_per_node=per_node, device=device, links=links)
     layout = plan_layout(cluster, tp=tp, replicas=1)
-    costs = DeepSpeedCosts(layout, CALIBRATIONS[device.shares].shares)
+    costs = DeepSpeedCosts(layout, CALIBRATIONS[device.calibration].efficiency)
     costs.gathers = GATHERS_TO_FSDP2.get(model, 1.0)
     layers, hidden, heads = SHAPES[model]
     sample = tokens if megatron else 1024

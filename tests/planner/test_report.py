@@ -67,10 +67,10 @@ def test_run_too_large_names_its_needs_and_flags_that_help():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shares", "warns"), [(None, True), ("h100", True), ("h800", False)])
-def test_calibration_warns_about_unchecked_devices_and_few_tokens(shares, warns):
-    text = report("--micro-batch-size 1", device=SMALL._replace(shares=shares))
-    assert f"calibration of times: {shares or 'shares of the data sheet'}" in text
+@pytest.mark.parametrize(("calibration", "warns"), [(None, True), ("h100", True), ("h800", False)])
+def test_calibration_warns_about_unchecked_devices_and_few_tokens(calibration, warns):
+    text = report("--micro-batch-size 1", device=SMALL._replace(calibration=calibration))
+    assert f"calibration of times: {calibration or 'shares of the data sheet'}" in text
     assert (
         "warning: this calibration was not compared with runs on this device, or with so few tokens" in text
     ) == warns
@@ -89,7 +89,7 @@ def test_longer_contexts_fit_on_more_context_parallel_ranks():
 
 @pytest.mark.slow
 def test_days_and_cost_cover_all_samples_and_mfu_is_explained():
-    text = report("--train-iters 100000", device=SMALL._replace(shares="h800", price_per_hour=2.5))
+    text = report("--train-iters 100000", device=SMALL._replace(calibration="h800", price_per_hour=2.5))
     (step,) = re.findall(r"a step takes ([\d.]+) s, of which", text)
     ((days, money),) = re.findall(r"800,000 samples take ([\d.]+) days on 4 GPU\(s\), ([\d,]+) at 2.5 a GPU-hour", text)
     expected = float(step) * 100000 / 86400
@@ -109,7 +109,7 @@ def test_local_steps_have_a_row_but_no_verdict_or_candidates():
 
 
 def test_report_of_local_steps_has_means_and_candidates_keep_them():
-    text = report("--diloco-steps 10 --diloco-delay 2")
+    text = report("--diloco-steps 10 --diloco-fragment-sync-delay 2")
     sent = r"a node sends to other islands: ([\d.]+) MB every 10 steps, ([\d.]+) MB per step"
     ((each, mean),) = re.findall(sent, text)
     assert float(mean) == pytest.approx(float(each) / 10, abs=1e-3)

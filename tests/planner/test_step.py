@@ -124,7 +124,7 @@ GRID = {
         tp=2,
         model=LLAMA_STYLE,
         precision=BF16,
-        diloco=LOCAL(diloco_fragments=2, diloco_delay=3, diloco_outer_momentum=0.9),
+        diloco=LOCAL(diloco_fragments=2, diloco_fragment_sync_delay=3, diloco_outer_momentum=0.9),
     ),
     "zeropp on islands": Case(nodes=4, zero=ALL, micro_batches=2, diloco=LOCAL(diloco_islands=2)),
     "islands of one rank, not quantized": Case(

@@ -76,7 +76,7 @@ def test_a_negative_number_and_a_zero_that_means_nothing_are_refused_by_the_flag
 REFUSED = """
     --objective dpo --loss-type ipo dapo | --loss-type dapo is not one of sigmoid, hinge, ipo,
     --objective grpo --loss-type ipo | --loss-type ipo is not one of grpo, bnpo, dr_grpo, dapo, cispo
-    --objective grpo --loss-type grpo dapo | --loss-type grpo dapo: --objective grpo has one
+    --objective grpo --loss-type grpo dapo | --loss-type grpo dapo: --objective grpo takes one loss
     --objective dpo --loss-type hinge --label-smoothing 0.1 | --label-smoothing 0.1 needs --loss-type robust
     --objective dpo --loss-weights 1 2 | --loss-weights 1.0 2.0 has 2 weights for the 1 of --loss
     --objective grpo --no-use-bias-correction-kl | --no-use-bias-correction-kl needs --beta above 0

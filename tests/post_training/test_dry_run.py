@@ -95,11 +95,13 @@ def test_models_that_stream_take_what_is_in_memory_of_them():
     ends = (32 + 128) * 256 * 1.0625 + vectors
     assert kept() == pytest.approx((3 * 12 * 256**2 + (32 + 128) * 256) * 2 / 2, rel=0.02)
     assert kept(weight_bits=8) == pytest.approx(ends + 3 * layer / 2 + 2 * layer, rel=0.02)
-    on_disk = kept(weight_bits=8, weights_on="disk")
+    on_disk = kept(weight_bits=8, weights_device="disk")
     assert (
-        on_disk == kept(weight_bits=8, weights_on="host") == pytest.approx(ends + 2 * layer / 2 + 2 * layer, rel=0.02)
+        on_disk
+        == kept(weight_bits=8, weights_device="host")
+        == pytest.approx(ends + 2 * layer / 2 + 2 * layer, rel=0.02)
     )
-    two_ahead = kept(weight_bits=8, weights_on="disk", prefetch_layers=2)
+    two_ahead = kept(weight_bits=8, weights_device="disk", prefetch_layers=2)
     assert two_ahead == pytest.approx(ends + 3 * layer / 2 + 3 * layer, rel=0.02)
 
 

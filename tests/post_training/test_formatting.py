@@ -97,8 +97,8 @@ def test_what_is_cut_has_no_answer_or_twice_the_same_is_counted_and_what_is_kept
     same = f"3 left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 4"
     assert lines == [
         "tokenizing a.jsonl",
-        "6 examples of 14 tokens: a.jsonl; 3 were cut to --max-length 5; 1 left out, of whose answer there is nothing; "
-        + same,
+        "6 examples of 14 tokens: a.jsonl; 3 were cut to --max-length 5; "
+        "1 left out, because nothing of their answers is left; " + same,
     ]
     again = read(path, flags={"max_length": 5}, **options)
     assert lines[2:] == lines[1:2]  # counted all the same
@@ -139,11 +139,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (message(role="user", content=None), "message 1 of 'messages' has the role 'user' and no content"),
     (message(role="assistant", tool_calls=[]), "has the role 'assistant' and no content"),
     (message(role="user", content=5), "has the content 5, neither a string nor a list"),
-    (message(role="user", content=[{"type": "image"}]), "has a part that is no text: {"),
+    (message(role="user", content=[{"type": "image"}]), "has a part that is not text: {"),
 ]
 REFUSED_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "chosen": "b"}, "a.jsonl, line 1: there is no 'rejected', only 'prompt', 'chosen'"),
-    ({"chosen": "b", "rejected": [USER]}, "of 'chosen' and 'rejected' one is a string"),
+    ({"chosen": "b", "rejected": [USER]}, "one of 'chosen' and 'rejected' is a string"),
     ({"prompt": [USER], "chosen": [ANSWER], "rejected": [USER]}, "'rejected' has no message of the role 'assistant'"),
     ({"chosen": "a b", "rejected": "a b"}, "'chosen' and 'rejected' are the same, first in line 1"),
 ]
@@ -172,7 +172,7 @@ def test_prompts_keep_their_columns_and_place(path):
     assert second == Prompt([*ASKED.encode()], [USER], {"level": "easy"}, f"{path}, line 2")
     assert third.tokens == [TOKENIZER.eod]
     refused = [
-        ([{"prompt": [USER]}], "line 1: the prompt has 53 tokens, more than the 52 that --max-length leaves"),
+        ([{"prompt": [USER]}], "line 1: the prompt has 53 tokens, but --max-length leaves 52"),
         ([{"text": "a"}], "line 1: there is no 'prompt', only 'text'"),
         ([], "a.jsonl: there is no prompt"),
     ]
@@ -202,7 +202,7 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     records += [{"text": "money"}, {"messages": talk}, {"prompt": "Call ", "completion": "me"}]
     lines: list[str] = []
     examples = read(write(path, *records), tokenizer=tokenizer, template=chat, log=lines.append)
-    assert "note: the answers of 1 begin within a token of their prompt" in lines[0]  # " me" is a token
+    assert "note: the answers of 1 begin inside a token of their prompt" in lines[0]  # " me" is a token
     expected = [plain("Call me</s>"), plain("Call me</s>"), plain("money</s>"), rendered(talk)]
     for number, (ids, first) in enumerate(zip(expected, [len(plain("Call"))] * 2 + [1, 1], strict=True)):
         assert ids[:2].count(1) == 1

@@ -157,7 +157,7 @@ def test_a_reward_model_serves_ppo(home):
     assert known <= found[0].keys()
     assert found[0]["clip_ratio"] == 0.0
     assert found[0]["sampling_logp_difference/max"] < 1e-4
-    disk = "--weight-bits 8 --weights-on disk --weight-store stores"
+    disk = "--weight-bits 8 --weights-device disk --weight-store stores"
     streamed = trained(home, "ppo-disk", f"{flags} reward {disk}")
     kls = [[row["kl"] for row in run] for run in (found, streamed)]
     assert kls[0] != kls[1]  # 8 bits are not 32; on some CPUs the first rollouts are equal
@@ -250,9 +250,9 @@ def test_a_lora_run_goes_on_with_its_own_adapters_or_is_refused(home):
     straight = trained(home, "lora", f"{flags} --lora-r 3 --lora-alpha 5 --base-weight-bits 4")
     name = stopped(home, "lora", 2)
     others = """
-        --lora-r 4 | --lora-r is 4, --load lora-on has 3
+        --lora-r 4 | --lora-r is 4, but --load lora-on has 3
         --lora-alpha 2 --lora-r 3 | is 2.0
-        --lora-r 3 --base-weight-bits 8 | --base-weight-bits is 8, --load lora-on has 4
+        --lora-r 3 --base-weight-bits 8 | --base-weight-bits is 8, but --load lora-on has 4
     """
     assert not_refused(table(others), lambda given: asked(home, f"--load {name} --save {name} {flags} {given}")) == []
     assert trained(home, name, flags, load=name) == straight[2:]
@@ -313,7 +313,7 @@ def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_o
     assert dpo[2]["rewards/margins"] > 0.01
     assert synced[2]["rewards/margins"] == 0.0  # the reference is the policy again
     name = stopped(home, "dpo-synced", 3)
-    with pytest.raises(ValueError, match="--no-sync-ref-model: --load dpo-synced-on was trained the other way"):
+    with pytest.raises(ValueError, match="--no-sync-ref-model: --load dpo-synced-on was trained with the opposite"):
         asked(home, f"{flags} --load {name} --save {name}")
     (again,) = trained(home, name, f"{mixing} --tensor-model-parallel-size 2", load=name)
     assert again["rewards/margins"] == pytest.approx(synced[3]["rewards/margins"], rel=1e-3)
@@ -330,18 +330,18 @@ TINY = f"@{ROOT}/configs/gpt_tiny.args --dry-run --nproc 4 --emulate-nodes 2 --z
 # flags beside --load base and data of prompts, where nothing else is said
 REFUSED = """
     --objective sft --load nowhere | --load nowhere has no checkpoint
-    --objective sft --seq-length 8 | --seq-length 8: post-training has --max-length
+    --objective sft --seq-length 8 | --seq-length 8: post-training takes --max-length
     --objective grpo | --objective grpo needs --reward-funcs or --reward-load
     --objective grpo --reward-funcs a:b --max-completion-length 8 --num-generations 3 | divisible
     --objective grpo --reward-funcs rewards.py:vowels --max-length 8 | leaves no room for a prompt
     --objective sft --text-path chats.jsonl | --text-path and --mock-data are for pretraining
     --objective sft --hidden-size 64 | --hidden-size is 64, was 32
     --objective ppo --reward-funcs a:b --temperature 0 | --sample-temperature 0.0
-    --objective sft --weights-on disk | --weights-on disk is for the weights of a reference or
+    --objective sft --weights-device disk | --weights-device disk is for the weights of a reference or
     --objective grpo --reward-funcs a:b --weight-bits 8 | --weight-bits 8 is for the weights of a
-    --objective dpo --lora-r 2 --weights-on host | with --lora-r the reference is the base
+    --objective dpo --lora-r 2 --weights-device host | with --lora-r the reference is the base
     --objective dpo --sync-ref-model --lora-r 2 | --sync-ref-model: with --lora-r the reference is
-    --objective dpo --sync-ref-model --no-load-optim | --no-load-optim would leave its reference
+    --objective dpo --sync-ref-model --no-load-optim | --no-load-optim would drop its reference
     --objective dpo --sync-ref-model --weight-bits 8 | with --sync-ref-model the reference is
     --objective dpo --sync-ref-model --ref-load base | --ref-load base: the reference begins as
     --objective dpo | prompts.jsonl, line 1: there is no 'chosen', only 'prompt', 'word'
@@ -351,17 +351,17 @@ REFUSED = """
     --objective sft --chat-template none.jinja | --chat-template none.jinja cannot be read
     --objective dpo --ref-load nowhere | --ref-load nowhere has no checkpoint
     --objective dpo --ref-ckpt-step 9 | --ref-ckpt-step 9:
-    --objective sft --lora-r 2 --ref-checksum zzz | --ref-checksum zzz is no checksum of weights
+    --objective sft --lora-r 2 --ref-checksum zzz | --ref-checksum zzz is not 16 hexadecimal digits
     --objective sft --fp8-format hybrid --bf16 | --fp8-format hybrid needs an NVIDIA GPU
     --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is no reward
-    --objective ppo --max-completion-length 8 --reward-funcs rewards.py:nose | it has no function nose
-    --objective sft --hidden-dropout 0.1 | --hidden-dropout 0.1: post-training drops nothing out
+    --objective ppo --max-completion-length 8 --reward-funcs none.py:vowels | No such file
+    --objective sft --hidden-dropout 0.1 | --hidden-dropout 0.1: post-training does not use dropout
     --objective sft --lora-r 33 | --lora-r 33 is more than the smaller side of transformer.h.0.attn.c_attn, 32
-    --objective sft --lora-r 2 --lora-target-modules lm_head | --lora-target-modules lm_head is no linear
+    --objective sft --lora-r 2 --lora-target-modules lm_head | --lora-target-modules lm_head is not a linear
     --objective sft --lora-r 2 --base-weight-bits 4 --tensor-model-parallel-size 2 --nproc 2 | --base-weight-bits 4: -
     TINY | --objective is missing
     TINY --no-dry-run --objective sft | --load is missing
-    TINY --objective dpo --weights-on disk | --dry-run reads no weights: --weights-on and --weight-bits are for
+    TINY --objective dpo --weights-device disk | --dry-run reads no weights: --weights-device and --weight-bits are for
 """
 
 
@@ -388,7 +388,7 @@ def test_a_plan_and_a_dry_run_without_a_checkpoint_count_all_models(home, capsys
     assert " MB of frozen weights" in said(f"{TINY} @{ROOT}/configs/post_training/lora_base_8bit.args")
     assert "MB at the fullest moment (" in said(f"{TINY} --objective ppo --reward-load r")
     plan = "--plan --objective ppo --reward-load base --load base --train-data-path prompts.jsonl --train-iters 1"
-    layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-on disk --weight-bits 8"
+    layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-device disk --weight-bits 8"
     for lora in ("", "--lora-r 4 --base-weight-bits 4"):
         output = said(f"{plan} {layout} {lora}")
         kinds = {line.split("  ")[0] for line in output.splitlines()}

@@ -60,8 +60,8 @@ def load(tmp_path_factory) -> str:
 def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(load, tmp_path, world, layout, bits):
     places = [
         WeightsConfig(weight_bits=bits),
-        WeightsConfig(weight_bits=bits, weights_on="host", prefetch_layers=0),
-        WeightsConfig(weight_bits=bits, weights_on="disk", weight_store=str(tmp_path / "store")),
+        WeightsConfig(weight_bits=bits, weights_device="host", prefetch_layers=0),
+        WeightsConfig(weight_bits=bits, weights_device="disk", weight_store=str(tmp_path / "store")),
         WeightsConfig(),
     ]
     for found in ranks(world).run(asked_on_ranks, dataclasses.replace(CASE, **layout), load, places):
@@ -101,7 +101,7 @@ def test_a_reward_model_that_cannot_judge_the_policy_is_refused(load):
         check_reward_model(config, load, tokenizer)
 
     rows = [
-        (102, 1, 8, f"--reward-load {load}: it has 101 tokens, and the policy's tokenizer 102"),
+        (102, 1, 8, f"--reward-load {load}: it has 101 tokens, but the policy's tokenizer has 102"),
         (101, 3, 8, "is not divisible by --tensor-model-parallel-size 3"),
         (101, 1, 99, "--seq-length 99 is longer than --max-position-embeddings"),
     ]

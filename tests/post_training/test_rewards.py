@@ -94,9 +94,8 @@ def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample():
     rows: list[tuple[Any, str]] = [
         (
             lambda completions: [float(str(each)) for each in completions],
-            "function f failed at a.jsonl, line 2, completion [{'role': 'assistant', 'content': 'four'}]: ValueError",
+            f"function f failed at {both}: ValueError: could not convert string to float: \"[{{'role': 'assistant'",
         ),
-        (lambda completions: {}[len(completions)], "failed at a.jsonl, line 1, completion '2': KeyError: 2"),
         (lambda completions: [1 / (len(completions) - 2)], f"failed at {both}: ZeroDivisionError"),
         (lambda **_: [1.0], f"reward function f gave 1 rewards for 2 completions, of {both}"),
         (lambda **_: [1.0, "x"], "reward function f gave 'x', not a finite number, for a.jsonl, line 2"),
@@ -110,13 +109,16 @@ def test_what_cannot_be_imported_is_named(file, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "syntax.py").write_text("def f(:")
     unread = [
-        (f"{file}:missing", "has no function missing"),
         (f"{tmp_path}/none.py:f", "No such file"),
         ("gone:f", "ModuleNotFound"),
         (f"{tmp_path}/syntax.py:f", "SyntaxError"),
         ("gone.part:f", "given as gone.part.py:f"),
     ]
-    run = [(f"{file}:value", "no function value"), (f"{tmp_path}/broken.py:f", "ZeroDivisionError")]
+    run = [
+        (f"{file}:missing", "has no function missing"),
+        (f"{file}:value", "no function value"),
+        (f"{tmp_path}/broken.py:f", "ZeroDivisionError"),
+    ]
     for rows, look in ((unread, check_reward_functions), ([*unread, *run], load_reward_functions)):
         assert not not_refused(rows, lambda name, look=look: look(RewardConfig(reward_funcs=(name,))))
 

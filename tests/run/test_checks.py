@@ -35,7 +35,6 @@ REFUSED = """
 2 | --position-embedding-type rope --rope-type dynamic --context-parallel-size 2 | --rope-type dynamic: ranks of --conte
 1 | --qk-layernorm-all-heads | --qk-layernorm-all-heads needs --normalization RMSNorm
 1 | --normalization RMSNorm --qk-layernorm --qk-layernorm-all-heads | --qk-layernorm-all-heads exclude
-1 | --norm-after-block --use-parallel-residual | --norm-after-block and --use-parallel-residual exclude
 1 | --logits-scaling 0 | --logits-scaling 0.0 is not
 1 | --attention-multiplier -1 | --attention-multiplier -1.0 is not
 1 | --window-size 63,1 | --window-size 63,1 is not LEFT,0
@@ -53,7 +52,7 @@ REFUSED = """
 1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be combined with --train-iters 10
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
 1 | --fp16 --bf16 | --fp16 and --bf16 are both set: choose one
-1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2: give only
+1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2 exclude each
 1 | --grad-reduce-in-bf16 | --grad-reduce-in-bf16 needs --bf16
 1 | --seed 4294967296 | --seed 4294967296 is not a number from 0 to 4294967295
 1 | --distributed-timeout-minutes 1e12 | --distributed-timeout-minutes 1000000000000.0 is more than a year

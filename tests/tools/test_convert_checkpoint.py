@@ -112,19 +112,19 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("theirs", shutil.rmtree, "", "--input .* does not exist"),
     ("theirs", lambda f: (shutil.rmtree(f), f.mkdir()), "", "is neither a Hugging Face model"),
     ("theirs", lambda f: (f / "config.json").unlink(), "--from huggingface", "config.json is miss"),
-    ("theirs", lambda f: (f / "config.json").write_bytes(bytes(range(256))), "", "is no JSON"),
+    ("theirs", lambda f: (f / "config.json").write_bytes(bytes(range(256))), "", "is not JSON"),
     ("theirs", lambda f: (f / "model.safetensors").unlink(), "", "model.safetensors is missing"),
     ("theirs", lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "", "is damaged or holds more"),
     ("theirs", lambda f: truncate(f / "model.safetensors"), "", "is damaged or no safetensors file"),
     ("theirs", lambda f: index_alone(f, '{"weight_map": 3}'), "", "no weight_map"),
     ("theirs", lambda f: index_alone(f, '{"weight_map": {"a": "b"}}'), "", "b is missing"),
     ("theirs", lambda f: truncate(f / "tokenizer.json"), "", "--tokenizer-model .*: transformers cannot read it"),
-    ("theirs", None, "--to huggingface", "--from huggingface --to huggingface: one of the two"),
-    ("theirs", None, "--ckpt-step 3", "is one model, without iterations"),
+    ("theirs", None, "--to huggingface", "--from huggingface --to huggingface: exactly one of the two"),
+    ("theirs", None, "--ckpt-step 3", "is a single model without iterations"),
     ("theirs", None, "--from megatron", "has neither mp_rank_00 nor latest_checkpointed"),
     ("ours", lambda f: truncate(f / "iter_0000000/__0_3.distcp"), "", "__0_3.distcp is damaged"),
     ("ours", lambda f: (f / "iter_0000000/run.json").unlink(), "--from megazpp", "run.json cannot"),
-    ("ours", None, "--tokenizer-type NullTokenizer", "the tokenizer has 257 tokens, that of .* 300"),
+    ("ours", None, "--tokenizer-type NullTokenizer", "the tokenizer has 257 tokens, but .* 300"),
 ]
 # fmt: on
 

@@ -51,11 +51,11 @@ def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run_main):
         "of the first 3 documents with text, 1 end with eod (256)",
     ):
         assert said in out
-    assert out.endswith("\ndocument 0, 13 of its 13 tokens:\nHello, world\n")
+    assert out.endswith("\ndocument 0, the first 13 of 13 tokens:\nHello, world\n")
     _, out, _ = run_main(inspect_dataset.main, "--input", "my", *NULL, "--document", 2, "--tokens", 5)
-    assert out.endswith("document 2, 5 of its 1,000 tokens:\nxxxxx\n")
+    assert out.endswith("document 2, the first 5 of 1,000 tokens:\nxxxxx\n")
     _, out, _ = run_main(inspect_dataset.main, "--input", "my", "--document", 3)  # without a tokenizer
-    assert out.endswith("document 3, 3 of its 3 tokens:\n101 110 100\n")
+    assert out.endswith("document 3, the first 3 of 3 tokens:\n101 110 100\n")
     assert "eod" not in out
 
 

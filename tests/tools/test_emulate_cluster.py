@@ -123,7 +123,7 @@ def test_ranks_see_what_torchrun_would_tell_them_and_the_hosts_and_links_of_thei
 def test_without_root_or_iproute2_nothing_is_made_and_the_message_says_why(monkeypatch):
     cluster = EmulatedCluster(nodes=2, ranks_per_node=1)
     monkeypatch.setenv("PATH", "/nowhere")
-    for user, said in ((1000, "needs root"), (0, "needs iproute2, and ip and tc cannot be found")):
+    for user, said in ((1000, "needs root"), (0, "needs iproute2, but ip and tc cannot be found")):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
         with pytest.raises(UserError, match=said):
             cluster.__enter__()

@@ -45,7 +45,7 @@ def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(train
     _, exact = numbers(trained)
     off = {}
     for bits in (8, 4):
-        stored = ["--weight-bits", bits, "--weights-on", "disk", "--weight-store", tmp_path / str(bits)]
+        stored = ["--weight-bits", bits, "--weights-device", "disk", "--weight-store", tmp_path / str(bits)]
         resident = numbers(trained, "--weight-bits", bits)
         assert numbers(trained, *stored) == resident
         _, per_byte = numbers(trained, *stored, "--tensor-model-parallel-size", 2, world=2)

@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_as
     record.write_text(record.read_text().replace('"iteration": 0', '"iteration": 99'))
     (spoilt / "latest_checkpointed_iteration.txt").write_text("99\n")
     for where in ("device", "host"):
-        flags = ["--prompt", PROMPTS[0], *GREEDY, "--sample-tokens", 5, "--weights-on", where]
+        flags = ["--prompt", PROMPTS[0], *GREEDY, "--sample-tokens", 5, "--weights-device", where]
         code, output = run_tool("generate", "--load", spoilt, *flags)
         assert (code, "run.json is damaged" in output) == (2, True), output
         output = run(spoilt, *flags, "--load-fallback")
@@ -100,8 +100,8 @@ def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory_with_a
     load, tmp_path, tp
 ):
     flags = ["--prompt", *PROMPTS * 4, "--prompts-at-once", "auto", *GREEDY, "--sample-tokens", 12, "--weight-bits", 8]
-    resident = run(load, *flags, "--weights-on", "device", world=tp)
-    disk = [*flags, "--kv-on", "host", "--weights-on", "disk", "--weight-store"]
+    resident = run(load, *flags, "--weights-device", "device", world=tp)
+    disk = [*flags, "--kv-cache-device", "host", "--weights-device", "disk", "--weight-store"]
     first, second = (run(load, *disk, tmp_path, world=tp) for _ in range(2))
     assert " 256 prompts at once" in first
     assert len(texts(resident)) == 12

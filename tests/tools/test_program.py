@@ -1,6 +1,5 @@
 """How programs end: with whom, above all where nobody reads on, and with a sentence about the user's input."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from helpers.program import ROOT, Program, run_program
 
 from megazpp.base.program import JobError, in_words, program
@@ -81,19 +79,15 @@ def test_tools_for_data_start_without_torch(tmp_path):
 
 def test_errors_are_in_words_and_reach_all_ranks_as_value_errors():
     for fails, said in (
-        (lambda: json.loads("9" * 5000), "an integer has more digits than are read"),
-        (lambda: yaml.safe_load("9" * 5000), "an integer has more digits than are read"),
-        (lambda: json.loads("[" * 100_000), "it is nested too deeply"),
         (lambda: "a\ud800".encode(), r"'\ud800' is half of a surrogate pair, and no text"),
         (lambda: Path("/proc/x/y").read_text(), "/proc/x/y: No such file or directory"),
         (lambda: int("x"), "invalid literal for int() with base 10: 'x'"),
     ):
-        with pytest.raises((ValueError, OSError, RecursionError)) as caught:
+        with pytest.raises((ValueError, OSError)) as caught:
             fails()
         assert in_words(caught.value) == said
-        if not isinstance(caught.value, RecursionError):
-            with pytest.raises(ValueError, match=re.escape(said) + "$"):
-                raise_on_all_ranks(MeshAxis("checkpoint"), fails)
+        with pytest.raises(ValueError, match=re.escape(said) + "$"):
+            raise_on_all_ranks(MeshAxis("checkpoint"), fails)
 
 
 CHILD = "import os, time; from megazpp.base.program import end_with; end_with(os.getppid()); print('runs', flush=True)"

@@ -133,7 +133,6 @@ WHOLE_FILES = [  # text, words of the message
     ("ranks_per_node: 2", "key nodes is missing"),
     ("nodes: 0\nranks_per_node: 2", "nodes 0 is not a positive whole number"),
     ("nodes: 1000000000000\nranks_per_node: 8\nrank_order: cyclic", "nodes 1000000000000 x ranks_per_node 8"),
-    (f"nodes: 0x{'f' * 5000}\nranks_per_node: 8", "an integer has more digits than are read"),
     ("nodes: true\nranks_per_node: 2", "nodes True is not"),
     ("nodes: 2\nranks_per_node: 2.5", "ranks_per_node 2.5 is not"),
     ("nodes: 2\nnodes: 3\nranks_per_node: 2", "is not YAML: key nodes is given twice"),
@@ -157,8 +156,8 @@ LINES = """
     links: {network: {gigabits_per_second: 1, source: 7}}     | links.network.source 7 is not text
     links: {network: {gigabits_per_second: 1, latency: 7}}    | links.network: unknown key latency (value 7)
     device: {name: X, teraflops: 1, gigabytes: 2}             | key device.gigabytes_per_second is missing
-    device: {name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, shares: V100} | device.shares 'V100' is not
-    device: {name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, shares: [v100]} | device.shares ['v100'] is
+    device: {name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, calibration: V100} | 'V100' is not one
+    device: {name: X, teraflops: 1, gigabytes: 2, gigabytes_per_second: 3, calibration: [v100]} | ['v100'] is not
 """
 
 
@@ -182,11 +181,12 @@ def test_a_cluster_is_read_back_as_it_was(path):
     for fields in (
         {},
         {"domain_size": 2, "order": CYCLIC, "links": LINKS, "device": GPU},
-        {"device": GPU._replace(shares="h100", price_per_hour=2.5)},
+        {"device": GPU._replace(calibration="h100", price_per_hour=2.5)},
     ):
         cluster = Cluster(num_nodes=2, ranks_per_node=4, **fields)
         text = cluster_text(cluster)
         assert read_cluster(written(path, text)) == cluster
+        assert read_cluster(written(path, text.replace("calibration:", "shares:"))) == cluster  # the former key
         assert (NO_DEVICE in text) == ("device" not in fields)
 
 

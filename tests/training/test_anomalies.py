@@ -178,11 +178,11 @@ def test_nan_in_a_replica_group_ends_the_job_when_groups_settle():
     watched = Watched(islands=True)
     assert watched.takes(1.0) == [True]
     assert watched.guard.found == (False, False)
-    assert not watched.guard.settle(failed=False, back=False)
+    assert not watched.guard.resolve(failed=False, back=False)
     assert watched.takes(NAN) == watched.takes(1.0, norm=INF) == [False]
     assert watched.guard.found == (True, False)
     with pytest.raises(NotFiniteError, match="iteration 2: "):  # the first of two failures
-        watched.guard.settle(failed=True, back=False)
+        watched.guard.resolve(failed=True, back=False)
 
 
 def test_report_names_only_ranks_that_failed_in_the_reported_step():
@@ -190,7 +190,7 @@ def test_report_names_only_ranks_that_failed_in_the_reported_step():
     watched = Watched(islands=True)
     watched.guard.run.dims.world = mock.Mock(gather_objects=lambda own: reports, share_object=lambda message: message)
     with pytest.raises(NotFiniteError) as error:
-        watched.guard.settle(failed=True, back=False)
+        watched.guard.resolve(failed=True, back=False)
     first, *others = str(error.value).splitlines()
     assert first.startswith("iteration 3: ")
     assert [line.rpartition(" ")[2] for line in others] == ["0", "2"]
@@ -204,7 +204,7 @@ def test_spike_in_a_replica_group_rewinds_all_when_groups_settle():
     assert watched.said[-1].endswith(
         "the weights of all replica groups return to the last checkpoint when they synchronize"
     )
-    assert watched.guard.settle(failed=False, back=True)
+    assert watched.guard.resolve(failed=False, back=True)
     assert (watched.guard.found, back.call_count) == ((False, False), 1)
     assert watched.said[-1] == "the loss of a replica group has jumped, and the weights return to iteration 7"
     assert len(watched.history.losses) == 31

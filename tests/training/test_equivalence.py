@@ -96,7 +96,7 @@ OLMO = llama(norm_after_block=True, qk_layernorm_all_heads=True, logits_scaling=
 LAYERED = llama(window_size="4,0", window_attn_skip_freq="2", no_rope_freq="[0,1]", rope_type="yarn")
 LAYERED = dataclasses.replace(LAYERED, rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=8)
 FACTORS = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 1.5}
-PARALLEL = dataclasses.replace(GPT2_STYLE, use_parallel_residual=True, **FACTORS)
+FACTORED = dataclasses.replace(GPT2_STYLE, **FACTORS)
 BESIDE = {
     "one rank, whole copies": (1, Case(stage=0, micro_batches=2)),
     "one rank, shards": (1, Case(model=LLAMA_STYLE, micro_batches=2)),
@@ -119,7 +119,7 @@ BESIDE = {
     "norms after blocks and of all heads": (2, Case(model=OLMO, tp=2, sequence_parallel=True)),
     "windows and positions by layers": (2, Case(model=LAYERED, tp=2, documents=True)),
     "cp, windows and positions by layers": (2, Case(model=LAYERED, cp=2)),
-    "parallel, with factors": (2, Case(model=PARALLEL, tp=2, sequence_parallel=True)),
+    "factors": (2, Case(model=FACTORED, tp=2, sequence_parallel=True)),
     "cp, 8 ranks": (8, Case(model=LLAMA_STYLE, cp=4, tp=2, sequence_parallel=True)),
 }
 
@@ -134,7 +134,7 @@ BESIDE = {
         "cp, 2 groups for 4 ranks",
         "norms after blocks and of all heads",
         "cp, windows and positions by layers",
-        "parallel, with factors",
+        "factors",
     ),
 )
 def test_losses_and_gradients_equal_one_process_with_other_settings(beside):

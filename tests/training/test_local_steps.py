@@ -49,7 +49,7 @@ def train(
 
 
 PLAIN = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3))
-LATE = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3, diloco_delay=2))
+LATE = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3, diloco_fragment_sync_delay=2))
 LARGE = Case(nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig(diloco_steps=3, diloco_islands=2))
 
 

@@ -170,7 +170,7 @@ def see_what_crosses_next(case: Case) -> None:
         ("a write", write, keyframe),
         ("a write, then a step", lambda: (write(), step.optimizer.step()), keyframe),
         ("a step, a write to a unit", lambda: (step.optimizer.step(), write(first=1)), difference | keyframe),
-        ("weights_changed", step.sharding.weights_changed, keyframe),
+        ("invalidate_weights", step.sharding.invalidate_weights, keyframe),
         ("a load", lambda: step.model.load_state_dict(step.model.state_dict()), keyframe),
         ("a write past all counters", lambda: write(past_counters=True), nothing),
     ]):  # fmt: skip
@@ -205,7 +205,7 @@ def with_a_bad_weight(case: Case) -> None:
         torch.optim.SGD(step.model.parameters(), lr=0.0).step()
         bad = units_with_a_bad_row()
     assert bad == 0
-    step.sharding.weights_changed()
+    step.sharding.weights_changed()  # the former name
     assert units_with_a_bad_row() == 0
 
 

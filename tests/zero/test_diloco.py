@@ -134,17 +134,23 @@ def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], lis
 
 
 MOMENTUM = exact(2, outer_lr=0.7, outer_momentum=0.9)
-FRAGMENTS = exact(4, fragments=2, delay=3, merge_alpha=0.25, outer_lr=0.8, outer_momentum=0.5)
+FRAGMENTS = exact(4, fragments=2, fragment_sync_delay=3, fragment_update_alpha=0.25, outer_lr=0.8, outer_momentum=0.5)
 PAIRS = exact(2, islands=2, outer_momentum=0.5, outer_lr=0.9)
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 SIMULATED = {
     "momentum, documents": (4, Case(nodes=2, documents=True, diloco=MOMENTUM)),
     # of 112 rows of the vocabulary tp 2 pads none
     "fragments, delay, tp 2": (4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=FRAGMENTS)),
-    "3 islands": (3, Case(nodes=3, global_batch=12, diloco=dataclasses.replace(MOMENTUM, diloco_delay=1))),
-    "4 islands": (4, Case(nodes=4, documents=True, diloco=exact(2, delay=1))),
+    "3 islands": (
+        3,
+        Case(nodes=3, global_batch=12, diloco=dataclasses.replace(MOMENTUM, diloco_fragment_sync_delay=1)),
+    ),
+    "4 islands": (4, Case(nodes=4, documents=True, diloco=exact(2, fragment_sync_delay=1))),
     "islands of two nodes": (4, Case(nodes=4, zero=EXACT, diloco=PAIRS)),
-    "of two nodes, stage 1": (4, Case(nodes=4, stage=1, diloco=exact(2, islands=2, fragments=2, delay=1))),
+    "of two nodes, stage 1": (
+        4,
+        Case(nodes=4, stage=1, diloco=exact(2, islands=2, fragments=2, fragment_sync_delay=1)),
+    ),
     "tp 2 x 2 x 2": (8, Case(nodes=4, tp=2, vocab_size=100, diloco=PAIRS)),
 }
 
@@ -232,7 +238,7 @@ def look_at_outer_weights(case: Case) -> float:
 
 
 def test_an_evaluation_sees_the_islands_common_weights_and_leaves_their_own():
-    flags = DilocoConfig(diloco_steps=2, diloco_delay=1)
+    flags = DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)
     case = Case(nodes=2, tp=2, precision=BF16, diloco=flags)
     assert len({*ranks(4).run(look_at_outer_weights, case)}) == 1
 
@@ -261,12 +267,15 @@ def test_outer_momentum_is_for_many_synchronizations_far_apart():
 
 def test_what_means_nothing_is_refused():
     wrong = [
-        ({"diloco_steps": 4, "diloco_delay": 4}, "--diloco-delay 4 is not less than --diloco-steps 4"),
+        (
+            {"diloco_steps": 4, "diloco_fragment_sync_delay": 4},
+            "--diloco-fragment-sync-delay 4 is not less than --diloco-steps 4",
+        ),
         ({"diloco_steps": 10, "diloco_fragments": 3}, "--diloco-steps 10 is not divisible by --diloco-fragments 3"),
         ({"diloco_steps": 8, "diloco_fragments": 4}, "--diloco-fragments 4 is more than --num-layers 3"),
         ({"diloco_steps": 0}, "--diloco-steps 0 is not positive"),
         ({"diloco_islands": 1}, "--diloco-islands 1: at least 2 replica groups"),
         ({"diloco_outer_momentum": 1.0}, "--diloco-outer-momentum 1.0 is not in"),
-        ({"diloco_merge_alpha": -0.5}, "--diloco-merge-alpha -0.5 is not in"),
+        ({"diloco_fragment_update_alpha": -0.5}, "--diloco-fragment-update-alpha -0.5 is not in"),
     ]
     assert not_refused(wrong, lambda flags: plan(**flags)) == []

@@ -18,7 +18,7 @@ from megazpp.parallel import comm_queue
 from megazpp.zero import schedule
 from megazpp.zero.config import ZeroConfig
 
-LOCAL_STEPS = DilocoConfig(diloco_steps=2, diloco_delay=1, diloco_outer_momentum=0.9)
+LOCAL_STEPS = DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1, diloco_outer_momentum=0.9)
 NO_OVERLAP = {"zero_weight_delta": "lossless", "overlap_param_gather": False}
 SUBMIT = comm_queue.StreamQueue.submit
 

@@ -275,7 +275,7 @@ def step_alone(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) 
 
 def announce_alone(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> None:
     if handle is not None:
-        handle.weights_changed()
+        handle.invalidate_weights()
 
 
 def write_alone(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> None:

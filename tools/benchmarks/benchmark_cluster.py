@@ -54,9 +54,9 @@ VARIANTS = {  # flags of pretrain_gpt.py; islands are nodes, and their outer mom
     "zeropp-overlap": "--zeropp",
     "lossless": "--zeropp --zero-weight-delta lossless",
     "diloco-10": f"{ISLANDS} 10",
-    "diloco-10-delay": f"{ISLANDS} 10 --diloco-delay 2",
+    "diloco-10-delay": f"{ISLANDS} 10 --diloco-fragment-sync-delay 2",
     "diloco-50": f"{ISLANDS} 50",
-    "diloco-50-delay": f"{ISLANDS} 50 --diloco-delay 10",
+    "diloco-50-delay": f"{ISLANDS} 50 --diloco-fragment-sync-delay 10",
 }
 
 

@@ -38,7 +38,7 @@ VARIANTS = {
     "--zeropp, 16-bit weights": "--zeropp --zero-weight-bits 16",
     "--zeropp, lossless": "--zeropp --zero-weight-delta lossless",
     "local steps, H = 10": "--diloco-steps 10",
-    "local steps, H = 10, delay 2": "--diloco-steps 10 --diloco-delay 2",
+    "local steps, H = 10, delay 2": "--diloco-steps 10 --diloco-fragment-sync-delay 2",
     "local steps, H = 30": "--diloco-steps 30",
     "local steps, H = 10, outer 0.7 0.9": f"{LOCAL_STEPS} 0.7",
     "local steps, H = 10, outer 0.4 0.9": f"{LOCAL_STEPS} 0.4",
