@@ -57,7 +57,7 @@ class Mixture(Relative):
         settings.only("qkv_bias", True)
         layers = settings.count("num_hidden_layers")
         found = super().read(settings) | {
-            "num_experts": settings.count(settings.one_of(*_COUNT)),
+            "num_experts": settings.count(_COUNT[0] if _COUNT[0] in settings else _COUNT[1]),
             "moe_router_topk": settings.count("num_experts_per_tok"),
             "moe_ffn_hidden_size": settings.count(self.inner),
             "moe_router_pre_softmax": not (self.always_normalized or settings.truth("norm_topk_prob", False)),

@@ -269,12 +269,7 @@ class GPTConfig:
         _require(self.moe_router_topk <= experts, f"{topk} is more than --num-experts {experts}")
         _require(self.swiglu, f"--num-experts {experts} needs --swiglu: experts are gated MLPs")
         _require(self.disable_bias_linear, f"--num-experts {experts} needs --disable-bias-linear: experts have no bias")
-        blocks = {
-            "--norm-after-block": self.norm_after_block,
-            "--use-parallel-residual": self.use_parallel_residual,
-        }
-        for name, there in blocks.items():
-            _require(not there, f"{name} with --num-experts {experts} is not supported")
+        _require(not self.norm_after_block, f"--norm-after-block with --num-experts {experts} is not supported")
         pre = f"--moe-router-pre-softmax with --moe-router-score-function {self.moe_router_score_function}"
         _require(not self.moe_router_pre_softmax or self.moe_router_score_function == "softmax", f"{pre}: no softmax")
         gate = self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None
