@@ -110,6 +110,11 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
     if config.values().get("diloco_steps") is not None:
         steps = config.values()["diloco_steps"]
         raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}")
+    if config.model.num_experts is not None:
+        raise ValueError(
+            f"--num-experts {config.model.num_experts}: post-training (--objective {post.objective}) of a mixture of "
+            "experts is not supported; pretrain_gpt.py continues its training"
+        )
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
     if form.packing and post.objective != "sft":
