@@ -62,9 +62,7 @@ class LaunchConfig:
     Worker processes, the communication back end and the seed.
     """
 
-    nproc: int | None = flag(
-        None, "number of local worker processes (default: one per GPU; without GPUs 2 to 4)", common=True
-    )
+    nproc: int | None = flag(None, "local worker processes (default: one per GPU, or 2 to 4)", common=True)
     max_restarts: int = flag(
         0,
         "number of times to restart all local workers after one has failed (under torchrun, use torchrun's "

@@ -26,13 +26,12 @@ class BatchConfig:
 
     micro_batch_size: int | None = flag(
         None,
-        "samples per data-parallel rank in one forward and backward (default: --global-batch-size divided by the "
-        "data-parallel size)",
+        "samples per data rank and forward (default: an equal share)",
         common=True,
     )
     global_batch_size: int | None = flag(
         None,
-        "samples of one optimizer step over all ranks (default: one micro-batch per data-parallel rank)",
+        "samples of an optimizer step (default: a micro-batch per rank)",
         common=True,
     )
     rampup_batch_size: tuple[int, ...] | None = flag(

@@ -37,7 +37,7 @@ class ZeroConfig:
     use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1")
     zeropp: bool = flag(
         False,
-        "ZeRO++: quantized collectives in two hops, inside a node and across nodes (qwZ, hpZ and qgZ)",
+        "ZeRO++: quantized collectives in two hops (qwZ, hpZ and qgZ)",
         common=True,
     )
     zero_quantized_weights: bool | None = flag(None, "qwZ: gather weights as 8-bit blocks (default: on with --zeropp)")
@@ -54,7 +54,7 @@ class ZeroConfig:
     )
     zero_weight_delta: Literal["lossless", "none"] | None = flag(
         None,
-        "lossless: send only the changes of 16-bit weights between nodes, bit for bit (default: none)",
+        "lossless: nodes exchange exact weight changes (default: none)",
         common=True,
     )
     zero_weight_keyframe_interval: int | None = flag(

@@ -37,7 +37,7 @@ preprocess_data --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 preprocess_data --input empty.jsonl | holds no text
 preprocess_data --input a.jsonl --tokenizer-type SentencePieceTokenizer --tokenizer-model y | y does not exist
 preprocess_data --input a.jsonl --output-prefix there/x | there is no directory
-preprocess_data --input a.jsonl --json-keys body | a.jsonl, line 1: there is no 'body'
+preprocess_data --input a.jsonl --json-keys body | a.jsonl, line 1: the field 'body' is missing
 preprocess_data --input a.jsonl --split-sentences | --split-sentences is a Megatron flag that is not supported
 preprocess_data --input a.jsonl --dataset-impl lazy | only mmap
 preprocess_data --inptu a.jsonl | --inptu is not a flag; did you mean --input?

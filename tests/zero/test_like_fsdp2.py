@@ -598,7 +598,7 @@ def steps_too_early() -> None:
     probe = nn.Parameter(torch.ones(1))
     probe.grad = torch.ones(1)
     torch.optim.SGD([probe], lr=0.1).step()  # of another optimizer
-    with pytest.raises(RuntimeError, match=r"heads.0.weight wait .*set_is_last_backward\(True\)"):
+    with pytest.raises(RuntimeError, match=r"heads.0.weight have not .*set_is_last_backward\(True\)"):
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=False)
     run.optimizer.step()  # gradients of zero
