@@ -4,7 +4,8 @@ Letters: S sequence length, B batch size, H hidden size, V padded vocabulary siz
 context-parallel (cp) ranks. Activations are [S, B, H].
 
 Only leaf modules own parameters, so FSDP2's order of parameters equals the order of `named_parameters()`. The parallel
-layers are in megazpp/tensor_parallel. The file is longer than others because `sharding_units` names all its modules.
+layers are in megazpp/tensor_parallel. This is one file of more than 300 lines because
+`sharding_units` names all its modules.
 """
 
 from __future__ import annotations
@@ -456,7 +457,7 @@ class MixtureLayer(TransformerLayer):
     ) -> Any:
         x = self.attend(x, inputs, masks[0], cache)
         y, router_loss = self.mlp(x, norm=self.mlp_norm, kept=kept)
-        x = x + self._added(y, self.mlp_norm, masks[1])
+        x = x + self._added(y, self.mlp_norm, mask=masks[1])
         return x if router_loss is None else (x, router_loss)
 
 

@@ -336,15 +336,15 @@ class JointOrthogonalizer:
         self.parameters = tuple(matrix for part in self._parts for matrix in part.parameters)
 
     def describe(self) -> str:
-        """The matrices, and the work on them in a step, of each part."""
+        """Return a line about the matrices of each part and the work on them in a step."""
         return "; experts: ".join(part.describe() for part in self._parts)
 
     def buffer_bytes(self, iteration: int) -> int:
-        """The most bytes of buffers in a step: the parts take turns."""
+        """Return the most bytes of buffers in a step; the parts take turns."""
         return max((part.buffer_bytes(iteration) for part in self._parts), default=0)
 
     def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
-        """As `Orthogonalizer`, with the updates in the order of `parameters`."""
+        """Return this rank's shards of the scaled X, as `Orthogonalizer` does; updates are in its order."""
         found, remaining = list[torch.Tensor](), list(updates)
         for part in self._parts:
             own, remaining = remaining[: len(part.parameters)], remaining[len(part.parameters) :]

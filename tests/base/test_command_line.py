@@ -214,7 +214,7 @@ MEGATRON_REFUSED = """
 --pretrained-checkpoint ckpt | is a Megatron flag that is not supported: use --load with --finetune
 --num-layers-per-virtual-pipeline-stage 2 | is not supported: there is no pipeline parallelism
 --nccl-cross-min-ctas 2 | --nccl-cross-min-ctas is gone: set NCCL's own variable NCCL_MIN_CTAS
---expert-model-parallel-size 2 | is not supported, only 1: there are no mixture-of-experts layers
+--expert-tensor-parallel-size 2 | is not supported, only 1: experts are whole
 --DDP-impl | --DDP-impl takes one value, not 0
 --mmap-warmup 5 | --mmap-warmup takes no value, not 1
 --micro-batchsize 4 | --micro-batchsize is not a flag; did you mean --micro-batch-size?
@@ -236,7 +236,7 @@ def sift(text: str) -> tuple[list[Given], list[str]]:
 def test_our_own_flags_pass_and_one_without_effect_is_dropped_with_its_values_and_a_notice():
     assert sift("--lr 3e-4") == ([Given("--lr", ("3e-4",), "a.sh:3")], [])
     switches = ("--mmap-warmup", "--no-query-key-layer-scaling", "--no-async-tensor-model-parallel-allreduce")
-    for words in (*switches, "--DDP-impl local", "--expert-model-parallel-size 1"):
+    for words in (*switches, "--DDP-impl local", "--expert-tensor-parallel-size 1"):
         kept, (notice,) = sift(words)
         assert kept == []
         assert notice.startswith(f"a.sh:3: {words.split()[0]} is ignored: ")
@@ -249,16 +249,16 @@ def test_a_flag_that_asks_for_something_is_refused_in_one_line_with_the_reason()
 def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_table():
     """Names, values and what a config refuses; each with its place."""
     parser = FlagParser([GPTConfig, CheckpointConfig], program="p")
-    words = "--lr 1 --num-layers x --num-experts 8 --keep-last 3 --DDP-impl local --checkpoint-activations"
+    words = "--lr 1 --num-layers x --moe-min-capacity 8 --keep-last 3 --DDP-impl local --checkpoint-activations"
     with pytest.raises(ValueError, match="--lr is not a flag") as caught:
         parser.read(words.split(), Path(), KNOWN)
     assert [" ".join(line.split()[:5]) for line in str(caught.value).splitlines()] == [
         "command line: --lr is not",
-        "command line: --num-experts is a",
+        "command line: --moe-min-capacity is a",
         "command line: --checkpoint-activations is a",
         "taken: --num-layers --keep-last",
         "ignored: --DDP-impl",
-        "not here, see above: --num-experts",
+        "not here, see above: --moe-min-capacity",
         "command line: --num-layers: invalid int",
         "--keep-last needs --save",
     ]

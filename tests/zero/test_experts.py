@@ -29,6 +29,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "pre-softmax": {"moe_router_pre_softmax": True},
     "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
     "shared": {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    "no balance": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
     "some layers": {"moe_layer_freq": "[0,1]", "ffn_hidden_size": 20, "moe_ffn_hidden_size": 12},
 }
 
