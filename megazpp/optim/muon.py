@@ -335,6 +335,10 @@ class JointOrthogonalizer:
         self._parts = [part for part in parts if part.parameters]
         self.parameters = tuple(matrix for part in self._parts for matrix in part.parameters)
 
+    def is_full(self, iteration: int) -> bool:
+        """Return True if a step's matrices are whole, although they span nodes."""
+        return any(part.is_full(iteration) for part in self._parts)
+
     def describe(self) -> str:
         """Return a line about the matrices of each part and the work on them in a step."""
         return "; experts: ".join(part.describe() for part in self._parts)

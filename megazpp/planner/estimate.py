@@ -18,7 +18,7 @@ from megazpp.planner.trace import Documents
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, check_run_config
 from megazpp.topology.cluster import Cluster, Device
-from megazpp.topology.layout import NODE, WIRES, Layout
+from megazpp.topology.layout import WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
 
 EXPOSED = 0.05  # share of the training time that synchronizations of islands may take in `sufficient_gigabits`
@@ -223,7 +223,8 @@ def _describe_muon(config: RunConfig, paper: StepSimulator, layout: Layout) -> s
     if paper.muon is None:
         return ""
     text, interval = paper.muon.describe(), config.optimizer.muon_full_interval
-    sent = sum(t.sent_bytes for (_, axis, _), t in paper.orthogonalize(iteration=1).traffic.items() if axis == NODE)
+    exchanged = paper.orthogonalize(iteration=1).traffic
+    sent = sum(t.sent_bytes for (_, axis, _), t in exchanged.items() if axis != "cross")
     text += f"; a rank sends {sent / MEGA:.3f} MB inside its node"
     if interval and paper.muon.is_full(interval):
         crossing = _of_node(paper.orthogonalize(iteration=interval).traffic, layout)
