@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
+from helpers.tiers import chosen
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megazpp.model.config import GPTConfig
-from megazpp.model.gpt import GPTModel
+from megazpp.model.gpt import GPTModel, MixtureLayer
+from megazpp.model.moe import Router
 from megazpp.optim.clip import global_grad_norm
 from megazpp.optim.optimizer import ShardedAdamW
 from megazpp.parallel.axis import MeshAxis
@@ -132,7 +134,7 @@ def build(config: GPTConfig, nodes: int, zero: ZeroConfig, **parallel: Any) -> A
     return *build_model(spec, dims, torch.device("cpu")), dims
 
 
-def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[str, Any]) -> Any:
+def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[str, Any], micro_batches: int = 2) -> Any:
     """What `reference` returns, and the bytes sent across nodes."""
     model, sharding, dims = build(config, nodes, ZeroConfig(**zero), **parallel)
     model.train()
@@ -141,7 +143,7 @@ def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[st
     )
     own, partial = BATCH // dims.data_size, partial_parameters(model)
     mine = slice(dims.data_rank * own, (dims.data_rank + 1) * own)
-    parts = list(zip(*(x[mine].chunk(2) for x in batch()), strict=True))
+    parts = list(zip(*(x[mine].chunk(micro_batches) for x in batch()), strict=True))
     losses, norms, first = [], [], None
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64)
@@ -177,27 +179,37 @@ def compare(changes: dict[str, Any], nodes: int, zero: dict[str, Any], parallel:
     return crossed
 
 
-GRID = [
-    *itertools.product((1, 2), ((1, False), (2, False), (2, True)), (2,), ({}, TWO_HOPS)),
-    (4, (1, False), 1, {}),
-    (4, (2, True), 1, {}),
-    (2, (4, True), 1, {}),
-]
+GRID = {
+    f"{nodes} nodes, ep {ep}, tp {tp}{', sequence' if sequence else ''}, {'two hops' if zero else 'ZeRO-3'}": (
+        nodes,
+        zero,
+        {
+            "expert_model_parallel_size": ep,
+            "tensor_model_parallel_size": tp,
+            "sequence_parallel": sequence,
+        },
+    )
+    for nodes, ep, (tp, sequence), zero in [
+        *itertools.product((2,), (1, 2), ((1, False), (2, False), (2, True)), ({}, TWO_HOPS)),
+        (1, 4, (1, False), {}),
+        (1, 4, (2, True), {}),
+        (1, 2, (4, True), {}),
+    ]
+}
 
 
-@pytest.mark.parametrize(("ep", "tp", "nodes", "zero"), GRID)
-def test_a_layout_with_experts_trains_as_one_process(ep, tp, nodes, zero):
-    """Losses, norms, first gradients and weights after three AdamW steps."""
-    parallel = {"expert_model_parallel_size": ep, "tensor_model_parallel_size": tp[0], "sequence_parallel": tp[1]}
-    ranks(4).run(compare, {}, nodes, zero, parallel)
+@pytest.mark.parametrize("case", chosen(GRID, "2 nodes, ep 2, tp 1, two hops", "2 nodes, ep 1, tp 2, sequence, ZeRO-3"))
+def test_layouts_with_experts_train_as_one_process(case):
+    """Check losses, norms, gradients of the first step, and weights after three AdamW steps."""
+    ranks(4).run(compare, {}, *case)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_every_router_trains_as_one_process(router):
-    ranks(4).run(compare, ROUTERS[router], 2, TWO_HOPS, {"expert_model_parallel_size": 2})
+@pytest.mark.parametrize("changes", chosen(ROUTERS, "sigmoid", "shared"))
+def test_routers_train_as_one_process(changes):
+    ranks(4).run(compare, changes, 2, TWO_HOPS, {"expert_model_parallel_size": 2})
 
 
-MORE = {
+MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "context parallel": ({}, TWO_HOPS, {"context_parallel_size": 2}),
     "two copies": ({}, {}, {"num_distributed_optimizer_instances": 2}),
     "stage 2": ({}, {"zero_stage": 2}, {}),
@@ -211,7 +223,43 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", MORE)
-def test_experts_train_as_one_process_with(case):
-    changes, zero, parallel = MORE[case]
+@pytest.mark.parametrize("case", chosen(MORE, "context parallel", "recomputation, tp"))
+def test_experts_train_as_one_process_with_other_features(case):
+    changes, zero, parallel = case
     ranks(4).run(compare, changes, 2, zero, {"expert_model_parallel_size": 2} | parallel)
+
+
+@pytest.mark.slow
+def test_bytes_between_nodes_do_not_depend_on_expert_parallelism():
+    crossed = {ep: ranks(4).run(compare, {}, 2, TWO_HOPS, {"expert_model_parallel_size": ep}) for ep in (1, 2)}
+    assert crossed[1] == crossed[2]
+    assert min(crossed[1]) > 0
+
+
+def noisy_choices(kept: bool) -> list[dict[str, torch.Tensor]]:
+    """Train with rounding errors in the router that differ from call to call, with and without full recomputation."""
+    calls = itertools.count()
+
+    def disturbed(self: Router, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * torch.distributed.get_rank() + next(calls))
+        return logits + 0.02 * torch.randn(logits.shape, generator=generator)
+
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "_ranked", disturbed)
+        if not kept:
+            patch.setattr(MixtureLayer, "_kept", lambda layer: ())
+        for changes in ({"recompute_granularity": "full"}, {}):
+            calls = itertools.count()
+            config = model_config(**changes)
+            results.append(train(config, 2, TWO_HOPS, {"expert_model_parallel_size": 2}, micro_batches=1)[0][3])
+    return results
+
+
+@pytest.mark.slow
+def test_recomputation_repeats_the_choices_of_the_forward():
+    """Weights are bit-identical with and without recomputation; a recomputation that chose again would fail."""
+    for recomputed, plain in ranks(4).run(noisy_choices, True):
+        torch.testing.assert_close(recomputed, plain, rtol=0.0, atol=0.0)
+    with pytest.raises(AssertionError, match="CheckpointError"):
+        ranks(4).run(noisy_choices, False)
