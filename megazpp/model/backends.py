@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
@@ -41,6 +43,8 @@ MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
 # Compiled graphs that torch may keep of the layers' common forward function. Torch's limit of 8 is too low: it needs a
 # graph for each combination of model (up to four), gradients, training mode, one row or several, and decoding.
 MOST_GRAPHS = 64
+# The first compute capability with a fast grouped product, and the multiple of channels that it takes (16 bytes).
+GROUPED_CAPABILITY, GROUPED_MULTIPLE = (9, 0), 8
 _TRITON_CAPABILITY = (7, 0)  # lowest compute capability for which Triton compiles
 
 # Names of the arguments of torch's varlen_attn, which depend on torch's version: torch 2.11 has no `enable_gqa`.
@@ -146,6 +150,50 @@ def find_product(config: GPTConfig, device: torch.device) -> Product | None:
             f"device is {name}"
         )
     return float8_product(config.fp8_format)
+
+
+def loop_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
+    """Return why the experts of a layer are multiplied one by one; None if torch's grouped product is used.
+
+    Before compute capability 9.0, torch's grouped product is itself a loop, and it waits for the device each time.
+    """
+    if capability is None:
+        return "only CUDA has a grouped product that is faster"
+    if capability < GROUPED_CAPABILITY:
+        return f"torch's grouped product needs compute capability 9.0 to be faster, not {capability[0]}.{capability[1]}"
+    if dtype != torch.bfloat16:
+        return f"torch's grouped product is fast in bf16, not in {dtype}"
+    if config.hidden % GROUPED_MULTIPLE or config.expert_ffn_size % GROUPED_MULTIPLE:
+        sizes = f"{config.hidden} and {config.expert_ffn_size}"
+        return f"torch's grouped product takes multiples of {GROUPED_MULTIPLE} channels, not {sizes}"
+    return None
+
+
+def find_grouped_product(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the experts of a layer are multiplied in one product on `device`.
+
+    Versions of torch return NaN or leave garbage for experts without tokens on some devices
+    (https://github.com/pytorch/pytorch/issues/172439). So one small case with such experts is computed here.
+    """
+    if config.num_experts is None or loop_reason(config, capability=capability(device), dtype=dtype) is not None:
+        return False
+    no_values = isinstance(torch.empty(0), FakeTensor)  # --dry-run
+    return no_values or grouped_product_is_right(device, dtype)
+
+
+def grouped_product_is_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch's grouped product and its gradients are right where some experts get no rows."""
+    rows, counts = 24, torch.tensor([0, 16, 0, 8], device=device)
+    torch.full((1 << 20,), math.nan, dtype=dtype, device=device)  # so that memory that nothing writes to shows
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 16, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(4, 32, 16, generator=generator).to(device, dtype).requires_grad_()
+    one_by_one = torch.cat([part @ w.t() for part, w in zip(x.split(counts.tolist()), weight, strict=True)])
+    expected = torch.autograd.grad(one_by_one.square().sum(), (x, weight))
+    grouped = F.grouped_mm(x, weight.mT, offs=counts.cumsum(dim=0).int())
+    found = torch.autograd.grad(grouped.square().sum(), (x, weight))
+    pairs = zip((grouped, *found), (one_by_one, *expected), strict=True)
+    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in pairs)
 
 
 def check_device(config: GPTConfig, device_type: str) -> None:
@@ -313,8 +361,13 @@ def model_backends(
             attention = "torch scaled_dot_product_attention with an S x S mask", reason
     compiled, because = compiles_layers(config, device.type)
     formats = f"--fp8-format {config.fp8_format}: e4m3, gradients {'e5m2' if config.fp8_format == 'hybrid' else 'e4m3'}"
+    experts = "torch grouped_mm", "one product for all experts of a layer"
+    if config.num_experts is not None and not find_grouped_product(config, device, dtype):
+        reason = loop_reason(config, capability=capability(device), dtype=dtype)
+        experts = "expert by expert", reason or "this torch's grouped product is wrong for experts without tokens here"
     return [
         ("attention", *attention),
+        *([("experts", *experts)] if config.num_experts is not None else []),
         *([("linear layers", "torchao float8 tensorwise", formats)] if config.fp8_format else []),
         ("layers", "torch.compile" if compiled else "eager", because),
     ]

@@ -11,7 +11,7 @@ import torch
 from megazpp.data.dataset import DataConfig, batch_options
 from megazpp.data.loader import BatchLoader, Dataset, make_micro_batch
 from megazpp.data.tokenizer import Tokenizer
-from megazpp.model.backends import compiles_layers, find_document_kernel, find_product
+from megazpp.model.backends import compiles_layers, find_document_kernel, find_grouped_product, find_product
 from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import SharedGenerator
 from megazpp.model.gpt import GPTModel
@@ -97,7 +97,9 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
 def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> GPTModel:
     """Build this tensor-parallel rank's part of the model without memory; `device` is where it will run."""
     product = spec.product or find_product(spec.config, device)
-    ep = dims.experts.tp if spec.config.num_experts else None  # makes groups, which needs tensors with values
+    # These two make process groups and compute, so they need tensors with values.
+    ep = dims.experts.tp if spec.config.num_experts else None
+    grouped = find_grouped_product(spec.config, device, spec.precision.param_dtype)
     with torch.device("meta"):
         return GPTModel(
             spec.config,
@@ -110,6 +112,7 @@ def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
             document_kernel=find_document_kernel(spec.config, device, spec.precision.param_dtype),
             product=product,
             scalar_head=spec.scalar_head,
+            grouped=grouped,
             compiled=compiles_layers(spec.config, device.type)[0],
             varying_sizes=spec.varying_sizes,
         )

@@ -1,0 +1,115 @@
+"""Mixture of experts in one process: grouped products, numbers of loads, and refused flags."""
+
+import math
+
+import pytest
+import torch
+from helpers.refusals import not_refused
+from helpers.training import MIXTURE_STYLE
+
+from megazpp.model.backends import grouped_product_is_right, loop_reason
+from megazpp.model.config import GPTConfig
+from megazpp.model.gpt import GPTModel
+from megazpp.model.moe import _grouped_products, _looped_products, router_metrics
+from megazpp.parallel.axis import MeshAxis
+from megazpp.run.checks import check_experts
+from megazpp.tensor_parallel.parameters import initialize_parameters_
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import plan_layout
+
+SWIGLU = {"swiglu": True, "disable_bias_linear": True}
+
+
+def test_grouped_products_equal_looped_products_with_idle_experts():
+    """Check output and gradients; sums in another order differ by 1e-5."""
+    generator, sizes = torch.Generator().manual_seed(1), [0, 5, 0, 8]
+    tensors = [torch.randn(shape, generator=generator) for shape in ((13, 8), *[(4, 16, 8)] * 3)]
+    results = []
+    for product, counts in ((_looped_products, sizes), (_grouped_products, torch.tensor(sizes))):
+        given = [tensor.clone().requires_grad_() for tensor in tensors]
+        found = product(*given, counts)
+        results.append([found, *torch.autograd.grad(found.square().sum(), given)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+    assert all(gradient[idle].count_nonzero() == 0 for gradient in results[1][2:] for idle in (0, 2))
+    assert grouped_product_is_right(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "changes", "reason"),
+    [
+        (None, torch.bfloat16, {}, "only CUDA"),
+        ((8, 0), torch.bfloat16, {}, "needs compute capability 9.0 to be faster, not 8.0"),
+        ((9, 0), torch.float16, {}, "is fast in bf16, not in torch.float16"),
+        ((9, 0), torch.bfloat16, {"moe_ffn_hidden_size": 20}, "multiples of 8 channels, not 24 and 20"),
+        ((9, 0), torch.bfloat16, {"moe_ffn_hidden_size": 16}, None),
+    ],
+)
+def test_loop_over_experts_has_a_reason(capability, dtype, changes, reason):
+    config = GPTConfig(num_layers=1, hidden_size=24, num_attention_heads=1, num_experts=4, **SWIGLU | changes)
+    found = loop_reason(config, capability=capability, dtype=dtype)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in found
+
+
+def test_router_metrics_equal_their_formulas():
+    """Compute loads, entropy and balance from the router's own weights for two micro-batches."""
+    model = GPTModel(MIXTURE_STYLE, vocab_size=101, tp=MeshAxis("tp"))
+    initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
+    router, seen = model.layers[0].mlp.router, []
+    router.register_forward_pre_hook(lambda module, given: seen.append(given[0].detach()))
+    tokens = torch.randint(101, (2, 3, 16), generator=torch.Generator().manual_seed(2))
+    for batch in tokens:
+        model(batch, batch)
+    model.eval()
+    model(tokens[0], tokens[0])  # evaluation does not count
+    scores = (torch.cat([x.flatten(0, 1) for x in seen[:2]]) @ router.weight.detach().t()).softmax(-1)
+    counts = torch.bincount(scores.topk(2, -1).indices.flatten(), minlength=4).double()
+    expected = {
+        "max_expert_load": counts.max() * 4 / counts.sum(),
+        "idle_experts": (counts == 0).double().mean(),
+        "router_entropy": -(scores * scores.log()).sum(-1).mean(),
+        "expert_balance": 4 * (counts / counts.sum() * scores.double().mean(0)).sum(),
+    }
+    found = router_metrics(model, lambda sums: sums)
+    for name, value in expected.items():
+        assert found[name] == found[f"{name}/layer_0"] == pytest.approx(float(value), rel=1e-5)
+    assert found["router_entropy"] <= math.log(4)
+    assert router_metrics(model, lambda sums: sums) == {}
+
+
+def test_flags_that_experts_cannot_have_are_refused():
+    rows = [
+        ({"moe_router_topk": 5}, "--moe-router-topk 5 is more than --num-experts 4"),
+        ({"swiglu": False}, "--num-experts 4 needs --swiglu"),
+        ({"disable_bias_linear": False}, "--num-experts 4 needs --disable-bias-linear"),
+        ({"norm_after_block": True}, "--norm-after-block with --num-experts 4"),
+        ({"moe_layer_freq": "0"}, "--moe-layer-freq 0 is neither"),
+        ({"moe_layer_freq": "[1]", "num_layers": 2}, "--moe-layer-freq [1] is not a list of --num-layers 2"),
+        ({"moe_aux_loss_coeff": -1.0}, "--moe-aux-loss-coeff -1.0 is negative"),
+        (
+            {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1},
+            "--moe-aux-loss-coeff 0.1 needs --moe-router-load-balancing-type seq_aux_loss",
+        ),
+        ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, "sigmoid: no softmax"),
+        ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate needs"),
+    ]
+    assert not not_refused(rows, lambda changes: GPTConfig(**{"num_experts": 4} | SWIGLU | changes))
+
+
+def test_layouts_that_do_not_fit_the_experts_are_refused():
+    cluster = Cluster(num_nodes=2, ranks_per_node=4)
+    rows = [
+        ({"ep": 4}, {"num_experts": 6}, "--num-experts 6 is not divisible by --expert-model-parallel-size 4"),
+        ({"ep": 2}, {}, "--expert-model-parallel-size 2 needs --num-experts"),
+        ({"tp": 8}, {"num_experts": 8}, "--num-experts 8 with --tensor-model-parallel-size 8, more than the 4 ranks"),
+        ({"ep": 8}, {"num_experts": 8}, "--expert-model-parallel-size 8 does not divide the 4 ranks of a node"),
+    ]
+
+    def check(degrees: dict[str, int], changes: dict[str, int]) -> None:
+        layout = plan_layout(cluster, **{"tp": 1, "replicas": 1} | degrees)
+        check_experts(GPTConfig(**SWIGLU | changes), layout, zero_stage=3)
+
+    assert not not_refused([(row[:2], row[2]) for row in rows], lambda given: check(*given))
+    layout = plan_layout(cluster, tp=2, replicas=4)
+    with pytest.raises(ValueError, match="needs --expert-model-parallel-size 2 like"):
+        check_experts(GPTConfig(**SWIGLU, num_experts=8), layout, zero_stage=0)
