@@ -204,7 +204,7 @@ class Router(nn.Module):
     def _count(self, choice: torch.Tensor, shares: torch.Tensor) -> None:
         counts = torch.zeros(self.num_experts, dtype=torch.float64, device=choice.device)
         counts.scatter_add_(0, choice.flatten(), torch.ones_like(choice, dtype=torch.float64).flatten())
-        entropy = torch.special.entr(shares).sum(dtype=torch.float64)
+        entropy = -torch.xlogy(shares, shares).sum(dtype=torch.float64)
         tokens = torch.full_like(entropy, shares[..., 0].numel())
         found = torch.cat([counts, shares.sum(dim=(0, 1), dtype=torch.float64), torch.stack([tokens, entropy])])
         self._totals = found if self._totals is None else self._totals + found
