@@ -157,7 +157,11 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_and_reported():
         "ones"
     ]
     rows = [
-        (["a" * 65], {}, "prompt 1 (--truncate-prompt removes its beginning) has 65 tokens, and the model takes at most 64"),
+        (
+            ["a" * 65],
+            {},
+            "prompt 1 (--truncate-prompt removes its beginning) has 65 tokens, and the model takes at most 64",
+        ),
         (["a" * 60], {"chat": True}, "has 110 tokens, and the model takes at most 64"),
         ([{"prompt": TALK}], {}, "prompt 1: the prompt is a list of messages, which needs --chat"),
         (["x", {"text": "a"}], {}, "prompt 2: there is no 'prompt', only 'text'"),
