@@ -24,14 +24,18 @@ from megazpp.diloco.config import DilocoPlan
 
 
 class Islands:
-    """Models with equal weights that train by themselves and meet in `after_step`; loops and optimizers stay outside.
+    """Models with equal initial weights that train separately and are averaged in `after_step`.
+
+    Training loops and optimizers belong to the caller.
 
     Args:
-        fragments: the names of all parameters, each in one fragment.
+        models: one model per island.
+        fragments: parameter names of each fragment; every parameter is in one fragment.
+        plan: intervals, delay and outer optimizer.
 
     Attributes:
-        common: R by the parameter's name.
-        momentum: the outer optimizer's, by the parameter's name.
+        common: R by parameter name.
+        momentum: the outer optimizer's momentum by parameter name.
     """
 
     def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], plan: DilocoPlan) -> None:

@@ -91,7 +91,7 @@ def test_preprocess_data_accepts_megatron_flags_and_counts_bad_lines(run_main):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_stopped_preprocessing_leaves_no_dataset_and_can_be_repeated(tmp_path, how):
     corpus = tmp_path / "a.jsonl"
-    corpus.write_text((json.dumps({"text": "x" * 100_000}) + "\n") * 1000)  # 100 blocks, 8 of which are read ahead
+    corpus.write_text((json.dumps({"text": "x" * 100_000}) + "\n") * 1000)  # 100 blocks; 8 blocks are read ahead
     flags = ["--input", str(corpus), "--output-prefix", f"{tmp_path}/my", *NULL, "--workers", "2"]
     program = Program("tools/preprocess_data.py", *flags, "--log-interval", "1", folder=tmp_path)
     program.wait_for("Processed")

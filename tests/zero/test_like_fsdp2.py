@@ -131,7 +131,7 @@ def scenario(function: Scenario) -> Scenario:
 
 @scenario
 def unfrozen_halfway(mode: str) -> Run:
-    """A whole unit and a part of another unit are frozen when `zeropp` is called."""
+    """Freeze a whole unit and a part of another before `zeropp` is called, and unfreeze them halfway."""
     run = Run(mode, lambda model: (model.blocks[0].requires_grad_(False), model.blocks[1].up.requires_grad_(False)))
     for step in range(4):
         if step == 2:
@@ -155,7 +155,7 @@ def frozen_halfway_with_zeroed_gradients(mode: str) -> Run:
 
 @scenario
 def swapped_blocks(mode: str) -> Run:
-    """Block-coordinate training: each step trains another block with its own optimizer."""
+    """Train another block in each step with its own optimizer (block-coordinate training)."""
     run = Run(mode)
     optimizers = [run.adam(block) for block in run.model.blocks]
     for step in range(5):
@@ -168,7 +168,7 @@ def swapped_blocks(mode: str) -> Run:
 
 @scenario
 def swapped_matrices_of_a_block_while_accumulating(mode: str) -> Run:
-    """A gradient from an earlier micro-batch of the step is kept after its parameter is frozen."""
+    """Freeze parameters between micro-batches; their earlier gradients of the step are kept."""
     run = Run(mode)
     for step in range(3):
         for micro_batch in range(3):
@@ -205,7 +205,7 @@ SCENARIOS["several backwards of a forward, one of them last"] = lambda mode: bac
 
 @scenario
 def called_between_passes(mode: str) -> Run:
-    """`zeropp` is called between a forward and its backward, when gradients of another backward exist."""
+    """Call `zeropp` between a forward and its backward, when gradients of another backward exist."""
     run = Run("plain")
     run.backward(0)
     losses = run.model(torch.ones(1, WIDTH)).square().mean()
@@ -253,7 +253,7 @@ def a_block_twice(mode: str) -> Run:
 
 @scenario
 def used_in_some_micro_batches(mode: str) -> Run:
-    """Blocks are used in the first, middle or last micro-batch; in the second step, two blocks are not used at all."""
+    """Use blocks in the first, middle or last micro-batch, and leave two blocks out of the second step."""
     run = Run(mode)
     for step in range(3):
         for micro_batch, order in enumerate([(0,), (0, 1), (2,)]):
@@ -360,7 +360,7 @@ def skipped_steps(mode: str) -> Run:
 
 @scenario
 def given_up_without_communication(mode: str) -> Run:
-    """FSDP2 keeps these unreduced gradients, so they are added to the next step's."""
+    """Discard gradients that FSDP2 has not reduced: FSDP2 keeps them and adds them to the next step's."""
     run = Run(mode)
     for step in range(3):
         run.model.set_requires_gradient_sync(False)
@@ -373,7 +373,7 @@ def given_up_without_communication(mode: str) -> Run:
 
 
 def aborted(mode: str, *, backward: bool, first: bool, clear: bool = True) -> Run:
-    """An exception ends a forward or a backward, in the first or the last micro-batch of a step."""
+    """Raise an exception in a forward or a backward, in the first or the last micro-batch of a step."""
     run = Run(mode)
     for step in range(4):
         run.backward(2 * step, last=False)
@@ -425,7 +425,7 @@ def adapt(model: Net) -> None:
 
 @scenario
 def adapters_in_fp32_on_a_base_in_bf16(mode: str) -> Run:
-    """One block has only bf16 parameters, so units have different dtypes."""
+    """Train adapters on a frozen base; one block has only bf16 parameters, so dtypes differ between units."""
     run = Run(mode, adapt)
     for step in range(3):
         run.backward(2 * step, last=False)
@@ -490,7 +490,7 @@ def made_on_meta_and_cast_after_the_call(mode: str) -> Run:
 
 @scenario
 def called_after_an_evaluation(mode: str) -> Run:
-    """The root's parameters are still gathered when `zeropp` is called."""
+    """Call `zeropp` while the root's parameters are still gathered."""
     run = Run(mode, evaluate_first=True)
     for step in range(3):
         run.backward(step)
@@ -534,7 +534,7 @@ def use_by_rank() -> list[tuple[bool, ...]]:
     for heads in ((0, 1), (0, 0), (1, 1)):
         run.backward(0, head=heads[dist.get_rank() % 2])
         found.append(tuple(head.weight.grad is None for head in run.model.heads))
-        if heads == (0, 1):  # the mean over ranks, two of which contribute zeros
+        if heads == (0, 1):  # the mean over ranks; two ranks contribute zeros
             mine = run.model.heads[0].bias.grad.full_tensor()
             assert mine.abs().sum() > 0
         run.step()

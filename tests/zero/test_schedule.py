@@ -130,7 +130,7 @@ def test_cuda_use_starts_two_cross_hops_and_a_step_cancels_pending_ones():
 
 
 class Skipping(nn.Module):
-    """Three layers, the middle one of which can be skipped."""
+    """Three layers; the middle one can be skipped."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`shard_model` on a model that is not ours: frozen and unused parameters, what is freed when, quantized and not."""
+"""Test `shard_model` on a model from elsewhere: frozen and unused parameters, freeing of weights, quantization."""
 
 from collections import Counter
 from unittest import mock
