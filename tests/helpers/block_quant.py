@@ -118,7 +118,7 @@ def pack_both(
         offset: number of elements before each row in its buffer.
         steps: number of times to pack with error feedback; 0 packs once without it.
         beta: share of the earlier error in the stored error.
-        base: [A, B, n], whose difference from x is quantized; its rows start one element later than those of x.
+        base: [A, B, n], whose difference from x is quantized; its rows start one element later than the rows of x.
     """
     lead, table = x.shape[:2], range_table(layout, dtype)
 

@@ -48,7 +48,7 @@ class Islands:
         self._merge_at: list[int | None] = [None for _ in fragments]
 
     def after_step(self, iteration: int, tokens: Sequence[float], *, last: bool = False) -> None:
-        """Do what is due after an optimizer step, in which each island has trained on its `tokens`."""
+        """Merge and send the fragments that are due after an optimizer step; `tokens` has a count for each island."""
         plan, count = self.plan, len(self.fragments)
         for index, counted in enumerate(self._tokens):
             self._tokens[index] = [before + new for before, new in zip(counted, tokens, strict=True)]

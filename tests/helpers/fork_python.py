@@ -1,10 +1,11 @@
-"""A `python` that starts in milliseconds: forks of one process that has imported torch already.
+"""A `python` command that starts in milliseconds by forking a process that has already imported torch.
 
-What it runs is a fork with the caller's words, folder, environment and files, and so are the workers that a program
-starts by `sys.executable`. Signals and process groups end at the client, so tests of how jobs end use the real Python.
+The fork has the caller's arguments, folder, environment and open files. Workers that the program starts by
+`sys.executable` are forks too. Signals and process groups reach only the client, so tests of how jobs end use the
+real Python.
 
     command: python tools/x.py --flag     (a small client, below)
-        connects, hands over its files --> server: forks; the child becomes the program
+        connects and sends its files   --> server: forks; the child becomes the program
         waits for the exit code        <-- server: waits in a thread for the child, which ends with its client
 """
 

@@ -1,15 +1,15 @@
-"""A matrix of trainings: each scenario in each framework, on plain FSDP2 and with `megazpp.zeropp`.
+"""Train in several frameworks on plain FSDP2 and with `megazpp.zeropp`, in several scenarios each.
 
-A scenario says what a training does besides its steps. A framework is a function that trains a small Llama on FSDP2 and
-calls the scenario's methods, in callbacks where it has a loop of its own. `compare` runs one cell on the ranks of
-ranks.py.
+A scenario defines additional actions around the steps of a training. A framework is a function that trains a small
+Llama on FSDP2 and calls the scenario's methods, in callbacks if the framework has its own loop. `compare` runs one
+combination on the ranks of ranks.py.
 
-What no cell expresses:
+Two cases are not covered:
 
-- Ranks that call different layers. Plain FSDP2 pairs the collectives of different layers then: it times out, or, where
-  the layers have equal shapes, mixes up their weights. "layer drop by rank" has all ranks call all layers.
-- A first micro-batch that accelerate, the Trainer or TRL gives up. They accumulate with `set_requires_gradient_sync`:
-  FSDP2 itself keeps these gradients over `zero_grad`. "discarded batch" compares that, and gives a whole step up.
+- Ranks that call different layers. Plain FSDP2 would pair collectives of different layers, and time out or mix up
+  weights of equal shape. In "layer drop by rank" all ranks call all layers instead.
+- A discarded first micro-batch in accelerate, the Trainer or TRL. They accumulate with `set_requires_gradient_sync`,
+  so FSDP2 keeps these gradients over `zero_grad`. "discarded batch" compares this, and discards a whole step.
 """
 
 import copy
@@ -198,7 +198,7 @@ class SwappedAverage(Scenario):
 
 
 class DiscardedBatch(Scenario):
-    """The gradients of a first micro-batch are cleared, and in another step those of all its micro-batches."""
+    """The gradients of a first micro-batch are cleared, and in another step the gradients of all micro-batches."""
 
     accumulate = 2
 
@@ -404,7 +404,7 @@ def accelerate_loop(scenario: Scenario, connect: Connect) -> Training:
 
 
 def torchtitan_loop(scenario: Scenario, connect: Connect) -> Training:
-    """A loop as torchtitan's: its Llama made on meta and made parallel by its function, bf16, no signal."""
+    """Train torchtitan's Llama like torchtitan: built on meta, parallelized by its function, in bf16, no signal."""
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims

@@ -1,8 +1,8 @@
-"""Worker processes for tests: started once per world size, used by many cases.
+"""Worker processes for tests, started once per world size and shared by many cases.
 
 `ranks(n).run(function, *args)` calls `function(*args)` on n gloo ranks and returns their results in rank order. The
-function has to be importable (defined at the top level of a module under tests/) and its arguments picklable. An
-exception on any rank is raised in the test with that rank's traceback; the workers are then replaced.
+function must be importable (at the top level of a module under tests/) and its arguments picklable. An exception on
+any rank is raised in the test with that rank's traceback, and the workers are replaced.
 """
 
 import atexit
@@ -89,7 +89,7 @@ def start_server() -> None:
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    assert "torch" in sys.modules, "the fork server skips, silently, what it cannot import"
+    assert "torch" in sys.modules, "the fork server silently skips modules that it cannot import"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist

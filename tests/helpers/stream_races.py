@@ -1,15 +1,15 @@
-"""CUDA streams without a GPU: code written for them runs on the CPU, and what they would not keep in order shows.
+"""Simulate CUDA streams on the CPU to find missing synchronization in code that uses them.
 
-Operations run one after the other as the host starts them, so results are right whatever the streams. Beside that every
-operation is noted with the stream that was current, the bytes it reads and writes, and a vector clock per stream: what
-of the other streams it is sure to come after. Two things are reported:
+Operations run in the order in which the host starts them, so results are always right. For each operation the
+simulation records the current stream, the bytes it reads and writes, and a vector clock: the operations of other
+streams that are certain to precede it. It reports two kinds of errors:
 
 - a race: two streams use the same bytes, one of them writes, and no event orders them;
-- an early reuse: memory is allocated on a stream, perhaps memory that was freed before, which another stream may still
-  use. The caching allocator hands freed memory out again on its own stream at once, unless the other one was recorded
+- an early reuse: a stream allocates memory that was freed before and that another stream may still use. The caching
+  allocator gives freed memory to its own stream at once, unless the other stream was recorded
   (`Tensor.record_stream`).
 
-That the host waits for a stream (`.item()`) orders nothing here: nobody should rely on it.
+A host that waits for a stream (`.item()`) orders nothing here, because no code should rely on it.
 """
 
 from __future__ import annotations
