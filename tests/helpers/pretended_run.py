@@ -39,9 +39,10 @@ class FakeDims:
 
 @dataclass
 class FakeStep:
-    """Sends 100 bytes a step and reports the losses it was given; a NaN is a skipped step.
+    """A step that counts 100 sent bytes and reports the given losses; a NaN is a skipped step.
 
-    As with `TrainStep`, numbers are read before the next step at the latest; those of step `bad` are not finite.
+    Like `TrainStep`, it reads a step's numbers before the next step at the latest. Those numbers are not finite in
+    step `bad`.
     """
 
     dims: Any

@@ -20,9 +20,9 @@ def chosen(cases: Mapping[str, Any], *default: str) -> list[Any]:
 
 
 def pairwise(grid: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """The cases of `grid` as parameters of a test, those marked slow that add no new pair of values.
+    """Return the cases of `grid` as test parameters; those that add no new pair of values are marked slow.
 
-    Greedy: the next case is always the one that adds the most pairs, so few are left, if not always the fewest.
+    Greedy: the next case is always the one that adds the most pairs. The result is small, but not always minimal.
     """
     cases = list(grid)
     missing = set().union(*(_pairs(case) for case in cases))
