@@ -69,7 +69,7 @@ def outcome(change: Change, copy: Path, timeout: float) -> str:
 
 
 def main() -> int:
-    """Try all mistakes, or those of --only."""
+    """Try all mistakes, or only those that --only names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--timeout", type=float, default=300.0)

@@ -128,7 +128,7 @@ def test_training_saves_and_resumes_without_an_optional_feature(feature, tmp_pat
 
 
 def test_own_modules_are_imported_at_the_top_of_a_file(library):
-    """A lazy import of our own code could hide a dependency between layers."""
+    """A lazy import of our code could hide a dependency between layers."""
     ours = [(file.name, *each) for file in library for each in file.imports if each[0].startswith("megazpp")]
     assert [f"{name} imports {target}" for name, target, node in ours if node.col_offset > 0] == []
 

@@ -1,7 +1,7 @@
-"""Every page is true: its commands and Python run, its links lead somewhere, what it quotes stands in the source.
+"""Test the documentation: commands and Python code run, links resolve, and quoted texts occur in the source.
 
-The commands of a page run in order, in one folder, the tutorial's (docs/tutorial.md) first. What is too large for that,
-or starts on machines that are not here, is made smaller by the table `INSTEAD`; `python` is helpers/fork_python.py.
+The commands of a page run in order in one folder, beginning with the tutorial (docs/tutorial.md). The table
+`INSTEAD` reduces commands that are too large or that start on other machines. `python` is helpers/fork_python.py.
 """
 
 import ast

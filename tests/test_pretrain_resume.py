@@ -33,7 +33,7 @@ def write_data(prefix: Path, *, seed: int, documents: int = 300) -> None:
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a run in a folder of its own, on the data sets a and b; later runs load what it has saved."""
+    """Return a function that starts runs in separate folders on datasets a and b; later ones load the first's save."""
     for seed, name in enumerate("ab"):
         write_data(tmp_path / name, seed=seed)
 
