@@ -1,10 +1,10 @@
-"""Put mistakes into the product one after another, and see whether the tests named with each notice.
+"""Inject mistakes into the package one after another, and report those that the tests named with each do not notice.
 
     python tests/mutations.py [--only NAME ...] [--timeout SECONDS]
 
-The mistakes are in mutations.toml: a name, a file, what stands there (exactly once), what is put in its place, and the
-tests to run. A change that cannot be noticed says why (`survives`). Each is made in a copy of the checkout; the exit
-status is 1 if one of the others survives. Not part of CI: it runs tests a hundred times.
+mutations.toml lists the mistakes: a name, a file, the text to replace (which occurs exactly once), its replacement,
+and the tests to run. An entry that cannot be noticed gives the reason in `survives`. Each mistake is made in a copy
+of the checkout. The exit status is 1 if any other mistake survives. CI does not run this, because it takes hours.
 """
 
 import argparse

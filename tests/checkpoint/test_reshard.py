@@ -1,4 +1,4 @@
-"""Every layout reads what any layout has written."""
+"""Test that every layout can load the checkpoints of every other layout."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", chosen(CASES, "tp 2", "kept"))
 def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
-    """Two steps of the first, two of the second, one of the first: every other pair follows from those with one."""
+    """Take two steps of the first layout, two of the second, and one of the first. Every other pair follows."""
     world, first, other, part, count, notes = case
     second, a, b = dataclasses.replace(first, **other), str(tmp_path / "a"), str(tmp_path / "b")
     one = ranks(4).run(run, first, 2, whole=True, save=a)[0]
@@ -59,7 +59,7 @@ def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, 
 
 
 def load_move_and_rewind(case: Case, **flags: str | int) -> str:
-    """Going back brings the state as loaded again after a step; what torch's generator hashes to."""
+    """Check that going back after a step restores the state as loaded, and return the hash of torch's generator."""
     attempt = Attempt(case, **flags)
     progress = attempt.load()
     loaded = attempt.fingerprint()
@@ -74,7 +74,7 @@ def load_move_and_rewind(case: Case, **flags: str | int) -> str:
 
 
 def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path):
-    """Error feedback is zero again, not a later step's; random generators are other ones at each iteration."""
+    """Error feedback is zero again instead of a later step's, and random generators differ between iterations."""
     case, save = Case(tp=2, zero=ZEROPP), {"save": str(tmp_path), "save_interval": 1}
     ranks(2).run(run, case, 2, **save)
     other, load = dataclasses.replace(case, tp=1, nodes=2), save | {"load": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Test byte counts of single tokens: those of a document add up to its text, for any cut into samples."""
+"""Test byte counts of single tokens: for any cut into samples, a document's counts add up to its text's bytes."""
 
 import io
 
