@@ -36,10 +36,10 @@ def saved(tmp_path_factory) -> Path:
 
 
 def try_loads(rows: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:
-    """What each load logs, or why it is refused, and that only one that succeeds changes anything.
+    """Load each row's checkpoint, check its log or error, and that a failed load changes nothing.
 
     Args:
-        rows: flags, values of the record of the run that loads, and a pattern for its lines, the last being progress.
+        rows: flags, values of the loading run's record, and a pattern for its log lines, which end with progress.
     """
     attempt = Attempt(CASE)
     checkpoints = attempt.checkpoints

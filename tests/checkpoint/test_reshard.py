@@ -22,8 +22,8 @@ DIFFERENCES = dataclasses.replace(PLAIN, zero=KEPT, precision=PrecisionConfig(bf
 LLAMA = Case(model=dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
 ONCE = ([SEEDED], [SEEDED])
 BOTH = ([FEEDBACK, SEEDED], [FEEDBACK, SEEDED])
-# ranks, first, what is other of the second (the vocabulary of 101 is padded to 101, 102 and 104), which keys there are
-# so many of, notes of the second and of the first again
+# ranks of the second layout, first layout, changes for the second one (which pads the vocabulary of 101 to 101, 102
+# or 104), a part of some keys, the number of these keys, notes of the second layout and then of the first one
 CASES = {
     "tp 2": (4, PLAIN, {"tp": 2}, ".exp_avg_sq", 16, ONCE),
     "tp 2, zero 2": (4, PLAIN, {"tp": 2, "nodes": 1, "stage": 2}, ".exp_avg_sq", 16, ONCE),
@@ -34,7 +34,7 @@ CASES = {
     "zeropp": (4, LLAMA, {"tp": 1}, ".exp_avg_sq", 17, BOTH),
     "kept": (4, DIFFERENCES, {"tp": 2}, "secondary.", 18, BOTH),
     "kept, three nodes": (3, DIFFERENCES, {"nodes": 3}, "secondary.", 18, BOTH),
-    "kept by nobody on one node": (4, DIFFERENCES, {"nodes": 1}, "secondary.", 18, ([], [FEEDBACK, WHOLE])),
+    "nothing kept on one node": (4, DIFFERENCES, {"nodes": 1}, "secondary.", 18, ([], [FEEDBACK, WHOLE])),
 }
 
 

@@ -41,7 +41,7 @@ CASES = {
     "islands, fragments, between two": gpt(
         tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=4, diloco_fragments=2, diloco_outer_momentum=0.5)
     ),
-    "islands, messages under way, async": llama(diloco=DilocoConfig(diloco_steps=2, diloco_delay=1)),
+    "islands, messages in flight, async": llama(diloco=DilocoConfig(diloco_steps=2, diloco_delay=1)),
     "islands of two nodes, differences": gpt(
         nodes=4,
         zero=DIFFERENCES,
@@ -69,7 +69,7 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["differences, bf16", slow("differences, fp16, tp 2, async"), slow("islands, messages under way, async")]
+    "name", ["differences, bf16", slow("differences, fp16, tp 2, async"), slow("islands, messages in flight, async")]
 )
 def test_evaluations_and_async_saves_change_no_result(tmp_path, name):
     """An evaluation already sends the weight delta, so the resumed run must not send it; otherwise it must."""

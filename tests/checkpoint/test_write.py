@@ -132,7 +132,10 @@ def test_files_are_synced_before_renames_and_before_the_tracker(monkeypatch, tmp
 
 
 def fill_and_save(disk: Path, left: int, **flags: Any) -> tuple[str, int | None, list[str], int | None]:
-    """Save, again with `left` bytes on the disk, and with space once more; what the second said and left, the last."""
+    """Save, save with `left` bytes on the disk, and save with space again.
+
+    Returns the message, the tracked iteration and the names after the second save, and the last tracked iteration.
+    """
     attempt, ballast, folder = Attempt(Case(), **flags), disk / "ballast", CheckpointFolder(disk / "save", "--save")
     progress, first = attempt.load(), attempt.dims.world.rank == 0
 

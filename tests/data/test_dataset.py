@@ -95,7 +95,7 @@ def test_datasets_without_weights_are_weighted_by_size(tmp_path):
         assert sum(int(train[i][0]) < 100 for i in range(wanted)) == of_a
 
 
-def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every_use(tmp_path):
+def test_part_of_the_shipped_corpus_trains_a_tokenizer_and_fills_splits(tmp_path):
     shipped = next(read_documents(path) for path in resolve_text_paths(["builtin:moby_dick"]))
     text, said = " ".join(shipped)[:100_000], list[str]()
     (tmp_path / "my_text.txt").write_text(text, encoding="utf-8")
