@@ -1,4 +1,4 @@
-"""Settings shared by all tests."""
+"""Settings and fixtures shared by all tests."""
 
 import atexit
 import gc
@@ -14,25 +14,30 @@ import torch
 from helpers.ranks import start_server
 from hypothesis import settings
 
-gc.disable()  # until all is collected: what imports make stays, and to look through it takes a sixth of the start
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would programs
-settings.register_profile("no deadline", deadline=None)  # other jobs may have the cores
+gc.disable()  # until collection ends: imported objects stay anyway, and scanning them takes a sixth of the start
+# a shell's background job ignores SIGINT, and so would programs that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
+settings.register_profile("no deadline", deadline=None)  # tests must not fail on busy cores
 settings.load_profile("no deadline")
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything defines a kernel: Triton on CPU tensors
+    # must be set before any kernel is defined; Triton then runs on CPU tensors
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
-            if item.get_closest_marker("gpu"):  # keywords have names of folders, too
+            if item.get_closest_marker("gpu"):  # keywords would also match folder names
                 item.add_marker(skip)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes for the whole suite; one for what someone names, and on a GPU, where tests measure memory."""
+    """Return two processes for the whole suite on CPUs, otherwise none.
+
+    Selected tests run in one process, and so does everything on a GPU, where tests measure memory.
+    """
     whole = config.args == config.getini("testpaths") and not config.option.keyword
     return 2 if whole and len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_available() else 0
 
@@ -48,7 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def run_main(tmp_path, monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
-    """Runs a main in an empty folder: its exit code, stdout and stderr, which SentencePiece writes to itself."""
+    """Return a function that runs a main in an empty folder and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 

@@ -1,10 +1,10 @@
-"""Put mistakes into the product one after another, and see whether the tests named with each notice.
+"""Inject mistakes into the package one after another, and report those that the tests named with each do not notice.
 
     python tests/mutations.py [--only NAME ...] [--timeout SECONDS]
 
-The mistakes are in mutations.toml: a name, a file, what stands there (exactly once), what is put in its place, and the
-tests to run. A change that cannot be noticed says why (`survives`). Each is made in a copy of the checkout; the exit
-status is 1 if one of the others survives. Not part of CI: it runs tests a hundred times.
+mutations.toml lists the mistakes: a name, a file, the text to replace (which occurs exactly once), its replacement,
+and the tests to run. An entry that cannot be noticed gives the reason in `survives`. Each mistake is made in a copy
+of the checkout. The exit status is 1 if any other mistake survives. CI does not run this: it has over 200 runs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LEFT_OUT = shutil.ignore_patterns(".*_cache", ".git", ".venv", "__pycache__", "b
 
 
 class Change(NamedTuple):
-    """One mistake; `survives` says why no test can notice it."""
+    """One mistake; `survives` gives the reason if no test can notice it."""
 
     name: str
     file: str
@@ -33,23 +33,26 @@ class Change(NamedTuple):
 
 
 def read_changes(path: Path = ROOT / "tests/mutations.toml") -> list[Change]:
-    """The table.
+    """Read the table of mistakes.
+
+    Args:
+        path: the table.
 
     Raises:
-        ValueError: what an entry replaces does not stand in its file exactly once, or is what it puts there.
+        ValueError: the text of an entry does not occur exactly once in its file, or equals its replacement.
     """
     changes = [Change(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["change"]]
     for change in changes:
         times = (ROOT / change.file).read_text(encoding="utf-8").count(change.before)
         if times != 1 or change.before == change.after:
-            raise ValueError(f"{change.name}: {change.before!r} stands {times} times in {change.file}")
+            raise ValueError(f"{change.name}: {change.before!r} occurs {times} times in {change.file}")
     if len({change.name for change in changes}) < len(changes):
         raise ValueError("two changes have the same name")
     return changes
 
 
 def outcome(change: Change, copy: Path, timeout: float) -> str:
-    """Make the change in `copy`, run its tests, and undo it: "noticed", "SURVIVED" or "timeout"."""
+    """Make the change in `copy`, run its tests and undo it. Return "noticed", "SURVIVED" or "timeout"."""
     file, env = copy / change.file, {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     whole = file.read_text(encoding="utf-8")
     file.write_text(whole.replace(change.before, change.after), encoding="utf-8")
@@ -66,7 +69,7 @@ def outcome(change: Change, copy: Path, timeout: float) -> str:
 
 
 def main() -> int:
-    """Try all changes, or those of --only."""
+    """Try all mistakes, or only those that --only names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--timeout", type=float, default=300.0)

@@ -1,4 +1,4 @@
-"""The layers of the library, checked by reading the source: who may import whom, and what only one file may do."""
+"""Check the architecture by reading the source: allowed imports, and operations that only one file may use."""
 
 import ast
 import graphlib
@@ -33,7 +33,7 @@ convert diloco packed_weights report
 inference weight_patches
 planner
 post_training
-"""  # of folders, the lowest first
+"""  # folders by layer, the lowest first
 LAYER = {f"megazpp.{name}": layer for layer, names in enumerate(LAYERS.strip().splitlines()) for name in names.split()}
 COLLECTIVES = re.compile(
     r"dist\.(all_|reduce|broadcast|gather|scatter|send|recv|isend|irecv|batch_isend|all_to_all|new_group|new_subgroups)"
@@ -41,7 +41,7 @@ COLLECTIVES = re.compile(
 
 
 class File(NamedTuple):
-    """A file of the product: its module, text, all of its syntax tree, and the modules that it imports."""
+    """A source file: module name, text, all nodes of its syntax tree, and imported modules."""
 
     name: str
     text: str
@@ -64,7 +64,7 @@ def folder(module: str) -> str | None:
 
 def read(path: Path) -> File:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    name = f"megazpp.{name}" if path.is_relative_to(ROOT / "kernels") else name  # megazpp/kernels is a link to it
+    name = f"megazpp.{name}" if path.is_relative_to(ROOT / "kernels") else name  # megazpp/kernels links to it
     nodes = list(ast.walk(ast.parse(path.read_text())))
     imports = [(alias.name, node) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imports += [(node.module, node) for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
@@ -79,11 +79,11 @@ def product() -> list[File]:
 
 @pytest.fixture(scope="module")
 def library(product) -> list[File]:
-    """Without the programs."""
+    """Return the source files without the programs."""
     return [file for file in product if file.name.startswith("megazpp")]
 
 
-def test_a_file_imports_only_from_lower_layers_or_its_own_folder(library):
+def test_file_imports_only_from_lower_layers_or_its_own_folder(library):
     assert len(library) > 30
     assert {file.name for file in library if file.folder is None} == {"megazpp", "megazpp.__main__", "megazpp.features"}
     for file in library:
@@ -94,9 +94,9 @@ def test_a_file_imports_only_from_lower_layers_or_its_own_folder(library):
                 assert lower or theirs == mine, f"{file.name} imports {target}"
 
 
-def test_the_import_graph_has_no_cycles(library):
+def test_import_graph_has_no_cycles(library):
     graph = {file.name: {target for target, _ in file.imports} for file in library}
-    graphlib.TopologicalSorter(graph).prepare()  # raises where there is one
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError if there is a cycle
 
 
 def test_every_folder_above_run_is_listed_as_an_optional_feature():
@@ -107,7 +107,7 @@ def test_every_folder_above_run_is_listed_as_an_optional_feature():
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", NEEDS)
 def test_training_saves_and_resumes_without_an_optional_feature(feature, tmp_path, tmp_path_factory):
-    """The feature's folder, its line in features.py and its flags in the default flag file are deleted."""
+    """The feature's folder, its line in features.py and its flags in the default flag file are deleted first."""
     for name in ("configs", "kernels", "megazpp"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
@@ -127,18 +127,18 @@ def test_training_saves_and_resumes_without_an_optional_feature(feature, tmp_pat
         assert ("successfully loaded checkpoint" in run.stdout) == (iterations == 4)
 
 
-def test_imports_stand_at_the_top(library):
-    """A lazy import of our own code would hide an arrow between layers."""
+def test_own_modules_are_imported_at_the_top_of_a_file(library):
+    """A lazy import of our code could hide a dependency between layers."""
     ours = [(file.name, *each) for file in library for each in file.imports if each[0].startswith("megazpp")]
     assert [f"{name} imports {target}" for name, target, node in ours if node.col_offset > 0] == []
 
 
-def test_only_zero_touches_fsdp2_and_only_the_axis_calls_collectives(library):
+def test_only_zero_imports_fsdp2_and_only_axis_calls_collectives(library):
     assert {file.folder for file in library if any("fsdp" in target for target, _ in file.imports)} == {"megazpp.zero"}
     assert [file.name for file in library if COLLECTIVES.search(file.text)] == ["megazpp.parallel.axis"]
 
 
-def test_there_is_no_mutable_state_at_module_level(library):
+def test_modules_have_no_mutable_state(library):
     mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp)
     for file in library:
         assert not any(isinstance(node, ast.Global) for node in file.nodes), file.name
@@ -149,14 +149,14 @@ def test_there_is_no_mutable_state_at_module_level(library):
                 assert all(name.isupper() or name == "__all__" for name in names), f"{file.name}: {names}"
 
 
-def test_no_two_classes_of_the_product_share_a_name(product):
-    """What only its own file uses, and says so by an underscore, may."""
+def test_classes_have_unique_names(product):
+    """Private classes, whose names start with an underscore, are exempt."""
     classes = [node for file in product for node in file.top_level if isinstance(node, ast.ClassDef)]
     counts = Counter(node.name for node in classes if not node.name.startswith("_"))
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-# Methods that torch, transformers and Python's files call on what we give them.
+# methods of our objects that torch, transformers and Python's files call
 CALLED_BY_LIBRARIES = {
     *("get_extra_state", "set_extra_state", "on_train_begin", "post_train"),
     "_format_action_invocation",
@@ -164,8 +164,8 @@ CALLED_BY_LIBRARIES = {
 }
 
 
-def test_no_function_of_the_product_is_called_by_tests_alone(product):
-    """By name: used is what some file of the product mentions, beside definition and import, also as a string."""
+def test_every_function_is_used_outside_tests(product):
+    """A name is used if any source file mentions it other than in a definition or an import, or as a string."""
     defined: defaultdict[str, list[str]] = defaultdict(list)
     used: set[str] = set()
     for file in product:
@@ -180,7 +180,7 @@ def test_no_function_of_the_product_is_called_by_tests_alone(product):
     assert unused.keys() == CALLED_BY_LIBRARIES, unused
 
 
-def test_a_docstring_begins_with_a_verb_or_the_thing_itself(product):
+def test_docstring_begins_with_a_verb_or_a_noun(product):
     riddles = ("What", "Where", "Whether", "Who", "How", "Of", "As", "Which")
     for file in product:
         for node in file.nodes:
@@ -190,7 +190,7 @@ def test_a_docstring_begins_with_a_verb_or_the_thing_itself(product):
 
 
 def code_lines(file: File) -> int:
-    """Count the lines that hold code: documentation is free."""
+    """Count lines of code, without comments and docstrings."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(file.text).readline)
     lines = {line for t in tokens if t.type not in skipped for line in range(t.start[0], t.end[0] + 1)}
@@ -201,10 +201,10 @@ def code_lines(file: File) -> int:
     return len(lines)
 
 
-def test_file_of_more_than_300_code_lines_says_why_at_its_top(product):
+def test_file_above_300_code_lines_gives_the_reason_at_its_top(product):
     long = [file for file in product if code_lines(file) > 300]
     assert [file.name for file in long if "one file" not in file.text[:1000].lower()] == []
 
 
-def test_every_mutation_stands_once_in_its_file():
+def test_text_of_every_mutation_occurs_once_in_its_file():
     assert len(read_changes()) > 200

@@ -1,4 +1,4 @@
-"""Every shipped flag file parses, passes all checks and describes the model it names."""
+"""Test the shipped flag files: each parses, passes all checks, and describes the model that it names."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Expected(NamedTuple):
-    """Parameters as published (ours for gpt_tiny); tensor-parallel size and the GPUs of a cluster it is meant for."""
+    """Published number of parameters (ours for gpt_tiny), tensor-parallel size, and size of a suitable cluster."""
 
     params: float
     tp: int
@@ -54,7 +54,7 @@ def read(name: str, *more: str) -> ParsedRun:
     return parse_run_config([f"@configs/{name}.args", *more, *data], ROOT, features=FEATURES)
 
 
-def test_each_file_of_the_folder_passes_every_check_on_a_cluster_it_is_meant_for_also_with_local_steps():
+def test_shipped_config_passes_every_check_with_and_without_local_steps():
     assert sorted(EXPECTED) == sorted(path.stem for path in (ROOT / "configs").glob("*.args"))
     for name, expected in EXPECTED.items():
         assert (ROOT / f"configs/{name}.args").read_text().startswith("# "), f"{name}: where is its shape from?"
@@ -74,7 +74,7 @@ def test_each_file_of_the_folder_passes_every_check_on_a_cluster_it_is_meant_for
 
 
 def dry_build(name: str, tp: MeshAxis) -> int:
-    """Parameters of the model that the config describes, on one rank of `tp`; nothing is allocated."""
+    """Count the parameters on one rank of `tp` of the model that the config describes, without allocating them."""
     config = read(name).config
     parallel = {"tp": tp, "sequence_parallel": config.parallel.sequence_parallel}
     with torch.device("meta"):
@@ -82,19 +82,19 @@ def dry_build(name: str, tp: MeshAxis) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_a_config_gives_a_model_of_the_published_size_and_a_tensor_parallel_rank_holds_its_share():
+def test_config_has_the_published_size_and_tp_ranks_hold_their_share():
     for name, expected in EXPECTED.items():
         whole, size = dry_build(name, MeshAxis("tp")), expected.tp
         assert whole == pytest.approx(expected.params, rel=0.02), name
         if size > 1:
             share = dry_build(name, MeshAxis("tp", ranks=tuple(range(size)), group=Mock()))
-            assert whole <= share * size < 1.02 * whole, name  # norms, positions and some biases are on every rank
+            assert whole <= share * size < 1.02 * whole, name  # norms, positions and some biases are replicated
 
 
 MEMORY = re.compile(r"^# Memory: ([\d.]+) GB per GPU .*\n# python pretrain_gpt.py (.*)$", re.MULTILINE)
 
 
-def test_the_memory_that_a_config_names_is_what_its_command_plans():
+def test_memory_in_a_configs_comment_equals_its_plan():
     for name in EXPECTED:
         ((gigabytes, flags),) = MEMORY.findall((ROOT / f"configs/{name}.args").read_text())
         assert flags.startswith(f"@configs/{name}.args --plan --cluster-file configs/clusters/")

@@ -1,7 +1,7 @@
-"""Every page is true: its commands and Python run, its links lead somewhere, what it quotes stands in the source.
+"""Test the documentation: commands and Python code run, links resolve, and quoted texts occur in the source.
 
-The commands of a page run in order, in one folder, the tutorial's (docs/tutorial.md) first. What is too large for that,
-or starts on machines that are not here, is made smaller by the table `INSTEAD`; `python` is helpers/fork_python.py.
+The commands of a page run in order in one folder, beginning with the tutorial (docs/tutorial.md). The table
+`INSTEAD` reduces commands that are too large or that start on other machines. `python` is helpers/fork_python.py.
 """
 
 import ast
@@ -42,8 +42,8 @@ PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
 PAGES += [str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))]
 CONTRIBUTORS = ["CONTRIBUTING.md", *(page for page in PAGES if page.startswith("docs/contributing/"))]
 
-# A part of a command -> what runs instead; \g<0> is what has matched. `torchrun` is helpers/checked_launch.py here:
-# it parses and checks every flag, and starts nothing.
+# pattern of a command -> replacement; \g<0> is the matched text. `torchrun` is helpers/checked_launch.py here, which
+# parses and checks every flag and starts nothing.
 DATA = "--data-path my_text_document --tokenizer-model my.model"
 EIGHT = "--nproc-per-node 8 pretrain_gpt.py"
 TINY = "--nproc-per-node 4 pretrain_gpt.py @configs/gpt_tiny.args"
@@ -54,7 +54,10 @@ INSTEAD = [
     (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),
     (r"pretrain_gpt.py \.\.\.", "pretrain_gpt.py @book.args"),
     (r" \.\.\.$", f" {DATA}"),
-    (r"^(python tools/convert_checkpoint.py .*--output) checkpoints/", r"\1 $(mktemp -d)/checkpoints/"),  # is there
+    (
+        r"^(python tools/convert_checkpoint.py .*--output) checkpoints/",
+        r"\1 $(mktemp -d)/checkpoints/",
+    ),  # that folder exists
     (r"^python pretrain_gpt.py @book.args.*", rf"\g<0> {SMALL_RUN}"),
     (r"^python pretrain_gpt.py .*--load again/.*", r"\g<0> --nproc 1"),
     (
@@ -66,7 +69,7 @@ INSTEAD = [
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
     (r"^python tools/(evaluate|generate).py.*", r"\g<0> --nproc 1 --tensor-model-parallel-size 1"),
     (r"^python tools/evaluate.py.*", r"\g<0> --eval-iters 1"),
-    (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/test_gpu_check.py rehearses its parts
+    (r"^python tools/gpu_check.py.*", r"\g<0> --help"),  # tests/tools/test_gpu_check.py runs its parts
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]
 
@@ -76,23 +79,23 @@ def text_of(page: str) -> str:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The blocks in a language, in order."""
+    """Return the code blocks in a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.M | re.S)
 
 
 def wanted(page: str) -> list[str]:
-    """The commands of the table whose rows go on after "I want to ..."; none where a page has no such table."""
+    """Return the commands of the page's table "I want to ...", if it has one."""
     rows = text_of(page).partition("| I want to ... | command |\n")[2].partition("\n\n")[0]
     return re.findall(r"\| `([^`]+)` \|$", rows, re.M)
 
 
 def prose(page: str) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", text_of(page), flags=re.M | re.S)
 
 
 def run(folder: Path, script: str) -> str:
-    """What a script prints in a folder; it must end well."""
+    """Run a shell script in `folder`, assert success, and return its output."""
     command = ("-euo", "pipefail", "-c", script)
     code, said = run_program(*command, folder=folder / "home", cwd=folder, python="bash")
     assert code == 0, f"{script}\n{said}"
@@ -100,38 +103,38 @@ def run(folder: Path, script: str) -> str:
 
 
 def run_page(folder: Path, page: str) -> dict[str, str]:
-    """What each block of commands prints, then each command of the table "I want to ..."."""
+    """Run each block of commands and each command of the table "I want to ...", and return their outputs."""
     scripts = [*blocks(page, "sh"), *wanted(page)]
     return {script: run(folder, "\n".join(map(instead, commands(script)))) for script in scripts}
 
 
 def commands(block: str) -> list[str]:
-    """The lines of a block, continued ones joined."""
+    """Return the lines of a block, with continued lines joined."""
     return block.replace("\\\n", " ").splitlines()
 
 
 def instead(command: str) -> str:
-    """The command as it runs here."""
+    """Return the command as this test runs it."""
     if not re.match(r"pip|python|torchrun|srun|sbatch", command):
         return command
     command = re.sub(r"\s+# .*", "", command)
     for pattern, replacement in INSTEAD:
         command = re.sub(pattern, replacement, command)
-    if " < " in command:  # what was put behind stands before
+    if " < " in command:  # move added flags before the redirection
         command = re.sub(r"(.*?) (< \S+)(.*)", r"\1\3 \2", command)
     return command
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A folder like a checkout, in which programs start what is here or checks their flags."""
+    """Make a folder like a checkout, whose programs run forked or check flags only."""
     folder, programs = (tmp_path_factory.mktemp(name) for name in ("checkout", "programs"))
     (folder / "home").mkdir()
     for name in ("pretrain_gpt.py", "configs", "kernels", "megazpp", "tools"):
         (folder / name).symlink_to(ROOT / name)
     (programs / "python").symlink_to(forked_python())
     launch = ROOT / "tests" / "helpers" / "checked_launch.py"
-    for name in ("torchrun", "srun", "sbatch", "pip", "ruff", "mypy"):  # .ci/run runs the last two
+    for name in ("torchrun", "srun", "sbatch", "pip", "ruff", "mypy"):  # the last two run in .ci/run
         checked = f'exec python {launch} {name} "$@"' if name in ("torchrun", "srun", "sbatch") else ""
         (programs / name).write_text(f"#!/bin/sh\n{checked}\n")
         (programs / name).chmod(0o755)
@@ -144,13 +147,13 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tutorial(checkout) -> dict[str, str]:
-    """What its commands have printed."""
+    """Run the tutorial and return its commands' outputs."""
     return run_page(checkout, TUTORIAL)
 
 
 @pytest.fixture(scope="module")
 def scratch(checkout, tutorial) -> Path:
-    """The tutorial's folder, with what the other pages take for granted."""
+    """Extend the tutorial's folder with files that the other pages assume."""
     text = (checkout / "corpus/moby_dick.jsonl").read_bytes()
     (checkout / "corpus/part.jsonl.gz").write_bytes(gzip.compress(text))
     (checkout / "my_text.jsonl").write_bytes(b"".join(text.splitlines(keepends=True)[:3]))
@@ -170,7 +173,7 @@ def scratch(checkout, tutorial) -> Path:
 
 
 @pytest.mark.slow
-def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_continues_alike(checkout, tutorial):
+def test_tutorial_trains_and_exports_a_model_that_transformers_continues(checkout, tutorial):
     made = "book.model book_text_document.bin checkpoints runs/book/report.html answers short book_gpt more"
     assert [name for name in made.split() if not (checkout / name).exists()] == []
     printed = "".join(tutorial.values())
@@ -185,7 +188,7 @@ def test_the_tutorial_goes_from_a_folder_of_text_to_text_that_transformers_conti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if page != TUTORIAL and (blocks(page, "sh") or wanted(page))])
-def test_a_page_s_commands_run(page, scratch):
+def test_commands_of_a_page_run(page, scratch):
     run_page(scratch, page)
 
 
@@ -198,7 +201,7 @@ def test_the_quickstart_shows_the_lines_of_two_nodes_with_zeropp():
     assert blocks("docs/quickstart.md", "text")[0].splitlines() == shown
 
 
-def test_links_lead_to_files_and_headings():
+def test_links_lead_to_existing_files_and_headings():
     for page in PAGES:
         for file, heading in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", text_of(page)):
             path = (ROOT / page).parent / file if file else ROOT / page
@@ -208,14 +211,14 @@ def test_links_lead_to_files_and_headings():
             assert heading in slugs, f"{page}: {file}#{heading}"
 
 
-def test_files_that_contributors_are_sent_to_are_there():
+def test_files_named_for_contributors_exist():
     files = {f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.*") if path.suffix in (".py", ".c")}
     named = [name for page in CONTRIBUTORS for name in re.findall(r"`([\w/]+\.(?:py|c))`", prose(page))]
     assert len(named) > 60
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
-def test_pip_installs_what_there_is_and_the_page_of_installation_says_what_each_extra_is_for():
+def test_named_pip_extras_exist_and_the_installation_page_explains_each():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page in PAGES:
         for asked in re.findall(r"'\.\[([\w,]+)\]'", text_of(page)):
@@ -226,7 +229,7 @@ def test_pip_installs_what_there_is_and_the_page_of_installation_says_what_each_
 
 
 @pytest.mark.slow
-def test_a_command_in_the_text_has_flags_that_its_program_knows(checkout):
+def test_commands_in_the_text_use_flags_of_their_program(checkout):
     help_of = functools.cache(lambda program, flag="--help": run(checkout, f"python {program} {flag}"))
     for command in re.findall(r"`(python tools/[^`]+)`", "".join(map(prose, PAGES))):
         _, program, *words = shlex.split(command)
@@ -234,7 +237,7 @@ def test_a_command_in_the_text_has_flags_that_its_program_knows(checkout):
         assert [word for word in words if re.fullmatch(r"--\S+", word) and word not in known] == [], command
 
 
-def test_every_tool_has_a_line_in_the_tables_of_the_page_of_tools():
+def test_every_tool_is_listed_in_the_tables_of_its_page():
     listed = re.findall(r"^\| `(\w+\.py)` \|", text_of("docs/reference/tools.md"), re.M)
     files = [path for folder in ("tools", "tools/benchmarks") for path in (ROOT / folder).glob("*.py")]
     programs = {path.name for path in files if "\nif __name__ ==" in path.read_text()}
@@ -242,7 +245,7 @@ def test_every_tool_has_a_line_in_the_tables_of_the_page_of_tools():
     assert sorted(listed) == sorted(programs - parts)
 
 
-def test_the_examples_of_tests_stand_in_the_tests():
+def test_example_tests_in_contributing_occur_in_the_tests():
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     examples = blocks("docs/contributing/testing.md", "python")
     assert len(examples) == 4
@@ -253,14 +256,14 @@ def test_the_examples_of_tests_stand_in_the_tests():
 
 
 def run_python(code: str) -> bool:
-    """Run a page's code on this rank; whether the weights of its `model` are finite."""
+    """Run a page's code on this rank, and return True if the weights of its `model` are finite."""
     names: dict[str, Any] = {}
     exec(code, names)
     return all(torch.isfinite(p.detach().to_local()).all() for p in names["model"].parameters())
 
 
 @pytest.mark.slow
-def test_a_page_s_python_runs_on_four_ranks():
+def test_python_code_of_pages_runs_on_four_ranks():
     for code in [code for page in sorted({*PAGES} - {TUTORIAL, *CONTRIBUTORS}) for code in blocks(page, "python")]:
         assert "zeropp(model)" in code
         code = code.replace("zeropp(model)", "zeropp(model, ranks_per_node=2)")
@@ -268,10 +271,10 @@ def test_a_page_s_python_runs_on_four_ranks():
         assert all(ranks(4).run(run_python, code))
 
 
-# ---- other machines' files, and the site ----
+# ---- files for clouds, and the site ----
 
 
-def test_the_files_for_clouds_start_a_run_that_parses():
+def test_cloud_files_start_a_run_whose_flags_parse():
     job, task = map(yaml.safe_load, blocks("docs/guides/cloud.md", "yaml"))
     words = shlex.split(" ".join(commands(task["run"])))
     for flags in (job["spec"]["trainer"]["args"], words[words.index("pretrain_gpt.py") + 1 :]):
@@ -281,7 +284,7 @@ def test_the_files_for_clouds_start_a_run_that_parses():
 
 
 @pytest.mark.slow
-def test_the_site_has_every_page_and_no_dead_link(tmp_path):
+def test_site_has_every_page_and_no_dead_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs/mkdocs.yml", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     navigation = (ROOT / ".mkdocs/mkdocs.yml").read_text()
@@ -291,7 +294,7 @@ def test_the_site_has_every_page_and_no_dead_link(tmp_path):
     assert all(flag in flags for flag in ("--zero-gradient-bits", "--num-generations", "--top-p"))
 
 
-def test_charts_are_those_of_the_tables_beside_them(tmp_path):
+def test_charts_match_the_tables_next_to_them(tmp_path):
     for name in (".mkdocs", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "README.md", tmp_path)
@@ -305,25 +308,25 @@ def test_charts_are_those_of_the_tables_beside_them(tmp_path):
 
 @functools.cache
 def planned(name: str, nodes: int, *flags: str, recompute: str | None = None) -> Estimate:
-    """What the planner says of a config on nodes of eight GPUs."""
+    """Return the planner's estimate of a config on nodes of eight GPUs."""
     config = for_planning(parse_run_config([f"@configs/{name}.args", *flags], ROOT, features=FEATURES).config, "--plan")
     cluster = Cluster(num_nodes=nodes, ranks_per_node=8)
     return Estimator(cluster, device_type="cpu").estimate(with_recompute(config, recompute))
 
 
 @pytest.mark.slow
-def test_the_memory_of_each_config_is_the_planner_s():
+def test_memory_table_of_configs_matches_the_planner():
     rows = re.findall(r"^\| \[`(\w+)`\].*\| (\d+) x 8 \|(.*)\|$", text_of("docs/reference/configs.md"), re.M)
     assert {name for name, *_ in rows} == {p.stem for p in (ROOT / "configs").glob("*.args")} - {"gpt_tiny"}
     for name, nodes, figures in rows:
         zero3, zeropp = planned(name, int(nodes)), planned(name, int(nodes), "--zeropp")
         full = planned(name, int(nodes), recompute="full")
         sizes = [estimate.gigabytes for estimate in (zero3, zeropp, full)]
-        # a planner that has become better by a few percent need not be copied at once
+        # tolerates small changes of the planner
         assert [float(f) for f in figures.split("|")] == pytest.approx([zero3.micro_batches, *sizes], rel=0.03), name
 
 
-def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
+def test_zeropp_pages_example_and_formulas_match_the_planner():
     page = text_of("docs/concepts/zeropp.md")
     zero3, zeropp = planned("gpt_1b3", 2), planned("gpt_1b3", 2, "--zeropp")
     kinds, micro_batches = zeropp.memory, zero3.micro_batches
@@ -331,7 +334,7 @@ def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
     assert f"| {zero3.node_cross_bytes / 1e6:.1f} | {zeropp.node_cross_bytes / 1e6:.1f} |" in page
     assert f"| {shards:.3f} | {shards:.3f} |" in page
 
-    close = functools.partial(pytest.approx, rel=0.005)  # 1-D parameters travel exact, shards are padded
+    close = functools.partial(pytest.approx, rel=0.005)  # 1-D parameters are not quantized, and shards are padded
     parameters = kinds[Memory.PARAMETERS] / 4 * 16
     crossing = 1 / 2 * parameters * (1.0078 + 0.5156)
     assert f"which is {crossing / 1e6:.0f} MB" in page
@@ -348,19 +351,19 @@ def test_the_zeropp_page_s_example_is_the_planner_s_and_its_formulas_agree():
 
 @functools.cache
 def sources() -> list[str]:
-    """The files of the product."""
+    """Return the source files of package and tools."""
     folders = [ROOT / name for name in ("megazpp", "kernels", "tools")]
     return [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
 
 
 @functools.cache
 def source_strings() -> str:
-    """Every string of the product; an f-string's parts are apart."""
+    """Return every string in the source; parts of an f-string are separate."""
     nodes = [node for source in sources() for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     return "\n".join(node.value for node in nodes if isinstance(node.value, str))
 
 
-def test_the_fixed_parts_of_quoted_messages_and_the_fields_of_the_log_line_stand_in_the_source():
+def test_quoted_messages_and_log_fields_occur_in_the_source():
     tables, _, log = text_of("docs/troubleshooting.md").partition("## Slow or out of memory")
     messages = re.findall(r"^\| `([^`]+)` \|", tables, re.M)
     assert len(messages) > 20
@@ -373,10 +376,10 @@ def test_the_fixed_parts_of_quoted_messages_and_the_fields_of_the_log_line_stand
         assert re.search(rf"(?m)(^| ){re.escape(name)}", source_strings()), field
 
 
-def test_the_zeropp_page_s_table_has_a_row_for_every_flag_of_it():
+def test_zeropp_pages_table_lists_every_zeropp_flag():
     table = "".join(re.findall(r"^\| (`--.*?) \| ", text_of("docs/concepts/zeropp.md"), re.M))
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(ZeroConfig)}
-    for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # ZeRO's, in the table of stages
+    for name in fields - {"zero-stage", "use-distributed-optimizer"}:  # flags of ZeRO are in the table of stages
         assert re.search(rf"`--(no-)?{name}`", table), name
 
 
@@ -390,11 +393,11 @@ def bare(flag: str) -> str:
     return flag.removeprefix("--").removeprefix("no-").replace("_", "-")
 
 
-def test_every_flag_that_a_page_names_exists():
+def test_every_flag_named_on_a_page_exists():
     fields, flags = (re.findall(pattern, "".join(sources())) for pattern in (r"\b(\w+): [^=\n]+ = flag\(", r"--[\w-]+"))
     known = {bare(name) for name in (*fields, *flags, *read_megatron_flags(), *OTHERS_FLAGS.split())}
-    for page in set(PAGES) - {"docs/contributing/extending.md"}:  # it adds one
+    for page in set(PAGES) - {"docs/contributing/extending.md"}:  # this page adds an example flag
         for name in re.findall(r"(?<![\w-])--[a-z][\w-]*\*?", " ".join(re.findall(r"`([^`]+)`", prose(page)))):
-            family = bare(name).rstrip("*-")  # `--zero-*`, `--no-...`
+            family = bare(name).rstrip("*-")  # `--zero-*` and `--no-...` name families of flags
             found = any(flag.startswith(family) for flag in known) if name[-1] in "*-" else family in known
             assert found, f"{page}: {name}"

@@ -1,7 +1,7 @@
-"""Checkpoints that an earlier version has written continue as that version continued them.
+"""Test that checkpoints written by an earlier version resume as they did in that version.
 
-`fixtures/checkpoints_4e7c419.tar.xz` was written by commit 4e7c419 with the flags in its `tiny.args`; the losses and
-gradient norms below are what that commit's own run went on with.
+Commit 4e7c419 wrote `fixtures/checkpoints_4e7c419.tar.xz` with the flags in its `tiny.args`. The losses and gradient
+norms below are from that commit's own continuation.
 """
 
 import json
@@ -34,7 +34,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_of_4e7c419_continues_as_it_did_then(tmp_path, name):
+def test_checkpoint_of_4e7c419_resumes_with_its_losses(tmp_path, name):
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     command, expected = CASES[name]
@@ -42,8 +42,8 @@ def test_a_checkpoint_of_4e7c419_continues_as_it_did_then(tmp_path, name):
     code, output = run_forked(str(ROOT / program), *flags, folder=tmp_path, cwd=tmp_path)
     assert code == 0, output
     assert "samples come in" not in output
-    assert ("samples may come in" in output) == (name == "lora")  # whose data was in another folder
+    assert ("samples may come in" in output) == (name == "lora")  # the data was in another folder
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(expected), output
-    for row in rows:  # other processors add in another order
+    for row in rows:  # other processors sum in another order
         assert (row["lm_loss"], row["grad_norm"]) == pytest.approx(expected[row["iteration"]], rel=2e-6)

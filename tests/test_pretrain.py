@@ -1,6 +1,6 @@
-"""The program as a user runs it, on two gloo workers (four for ZeRO++), and called where it starts none.
+"""Run pretrain_gpt.py like a user, on two gloo workers (four for ZeRO++), and call it where it starts none.
 
-Users' starts are tested of one run by torchrun, one by `python -m`, one at a terminal; the others are forks.
+One run starts with torchrun, one with `python -m` and one at a terminal, like users' runs. The others are forks.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ MAIN_JOB = shlex.split(
     "@configs/gpt_tiny.args --global-batch-size 8 --train-iters 6 --log-interval 2 --eval-interval 4 --eval-iters 1 "
     "--sample-tokens 8"
 )
-REDUCTION_ORDER = 1e-5  # relative: fp32 sums in another order over 6 steps
+REDUCTION_ORDER = 1e-5  # relative tolerance for fp32 sums in another order over 6 steps
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def main_job(home) -> Run:
     return home.pretrain(*MAIN_JOB, *looks, "--timing-log-level", "1", run="main")
 
 
-def test_the_main_job_says_what_runs_and_what_came_out(main_job, home):
+def test_run_logs_its_setup_and_results(main_job, home):
     output = main_job.output
     for text in (
         "using world size: 2, data-parallel size: 2, tensor-model-parallel size: 1",
@@ -73,15 +73,15 @@ def test_the_main_job_says_what_runs_and_what_came_out(main_job, home):
         assert text not in output
 
 
-def test_metrics_and_summary_have_sane_values_and_the_log_has_the_same(main_job):
+def test_metrics_summary_and_log_agree_and_have_plausible_values(main_job):
     rows, summary = main_job.metrics, main_job.summary
     assert [row["iteration"] for row in rows] == [2, 4, 6]
     for row in rows:
         assert row["consumed_samples"] == 8 * row["iteration"]
         assert row["consumed_tokens"] == 128 * row["consumed_samples"]
         assert min(row["step_seconds"], row["grad_norm"], row["learning_rate"]) > 0
-        assert row["local_bytes"] > 1e6  # a gather and a reduce-scatter of a million fp32 parameters at least
-        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0  # one node
+        assert row["local_bytes"] > 1e6  # at least one gather and one reduce-scatter of a million fp32 parameters
+        assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0  # there is only one node
         assert f" | tokens/s per rank: {row['tokens_per_second'] / 2:.1f} | " in main_job.output
     assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048
     assert rows[2]["lm_loss"] < rows[0]["lm_loss"] - 0.3
@@ -94,7 +94,7 @@ def test_metrics_and_summary_have_sane_values_and_the_log_has_the_same(main_job)
     assert summary["cross_bytes_per_step"] == 0
 
 
-def test_what_the_run_has_recorded_makes_a_report(main_job):
+def test_records_of_a_run_make_a_report(main_job):
     (run,) = read_runs([main_job.folder])
     assert (run.state, run.notes) == ("finished", [])
     assert [row["iteration"] for row in run.validations] == [4, 6]
@@ -105,7 +105,7 @@ def test_what_the_run_has_recorded_makes_a_report(main_job):
         assert f'"{chart}":[[[' in page
 
 
-def test_the_timeline_and_the_profile_are_of_the_steps_asked_for_and_timers_follow_each_log_line(main_job):
+def test_timeline_and_profile_cover_their_steps_and_timers_are_logged(main_job):
     by_rank = read_chrome_trace(main_job.folder / "timeline.json")
     assert [[span.name for span in spans if span.track == "step"] for spans in by_rank.values()] == [["step 3"]] * 2
     with gzip.open(main_job.folder / "profile-rank0-iterations5-5.json.gz", "rt") as file:
@@ -116,8 +116,8 @@ def test_the_timeline_and_the_profile_are_of_the_steps_asked_for_and_timers_foll
 
 
 @pytest.mark.slow
-def test_a_run_folder_used_again_loses_nothing_and_args_txt_gives_the_same_losses(main_job, home):
-    """Bit for bit, with the cached tokenizer."""
+def test_reused_run_folder_keeps_records_and_args_txt_repeats_losses(main_job, home):
+    """Losses are bit-identical, and the cached tokenizer is reused."""
     before = (main_job.folder / "metrics.jsonl").read_bytes()
     run = home.pretrain(f"@{main_job.folder / 'args.txt'}", "--sample-tokens", "3", run="main", nproc=None)
     assert (run.folder / "metrics.jsonl").read_bytes().startswith(before)
@@ -139,18 +139,18 @@ def test_one_worker_gives_the_losses_of_two(main_job, home):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_workers_started_from_another_folder_give_the_same_losses(main_job, home, tmp_path):
+def test_tensor_parallel_run_from_another_folder_gives_the_same_losses(main_job, home, tmp_path):
     flags = [*MAIN_JOB, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     run = home.pretrain(*flags, run="tp", launcher=("-m", "pretrain_gpt"), cwd=tmp_path, start=run_program)
     assert "data-parallel size: 1, tensor-model-parallel size: 2" in run.output
     assert run.values() == pytest.approx(main_job.values()[:3], rel=REDUCTION_ORDER)
     assert all(row["tp_bytes"] > 1e6 for row in run.metrics)
-    assert list(tmp_path.iterdir()) == []  # its working directory
+    assert list(tmp_path.iterdir()) == []  # the working directory stays empty
 
 
 @pytest.mark.slow
-def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job, home):
-    """Its losses follow ZeRO-3's (the main job) to 0.5 %, with a tenth of the traffic."""
+def test_zeropp_on_two_nodes_of_two_logs_the_traffic_it_saves(main_job, home):
+    """Losses follow ZeRO-3's (the main job's) to 0.5 %, with less than a tenth of the traffic."""
     run = home.pretrain(*MAIN_JOB, "--zeropp", "--micro-batch-size", "1", run="zeropp", nproc=4)
     assert run.values() == pytest.approx(main_job.values()[:3], rel=5e-3)
     assert "weights are gathered in two hops, int8 in blocks of 256, kept" in run.output
@@ -161,9 +161,9 @@ def test_zeropp_on_two_nodes_of_two_shows_what_it_saves_between_them(main_job, h
         ("all_to_all", "local"): "local",
         ("all_gather", "cross"): "cross",
         ("all_to_all", "cross"): "cross",
-        ("all_reduce", "shard"): "cross",  # the loss and the gradient norm
+        ("all_reduce", "shard"): "cross",  # loss and gradient norm
     }
-    units = rows["all_gather", "cross"]["calls"] / 6  # once per optimizer step; k = 2 micro-batches
+    units = rows["all_gather", "cross"]["calls"] / 6  # once per optimizer step; the step has two micro-batches
     assert rows["all_to_all", "cross"]["calls"] == 6 * units
     assert rows["all_to_all", "local"]["calls"] == 6 * 2 * units
     cross = sum(row["sent_bytes"] for key, row in rows.items() if row["wire"] == "cross")
@@ -181,9 +181,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.mark.slow
-def test_torchrun_s_ranks_stop_at_exit_interval_with_the_same_losses_and_log_the_cluster_as_they_found_it(
-    main_job, home
-):
+def test_torchrun_run_stops_at_exit_interval_and_logs_the_found_cluster(main_job, home):
     flags = ("--exit-interval", "4", "--emulate-nodes", "none", "--measure-links")
     run = home.pretrain(*MAIN_JOB, *flags, run="torchrun", launcher=TORCHRUN, nproc=None, start=run_program)
     assert run.summary["stop_reason"] == "--exit-interval 4"
@@ -192,7 +190,7 @@ def test_torchrun_s_ranks_stop_at_exit_interval_with_the_same_losses_and_log_the
     measured = "measured local (2 ranks, slowest link: domain): "
     for line in ("stopped by --exit-interval 4\n", hosts, "1 node(s) x 2 rank(s): ", measured):
         assert run.output.count(line) == 1
-    found = r"domain .* GB/s, .* us \(measured over local\)|none known"  # none: where other work drowns the times
+    found = r"domain .* GB/s, .* us \(measured over local\)|none known"  # none known if other jobs disturb the timing
     assert re.search(rf"^links: ({found})$", run.output, re.MULTILINE)
     kept = read_cluster(run.folder / "cluster.yaml")
     assert (kept.world_size, kept.num_nodes) == (2, 1)
@@ -212,12 +210,12 @@ def test_skip_train_only_evaluates(home):
 
 @pytest.fixture
 def main(run_main, monkeypatch):
-    """Runs main in an empty folder, which must not come as far as starting workers."""
+    """Return a function that runs main in an empty folder and fails if workers are started."""
     monkeypatch.setattr("megazpp.run.ranks.launch_workers", lambda *_, **__: pytest.fail("started workers"))
     return functools.partial(run_main, pretrain_gpt.main)
 
 
-def test_asking_for_help_or_the_config_prints_it_and_starts_nothing(main, capfd):
+def test_help_and_print_config_print_and_start_nothing(main, capfd):
     code, out, _ = main("--print-config")
     assert code == 0
     texts = [out]
@@ -258,8 +256,8 @@ REFUSED = """
 """
 
 
-def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(main):
-    """A flag's name and value, what a config sees, what lies between configs, the machine, files: each in one line."""
+def test_invalid_flags_are_rejected_before_anything_starts_or_is_written(main):
+    """Errors from parsing, from one config, between configs, from the machine and from files take one line each."""
     Path("BAD").write_bytes(b"\xff\xfe")
     for flags, *named in table(REFUSED.replace("PLANNED", PLANNED)):
         code, out, err = main("--run-dir", "run", "--nproc", "2", *flags.split())
@@ -271,8 +269,8 @@ def test_what_cannot_be_is_refused_before_workers_start_and_anything_is_written(
 
 
 @pytest.mark.slow
-def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(main, monkeypatch):
-    """A dry run ends with 0 as planned, and with 1 where the plan is wrong."""
+def test_plan_and_dry_run_print_results_and_start_and_write_nothing(main, monkeypatch):
+    """A dry run exits with 0 if it agrees with the plan, otherwise with 1."""
     code, out, err = main("--plan", *PLANNED.split(), "--zeropp", "--run-dir", "run", "--save", "save")
     assert (code, err) == (0, "")
     assert "2 node(s) x 1 rank(s)" in out
@@ -285,25 +283,25 @@ def test_a_plan_and_a_dry_run_print_what_they_find_and_start_and_write_nothing(m
     assert os.listdir() == []
 
 
-def test_the_tasks_of_a_batch_script_that_uses_no_srun_do_not_count(monkeypatch):
+def test_slurm_task_count_is_ignored_without_srun(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
     monkeypatch.setattr("megazpp.run.ranks.launch_workers", lambda _, nproc, max_restarts: 100 + nproc)
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--nproc", "2"])
     assert pretrain_gpt.main() == 102
 
 
-def test_of_torchrun_s_ranks_one_says_what_is_wrong(main, monkeypatch):
+def test_only_one_torchrun_rank_prints_the_error(main, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert main("--hidden-size", "130") == (2, "", "")
 
 
 def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[int, str]:
-    """(exit code, output) of a run with wandb that gets Ctrl-C so many times once it has made an iteration."""
+    """Run with wandb, press Ctrl-C `times` times after an iteration, and return (exit code, output)."""
     job = [*TOY, "--train-iters", "100000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
     program = Program("pretrain_gpt.py", *job, *flags, *home.places("interrupted"), folder=home.path)
     program.wait_for(f" iteration {iteration:8d}/")
-    assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's own
+    assert len(program.left_behind()) > 3  # launcher, two workers, and wandb's process
     for _ in range(times):
         os.killpg(program.process.pid, signal.SIGINT)
         program.wait_for("finishing this step; press Ctrl-C again to stop now\n")
@@ -314,7 +312,7 @@ def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[in
 
 
 @pytest.mark.slow
-def test_ctrl_c_finishes_the_step_saves_leaves_no_process_and_the_command_that_is_said_goes_on(home):
+def test_ctrl_c_saves_leaves_no_process_and_prints_a_working_command(home):
     code, output = interrupted(home, 20, 1, "--save", str(home.path / "kept"))
     assert code == 0
     assert "stopped by SIGINT\n" in output
@@ -326,26 +324,27 @@ def test_ctrl_c_finishes_the_step_saves_leaves_no_process_and_the_command_that_i
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_ends_all_at_once_and_leaves_not_even_wandb_s_process(home):
-    code, output = interrupted(home, 1, 2, "--global-batch-size", "256")  # the second comes before the step's end
+def test_second_ctrl_c_ends_the_run_and_wandb_at_once(home):
+    # the second signal arrives before the step ends
+    code, output = interrupted(home, 1, 2, "--global-batch-size", "256")
     assert code == 130
     assert output.endswith("ended by SIGINT\n")
 
 
-def test_a_run_that_is_stopped_without_save_says_that_nothing_was_saved(tmp_path):
+def test_run_stopped_without_save_says_that_nothing_was_saved(tmp_path):
     said = what_next(parse(shlex.join([*TOY, "--train-iters", "4"])), tmp_path, stopped=True, generates=True)
     assert said == "nothing was saved: a run with --save FOLDER goes on from where it was stopped"
 
 
 @pytest.mark.slow
-def test_at_a_terminal_a_first_line_comes_at_once_and_lines_are_short(tmp_path):
+def test_terminal_output_starts_at_once_and_has_short_lines(tmp_path):
     flags = ["--train-iters", "4", "--eval-iters", "1", "--nproc", "2", "--run-dir", str(tmp_path / "run")]
     reads, writes = pty.openpty()
     command = [sys.executable, "pretrain_gpt.py", *TOY, *flags]
     program = subprocess.Popen(command, cwd=ROOT, stdout=writes, stderr=writes)
     os.close(writes)
     said = b""
-    with contextlib.suppress(OSError):  # the terminal is gone with the last writer
+    with contextlib.suppress(OSError):  # the terminal closes with its last writer
         while part := os.read(reads, 1 << 16):
             said += part
     assert program.wait() == 0
@@ -360,7 +359,7 @@ def test_at_a_terminal_a_first_line_comes_at_once_and_lines_are_short(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_that_a_run_ends_with_work(main_job):
+def test_commands_printed_at_the_end_of_a_run_work(main_job):
     for label in ("see its curves", "let it write"):
         (command,) = re.findall(f"^{label}: python (.*)$", main_job.output, re.MULTILINE)
         small = ["--sample-tokens", "4"] if label == "let it write" else []

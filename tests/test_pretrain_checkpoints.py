@@ -1,4 +1,4 @@
-"""A run that is interrupted and continued by the program, as a user does it: the same run, in the same folder."""
+"""Interrupt and resume a run like a user: it stays the same run, in the same folder."""
 
 import json
 import shlex
@@ -22,7 +22,7 @@ WANDB = ["--wandb-project", "p"]
 
 
 def pretrain(home: Path, *flags: str) -> Run:
-    """A run in the folder that it chooses itself."""
+    """Run in the run folder that the program chooses, and return the run."""
     code, output = run_forked(str(ROOT / "pretrain_gpt.py"), *FLAGS, *flags, folder=home, cwd=home)
     assert code == 0, output
     (line,) = [line for line in output.splitlines() if line.startswith("records of this run: ")]
@@ -45,7 +45,7 @@ def continued(home, interrupted) -> Run:
     return pretrain(home, *SAVE, *WANDB, *flags)
 
 
-def test_the_losses_of_an_interrupted_run_are_those_of_one_that_was_not_in_one_folder(home, interrupted, continued):
+def test_resumed_run_has_the_losses_of_an_uninterrupted_one(home, interrupted, continued):
     straight = pretrain(home)
     assert continued.folder == interrupted.folder != straight.folder
     for key in ("iteration", "lm_loss", "grad_norm", "learning_rate"):
@@ -56,7 +56,7 @@ def test_the_losses_of_an_interrupted_run_are_those_of_one_that_was_not_in_one_f
     assert all(line in continued.output for line in validation)
 
 
-def test_the_log_has_megatrons_lines(home, interrupted, continued):
+def test_log_has_megatrons_checkpoint_lines(home, interrupted, continued):
     for run, line in (
         (interrupted, "saving checkpoint at iteration       3 to saved"),
         (interrupted, "  successfully saved checkpoint at"),
@@ -70,7 +70,7 @@ def test_the_log_has_megatrons_lines(home, interrupted, continued):
     assert sorted(path.name for path in (home / "saved").glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
-def test_a_run_whose_load_has_no_checkpoint_says_so_at_its_beginning_and_at_its_end(interrupted, continued):
+def test_missing_checkpoint_is_noted_at_the_start_and_the_end(interrupted, continued):
     lines = interrupted.output.splitlines()
     anew = "note: --load saved has no checkpoint; this run starts from random weights"
     assert lines.index(anew) < lines.index("------------------------ arguments ------------------------")
@@ -79,7 +79,7 @@ def test_a_run_whose_load_has_no_checkpoint_says_so_at_its_beginning_and_at_its_
     assert "no checkpoint" not in continued.output
 
 
-def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(home, continued):
+def test_complete_run_says_so_and_takes_its_shape_from_the_checkpoint(home, continued):
     flags = ["--load", "saved", "--use-checkpoint-args", "--hidden-size", "24", "--run-dir", "again", "--no-fp16"]
     run = pretrain(home, *flags, *WANDB)
     assert "note: --hidden-size 24 gives way to the checkpoint's 16\n" in run.output
@@ -90,8 +90,8 @@ def test_a_run_that_is_complete_says_so_and_takes_its_shape_from_the_checkpoint(
     }
 
 
-def test_a_continued_run_goes_on_as_the_same_wandb_run(continued):
-    """Offline, without a terminal or an account."""
+def test_resumed_run_continues_the_same_wandb_run(continued):
+    """wandb runs offline, without a terminal or an account."""
     before, after = offline_runs(continued.folder)
     assert before.run.run_id == after.run.run_id
     assert [[row["_step"] for row in kept.history] for kept in (before, after)] == [[1, 2, 3], [4, 5, 6]]
@@ -102,7 +102,7 @@ def test_a_continued_run_goes_on_as_the_same_wandb_run(continued):
     assert list(after.run.tags) == ["zeropp", "2 nodes x 1 ranks"]
 
 
-def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(home, continued, run_main, monkeypatch):
+def test_flags_that_contradict_checkpoints_are_rejected_before_the_start(home, continued, run_main, monkeypatch):
     monkeypatch.chdir(home)
     for flags, said in (
         ("--save saved", "--save saved holds checkpoints already (up to iteration 6): --load saved goes on from there"),

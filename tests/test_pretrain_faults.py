@@ -1,4 +1,4 @@
-"""What clusters do to runs, done to the program: nothing is lost but the steps since the last checkpoint."""
+"""Inject cluster faults into runs: nothing is lost except the steps since the last checkpoint."""
 
 import contextlib
 import json
@@ -19,14 +19,14 @@ from helpers.program import Program, run_forked
 pytestmark = pytest.mark.slow
 
 SEED = 20
-SECONDS_TO_START = 8.0  # about, until the first step
+SECONDS_TO_START = 8.0  # approximate time until the first step
 FLAGS = ["pretrain_gpt.py", *TOY, "--eval-iters", "0", "--zeropp", "--emulate-nodes", "2"]
 OURS = ["--nproc", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 class Runs:
-    """Programs that share a run folder and a folder of checkpoints."""
+    """Programs that share a run folder and a checkpoint folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class Runs:
         self.command = [*FLAGS, *(f"--{flag}={path / name}" for flag, name in places.items())]
 
     def losses(self) -> dict[int, set[tuple[float, float]]]:
-        """Loss and gradient norm of every iteration, as often as it was logged."""
+        """Return all logged pairs of loss and gradient norm of every iteration."""
         found: defaultdict[int, set[tuple[float, float]]] = defaultdict(set)
         for line in (self.path / "run" / "metrics.jsonl").read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):  # rank 0 was killed while it wrote
@@ -49,9 +49,9 @@ class Runs:
 
 @pytest.mark.parametrize(
     ("kills", "islands"), [(2, ""), (1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
-)  # 30 were done once
-def test_ranks_killed_at_random_moments_cost_nothing_but_the_steps_since_the_last_checkpoint(tmp_path, kills, islands):
-    """While starting and loading, in steps and in saves; every loss ever logged is that of a run without faults."""
+)  # 30 kills were tested once
+def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, islands):
+    """Ranks are killed at the start, while loading, in steps and in saves; all losses equal a run's without faults."""
     calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path / "runs"), 20 * kills
     flags = (*OURS, *islands.split(), "--train-iters", str(length))
     code, output = run_forked(*calm.command, *flags, folder=tmp_path)
@@ -69,7 +69,7 @@ def test_ranks_killed_at_random_moments_cost_nothing_but_the_steps_since_the_las
 
 
 def kill_at_random_moments(program: Program, kills: int) -> None:
-    """Kill a random rank so many times, each time once a step was done again."""
+    """Kill a random rank `kills` times, each time after a step has run since the last restart."""
     chance, seen = random.Random(SEED), 0
 
     def count(beginning: str) -> int:
@@ -92,16 +92,16 @@ def kill_at_random_moments(program: Program, kills: int) -> None:
 
 
 def workers(program: Program) -> list[int]:
-    """The processes of the ranks, which are children of the launcher."""
-    with contextlib.suppress(psutil.Error):  # gone
+    """Return the processes of the ranks, which are children of the launcher."""
+    with contextlib.suppress(psutil.Error):  # has ended
         return [child.pid for child in psutil.Process(program.process.pid).children() if "RANK" in child.environ()]
     return []
 
 
-def test_a_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
-    """During a step, a save, an evaluation: each run goes on where the one before has stopped.
+def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
+    """The signal comes during a step, a save and an evaluation, and each run resumes the previous one.
 
-    torchrun passes SIGTERM on too; it ends with an error itself, because its workers had to be stopped.
+    torchrun passes SIGTERM on to its workers, and then exits with an error because they were stopped.
     """
     flags = shlex.split("--train-iters 100000 --save-interval 4 --eval-interval 5 --split 90,5,5 --eval-iters")
     runs, last = Runs(tmp_path), 0

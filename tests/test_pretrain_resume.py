@@ -1,4 +1,4 @@
-"""A run that resumes with other flags than it began with: how long it is, and what it says of its samples."""
+"""Resume a run with other flags: its length, its schedule, and its notes about the order of samples."""
 
 import shlex
 import shutil
@@ -23,7 +23,7 @@ OVERRIDE = "--override-opt_param-scheduler"
 
 
 def write_data(prefix: Path, *, seed: int, documents: int = 300) -> None:
-    """Documents of 1 to 79 ids below 256."""
+    """Write documents of 1 to 79 token IDs below 256."""
     draw = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for size in draw.integers(1, 80, size=documents):
@@ -33,7 +33,7 @@ def write_data(prefix: Path, *, seed: int, documents: int = 300) -> None:
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a run in a folder of its own, on the data sets a and b; later runs load what it has saved."""
+    """Return a function that starts runs in separate folders on datasets a and b; later ones load the first's save."""
     for seed, name in enumerate("ab"):
         write_data(tmp_path / name, seed=seed)
 
@@ -60,7 +60,7 @@ def start(tmp_path):
         ),
     ],
 )
-def test_a_run_of_samples_consumes_them_all_and_ends_its_schedule(start, first, then, consumed):
+def test_run_of_samples_resumes_on_other_ranks_and_ends_its_schedule(start, first, then, consumed):
     length = "--train-samples 40 --micro-batch-size 4"
     before, after = start(f"{length} {first}"), start(f"{length} {then}")
     rows = before.metrics + after.metrics
@@ -76,7 +76,7 @@ def test_a_run_of_samples_consumes_them_all_and_ends_its_schedule(start, first, 
 
 
 @pytest.mark.parametrize(("first", "then"), [(8, 4), (4, 8)])
-def test_a_run_of_steps_goes_on_with_another_batch_size_to_its_last_step(start, first, then):
+def test_run_of_steps_resumes_with_another_batch_size(start, first, then):
     length, blend = "--train-iters 40 --nproc 1 --micro-batch-size 4", "--data-path 0.7 a 0.3 b"
     before = start(f"{length} --global-batch-size {first} --exit-interval 6", blend)
     after = start(f"{length} --global-batch-size {then} {OVERRIDE}", blend)
@@ -87,7 +87,7 @@ def test_a_run_of_steps_goes_on_with_another_batch_size_to_its_last_step(start, 
 
 
 def notes_of(run: Run) -> list[str]:
-    """What a run says of its samples, without the checkpoint's name."""
+    """Return the run's notes about its samples, without the checkpoint's name."""
     where = " in saved/iter_0000002: "
     lines = [line.removeprefix("note: ") for line in run.output.splitlines() if line.startswith("note: ")]
     return [line.replace(where, ": ") for line in lines if where in line]
@@ -99,7 +99,7 @@ BASE = "--micro-batch-size 4 --nproc 1 --seed 5"
 AGAIN = f"{BASE} --train-samples 40"
 
 
-def test_one_note_says_what_changed_and_what_follows_and_none_that_nothing_did(tmp_path, start):
+def test_one_note_names_changed_flags_and_their_effect_on_samples(tmp_path, start):
     start(f"{AGAIN} --exit-interval 2", "--data-path 0.5 a 0.5 b")
     shutil.copytree(tmp_path / "saved", tmp_path / "kept")
     shutil.copytree(tmp_path, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("[!ab]*"))
@@ -145,7 +145,7 @@ def test_one_note_says_what_changed_and_what_follows_and_none_that_nothing_did(t
 
 
 def find(rows: list[tuple[str, str, list[str]]], home: Path, start: Callable[[str, str], Run]) -> list[object]:
-    """Rows whose notes are not those expected, each to its colon or further."""
+    """Return rows whose notes do not start with the expected texts."""
     wrong: list[object] = []
     for flags, data, expected in rows:
         shutil.rmtree(home / "saved")

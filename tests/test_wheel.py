@@ -1,4 +1,4 @@
-"""The wheel and the source distribution work where the checkout is not."""
+"""Test that the wheel and the source distribution work without the checkout."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def built(tmp_path_factory) -> Path:
     return folder
 
 
-def test_every_package_is_in_the_wheel():
+def test_wheel_lists_every_package():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     parts = [path.parent.relative_to(ROOT).parts for path in ROOT.glob("[mk]*/**/__init__.py")]
     found = {".".join(part if part[0] == "megazpp" else ("megazpp", *part)) for part in parts}
@@ -41,14 +41,14 @@ def test_every_package_is_in_the_wheel():
 
 
 @pytest.mark.slow
-def test_both_hold_every_file_that_programs_need(built):
+def test_wheel_and_source_distribution_hold_all_needed_files(built):
     tracked = run("git", "ls-files", cwd=ROOT).split()
     wanted = {
         path.replace(folder, FOLDERS[folder], 1)
         for path in tracked
         if (folder := path.partition("/")[0]) in FOLDERS
         and not path.startswith(LEFT_OUT)
-        and not path.endswith((".md", "megazpp/kernels"))  # the second is a link to a folder
+        and not path.endswith((".md", "megazpp/kernels"))  # megazpp/kernels is a link to a folder
     }
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         assert wanted - set(wheel.namelist()) == set()
@@ -61,8 +61,8 @@ def test_both_hold_every_file_that_programs_need(built):
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
-    """What it needs is this environment's, but not the checkout."""
+def test_wheel_trains_in_an_empty_folder(built, tmp_path):
+    """Dependencies come from this environment, but the checkout is not on the path."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     packages = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     wheel, python = next(built.glob("*.whl")), tmp_path / "venv/bin/python"
@@ -81,11 +81,11 @@ def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
         programs / "megazpp", "@configs/gpt_125m.args", "--print-config", cwd=empty, **env
     )
     assert "compiled by" in run(python, "-m", "megazpp.tools.env", cwd=empty, **env)
-    huggingface = ("install", "--no-deps", "kernels==0.10.0")  # whose import name is that of our folder
+    huggingface = ("install", "--no-deps", "kernels==0.10.0")  # a package with the import name of our folder
     run(sys.executable, "-m", "pip", "--python", python, *huggingface, cwd=tmp_path, PYTHONPATH="")
     both = "import kernels, megazpp.kernels.formats; print(kernels.get_kernel.__module__)"
     assert run(python, "-c", both, cwd=empty, **env).startswith("kernels.")
-    megatron = tmp_path / "megatron"  # has a program of the same name, and is often on PYTHONPATH
+    megatron = tmp_path / "megatron"  # Megatron-LM has a program of the same name and is often on PYTHONPATH
     megatron.mkdir()
     (megatron / "pretrain_gpt.py").write_text("raise SystemExit('Megatron-LM')")
     run(programs / "megazpp", "--print-config", cwd=empty, **env | {"PYTHONPATH": str(megatron)})

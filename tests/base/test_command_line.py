@@ -1,4 +1,4 @@
-"""A command line: flag files, Megatron's other flags, fields of config dataclasses."""
+"""Test command-line parsing: flag files, Megatron's flags that we do not have, and fields of config dataclasses."""
 
 import contextlib
 import re
@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-# ---- fields ----
+# ---- fields of config dataclasses ----
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,26 +105,26 @@ def parse(*argv: str) -> tuple[PumpConfig, PipeConfig]:
     return PARSER.read(argv, Path(), {}).configs  # type: ignore[return-value]
 
 
-def test_a_flag_is_read_by_the_type_of_its_field_and_the_last_one_wins():
+def test_flag_value_has_its_fields_type_and_last_one_wins():
     for argv, field, value in READ:
         pump, pipe = parse(*shlex.split(argv))
         read = getattr(pump if hasattr(pump, field) else pipe, field)
         assert (read, type(read)) == (value, type(value)), argv
 
 
-def test_a_value_that_does_not_fit_is_refused_with_its_origin():
+def test_value_of_wrong_type_or_range_is_rejected_with_its_origin():
     rows = [(argv, f"command line: {message}") for argv, message in table(REFUSED)]
     assert not not_refused(rows, lambda argv: parse(*argv.split()))
 
 
-def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feature_was_turned_off(folder):
+def test_flag_needs_its_feature_unless_a_file_gave_it_before_turning_off(folder):
     for file, hand, said in (
         ("", "--fan fast", "command line: --fan fast needs --heat"),
         ("", "--fan slow", "command line: --fan slow needs --heat"),
         ("", "--noise 1", "command line: --noise 1.0 needs --mode pull, not push"),
         ("--fan fast", "", "a.args:1: --fan fast needs --heat"),
         ("", "--heat 3 --fan fast --mode pull --noise 1", ""),
-        ("--heat none --fan slow", "", ""),  # what a run has written down
+        ("--heat none --fan slow", "", ""),  # as in a run's args.txt, which lists flags at their defaults too
         ("--heat 3 --fan fast", "--heat none", ""),
     ):
         (folder / "a.args").write_text(file)
@@ -132,7 +132,7 @@ def test_a_flag_of_what_is_off_is_refused_unless_it_is_left_of_a_file_whose_feat
             parse("@a.args", *hand.split())
 
 
-def test_help_is_grouped_by_dataclass(capsys):
+def test_help_groups_flags_by_dataclass_and_shows_defaults(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
@@ -145,7 +145,7 @@ def test_help_is_grouped_by_dataclass(capsys):
         "--loud make noise",
     ):
         assert shown in text
-    assert "--dep" not in PARSER.spellings  # no abbreviations
+    assert "--dep" not in PARSER.spellings  # abbreviated flags are not accepted
     assert {"--depth", "--velocity", "--no-loud", "--no-show_lights", "--help"} <= PARSER.spellings
 
 
@@ -153,15 +153,15 @@ def test_help_is_grouped_by_dataclass(capsys):
 
 
 def expand(folder: Path, files: dict[str, str], *argv: str) -> list[tuple[str, str]]:
-    """(text, origin) of each word, once the files are written; `script` is the folder beside the working directory."""
+    """Write `files` into `folder` and return (text, origin) of each word; `folder`/script is the script's folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode("latin-1"))
     return expand_flag_files(argv, folder / "script")
 
 
-def test_a_file_stands_for_its_words(folder):
-    """Comments and continued lines are no words, and what is quoted stays as it is over several lines."""
+def test_flag_file_expands_to_its_words(folder):
+    """Comments and line continuations add no words; a quoted text over several lines is kept unchanged."""
     content = (
         "# comment\n\n--name 'two words' --empty ''   # trailing comment\n"
         "--path a\\ b \\\n    c  # the end \\\n--lr 3e-4\n"
@@ -180,7 +180,7 @@ def test_a_file_stands_for_its_words(folder):
     assert expand(folder, {"a.args": content}, "--x", "@a.args", "--y") == [outside[0], *inside, outside[1]]
 
 
-def test_paths_are_relative_to_the_including_file_or_lie_here_or_beside_the_script(folder):
+def test_flag_file_is_found_next_to_includer_in_cwd_or_next_to_script(folder):
     files = {"configs/model.args": "@common/base.args\n--b 2\n", "configs/more.args": "--c 3\n"}
     files |= {"configs/common/base.args": "@../more.args\n--a\n", "script/d.args": "--d", "script/e.args": "--no"}
     assert expand(folder, {**files, "e.args": "--e"}, "@configs/model.args", "@d.args", "@e.args") == [
@@ -194,7 +194,7 @@ def test_paths_are_relative_to_the_including_file_or_lie_here_or_beside_the_scri
     ]
 
 
-def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_line(folder):
+def test_unreadable_flag_file_is_rejected_with_file_and_line(folder):
     circle = {"x": "@y.args\n", "y.args": "\n@z.args\n", "z.args": "@y.args\n"}
     rows = [
         ({}, "command line: there is no flag file x (looked in . and script)"),
@@ -204,10 +204,11 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_line(folder):
         (circle, "z.args:1: flag files include each other in a circle: y.args -> z.args -> y.args"),
     ]
     assert not not_refused(rows, lambda files: expand(folder, files, "@x"))
-    assert len(expand(folder, {"twice": "@base\n@base\n", "base": "--a"}, "@twice")) == 2  # no circle
+    # including a file twice is not a circle
+    assert len(expand(folder, {"twice": "@base\n@base\n", "base": "--a"}, "@twice")) == 2
 
 
-# ---- Megatron's other flags ----
+# ---- Megatron flags that we do not have ----
 
 
 MEGATRON_REFUSED = """
@@ -224,7 +225,7 @@ MEGATRON_REFUSED = """
 
 
 def sift(text: str) -> tuple[list[Given], list[str]]:
-    """Our flags and the lines of ignored ones; raises ValueError for what is refused."""
+    """Return our flags and the notices about ignored ones. Raise ValueError for an unsupported flag."""
     name, *values = text.split()
     ours = {"--num-layers", "--micro-batch-size", "--zero-stage", "--lr"}
     kept, notices, refused = sift_flags([Given(name, tuple(values), "a.sh:3")], ours, KNOWN)
@@ -233,7 +234,7 @@ def sift(text: str) -> tuple[list[Given], list[str]]:
     return kept, notices
 
 
-def test_our_own_flags_pass_and_one_without_effect_is_dropped_with_its_values_and_a_notice():
+def test_own_flag_passes_and_effectless_flag_is_dropped_with_notice():
     assert sift("--lr 3e-4") == ([Given("--lr", ("3e-4",), "a.sh:3")], [])
     switches = ("--mmap-warmup", "--no-query-key-layer-scaling", "--no-async-tensor-model-parallel-allreduce")
     for words in (*switches, "--DDP-impl local", "--expert-tensor-parallel-size 1"):
@@ -242,12 +243,12 @@ def test_our_own_flags_pass_and_one_without_effect_is_dropped_with_its_values_an
         assert notice.startswith(f"a.sh:3: {words.split()[0]} is ignored: ")
 
 
-def test_a_flag_that_asks_for_something_is_refused_in_one_line_with_the_reason():
+def test_unsupported_megatron_flag_is_rejected_with_the_reason():
     assert not not_refused(table(MEGATRON_REFUSED), sift)
 
 
-def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_table():
-    """Names, values and what a config refuses; each with its place."""
+def test_all_mistakes_are_reported_at_once_with_summary_of_megatron_flags():
+    """The message lists unknown flags, invalid values and combinations that a config rejects, each with its origin."""
     parser = FlagParser([GPTConfig, CheckpointConfig], program="p")
     words = "--lr 1 --num-layers x --moe-min-capacity 8 --keep-last 3 --DDP-impl local --checkpoint-activations"
     with pytest.raises(ValueError, match="--lr is not a flag") as caught:
@@ -264,7 +265,7 @@ def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_tabl
     ]
 
 
-def test_every_line_of_the_table_has_an_arity_a_verdict_and_a_reason_and_no_flag_has_two():
+def test_megatron_table_lists_every_flag_once_with_arity_and_reason():
     lines = [line for line in MEGATRON_TABLE.read_text().splitlines() if line.startswith("-")]
     row = re.compile(r"(--\S+) +(\d|[?*+]) +(ignored|unsupported|removed|only=\S+) +\S.*")
     assert len({row.fullmatch(line)[1] for line in lines}) == len(lines) == len(KNOWN) > 500

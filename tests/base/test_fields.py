@@ -1,4 +1,4 @@
-"""All fields of all configs: numbers that no run can use, and flags that no test uses."""
+"""Test every field of every config: rejected numbers, and that some test uses each flag."""
 
 import ast
 import dataclasses
@@ -36,10 +36,10 @@ BESIDE = """
 --profile | --profile-step-start
 --profile --profile-step-start 0 | --profile-step-end
 --profile --profile-step-start 0 --profile-step-end 1 | --profile-ranks
-"""  # what is given, and flags that are looked at only beside it
+"""  # flags that another flag makes effective, and flags that are validated only together with them
 NEEDED = {name: beside for beside, names in table(BESIDE) for name in names.split()}
-IGNORED = {"--local-rank"}  # whatever its value
-ZERO_MEANS_SOMETHING = re.findall(  # mostly that nothing is done
+IGNORED = {"--local-rank"}  # any value is accepted
+ZERO_MEANS_SOMETHING = re.findall(  # most of them switch something off with 0
     "--[a-z0-9-]+",
     """
 --hidden-dropout --attention-dropout --num-workers --weight-decay --adam-beta1 --adam-beta2 --sgd-momentum --lr --min-lr
@@ -53,12 +53,12 @@ ZERO_MEANS_SOMETHING = re.findall(  # mostly that nothing is done
 )
 NOT_USED = dict(  # flags that no test uses, and the reason
     table("""
-use_cpu_initialization | a CPU draws on the CPU anyway; it changes something on a GPU alone
-memory_snapshot_path | the name of a file of --record-memory-history, which needs CUDA
-diloco_fragment_update_alpha | test_diloco.py's function `local_steps` has it as merge_alpha
-zero_verify_interval | a healthy run is the same with it; test_verify.py and test_anomalies.py test what it asks for
-exit_on_missing_checkpoint | all that it does is to refuse, which test_load_source.py and test_pretrain.py test
-ref_checksum | the program writes it; test_post_train.py changes the base that it stands for
+use_cpu_initialization | on a CPU, weights are initialized there anyway; the flag has an effect only on a GPU
+memory_snapshot_path | file name for --record-memory-history, which needs CUDA
+diloco_fragment_update_alpha | tested as merge_alpha of the function `local_steps` in test_diloco.py
+zero_verify_interval | does not change a healthy run; test_verify.py and test_anomalies.py test the verification
+exit_on_missing_checkpoint | only raises an error, which test_load_source.py and test_pretrain.py test
+ref_checksum | written by the program; test_post_train.py changes the base model that it is the checksum of
 """)
 )
 
@@ -67,7 +67,7 @@ ref_checksum | the program writes it; test_post_train.py changes the base that i
 
 
 def numbers(wanted: str) -> dict[str, int]:
-    """Every flag of a run that takes a number of this type, and how many."""
+    """Map each flag of a run that takes numbers of the type `wanted` to its number of values."""
     found = {}
     for config in (*run_configs().values(), *section_configs(FEATURES)):
         for field in dataclasses.fields(config):
@@ -81,14 +81,14 @@ FLOATS, INTS = numbers("float"), numbers("int")
 
 
 def plan(flags: str) -> RunPlan:
-    """Do all that happens before workers start."""
+    """Parse and check `flags`, as the program does before it starts workers."""
     config = parse(f"{SMALL} {flags}").config
     place = detect_rank_info(config.launch, {})
     cluster = config.detect_cluster(place.world_size, {})
     return check_run_config(config, cluster, device_type="cpu")
 
 
-def test_numbers_that_no_computer_has_are_refused_all_at_once_where_they_were_written():
+def test_non_finite_and_too_large_numbers_are_rejected_all_at_once():
     for flags, values, reason in (
         (FLOATS, ("nan", "-inf", "1e400"), "is not a finite number"),
         (INTS, ("99999999999999999999", "-99999999999999999999"), "does not fit 64 bits"),
@@ -101,7 +101,7 @@ def test_numbers_that_no_computer_has_are_refused_all_at_once_where_they_were_wr
                 assert line.endswith(f": {value!r} {reason}")
 
 
-def test_numbers_below_1_are_refused_by_the_flag_s_name_unless_0_means_something():
+def test_numbers_below_1_are_rejected_by_flag_unless_0_is_valid():
     rows = []
     for value, (name, count) in itertools.product(("-1", "0"), {**INTS, **FLOATS}.items()):
         flags = f"{NEEDED.get(name, '')} {name} {' '.join([value] * count)}"
@@ -112,14 +112,14 @@ def test_numbers_below_1_are_refused_by_the_flag_s_name_unless_0_means_something
     assert len(rows) > 100
     assert not not_refused(rows, plan)
     assert {*NEEDED, *ZERO_MEANS_SOMETHING, *IGNORED} <= FLOATS.keys() | INTS.keys()
-    assert plan("").layout.data >= 2  # all else is fine
+    assert plan("").layout.data >= 2  # the flags that all rows share are valid
 
 
 # ---- flags that tests use ---------------------------------------------------------------------------------------
 
 
 def configs() -> Iterator[type]:
-    """Every config of the product and its tools."""
+    """Yield every config dataclass of the package and its tools."""
     for path in (*(ROOT / "megazpp").rglob("*.py"), *(ROOT / "tools").glob("*.py")):
         if re.search(r": .* = flag\(", path.read_text()):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -129,7 +129,7 @@ def configs() -> Iterator[type]:
 
 
 def used_words() -> set[str]:
-    """Words of all tests but those of refusals and help: keyword arguments, attributes, and words in strings."""
+    """Collect keyword arguments, attributes and words in strings of all tests but those of errors and help texts."""
     words: set[str] = set()
     for path in {*(ROOT / "tests").rglob("*.py")} - {Path(__file__), ROOT / "tests/test_docs.py"}:
         lines = path.read_text().splitlines()
@@ -145,7 +145,7 @@ def used_words() -> set[str]:
     return words
 
 
-def test_a_test_uses_every_flag_or_there_is_a_reason():
+def test_every_flag_is_used_by_a_test_or_has_a_reason():
     words, unused = used_words(), set()
     for config in configs():
         for field in dataclasses.fields(config):

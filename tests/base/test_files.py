@@ -1,4 +1,4 @@
-"""Output files replace nothing unasked and are seen whole."""
+"""Test output files: they overwrite nothing unless asked, and readers never see a partial file."""
 
 import os
 from functools import partial
@@ -11,28 +11,28 @@ from helpers.refusals import not_refused
 from megazpp.base.files import cache_folder, check_writable, first_free, write_whole
 
 
-def test_an_output_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+def test_unwritable_output_is_rejected(tmp_path, monkeypatch):
     check, path = partial(check_writable, flag="--output-prefix"), tmp_path / "a"
     check(path, overwrite=False)
     path.touch()
     check(path, overwrite=True)
     rows = [
         (path, False, f"--output-prefix: {path} exists (--overwrite replaces it)"),
-        (tmp_path, True, f"--output-prefix: {tmp_path} exists"),  # never a folder
+        (tmp_path, True, f"--output-prefix: {tmp_path} exists"),  # a folder is never overwritten
         (tmp_path / "none" / "a", True, "none is no directory"),
     ]
     assert not not_refused(rows, lambda path, overwrite: check(path, overwrite=overwrite))
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the superuser may write anywhere
     assert not not_refused([(path, f"{tmp_path} cannot be written to")], partial(check, overwrite=True))
 
 
-def test_the_first_free_name_has_the_lowest_number_that_nothing_has(tmp_path):
+def test_first_free_returns_the_lowest_unused_number(tmp_path):
     for number in (1, 2, 4):
         (tmp_path / f"a.{number}").mkdir()
     assert first_free(lambda number: tmp_path / f"a.{number}") == tmp_path / "a.3"
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path):
+def test_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "a"
     write_whole(path, b"old")
     with mock.patch("os.fsync", side_effect=OSError("disk full")), pytest.raises(OSError, match="disk full"):
@@ -43,7 +43,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_default_directory_follows_xdg(monkeypatch, tmp_path):
+def test_cache_folder_follows_xdg_cache_home(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "megazpp"
     monkeypatch.delenv("XDG_CACHE_HOME")

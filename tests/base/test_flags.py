@@ -1,4 +1,4 @@
-"""Checks that many flags have in common, and the printed forms of all flags."""
+"""Test the validity checks that flags share, and the printed lists of all flags."""
 
 import math
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class PipeConfig:
 ORIGINS = {"learning_rate": "configs/a.args:3", "data_path": "command line", "name": "command line"}
 
 
-def test_the_report_shows_names_values_and_origins_and_reads_back_as_a_flag_file(tmp_path):
+def test_rendered_flags_show_origins_and_parse_back_as_a_flag_file(tmp_path):
     assert render_flags((PumpConfig(learning_rate=3e-4), PipeConfig(data_path=("a b", "c"))), ORIGINS) == (
         "# Pump: how water moves\n"
         "--learning-rate 0.0003  # configs/a.args:3\n"
@@ -45,7 +45,7 @@ def test_the_report_shows_names_values_and_origins_and_reads_back_as_a_flag_file
         assert parser.read([f"@{tmp_path}/flags.args"], tmp_path, {}).configs == wanted
 
 
-def test_the_log_shows_the_flags_that_differ_from_their_defaults_and_where_they_come_from():
+def test_log_block_shows_non_default_flags_with_origins():
     long = PipeConfig(data_path=("a" * 70,))
     assert render_arguments_block((PumpConfig(learning_rate=3e-4), long), ORIGINS).splitlines()[1:-1] == [
         f"  {'--learning-rate 0.0003':60}  # configs/a.args:3",
@@ -54,7 +54,7 @@ def test_the_log_shows_the_flags_that_differ_from_their_defaults_and_where_they_
     ]
 
 
-def test_numbers_out_of_range_are_refused_by_the_flag_s_spelling():
+def test_out_of_range_numbers_are_rejected_by_flag_name():
     rows = [(check_positive, value, f"--learning-rate {value} is not positive") for value in (0, math.nan, math.inf)]
     rows += [(check_not_negative, value, f"--learning-rate {value} is negative") for value in (-1, math.nan)]
     assert not not_refused(rows, lambda check, value: check(PumpConfig(learning_rate=value), "learning_rate"))

@@ -1,4 +1,4 @@
-"""Advice that can be followed: a flag that a message or a help text names is a flag of some program here."""
+"""Test that every flag named in a message or a help text is defined by one of our programs."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ BEGINNINGS = ("--lr-decay-", "--lr-warmup-", "--lr-wsd-decay-", "--train-", "--n
 
 
 def strings_of(tree: ast.AST) -> list[tuple[int, str]]:
-    """Line and text of every string that is no docstring."""
+    """Return line number and text of every string except docstrings."""
     bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)]
     docstrings = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
     constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
@@ -39,7 +39,7 @@ def strings_of(tree: ast.AST) -> list[tuple[int, str]]:
 
 
 def flags_of(tree: ast.AST) -> set[str]:
-    """The flags that fields made by `flag` and calls of `add_argument` define, with their other spellings."""
+    """Collect the flags that calls of `flag` and `add_argument` define, with aliases and --no- forms."""
     found = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
@@ -52,7 +52,7 @@ def flags_of(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_every_flag_in_a_message_is_a_flag_here_or_known_to_be_foreign():
+def test_every_flag_named_in_a_message_exists_or_is_foreign():
     paths = [path for glob in ("megazpp/**/*.py", "tools/**/*.py", "pretrain_gpt.py") for path in ROOT.glob(glob)]
     trees = {path: ast.parse(path.read_text()) for path in paths}
     known = {*FOREIGN, *BEGINNINGS}.union(*map(flags_of, trees.values()))

@@ -1,4 +1,4 @@
-"""When checkpoints are written, which stay, and going back."""
+"""Test when checkpoints are written, which of them are kept, and going back to one."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.parallel.dims import open_axis
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
-SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [  # flags, number of saves, iterations that stay
+SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [  # flags, number of saves, kept iterations
     ({}, 1, [7]),
     ({"save_interval": 3}, 3, [3, 6, 7]),
     ({"save_interval": 7}, 1, [7]),
@@ -35,20 +35,20 @@ SETTINGS: list[tuple[dict[str, Any], int, list[int]]] = [  # flags, number of sa
 
 
 def save_seven_steps(home: Path) -> list[list[str]]:
-    """The lines of a run with each of SETTINGS, in a folder of its number; without training."""
+    """Save without training with each of SETTINGS in a numbered folder, and return the log lines."""
     attempt, found = Attempt(Case()), []
     for number, (flags, *_) in enumerate(SETTINGS):
         config, lines = CheckpointConfig(save=str(home / str(number)), **flags), list[str]()
         checkpoints = Checkpoints(config, attempt.state, record_of(Case()), open_axis(attempt.dims), lines.append)
         checkpoints.open()
-        for iteration in (*range(1, 8), 7):  # nothing is saved twice
+        for iteration in (*range(1, 8), 7):  # a repeated iteration is not saved twice
             checkpoints.after_step(TrainingProgress(iteration=iteration), last=iteration == 7)
         checkpoints.finish()
         found.append(lines)
     return found
 
 
-def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(tmp_path):
+def test_checkpoints_are_written_at_intervals_and_at_the_end_and_pruned(tmp_path):
     for number, lines in enumerate(ranks(2).run(save_seven_steps, tmp_path)[0]):
         (flags, saves, stay), folder = SETTINGS[number], tmp_path / str(number)
         tracker = folder / "latest_checkpointed_iteration.txt"
@@ -63,14 +63,14 @@ def test_there_is_one_every_interval_and_one_at_the_end_and_the_others_go(tmp_pa
 
 
 def go_on_and_back(case: Case, **flags: Any) -> None:
-    """Train to the first checkpoint, on without one, back to it, and on again."""
+    """Train to a checkpoint and beyond, go back to it, and repeat the steps."""
     attempt = Attempt(case, **flags)
     attempt.load()
     attempt.train(2)
     at_checkpoint = attempt.fingerprint()
     on = attempt.train(4, saves=False)
     moved = attempt.fingerprint()
-    attempt.evaluate(case.batch(0, 0, 2))  # kept weights are the later step's
+    attempt.evaluate(case.batch(0, 0, 2))  # fills the kept weights with a later step's
     attempt.progress = attempt.checkpoints.rewind()
     assert attempt.progress.iteration == 2
     assert attempt.fingerprint() == at_checkpoint != moved
@@ -80,7 +80,7 @@ def go_on_and_back(case: Case, **flags: Any) -> None:
 
 
 @pytest.mark.parametrize(("asynchronous", "delta"), [(True, "none"), slow(False, "lossless")])
-def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path, asynchronous, delta):
+def test_rewind_restores_the_newest_checkpoint_bit_for_bit(tmp_path, asynchronous, delta):
     zero, precision = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=True)
     case = Case(nodes=2, zero=zero, precision=precision, micro_batches=2)
     ranks(2).run(go_on_and_back, case, save=str(tmp_path), async_save=asynchronous)
@@ -88,20 +88,20 @@ def test_a_rewind_goes_back_to_the_newest_checkpoint_bit_for_bit(tmp_path, async
 
 
 def open_at_once(save: str) -> None:
-    """Take a folder of --save for which nobody waits."""
+    """Open a folder of --save without waiting for its lock."""
     lock = functools.partialmethod(CheckpointFolder.lock, patience_seconds=0.0)
     with mock.patch.object(CheckpointFolder, "lock", lock):
         Attempt(Case(), save=save).load()
 
 
-def test_a_folder_that_another_job_uses_is_refused_on_all_ranks(tmp_path):
+def test_folder_in_use_by_another_job_is_rejected_on_all_ranks(tmp_path):
     other = CheckpointFolder(tmp_path, "--save")
     other.lock()
     rows = [(str(tmp_path), f"--save {tmp_path} is in use by process {os.getpid()} on ")]
     assert ranks(2).run(not_refused, rows, open_at_once) == [[], []]
 
 
-def test_a_disk_without_space_for_a_checkpoint_is_found_at_the_start(tmp_path):
+def test_disk_without_space_for_a_checkpoint_is_rejected_at_the_start(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         (disk / "ballast").write_bytes(bytes((1 << 20) - 12 * 4096))  # the lock takes one of the pages
         rows = [(str(disk), f"--save {disk} has 4.51e-05 GB free, a checkpoint takes about 0.0001")]
@@ -120,10 +120,10 @@ def test_later_saves_stage_copies_of_the_current_tensors(monkeypatch, reusable):
     saves, tensors = open_asynchronous("cpu"), {"weight": torch.arange(4.0)}
     for step in range(3):
         copy = saves._stage(tensors)["weight"]
-        tensors["weight"].add_(1)  # training goes on
+        tensors["weight"].add_(1)  # training continues
         assert copy.tolist() == [step, step + 1, step + 2, step + 3]
         if not reusable:
-            saves._stager.close()  # as torch does there
+            saves._stager.close()  # these torch versions close it
 
 
 @pytest.mark.skipif(not STAGER_IS_REUSABLE, reason="needs torch 2.13")

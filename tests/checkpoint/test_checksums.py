@@ -1,4 +1,4 @@
-"""The list of files: what it finds, and that it guards itself."""
+"""Test the checksum file: it finds damaged files, and damage to itself."""
 
 import os
 import zlib
@@ -18,7 +18,7 @@ from megazpp.checkpoint.checksums import (
     write_durably,
 )
 
-LARGE = bytes(range(256)) * (5 << 12)  # more than one chunk, not a whole number
+LARGE = bytes(range(256)) * (5 << 12)  # more than one chunk, with a partial last one
 
 
 @pytest.fixture
@@ -35,13 +35,14 @@ def damage(folder: Path, **share: int) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_a_file_is_summed_in_chunks_as_a_whole_and_what_was_not_touched_is_sound(folder):
+def test_files_are_summed_in_chunks_and_undamaged_ones_pass(folder):
     assert sum_file(folder / "__1_0.large") == FileSum(len(LARGE), zlib.crc32(LARGE))
     assert verify_files(folder) == 3000 + len(LARGE)
     assert write_durably(folder / "text", "é") == sum_file(folder / "text")
 
 
-def test_each_damaged_file_is_named_with_what_is_wrong_and_a_rank_reads_what_it_has_written_and_rank_0_the_rest(folder):
+def test_damaged_files_are_named_and_ranks_verify_the_files_they_wrote(folder):
+    """Rank 0 also verifies the files that no other rank wrote."""
     (folder / "__1_0.large").write_bytes(LARGE[:-1] + b"x")
     os.truncate(folder / ".hidden with spaces", 2997)
     (folder / "empty").unlink()
@@ -54,7 +55,7 @@ def test_each_damaged_file_is_named_with_what_is_wrong_and_a_rank_reads_what_it_
     assert damage(folder, rank=0, num_ranks=1) == problems
 
 
-def test_the_list_finds_every_bit_flipped_in_itself_and_every_cut(folder):
+def test_checksum_file_detects_any_flipped_bit_and_any_cut_in_itself(folder):
     whole = (folder / NAME).read_bytes()
 
     def read(content: bytes) -> None:

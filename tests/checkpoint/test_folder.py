@@ -1,4 +1,4 @@
-"""Names, renames, the tracker, the lock, and the tokenizer beside the checkpoints."""
+"""Test the checkpoint folder: names, renames, the tracker, the lock, and copies of the tokenizer."""
 
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_checkpoint_has_megatrons_name_and_the_tracker_says_which_is_the_latest(folder):
+def test_checkpoint_has_megatrons_name_and_tracker_names_the_latest(folder):
     assert (folder.latest(), folder.iterations()) == (None, [])
     for iteration in (100, 20, 12345678):
         assert save(folder, iteration) is None
@@ -45,7 +45,7 @@ def test_a_checkpoint_has_megatrons_name_and_the_tracker_says_which_is_the_lates
     assert (folder.latest(), folder.iterations()) == (12345678, [20, 100, 12345678])
 
 
-def test_what_is_being_written_does_not_count_and_is_removed_by_the_next_run(folder):
+def test_unfinished_checkpoints_are_ignored_and_removed_by_the_next_run(folder):
     save(folder, 1)
     folder.begin(2)
     (folder.path / "tokenizer-0123456789abcdef.partial").mkdir()
@@ -57,7 +57,7 @@ def test_what_is_being_written_does_not_count_and_is_removed_by_the_next_run(fol
     assert folder.recover() == []
 
 
-def test_nothing_complete_is_overwritten(folder):
+def test_complete_checkpoint_is_never_overwritten(folder):
     aside = [save(folder, 5, text) for text in ("first", "second", "third")]
     assert aside == [None, folder.path / "iter_0000005.replaced-1", folder.path / "iter_0000005.replaced-2"]
     assert [(path / "file").read_text() for path in (folder.of(5), *aside[1:])] == ["third", "first", "second"]
@@ -65,11 +65,11 @@ def test_nothing_complete_is_overwritten(folder):
 
 
 class Killed(BaseException):
-    """Ends a save as `kill -9` does: nothing is cleaned up."""
+    """Exception that ends a save like `kill -9`: nothing is cleaned up."""
 
 
 def killed_before(moment: int, work: Callable[[], Any]) -> bool:
-    """Do `work`, but end before the `moment`th thing that is done to the disk; whether it came to that."""
+    """Do `work`, but end before its disk operation number `moment`; return True if it was reached."""
     left = itertools.count(moment, -1)
 
     def before(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,14 +93,14 @@ def killed_before(moment: int, work: Callable[[], Any]) -> bool:
 @pytest.mark.parametrize(
     ("saved", "latest"),  # by the moment of the kill
     [
-        # syncs of the files and of the tracker to be come before the name; then nothing is done again
+        # files and the future tracker are synced before the rename; afterwards nothing is repeated
         ([3], [3, 3, 3, 3, 3, 5, 5, 5, 5]),
-        # an older one goes aside when the tracker names the one before it
+        # the older checkpoint is moved aside after the tracker names the one before it
         ([3, 5, 7], [7, 7, 7, 3, 3, 3, 3, 3, 3, 3, 5, 5, 5, 5]),
     ],
 )
-def test_a_save_killed_at_any_moment_is_finished_or_gone_and_loses_nothing(tmp_path, saved, latest):
-    """A recovery that is killed at any moment, too, comes to what it would have come to, done again."""
+def test_save_killed_at_any_moment_is_completed_or_removed_without_loss(tmp_path, saved, latest):
+    """A recovery that is killed at any moment and repeated gives the same result."""
     named = []
     for moment in itertools.count():
         folder = CheckpointFolder(tmp_path / str(moment), "--save")
@@ -108,7 +108,7 @@ def test_a_save_killed_at_any_moment_is_finished_or_gone_and_loses_nothing(tmp_p
         for iteration in saved:
             save(folder, iteration, f"old {iteration}")
         killed = killed_before(moment, lambda folder=folder: save(folder, 5, "new"))
-        assert folder.latest() in {*saved, 5}  # before anything is mended
+        assert folder.latest() in {*saved, 5}  # even before recovery
         before = shutil.copytree(folder.path, tmp_path / f"{moment} before")
         folder.recover()
         named.append(folder.latest())
@@ -129,18 +129,18 @@ def test_a_save_killed_at_any_moment_is_finished_or_gone_and_loses_nothing(tmp_p
     assert named == latest
 
 
-def test_without_a_tracker_or_with_half_a_tracker_to_be_the_newest_counts(folder):
+def test_newest_checkpoint_counts_without_a_complete_tracker(folder):
     save(folder, 3)
     save(folder, 15)
     for text in ("", "x", "1"):
         (folder.path / f"{TRACKER}.new").write_text(text)
         assert folder.recover() == []
         assert folder.latest() == 15
-    (folder.path / TRACKER).unlink()  # as in a first save that is killed before it
+    (folder.path / TRACKER).unlink()  # like a first save that is killed before it writes the tracker
     assert folder.latest() == 15
 
 
-def test_a_tracker_that_names_no_iteration_or_one_that_is_missing_is_an_error(folder):
+def test_tracker_with_an_invalid_or_missing_iteration_is_an_error(folder):
     save(folder, 7)
 
     def latest(tracker: str) -> None:
@@ -155,7 +155,7 @@ def test_a_tracker_that_names_no_iteration_or_one_that_is_missing_is_an_error(fo
     assert not_refused([("8", f"{missing}; {aside} may be it")], latest, DamagedError) == []
 
 
-def test_a_folder_that_cannot_be_written_to_names_the_flag_and_why(tmp_path):
+def test_unwritable_folder_is_rejected_with_flag_and_reason(tmp_path):
     link, file = tmp_path / "link", tmp_path / "file"
     link.symlink_to(tmp_path / "gone")
     file.touch()
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_to_names_the_flag_and_why(tmp_path):
     CheckpointFolder(link, "--save").lock()
 
 
-def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s_until_it_ends(tmp_path):
+def test_removed_folder_is_recreated_and_stays_locked_by_its_job(tmp_path):
     folder, next_job = (CheckpointFolder(tmp_path / "runs/save", "--save") for _ in range(2))
     folder.lock()
     save(folder, 1)
@@ -181,10 +181,10 @@ def test_a_folder_that_is_removed_meanwhile_is_made_again_and_still_this_job_s_u
     next_job.lock(patience_seconds=60.0)
 
 
-def test_a_deleted_checkpoint_is_gone_under_its_name_before_its_files_go(folder, monkeypatch):
+def test_deleted_checkpoint_loses_its_name_before_its_files(folder, monkeypatch):
     for iteration in (1, 2, 3):
         save(folder, iteration)
-    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed at that moment
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed at this moment
     folder.keep_only([3])
     assert folder.iterations() == [3]
     assert {path.name for path in folder.path.glob("*.partial")} == {"iter_0000001.partial", "iter_0000002.partial"}
@@ -199,16 +199,16 @@ def test_a_deleted_checkpoint_is_gone_under_its_name_before_its_files_go(folder,
         (60, None, 20, {20, 40, 60}),
         (50, None, 20, {20, 40, 50, 60}),
         (60, 2, 30, {30, 50, 60}),
-        (30, 2, None, {20, 30, 40, 50, 60}),  # a run that went back
+        (30, 2, None, {20, 30, 40, 50, 60}),  # a run that went back to an earlier checkpoint
         (60, 9, None, {10, 20, 30, 40, 50, 60}),
     ],
 )
-def test_which_checkpoints_stay(newest, keep_last, retain_interval, kept):
+def test_kept_iterations_follow_the_flags(newest, keep_last, retain_interval, kept):
     iterations = range(10, 61, 10)
     assert kept_iterations(iterations, newest=newest, keep_last=keep_last, retain_interval=retain_interval) == kept
 
 
-def test_a_tokenizer_is_written_once_and_found_again_where_its_checkpoints_are(tmp_path):
+def test_tokenizer_is_written_once_and_found_next_to_its_checkpoints(tmp_path):
     name = write_tokenizer(tmp_path, TOKENIZER)
     folder, when = tmp_path / name, (tmp_path / name).stat().st_mtime_ns
     assert content(folder).keys() == {*TOKENIZER, "checksums.txt"}
@@ -228,7 +228,7 @@ def test_a_tokenizer_is_written_once_and_found_again_where_its_checkpoints_are(t
     assert (tmp_path / nested / "additional_chat_templates" / "rag.jinja").read_bytes() == b"t"
 
 
-def test_a_tokenizer_that_is_damaged_is_named_and_the_next_save_keeps_it_aside(tmp_path):
+def test_damaged_tokenizer_is_named_and_moved_aside_by_the_next_save(tmp_path):
     name = write_tokenizer(tmp_path, TOKENIZER)
     for number, file in enumerate(("tokenizer.model", "checksums.txt"), 1):
         os.truncate(tmp_path / name / file, 3)
@@ -240,7 +240,7 @@ def test_a_tokenizer_that_is_damaged_is_named_and_the_next_save_keeps_it_aside(t
         assert content(tmp_path / f"{name}.replaced-{number}") == kept
 
 
-def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path):
+def test_missing_or_invalid_tokenizer_folder_is_rejected(tmp_path):
     name = write_tokenizer(tmp_path, TOKENIZER)
     shutil.move(tmp_path / name, tmp_path / "outside")
     names = ("outside", "../x", str(tmp_path / "outside"), f"{name}/../outside")
@@ -249,7 +249,7 @@ def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path):
     assert not_refused(rows, lambda name: read_tokenizer(tmp_path, name), DamagedError) == []
 
 
-def test_a_tokenizer_on_a_full_disk_leaves_nothing(tmp_path):
+def test_tokenizer_on_a_full_disk_leaves_no_files(tmp_path):
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with mock.patch("os.fsync", full), pytest.raises(OSError, match="No space left"):
         write_tokenizer(tmp_path, TOKENIZER)

@@ -1,4 +1,4 @@
-"""Checkpoints of islands that take local steps, read by others: other numbers of islands, and none."""
+"""Test checkpoints of islands with local steps, loaded with other numbers of islands or without local steps."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ MODEL = {"model.": "model."}
 BEGUN = MODEL | {"diloco.common.": "model.", "island.I.inner.": "model."}
 KEPT = BEGUN | {"diloco.momentum.": "diloco.momentum."}
 ALL = MODEL | {name: name for name in ("diloco.", "island.I.inner.", "island.I.counts")}
-# before, after; which keys of the latter have which values of the former (I: of this island); notes
+# case before, case after, which keys of the latter have which values of the former (I: the island's rank), notes
 CASES = {
     "four from two": (TWO, FOUR, KEPT, OTHERS),
     "two from four": (FOUR_1, TWO_1, KEPT, OTHERS),
@@ -48,7 +48,10 @@ DEFAULT = ("four from two", "none from two", "two from none", "fragments", "wide
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Saves 4 steps of a case once, with a message under way; the folder, and what came of them by island."""
+    """Return a function that saves 4 steps of a case once, with a message in flight.
+
+    It returns the folder and the final state by island.
+    """
 
     @functools.cache
     def save(case: Case) -> tuple[str, dict[int, dict[str, str]]]:
@@ -64,7 +67,7 @@ def moments(state: dict[str, str], island: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", chosen(CASES, *DEFAULT))
-def test_a_checkpoint_goes_on_with_what_islands_of_other_numbers_and_shapes_can_use(saved, case):
+def test_checkpoint_of_islands_resumes_with_other_numbers_and_shapes(saved, case):
     before, after, same, notes = case
     folder, of_island = saved(before)
     for result in ranks(4).run(run, after, 5, whole=True, load=folder):
@@ -78,15 +81,15 @@ def test_a_checkpoint_goes_on_with_what_islands_of_other_numbers_and_shapes_can_
         assert [line for line in result.lines if BEGIN in line] == notes
 
 
-def test_islands_have_moved_apart_when_they_are_saved(saved):
-    """So the comparisons above mean something."""
+def test_islands_differ_when_they_are_saved(saved):
+    """Otherwise the comparisons above would prove nothing."""
     _, of_island = saved(TWO)
     assert under("diloco.common.", of_island[0]) != under("model.", of_island[0])
     assert moments(of_island[0], 0) != moments(of_island[1], 1)
 
 
 def accepted(case: Case) -> list[str]:
-    """What is not refused of checkpoints of islands that miss one of these tensors, or whose values are cut."""
+    """Return descriptions of incomplete or damaged island checkpoints that are not rejected."""
     attempt = Attempt(case)
     attempt.train(1)
     there, own = attempt.state.tensors(optimizer=True, rng=False), f"island.{attempt.dims.island.rank}."
@@ -102,5 +105,5 @@ def accepted(case: Case) -> list[str]:
     return not_refused(rows, accept, DamagedError)
 
 
-def test_a_part_that_is_missing_or_damaged_is_named():
+def test_missing_or_damaged_part_of_an_island_is_named():
     assert ranks(2).run(accepted, islands(2, nodes=2)) == [[], []]

@@ -1,4 +1,4 @@
-"""What a run begins with, and flags that contradict each other or what is there."""
+"""Test which checkpoint a run starts from, and errors for flags that contradict each other or the folders."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from megazpp.checkpoint.read import LoadSource, choose_source, peek
 
 @pytest.fixture
 def used(tmp_path) -> Path:
-    """A folder with checkpoints of iterations 10, 20 and 30; the tracker says 20."""
+    """Make a folder with checkpoints of iterations 10, 20 and 30, whose tracker names 20."""
     folder = CheckpointFolder(tmp_path / "used", "--save")
     folder.path.mkdir()
     for iteration in (10, 30, 20):
@@ -53,11 +53,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_flags_that_contradict_each_other_are_refused_by_name_and_value():
+def test_contradictory_checkpoint_flags_are_rejected_by_name_and_value():
     assert not_refused(CONTRADICTIONS, lambda flags: CheckpointConfig(**flags)) == []
 
 
-def test_a_folder_to_load_from_or_to_save_to_that_cannot_be_meant_is_refused(used, tmp_path, monkeypatch):
+def test_unsuitable_load_or_save_folder_is_rejected(used, tmp_path, monkeypatch):
     load, missing = str(used), str(tmp_path / "missing")
     (used / "iter_0000020" / NAME).touch()
     (used / "iter_0000020.replaced-1").mkdir()
@@ -82,7 +82,7 @@ def test_a_folder_to_load_from_or_to_save_to_that_cannot_be_meant_is_refused(use
     assert not_refused(rows, lambda flags: candidates(**flags)) == []
 
 
-def test_load_takes_what_the_tracker_names_or_ckpt_step_and_fallback_the_newest_of_the_others(used, tmp_path):
+def test_load_takes_the_tracked_iteration_ckpt_step_or_a_fallback(used, tmp_path):
     load, missing, new = (str(tmp_path / name) for name in ("used", "missing", "new"))
     for flags, expected in (
         ({}, None),
@@ -96,10 +96,10 @@ def test_load_takes_what_the_tracker_names_or_ckpt_step_and_fallback_the_newest_
         ({"load": missing, "load_fallback": True}, []),
     ):
         assert candidates(**flags) == expected, flags
-    assert [*tmp_path.iterdir()] == [used]  # nothing is made yet
+    assert [*tmp_path.iterdir()] == [used]  # no folder is created yet
 
 
-def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback_finds_it(used):
+def test_newest_is_loaded_without_a_tracker_but_a_bad_one_needs_fallback(used):
     (used / TRACKER).unlink()
     assert candidates(load=str(used)) == [30]
     for tracker in ("garbage", "99"):
@@ -109,7 +109,7 @@ def test_without_a_tracker_the_newest_is_loaded_and_with_a_bad_one_only_fallback
         assert candidates(load=str(used), load_fallback=True) == [30, 20, 10]
 
 
-def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_told(used, tmp_path):
+def test_restarted_job_resumes_its_own_save_or_starts_as_flags_say(used, tmp_path):
     own = choose(restarted=True, save=str(used), load=str(tmp_path / "base"), finetune=True, save_rng=False)
     assert (own.folder.path, *own[1:6]) == (used, None, True, True, False, False)
     told = choose(restarted=True, save=str(tmp_path / "empty"), load=str(used), finetune=True)
@@ -117,7 +117,7 @@ def test_a_restarted_job_goes_on_from_what_it_has_saved_else_begins_as_it_was_to
     assert choose(restarted=True, save=str(tmp_path / "empty")) is None
 
 
-def test_flags_say_how_much_is_loaded(used):
+def test_flags_choose_which_parts_are_loaded(used):
     for flags, parts in (
         ({}, (True, True, True)),
         ({"finetune": True}, (False, False, False)),
@@ -128,7 +128,7 @@ def test_flags_say_how_much_is_loaded(used):
         assert (source.continues, source.optimizer, source.rng) == parts
 
 
-def test_a_record_that_cannot_be_read_or_was_changed_is_damage_before_anything_believes_it(used):
+def test_unreadable_or_changed_record_is_reported_as_damage(used):
     checkpoint, text = used / "iter_0000010", record_of(Case(), progress=TrainingProgress(iteration=10)).as_json()
     write_checksums(checkpoint, {NAME: write_durably(checkpoint / NAME, text)})
     assert peek(None) is None

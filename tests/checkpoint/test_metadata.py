@@ -1,4 +1,4 @@
-"""run.json: what a checkpoint says about its run."""
+"""Test run.json, which describes the run that wrote a checkpoint."""
 
 import dataclasses
 import functools
@@ -35,12 +35,12 @@ RECORD = record_of(Case())
 
 
 def write(folder: Path, **values: Any) -> None:
-    """A record in which these values are other ones."""
+    """Write a record in which `values` replace the original ones."""
     folder.mkdir(exist_ok=True)
     (folder / NAME).write_text(json.dumps(json.loads(RECORD.as_json()) | values))
 
 
-def test_a_record_is_read_as_it_was_written_one_of_format_1_without_a_tokenizer_and_a_later_one_not(tmp_path):
+def test_record_round_trips_and_format_1_is_read_but_later_ones_are_not(tmp_path):
     progress = TrainingProgress(iteration=3, consumed_samples=5)
     record = dataclasses.replace(RECORD, progress=progress, scaler={"scale": 2.0**16})
     (tmp_path / NAME).write_text(record.as_json())
@@ -74,7 +74,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_record_that_cannot_be_read_or_has_a_value_of_another_type_or_folder_is_damage_and_named(tmp_path):
+def test_unreadable_record_or_value_of_wrong_type_is_named_as_damage(tmp_path):
     checkpoint = tmp_path / WHERE
     write(checkpoint, progress={"iteration": 7})
     assert read_record(checkpoint).progress.iteration == 7
@@ -92,14 +92,14 @@ def test_a_record_that_cannot_be_read_or_has_a_value_of_another_type_or_folder_i
     assert not_refused(named, read, DamagedError) == []
 
 
-def test_a_run_may_pad_the_vocabulary_s_rows_and_a_conversion_has_its_own():
+def test_run_may_pad_vocabulary_rows_but_a_converted_model_may_not():
     converted = dataclasses.replace(RECORD, layout={})
     rows = (RECORD.vocab_size - 1, RECORD.vocab_size, RECORD.vocab_size + 27)
     assert [rows_problem(RECORD, count) is None for count in rows] == [False, True, True]
     assert [rows_problem(converted, count) is None for count in rows] == [False, True, False]
 
 
-def test_a_model_of_another_shape_is_refused_by_its_flags_whatever_they_come_from():
+def test_model_of_another_shape_is_rejected_by_its_flags():
     gpt, llama = (dataclasses.asdict(config) for config in (GPT2_STYLE, LLAMA_STYLE))
     check, other = functools.partial(check_same_model, where=WHERE), functools.partial(dataclasses.replace, GPT2_STYLE)
     check(gpt, other(hidden_dropout=0.3))
@@ -120,7 +120,8 @@ def test_a_model_of_another_shape_is_refused_by_its_flags_whatever_they_come_fro
     for name, value in flags.items():
         variant = dataclasses.replace(LLAMA_STYLE, **{name: value})
         check(dataclasses.asdict(variant), variant)
-        check({key: kept for key, kept in llama.items() if key != name}, LLAMA_STYLE)  # from before there was this flag
+        # records from before this flag existed
+        check({key: kept for key, kept in llama.items() if key != name}, LLAMA_STYLE)
         rows.append((llama, variant, f"--{name.replace('_', '-')} is"))
     assert not_refused(rows, check) == []
 
@@ -133,7 +134,7 @@ def test_other_data_gives_a_note_and_the_same_data_none():
     assert note.startswith("--seed is 2, was 1, --train-iters is 20, was 10 in iter_0000007: ")
 
 
-def test_each_flag_that_changes_text_is_compared_unless_the_tokens_are_the_same():
+def test_flags_that_change_text_are_compared_unless_tokens_are_equal():
     def described(digest: str) -> dict[str, Any]:
         sources = [["a", digest, 1.0, 10, digest]]
         return {
@@ -143,12 +144,12 @@ def test_each_flag_that_changes_text_is_compared_unless_the_tokens_are_the_same(
     flags = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
     for name in flags:
         saved, now = {name: "x"} | described("one"), {name: None}
-        assert data_notes(saved, now | described("one"), WHERE) == []  # a template that the checkpoint has kept
+        assert data_notes(saved, now | described("one"), WHERE) == []  # for example a template kept in the checkpoint
         (note,) = data_notes(saved, now | described("two"), WHERE)
         assert note.startswith(f"--{name.replace('_', '-')} is None, was x, the tokens of a are not the same")
 
 
-def test_the_batch_size_of_an_old_checkpoint_follows_from_its_flags_and_layout():
+def test_batch_size_of_an_old_checkpoint_follows_flags_and_layout():
     def size(flags: dict[str, Any], **layout: int) -> int | None:
         return batch_size_of(dataclasses.replace(RECORD, flags=flags, layout=layout))
 
@@ -169,22 +170,22 @@ def of_batch(size: int, length: dict[str, Any], progress: TrainingProgress = Tra
     return dataclasses.replace(RECORD, progress=progress, flags={**length, "samples": {"global_batch_size": size}})
 
 
-def test_the_position_on_a_schedule_of_steps_counts_steps_and_else_samples():
-    at = TrainingProgress(30, 480, 464)  # one step of 16 was skipped
+def test_position_on_a_schedule_counts_its_steps_or_samples():
+    at = TrainingProgress(30, 480, 464)  # one step of 16 samples was skipped
     assert schedule_ratio(of_batch(16, STEPS, at), of_batch(8, STEPS)) == Fraction(8, 16)
     assert schedule_ratio(of_batch(16, STEPS, at), of_batch(16, STEPS)) == 1
     assert schedule_ratio(of_batch(16, IN_SAMPLES, at), of_batch(8, IN_SAMPLES)) == 1
-    twice = TrainingProgress(40, 560, 304)  # ten steps of 8 later
+    twice = TrainingProgress(40, 560, 304)  # ten steps of 8 samples later
     assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, STEPS)) == 1
     assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, IN_SAMPLES)) * (40 * 8) == 560
     assert schedule_ratio(of_batch(8, IN_SAMPLES, twice), of_batch(8, STEPS)) * 560 == 40 * 8
     converted = dataclasses.replace(RECORD, progress=at, flags={}, layout={})
     assert schedule_ratio(converted, of_batch(8, STEPS)) == 1
-    assert schedule_ratio(of_batch(16, STEPS), of_batch(8, STEPS)) == 1  # nothing is done yet
+    assert schedule_ratio(of_batch(16, STEPS), of_batch(8, STEPS)) == 1  # no step has been taken yet
 
 
 @pytest.mark.parametrize("warmup", [{}, {"lr_warmup_iters": 7}, {"lr_warmup_fraction": 0.15}])
-def test_a_run_of_steps_ends_its_schedule_with_its_last_step_at_any_batch_size(warmup):
+def test_schedule_of_steps_ends_with_the_last_step_at_any_batch_size(warmup):
     def scheduled(size: int) -> Schedule:
         rates = ScheduleConfig(
             lr=1.0,
@@ -214,12 +215,12 @@ def test_twice_the_steps_at_half_the_batch_size_are_another_schedule():
         build_schedule(rates, weight_decay=0.0, train_iters=steps, train_samples=None, global_batch_size=size)
         for steps, size in ((100, 16), (200, 8))
     )
-    assert one == two  # in samples
+    assert one == two  # equal in samples
     with pytest.raises(ValueError, match=r"0\.5 times the samples"):
         agreed_schedule(one.state_dict(), two, CheckpointConfig(), WHERE, ratio=Fraction(8, 16))
 
 
-def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(tmp_path, monkeypatch):
+def test_data_and_tokenizer_paths_are_saved_as_absolute_paths(tmp_path, monkeypatch):
     for name in ("my.model", "my_text_document.idx"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -239,7 +240,7 @@ def test_paths_of_data_and_tokenizer_are_kept_so_that_another_folder_finds_them(
     }
 
 
-def test_a_schedule_that_differs_is_explained_by_ranks_and_batch_sizes():
+def test_changed_schedule_is_explained_by_ranks_and_batch_sizes():
     flags = {"micro_batch_size": 8, "global_batch_size": None}
     layouts = ({"replicate": 1, "cross": 1, "local": ranks, "tp": 1} for ranks in (1, 2))
     one, two = (dataclasses.replace(RECORD, flags=flags, layout=layout) for layout in layouts)

@@ -1,4 +1,4 @@
-"""Damage is found and named before anything changes; contradictions are explained."""
+"""Test loading: damage is reported before any state changes, and contradictions are explained."""
 
 import copyreg
 import dataclasses
@@ -28,7 +28,7 @@ FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.txt", "run.json
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """Checkpoints of iterations 1 and 2 of two ranks."""
+    """Save checkpoints of iterations 1 and 2 on two ranks."""
     folder = tmp_path_factory.mktemp("saved")
     ranks(2).run(run, CASE, 2, save=str(folder), save_interval=1)
     assert sorted(path.name for path in (folder / "iter_0000002").iterdir()) == FILES
@@ -36,10 +36,10 @@ def saved(tmp_path_factory) -> Path:
 
 
 def try_loads(rows: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:
-    """What each load logs, or why it is refused, and that only one that succeeds changes anything.
+    """Load each row's checkpoint, check its log or error, and that a failed load changes nothing.
 
     Args:
-        rows: flags, values of the record of the run that loads, and a pattern for its lines, the last being progress.
+        rows: flags, values of the loading run's record, and a pattern for its log lines, which end with progress.
     """
     attempt = Attempt(CASE)
     checkpoints = attempt.checkpoints
@@ -68,7 +68,7 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content)
 
 
-def test_every_file_that_is_cut_or_changed_is_named_and_nothing_is_loaded_but_by_fallback(saved, tmp_path):
+def test_any_damaged_file_is_named_and_only_fallback_loads_another(saved, tmp_path):
     ways = ("cut at 50", "changed at 50", "changed at 100", "changed at 0", "deleted", "cut at 0")
     anew = "^WARNING: .*successfully loaded checkpoint.*at TrainingProgress.iteration=1, consumed_samples=16"
     rows, fallback = [], []
@@ -83,7 +83,7 @@ def test_every_file_that_is_cut_or_changed_is_named_and_nothing_is_loaded_but_by
 
 
 class Call:
-    """Calls a function where it is unpickled."""
+    """Object whose unpickling calls a function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
@@ -92,8 +92,8 @@ class Call:
         return self.function, self.arguments
 
 
-def test_a_checkpoint_with_code_in_its_index_is_refused_and_the_code_not_run(saved, tmp_path):
-    """With checksums that are right: they guard against accidents, not against people."""
+def test_checkpoint_index_with_code_is_rejected_and_not_run(saved, tmp_path):
+    """Its checksums are valid, since they protect against accidents and not against attacks."""
     checkpoint = shutil.copytree(saved, tmp_path / "copy") / "iter_0000002"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Call(os.mkdir, str(tmp_path / "executed"))))
     write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in read_checksums(checkpoint)})
@@ -102,8 +102,8 @@ def test_a_checkpoint_with_code_in_its_index_is_refused_and_the_code_not_run(sav
     assert not (tmp_path / "executed").exists()
 
 
-def test_members_of_enumerations_may_be_named_by_attribute_and_nothing_else(saved, tmp_path, monkeypatch):
-    """As Python 3.11.0 to 3.11.3 write an index."""
+def test_index_may_name_enum_members_by_attribute_but_nothing_else(saved, tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle enum members by attribute."""
     index = pickle.loads((saved / "iter_0000002/.metadata").read_bytes())
     monkeypatch.setitem(copyreg.dispatch_table, _MEM_FORMAT_ENCODING, lambda m: (getattr, (type(m), m.name)))
     content = pickle.dumps(index)
@@ -115,7 +115,7 @@ def test_members_of_enumerations_may_be_named_by_attribute_and_nothing_else(save
         SafeReader(tmp_path).tensors()
 
 
-def test_what_contradicts_the_checkpoint_is_explained(saved, tmp_path):
+def test_contradictions_of_a_run_and_its_checkpoint_are_explained(saved, tmp_path):
     other = {"schedule": dataclasses.asdict(dataclasses.replace(schedule(), max_lr=2e-2, decay_samples=999))}
     sgd = {"flags": {"optimizer": "sgd", "optimizer_backend": "torch"}}
     bytes_100, load, bare = {"tokenizer": "bytes-100"}, {"load": str(saved)}, {"load": str(tmp_path)}
@@ -133,7 +133,7 @@ def test_what_contradicts_the_checkpoint_is_explained(saved, tmp_path):
         (load | {"load_optim": False}, other, "consumed_samples=32, scheduled_samples=0"),
         (load | {"ckpt_step": 1}, {}, f"{one}16, scheduled_samples=16"),
         ({"load": f"{saved}/missing"}, {}, "WARNING: could not find the metadata file .* random\nat the beginning"),
-        # a checkpoint without moments and generators says which flag goes on without
+        # without moments and generator states, the error names the flag that loads only the rest
         (bare, {}, "Unable to load optimizer from checkpoint"),
         (bare | {"load_rng": False}, {}, "--no-load-optim or --finetune"),
         (bare | {"load_rng": False, "load_optim": False}, {}, one),

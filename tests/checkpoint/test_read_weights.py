@@ -1,4 +1,4 @@
-"""A checkpoint's weights without what trains them, on any layout."""
+"""Test loading of a checkpoint's weights alone, on any layout."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ from megazpp.model.config import GPTConfig
 
 CASE = Case(tp=2, sequence_parallel=True)
 OTHER = dataclasses.replace(CASE, tp=1, sequence_parallel=False, stage=0, seed=99)
-SUMS = 1e-4  # absolute, on logits of about 1: fp32 sums in another order
+SUMS = 1e-4  # absolute tolerance for logits of about 1, whose fp32 sums run in another order
 
 
 def logits_on_ranks(case: Case, load: str, step: int | None = None, vocab_size: int = 101) -> tuple[int, torch.Tensor]:
@@ -35,13 +35,13 @@ def logits_on_ranks(case: Case, load: str, step: int | None = None, vocab_size: 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> str:
-    """Checkpoints of iterations 1 and 2, written by 2 ranks."""
+    """Save checkpoints of iterations 1 and 2 on 2 ranks."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(2).run(run, CASE, 2, save=folder, save_interval=1)
     return folder
 
 
-def test_another_layout_computes_what_the_first_one_does(load):
+def test_weights_give_the_same_logits_on_another_layout(load):
     (first, expected), *_ = ranks(2).run(logits_on_ranks, CASE, load)
     [(second, found)] = ranks(1).run(logits_on_ranks, OTHER, load)
     assert first == second == 2
@@ -52,12 +52,12 @@ def test_another_layout_computes_what_the_first_one_does(load):
 
 
 def load_as_described(load: str) -> None:
-    """Load a model of the shape that the checkpoint's own flags describe."""
+    """Load a model of the shape that the checkpoint's flags describe."""
     _, record = find_weights(CheckpointFolder(load, "--load"), None)
     logits_on_ranks(dataclasses.replace(OTHER, model=GPTConfig(**shape_of(record.flags))), load)
 
 
-def test_another_tokenizer_or_model_or_none_is_refused(load, tmp_path):
+def test_other_tokenizer_model_or_missing_checkpoint_is_rejected(load, tmp_path):
     wider = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, hidden_size=24))
     rows = [
         (OTHER, load, None, 100, f"the tokenizer has 100 tokens, that of {load}/iter_0000002 had 101"),
@@ -67,8 +67,8 @@ def test_another_tokenizer_or_model_or_none_is_refused(load, tmp_path):
     assert ranks(1).run(not_refused, rows, logits_on_ranks) == [[]]
 
 
-def test_a_record_of_another_model_than_the_tensors_is_refused(load, tmp_path):
-    """With checksums that are right: someone has written it, or a folder was put together from two."""
+def test_record_that_does_not_match_the_tensors_is_rejected(load, tmp_path):
+    """Checksums are valid: the record was edited, or the folder was combined from two."""
     rows = []
     for flag, value, problem in (
         ("num_layers", 1, "layers.1.attention.proj.bias has no place in it"),
@@ -84,7 +84,7 @@ def test_a_record_of_another_model_than_the_tensors_is_refused(load, tmp_path):
     assert ranks(1).run(not_refused, rows, load_as_described) == [[]]
 
 
-def test_merged_weights_are_rounded_to_their_own_type_whatever_reads_them(tmp_path):
+def test_merged_weights_are_rounded_to_their_stored_dtype(tmp_path):
     linear, (a, b) = "model.layers.0.mlp.fc1.", (torch.randn(4, 2), torch.randn(6, 2))
     base = {f"{linear}weight": torch.randn(6, 4).bfloat16()}
     SummingWriter(tmp_path / "base").save(base, None)
@@ -97,7 +97,7 @@ def test_merged_weights_are_rounded_to_their_own_type_whatever_reads_them(tmp_pa
     assert torch.equal(target[f"{linear}weight"], merged.float())
 
 
-def test_the_checksum_of_a_tensor_is_the_sum_of_its_boxes_and_knows_every_place():
+def test_tensor_checksum_is_the_sum_of_its_boxes_and_sees_positions():
     whole = torch.randn(3, 4)
     total = sum_of_bits("x", whole, (0, 0), whole.shape)
     boxes = [(0, 0, whole[:1]), (1, 0, whole[1:, :3]), (1, 3, whole[1:, 3:])]

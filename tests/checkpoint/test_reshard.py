@@ -1,4 +1,4 @@
-"""Every layout reads what any layout has written."""
+"""Test that every layout can load the checkpoints of every other layout."""
 
 import dataclasses
 
@@ -24,8 +24,8 @@ MIXTURE_KEPT = dataclasses.replace(MIXTURE, zero=KEPT, precision=PrecisionConfig
 LLAMA = Case(model=dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
 ONCE = ([SEEDED], [SEEDED])
 BOTH = ([FEEDBACK, SEEDED], [FEEDBACK, SEEDED])
-# ranks, first, what is other of the second (the vocabulary of 101 is padded to 101, 102 and 104), which keys there are
-# so many of, notes of the second and of the first again
+# ranks of the second layout, first layout, changes for the second one (which pads the vocabulary of 101 to 101, 102
+# or 104), a part of some keys, the number of these keys, notes of the second layout and then of the first one
 CASES = {
     "tp 2": (4, PLAIN, {"tp": 2}, ".exp_avg_sq", 16, ONCE),
     "tp 2, zero 2": (4, PLAIN, {"tp": 2, "nodes": 1, "stage": 2}, ".exp_avg_sq", 16, ONCE),
@@ -46,13 +46,13 @@ CASES = {
     ),
     "kept": (4, DIFFERENCES, {"tp": 2}, "secondary.", 18, BOTH),
     "kept, three nodes": (3, DIFFERENCES, {"nodes": 3}, "secondary.", 18, BOTH),
-    "kept by nobody on one node": (4, DIFFERENCES, {"nodes": 1}, "secondary.", 18, ([], [FEEDBACK, WHOLE])),
+    "nothing kept on one node": (4, DIFFERENCES, {"nodes": 1}, "secondary.", 18, ([], [FEEDBACK, WHOLE])),
 }
 
 
 @pytest.mark.parametrize("case", chosen(CASES, "tp 2", "kept", "experts"))
 def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
-    """Two steps of the first, two of the second, one of the first: every other pair follows from those with one."""
+    """Take two steps of the first layout, two of the second, and one of the first. Every other pair follows."""
     world, first, other, part, count, notes = case
     second, a, b = dataclasses.replace(first, **other), str(tmp_path / "a"), str(tmp_path / "b")
     one = ranks(4).run(run, first, 2, whole=True, save=a)[0]
@@ -71,7 +71,7 @@ def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, 
 
 
 def load_move_and_rewind(case: Case, **flags: str | int) -> str:
-    """Going back brings the state as loaded again after a step; what torch's generator hashes to."""
+    """Check that going back after a step restores the state as loaded, and return the hash of torch's generator."""
     attempt = Attempt(case, **flags)
     progress = attempt.load()
     loaded = attempt.fingerprint()
@@ -86,7 +86,7 @@ def load_move_and_rewind(case: Case, **flags: str | int) -> str:
 
 
 def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path):
-    """Error feedback is zero again, not a later step's; random generators are other ones at each iteration."""
+    """Error feedback is zero again instead of a later step's, and random generators differ between iterations."""
     case, save = Case(tp=2, zero=ZEROPP), {"save": str(tmp_path), "save_interval": 1}
     ranks(2).run(run, case, 2, **save)
     other, load = dataclasses.replace(case, tp=1, nodes=2), save | {"load": str(tmp_path)}

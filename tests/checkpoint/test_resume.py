@@ -1,4 +1,4 @@
-"""A resumed run is the same run: bit for bit at the same layout, to fp32 rounding at another."""
+"""Test that a resumed run is bit-identical on the same layout, and equal up to fp32 rounding on another."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ CASES = {
     "islands, fragments, between two": gpt(
         tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=4, diloco_fragments=2, diloco_outer_momentum=0.5)
     ),
-    "islands, messages under way, async": llama(diloco=DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)),
+    "islands, messages in flight, async": llama(diloco=DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)),
     "islands of two nodes, differences": gpt(
         nodes=4,
         zero=DIFFERENCES,
@@ -56,7 +56,7 @@ DEFAULT = (
 
 
 @pytest.mark.parametrize("name", chosen({name: name for name in CASES}, *DEFAULT))
-def test_a_run_goes_on_from_a_checkpoint_as_the_run_that_wrote_it_bit_for_bit(tmp_path, name):
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, name):
     case, save = CASES[name], {"save": str(tmp_path), "save_interval": 2, "async_save": "async" in name}
     if case.float8 is not None:
         pytest.importorskip("torchao")
@@ -69,10 +69,10 @@ def test_a_run_goes_on_from_a_checkpoint_as_the_run_that_wrote_it_bit_for_bit(tm
 
 
 @pytest.mark.parametrize(
-    "name", ["differences, bf16", slow("differences, fp16, tp 2, async"), slow("islands, messages under way, async")]
+    "name", ["differences, bf16", slow("differences, fp16, tp 2, async"), slow("islands, messages in flight, async")]
 )
-def test_saving_and_using_weights_before_they_are_saved_changes_nothing(tmp_path, name):
-    """An evaluation has sent the difference already, so the continued run must not; and it must where none has."""
+def test_evaluations_and_async_saves_change_no_result(tmp_path, name):
+    """An evaluation already sends the weight delta, so the resumed run must not send it; otherwise it must."""
     case, save = CASES[name], {"save": str(tmp_path), "save_interval": 2, "async_save": True}
     straight = ranks(4).run(run, case, STEPS)
     evaluated = ranks(4).run(run, case, STEPS, evaluates=True, **save)
@@ -85,8 +85,8 @@ def test_saving_and_using_weights_before_they_are_saved_changes_nothing(tmp_path
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(tmp_path):
-    """And kept weights of a checkpoint are left alone where nobody sends differences, or in another dtype."""
+def test_checkpoint_without_kept_weights_resumes_with_full_weights(tmp_path):
+    """Kept weights in a checkpoint are ignored by runs without lossless deltas or in another dtype."""
     differences, flags = CASES["differences, bf16"], {"save": str(tmp_path), "load": str(tmp_path)}
     zeropp, in_fp16 = (dataclasses.replace(differences, **other) for other in ({"zero": ZEROPP}, {"precision": FP16}))
     found = [
@@ -101,7 +101,7 @@ def test_a_checkpoint_without_kept_weights_begins_with_whole_ones_and_one_line(t
 
 
 @pytest.mark.parametrize(("first", "then"), [("adam", "muon"), slow("muon", "adam")])
-def test_adamw_goes_on_as_muon_and_back_with_new_moments_of_matrices_and_says_so_once(tmp_path, first, then):
+def test_other_optimizer_resumes_with_new_moments_of_matrices_and_a_note(tmp_path, first, then):
     one, other = (Case(model=LLAMA_STYLE, tp=2, optimizer=OptimizerConfig(optimizer=kind)) for kind in (first, then))
     flags = {"save": str(tmp_path), "load": str(tmp_path)}
     _, second, third = (ranks(2).run(run, case, steps, **flags)[0] for steps, case in enumerate((one, other, other), 1))
@@ -113,27 +113,27 @@ def test_adamw_goes_on_as_muon_and_back_with_new_moments_of_matrices_and_says_so
 
 
 @pytest.mark.parametrize("to", [1, slow(4)])
-def test_a_checkpoint_goes_on_with_samples_split_among_more_or_fewer_ranks(tmp_path, to):
+def test_run_resumes_with_another_context_parallel_size(tmp_path, to):
     straight = ranks(4).run(run, Case(cp=2), STEPS, save=str(tmp_path), save_interval=2)[0]
     found = ranks(4).run(run, Case(cp=to), STEPS, load=str(tmp_path), ckpt_step=2)[0]
     assert found.start.iteration == 2
     torch.testing.assert_close(found.steps, straight.steps[2:], rtol=1e-6, atol=0)
 
 
-def test_a_run_that_goes_on_with_another_loss_scale_feeds_its_errors_back_in_the_new_units(tmp_path):
-    """In fp32 powers of two are exact, so an error in the units of the old scale would show in the first loss."""
+def test_error_feedback_is_rescaled_on_resume_with_another_loss_scale(tmp_path):
+    """Powers of two are exact in fp32, so an error in units of the old scale would change the first loss."""
     case = Case(nodes=2, zero=ZEROPP)
     ranks(2).run(run, case, 2, scale=2.0**8, save=str(tmp_path))
     same, other = (ranks(2).run(run, case, STEPS, scale=scale, load=str(tmp_path)) for scale in (2.0**8, 2.0**12))
     assert [result.steps for result in other] == [result.steps for result in same]
 
 
-def test_a_run_that_went_back_goes_on_from_there_after_a_restart_and_keeps_what_it_writes_again(tmp_path):
-    """Killed before its first save: the tracker names what --ckpt-step chose, and no checkpoint is gone."""
+def test_run_that_went_back_resumes_there_after_a_restart(tmp_path):
+    """It is killed before its first save. The tracker names the iteration of --ckpt-step, and no checkpoint is lost."""
     save = {"save": str(tmp_path), "save_interval": 1}
     back = save | {"load": str(tmp_path), "ckpt_step": 1}
     ranks(2).run(run, Case(), 3, **save)
-    killed = ranks(2).run(run, Case(), 1, **back)[0]  # saves nothing yet
+    killed = ranks(2).run(run, Case(), 1, **back)[0]  # ends before the first save
     again = ranks(2).run(run, Case(), 2, restarted=True, **back)[0]
     assert killed.start.iteration == again.start.iteration == 1
     names = sorted(path.name for path in tmp_path.glob("iter_*"))

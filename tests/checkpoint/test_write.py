@@ -1,4 +1,4 @@
-"""kill -9 and a full disk at any moment: the tracker points at a complete checkpoint, and all goes on from there."""
+"""Test saves under kill -9 and full disks: the tracker always names a complete checkpoint, which can be loaded."""
 
 import contextlib
 import multiprocessing
@@ -31,7 +31,7 @@ TENSORS = {f"tensor {index}": (1 << 14, index + 1) for index in range(4)}
 
 
 def save_forever(path: Path, pipe: Any) -> None:
-    """A job: load the latest checkpoint, check that it is one moment's, and save without end."""
+    """Run a job that loads the latest checkpoint, checks that it is consistent, and saves without end."""
     folder = CheckpointFolder(path, "--save")
     folder.lock()
     folder.recover()
@@ -52,8 +52,8 @@ def save_forever(path: Path, pipe: Any) -> None:
         pipe.send(iteration)
 
 
-def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_complete(tmp_path):
-    """Moments are spread over what the last load or save took, so that a busy machine does not miss any phase."""
+def test_thirty_random_kills_lose_no_complete_checkpoint(tmp_path):
+    """Kill times follow the duration of the last load or save, so that slow machines are hit in every phase too."""
     generator, context = random.Random(7), multiprocessing.get_context("fork")
     complete, seconds, killed_in = 0, 0.1, []
     for _ in range(KILLS):
@@ -75,23 +75,23 @@ def test_thirty_kills_at_random_moments_of_load_and_save_lose_nothing_that_was_c
                 told.append(ours.recv())
         killed_in.append(len(told))
         if len(told) > 1:
-            # it began with what the tracker named when the last one was killed, or what it was about to name
+            # it starts from the tracked iteration, or from one that was about to be tracked
             assert told[1] in (complete, complete + 1)
             complete = told[-1]
         latest = CheckpointFolder(tmp_path, "--save").latest() or 0
-        # the last one may have been complete before it could say so, and one that was about to be named is now
+        # the last save may have completed without a report, and recovery may have tracked another one
         assert complete <= latest <= complete + 2
         complete = latest
     assert complete >= KILLS // 3
-    assert killed_in.count(1) > 3  # while loading
-    assert sum(count > 1 for count in killed_in) > 10  # while saving
+    assert killed_in.count(1) > 3  # killed while loading
+    assert sum(count > 1 for count in killed_in) > 10  # killed while saving
     left = [path.name for path in tmp_path.iterdir() if path.is_dir()]
-    assert len(left) <= 4  # two that are kept, one that was about to be deleted, one that was being written
+    assert len(left) <= 4  # two kept ones, one about to be deleted, and one being written
 
 
-def test_all_is_on_the_disk_before_it_has_its_name_and_a_checkpoint_before_the_tracker_names_it(monkeypatch, tmp_path):
+def test_files_are_synced_before_renames_and_before_the_tracker(monkeypatch, tmp_path):
     fsync, rename, done = os.fsync, os.rename, []
-    sizes: dict[int, int] = {}  # of files when they were brought to the disk
+    sizes: dict[int, int] = {}  # file sizes when they were synced
 
     def record_fsync(descriptor: int) -> None:
         fsync(descriptor)
@@ -132,7 +132,10 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_a_checkpoint_before_the_t
 
 
 def fill_and_save(disk: Path, left: int, **flags: Any) -> tuple[str, int | None, list[str], int | None]:
-    """Save, again with `left` bytes on the disk, and with space once more; what the second said and left, the last."""
+    """Save, save with `left` bytes on the disk, and save with space again.
+
+    Returns the message, the tracked iteration and the names after the second save, and the last tracked iteration.
+    """
     attempt, ballast, folder = Attempt(Case(), **flags), disk / "ballast", CheckpointFolder(disk / "save", "--save")
     progress, first = attempt.load(), attempt.dims.world.rank == 0
 
@@ -163,8 +166,8 @@ def fill_and_save(disk: Path, left: int, **flags: Any) -> tuple[str, int | None,
 @pytest.mark.parametrize(
     ("left", "asynchronous"), [(0, False), (4_096, False), (8_192, True), (20_000, True), (100_000, False)]
 )
-def test_a_disk_that_fills_up_during_a_save_leaves_the_checkpoint_before_it_and_says_so(tmp_path, left, asynchronous):
-    """And no more, whatever part of torch's archives it is that has no space."""
+def test_disk_that_fills_up_during_a_save_keeps_the_previous_checkpoint(tmp_path, left, asynchronous):
+    """The error is one line per rank, whichever part of torch's archive has no space."""
     with small_disk(tmp_path / "disk", "1m") as disk:
         save = str(disk / "save")
         for said, latest, names, at_last in ranks(2).run(fill_and_save, disk, left, save=save, async_save=asynchronous):

@@ -1,4 +1,4 @@
-"""The output folder is whole or not there, and what was there is not touched."""
+"""Test the output folder of a conversion: it is complete or missing, and existing files are not changed."""
 
 import multiprocessing
 import time
@@ -9,7 +9,7 @@ import pytest
 from megazpp.convert.convert import whole_folder
 
 
-def test_what_comes_meanwhile_is_not_touched(tmp_path):
+def test_files_created_during_a_conversion_are_kept(tmp_path):
     mine = tmp_path / "output/mine"
     with pytest.raises(ValueError, match="is not empty"), whole_folder(mine.parent):
         mine.mkdir(parents=True)
@@ -24,7 +24,7 @@ def hold(path: Path, ready: multiprocessing.Event) -> None:
         time.sleep(1000)
 
 
-def test_a_killed_conversion_is_cleared_away_by_the_next_and_two_at_once_exclude_each_other(tmp_path):
+def test_killed_conversion_is_cleaned_up_and_concurrent_ones_are_rejected(tmp_path):
     path, context = tmp_path / "output", multiprocessing.get_context("fork")
     path.mkdir()
     ready = context.Event()

@@ -1,4 +1,4 @@
-"""Every config.json gives the logits that transformers computes from it, or is refused by its key; never others."""
+"""Test that every config.json gives transformers' logits, or is rejected with an error that names its key."""
 
 import itertools
 import json
@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 
 from megazpp.convert.huggingface import open_model
 
-CLOSE = 1e-4  # absolute, on logits of about 1
+CLOSE = 1e-4  # absolute tolerance for logits of about 1
 ABSENT = object()
 Values = dict[str, Any]
-BASE: dict[str, Values] = {  # sizes of each model_type; 12 heads, which GPT-2 has without a word, divide 24
+BASE: dict[str, Values] = {  # sizes of each model_type; GPT-2's default of 12 heads divides 24
     kind: {"model_type": kind} | sizes | ({"n_embd": 24} if kind == "gpt2" else {"sliding_window": None})
     for kind, sizes in SIZES.items()
 }
 
 
 class Value(NamedTuple):
-    """Keys of a config.json. `refused` is in the message; None for what is exact."""
+    """Keys of a config.json, and a part of the error message, or None if the conversion is exact."""
 
     keys: Values
     refused: str | None = None
@@ -152,11 +152,11 @@ AXES: dict[str, list[list[Value]]] = {
 
 
 def write_folder(folder: Path, kind: str, values: Values) -> Any:
-    """A model of transformers' making, in a folder with exactly this config.json."""
+    """Write a random model of transformers in a folder with exactly this config.json."""
     write_config(folder, kind, values)
     model = randomized(transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)))
     model.save_pretrained(folder)
-    write_config(folder, kind, values)  # not as transformers would have it
+    write_config(folder, kind, values)  # restores the keys as given
     return model
 
 
@@ -167,11 +167,11 @@ def write_config(folder: Path, kind: str, values: Values) -> None:
 
 
 def check(folder: Path, kind: str, *settings: Value) -> bool:
-    """Whether such a config.json gives transformers' logits; else it is refused, by one of its keys."""
+    """Return True if the config.json gives transformers' logits, and False if it is rejected by one of its keys."""
     values = {key: value for setting in settings for key, value in setting.keys.items()}
     reasons = [setting.refused for setting in settings if setting.refused is not None]
     if values.get("use_sliding_window") and values.get("sliding_window") == 5:
-        reasons = [reason for reason in reasons if "sliding_attention" not in reason]  # these layers have a window
+        reasons = [reason for reason in reasons if "sliding_attention" not in reason]  # these layers do have a window
     if not reasons:
         with torch.no_grad():
             expected = write_folder(folder, kind, values)(TOKENS).logits
@@ -185,14 +185,14 @@ def check(folder: Path, kind: str, *settings: Value) -> bool:
 
 
 @pytest.mark.parametrize("kind", AXES)
-def test_every_setting_is_exact_or_refused_by_its_key(kind, tmp_path):
+def test_every_setting_is_exact_or_rejected_by_its_key(kind, tmp_path):
     write_folder(tmp_path, kind, {})
     exact = [check(tmp_path, kind, value) for axis in AXES[kind] for value in axis]
     assert sum(exact) >= 10
 
 
 def settings_of_all_pairs(kind: str) -> list[list[Value]]:
-    """One exact value of each axis, so that every two of them meet."""
+    """Return combinations of one exact value per axis that contain every pair of values."""
     axes = [[value for value in axis if value.refused is None] for axis in AXES[kind]]
     chosen = [case.values for case in pairwise(itertools.product(*map(range, map(len, axes)))) if not case.marks]
     return [[axis[place] for axis, place in zip(axes, places, strict=True)] for places in chosen]
@@ -200,7 +200,7 @@ def settings_of_all_pairs(kind: str) -> list[list[Value]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", AXES)
-def test_every_pair_of_settings_is_exact_or_refused_by_its_key(kind, tmp_path):
+def test_every_pair_of_settings_is_exact_or_rejected_by_its_key(kind, tmp_path):
     write_folder(tmp_path, kind, {})
     for axes in itertools.combinations(AXES[kind], 2):
         for pair in itertools.product(*axes):
@@ -210,7 +210,7 @@ def test_every_pair_of_settings_is_exact_or_refused_by_its_key(kind, tmp_path):
         assert check(tmp_path, kind, *values)
 
 
-def test_a_tied_output_matrix_that_is_not_the_embedding_is_refused(tmp_path):
+def test_tied_output_matrix_that_differs_from_the_embedding_is_rejected(tmp_path):
     for kind, words in (("gpt2", "transformer.wte.weight"), ("llama", "model.embed_tokens.weight")):
         folder = tmp_path / kind
         write_folder(folder, kind, {"tie_word_embeddings": True})
@@ -243,7 +243,7 @@ REFUSED: list[tuple[str, Values, str]] = [
     ("llama", {"vocab_size": 108}, "model.embed_tokens.weight has shape [107, 32]"),
     ("llama", {"num_hidden_layers": 3}, "model.layers.2.self_attn.v_proj.weight and 6 more are missing"),
     ("llama", {"num_hidden_layers": 1}, "have no place in this model"),
-    # and absurd ones at once: a model that is built for its shapes would take minutes and all the memory
+    # absurd sizes are rejected at once; building such a model would take minutes and all memory
     ("gpt2", {"n_layer": 10**9}, "describes a model of 1000000000 layers, but there are 28 tensors"),
     ("gpt2", {"n_embd": 10**9}, "n_inner 4000000000 is larger than any model's"),
     ("gpt2", {"n_inner": 10**9}, "has shape"),
@@ -254,7 +254,7 @@ REFUSED: list[tuple[str, Values, str]] = [
 # fmt: on
 
 
-def test_what_we_do_not_have_is_refused_by_the_key_of_the_config_in_one_line(tmp_path):
+def test_unsupported_config_is_rejected_by_its_key_in_one_line(tmp_path):
     for kind in ("gpt2", "llama", "qwen3"):
         write_folder(tmp_path / kind, kind, {})
     for kind, values, message in REFUSED:

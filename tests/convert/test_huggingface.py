@@ -1,4 +1,4 @@
-"""GPT-2, Llama and its relatives in and out: the same bits, the same logits, on any tensor-parallel size."""
+"""Test conversion from and to Hugging Face formats: bits and logits are kept, for any tensor-parallel size."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ from megazpp.post_training.batch import make_rollout_batch
 from megazpp.post_training.reference import FrozenModel
 
 BITS = {"rtol": 0.0, "atol": 0.0}
-SUMS = {"rtol": 0.0, "atol": 1e-5}  # logits of about 1: fp32 sums in another order
+SUMS = {"rtol": 0.0, "atol": 1e-5}  # tolerance for logits of about 1, whose fp32 sums run in another order
 SCALED = {"rope_scaling": dict(LLAMA3)}
 TIED = {"tie_word_embeddings": True}
 EXACT_GELU = {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 40}
@@ -102,7 +102,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_more_families_keep_every_bit_and_have_transformers_logits(name, tmp_path):
+def test_more_families_keep_every_bit_and_transformers_logits(name, tmp_path):
     kind, settings = MORE[name]
     theirs = save(make_model(kind, **settings), tmp_path / "theirs")
     ours = convert_folder(theirs, tmp_path / "ours")
@@ -114,14 +114,14 @@ def test_more_families_keep_every_bit_and_have_transformers_logits(name, tmp_pat
     assert json.loads((back / "config.json").read_text())["model_type"] == kind
 
 
-KEPT = (  # keys of a config.json
+KEPT = (  # keys of config.json that are kept
     *("vocab_size", "initializer_range", "tie_word_embeddings"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"),
 )
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name, tmp_path):
+def test_round_trip_keeps_every_bit_and_transformers_logits(name, tmp_path):
     kind, dtype, settings = MODELS[name]
     theirs = save(make_model(kind, **settings).to(dtype), tmp_path / "theirs")
     ours = convert_folder(theirs, tmp_path / "ours")
@@ -135,7 +135,7 @@ def test_a_round_trip_keeps_every_bit_and_the_logits_are_transformers(name, tmp_
     assert {key: after.get(key) for key in KEPT} == {key: before.get(key) for key in KEPT}
 
 
-def test_rotary_frequencies_are_read_into_flags(tmp_path):
+def test_rotary_settings_are_read_into_flags(tmp_path):
     yarn = {"yarn_beta_fast": 4.0, "yarn_beta_slow": 0.5, "yarn_attention_factor": 1.3, "rotary_scaling_factor": 4.0}
     for name, expected in {
         "linear": {"rotary_seq_len_interpolation_factor": 2.5, "rope_type": "rope"},
@@ -148,7 +148,7 @@ def test_rotary_frequencies_are_read_into_flags(tmp_path):
 
 
 def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
-    """What our model makes of a checkpoint: [B, S, V], with a vocabulary padded for `tp`."""
+    """Return our model's logits [B, S, V] for a checkpoint, with a vocabulary padded for `tp`."""
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
     config = dataclasses.replace(GPTConfig(**shape_of(record.flags)), hidden_dropout=0.0, attention_dropout=0.0)
     model, sharding, dims = build_on_ranks(Case(model=config, tp=tp, vocab_size=record.vocab_size, seq_length=SEQ))
@@ -168,14 +168,14 @@ ON_RANKS = [
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_ranks_read_their_parts_of_a_conversion(name, tmp_path):
+def test_ranks_read_their_parts_of_a_converted_checkpoint(name, tmp_path):
     kind, settings = MORE[name] if name in MORE else MODELS[name][::2]
     theirs = save(make_model(kind, **settings), tmp_path / "theirs")
     for found in ranks(2).run(logits_on_ranks, str(convert_folder(theirs, tmp_path / "ours")), 2):
         torch.testing.assert_close(found, logits(theirs), **SUMS)
 
 
-def test_a_model_in_several_files_is_the_same_model(tmp_path, monkeypatch):
+def test_model_in_several_files_is_the_same_model(tmp_path, monkeypatch):
     whole = save(make_llama(), tmp_path / "whole")
     parts = save(make_llama(), tmp_path / "parts", max_shard_size="30KB")
     assert len(list(parts.glob("*.safetensors"))) > 2
@@ -183,21 +183,21 @@ def test_a_model_in_several_files_is_the_same_model(tmp_path, monkeypatch):
     back = convert_folder(convert_folder(parts, tmp_path / "ours"), tmp_path / "back")
     assert len(list(back.glob("model-0000?-of-0000?.safetensors"))) > 2
     torch.testing.assert_close(file_tensors(back), file_tensors(whole), **BITS)
-    assert torch.equal(logits(back), logits(whole))  # through the index
+    assert torch.equal(logits(back), logits(whole))  # read through the index
 
 
-def test_the_padding_of_a_run_s_vocabulary_stays_behind(tmp_path):
+def test_vocabulary_padding_of_a_run_is_not_exported(tmp_path):
     case = Case(tp=2)
     ranks(2).run(run, case, 1, save=str(tmp_path / "ours"))
     words = open_checkpoint(tmp_path / "ours", None)[0].tensors["embedding.word.weight"]
     found = file_tensors(convert_folder(tmp_path / "ours", tmp_path / "theirs"))["transformer.wte.weight"]
     assert found.shape == words.shape == (case.vocab_size, case.model.hidden)
-    assert case.vocab_size % case.tp == 1  # so that the run had a row more
+    assert case.vocab_size % case.tp == 1  # so the run had one padding row
     assert torch.equal(found, words.read())
 
 
-def test_the_first_gpt2_files_are_read_too(tmp_path):
-    """No prefix, causal masks among the weights, the tied matrix twice."""
+def test_original_gpt2_files_are_read(tmp_path):
+    """Their names have no prefix, and they contain causal masks and the tied matrix twice."""
     theirs = save(make_gpt2(), tmp_path / "theirs")
     tensors = file_tensors(theirs)
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -208,7 +208,7 @@ def test_the_first_gpt2_files_are_read_too(tmp_path):
     torch.testing.assert_close(file_tensors(back), tensors, **BITS)
 
 
-def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path):
+def test_index_that_names_a_file_outside_its_folder_is_rejected(tmp_path):
     query = "model.layers.1.self_attn.q_proj.weight"
     save(make_llama(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -225,7 +225,7 @@ def test_an_index_that_names_a_file_outside_its_folder_is_refused(tmp_path):
 
 
 def marked_files(folder: Path) -> dict[str, float]:
-    """Write every file that may hold a model's weights; the final norm of each has a value of its own."""
+    """Write every file that may hold a model's weights, each with another final norm."""
     tensors, norm = file_tensors(save(make_llama(), folder)), "model.norm.weight"
     marks = dict(zip(huggingface._FILES, (1.0, 2.0, 3.0, 4.0), strict=True))
     for file, mark in marks.items():
@@ -239,7 +239,7 @@ def marked_files(folder: Path) -> dict[str, float]:
     return marks
 
 
-def test_files_of_a_folder_have_transformers_precedence(tmp_path):
+def test_weight_files_have_transformers_precedence(tmp_path):
     import transformers
 
     for file, mark in marked_files(tmp_path).items():
@@ -252,7 +252,7 @@ def test_files_of_a_folder_have_transformers_precedence(tmp_path):
         open_model(tmp_path)
 
 
-def test_a_file_that_config_json_names_comes_first_and_stays_inside(tmp_path):
+def test_file_named_in_config_json_comes_first_and_must_be_inside(tmp_path):
     marked_files(tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
@@ -269,7 +269,7 @@ class Unpickled:
 
 
 @pytest.mark.parametrize("content", [b"", b"text", {"model.norm.weight": Unpickled()}])
-def test_a_pickled_file_is_read_as_weights_only(tmp_path, content, capsys):
+def test_pickled_file_is_read_as_weights_only(tmp_path, content, capsys):
     save(make_llama(), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     path = tmp_path / "pytorch_model.bin"
@@ -280,8 +280,8 @@ def test_a_pickled_file_is_read_as_weights_only(tmp_path, content, capsys):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_old_folders_are_read_as_transformers_reads_them(tmp_path, zipped):
-    """Pickled files without a prefix, buffers of rotary frequencies and causal masks, a layer in fp32."""
+def test_old_folders_are_read_like_transformers_reads_them(tmp_path, zipped):
+    """They have pickled files without a prefix, rotary and causal buffers, and a layer in fp32."""
     for kind in ("llama", "gpt2"):
         folder = tmp_path / kind
         theirs = save(make_model(kind, tie_word_embeddings=True).bfloat16(), folder)
@@ -335,7 +335,7 @@ NOT_THERE: list[tuple[dict[str, Any], str]] = [  # the message names the family 
 ]
 
 
-def test_what_they_do_not_have_is_refused_by_its_flags():
+def test_model_that_no_architecture_can_hold_is_rejected_by_flags():
     def choose(changes: dict[str, Any]) -> None:
         sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 8}
         choose_architecture(GPTConfig(**sizes | changes))
@@ -344,7 +344,7 @@ def test_what_they_do_not_have_is_refused_by_its_flags():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", slow("qwen2")])
-def test_a_reward_model_scores_the_same_there_and_here_and_there_again(tmp_path, kind):
+def test_reward_models_scores_are_kept_in_both_directions(tmp_path, kind):
     import transformers
 
     auto = transformers.AutoModelForSequenceClassification
@@ -366,8 +366,8 @@ def test_a_reward_model_scores_the_same_there_and_here_and_there_again(tmp_path,
 
 @pytest.mark.parametrize("eos", [3, [3, 5], [5, 3]])
 @pytest.mark.parametrize("kind", ["llama", slow("gpt2")])
-def test_scores_are_transformers_in_both_directions_when_padding_is_eos(tmp_path, kind, eos):
-    """A text ends with the token for padding, twice, or without it."""
+def test_scores_match_transformers_if_padding_is_eos(tmp_path, kind, eos):
+    """A text ends with one padding token, with two, or without any."""
     import transformers
 
     auto = transformers.AutoModelForSequenceClassification
@@ -397,7 +397,7 @@ def test_scores_are_transformers_in_both_directions_when_padding_is_eos(tmp_path
         ({"bos_token_id": 2 * VOCAB, "eos_token_id": [VOCAB]}, {"bos_token_id": None, "eos_token_id": None}),
     ],
 )
-def test_an_id_beyond_the_embedding_is_left_out_of_an_export(tmp_path, monkeypatch, ids, kept):
+def test_id_beyond_the_embedding_is_left_out_of_an_export(tmp_path, monkeypatch, ids, kept):
     said: list[str] = []
     ours = convert_folder(save(make_llama(), tmp_path / "theirs"), tmp_path / "ours")
     monkeypatch.setattr(convert, "write_tokenizer_files", lambda *_: dict(ids))
@@ -406,4 +406,4 @@ def test_an_id_beyond_the_embedding_is_left_out_of_an_export(tmp_path, monkeypat
     values = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: values[name] for name in ids} == kept
     assert len([line for line in said if "is left out of config.json" in line]) == sum(ids[x] != kept[x] for x in ids)
-    logits(tmp_path / "back")  # transformers loads it
+    logits(tmp_path / "back")  # transformers can load it

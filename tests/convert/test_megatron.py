@@ -1,4 +1,4 @@
-"""Megatron's ranks put together are the model they were cut from, for every version; their pickles are not run."""
+"""Test import of Megatron-LM checkpoints: ranks of every version form the full model, and pickles run no code."""
 
 import argparse
 import dataclasses
@@ -57,12 +57,12 @@ def assert_has(model: Model, weights: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("config", "version", "names", "tp"), LAYOUTS)
-def test_the_ranks_make_the_whole_model(tmp_path, config, version, names, tp):
+def test_ranks_are_merged_into_the_full_model(tmp_path, config, version, names, tp):
     write_megatron(tmp_path, weights_of(config), config, tp=tp, version=version, names=names)
     assert_same_model(tmp_path, config)
 
 
-def test_files_of_torch_before_1_6_and_other_places_are_read(tmp_path):
+def test_files_of_torch_before_1_6_and_other_layouts_are_read(tmp_path):
     folder = write_megatron(tmp_path, weights_of(GPT), GPT, tp=2, zipped=False)
     assert_same_model(folder, GPT)
     (folder / "iter_0000100").rename(folder / "release")
@@ -72,7 +72,7 @@ def test_files_of_torch_before_1_6_and_other_places_are_read(tmp_path):
     assert_same_model(folder / "release", GPT)
 
 
-def test_a_converted_checkpoint_has_the_weights_and_the_tokenizer_s_rows(tmp_path):
+def test_converted_checkpoint_has_the_weights_and_the_tokenizers_rows(tmp_path):
     null = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
     for config, tokenizer, rows in ((GPT, null, VOCAB), (LLAMA, TokenizerConfig(), PADDED)):
         output = tmp_path / f"{rows} rows"
@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_taken_over_is_named(tmp_path):
+def test_unsupported_checkpoint_is_rejected_by_name(tmp_path):
     def open_with(changes: dict[str, Any]) -> None:
         shutil.rmtree(tmp_path)
         open_megatron(write_megatron(tmp_path, weights_of(GPT), GPT, tp=2, **changes), None)
@@ -109,7 +109,7 @@ def test_what_cannot_be_taken_over_is_named(tmp_path):
     assert not_refused(REFUSED, open_with) == []
 
 
-def test_a_pipeline_a_missing_rank_and_a_distributed_checkpoint_are_told_apart(tmp_path):
+def test_pipeline_missing_rank_and_distributed_checkpoint_are_told_apart(tmp_path):
     for folder, name in (("rank", "mp_rank_02"), ("pipeline", "mp_rank_00_000")):
         checkpoint = write_megatron(tmp_path / folder, weights_of(GPT), GPT, tp=2) / "iter_0000100"
         (checkpoint / "mp_rank_00").rename(checkpoint / name)
@@ -128,7 +128,7 @@ def test_a_pipeline_a_missing_rank_and_a_distributed_checkpoint_are_told_apart(t
 
 @dataclasses.dataclass
 class Malicious:
-    """Runs a command where it is unpickled."""
+    """Object whose unpickling runs a command."""
 
     command: str
 
@@ -137,7 +137,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, zipped):
+def test_malicious_pickle_is_rejected_and_not_run(tmp_path, zipped):
     file, ran = tmp_path / "model_optim_rng.pt", tmp_path / "ran"
     for place in ("args", "model", "optimizer"):
         content = {"args": argparse.Namespace(a=1), "model": {"w": torch.ones(2)}}
@@ -154,7 +154,7 @@ class ModelType(enum.Enum):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_megatron_s_own_classes_are_not_needed(tmp_path, monkeypatch, zipped):
+def test_megatrons_own_classes_are_not_needed(tmp_path, monkeypatch, zipped):
     names = [*itertools.accumulate(("megatron", ".core", ".enums"))]
     monkeypatch.setattr(ModelType, "__module__", names[-1])
     args = argparse.Namespace(num_layers=2, model_type=ModelType.encoder, params_dtype=torch.bfloat16)
@@ -168,7 +168,7 @@ def test_megatron_s_own_classes_are_not_needed(tmp_path, monkeypatch, zipped):
     assert torch.equal(found["model"]["w"], torch.ones(2))
 
 
-def test_junk_is_no_checkpoint(tmp_path):
+def test_junk_file_is_rejected(tmp_path):
     file = tmp_path / "model_optim_rng.pt"
     with pytest.raises(ValueError, match="is missing"):
         load_file(file)

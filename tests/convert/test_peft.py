@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's files: what PEFT computes with them, our merged model does, and the other way round."""
+"""Test LoRA adapters in PEFT's format: our merged models compute like PEFT, in both directions."""
 
 import functools
 import importlib.util
@@ -30,11 +30,12 @@ from megazpp.convert.peft import (
 )
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
-assert_same_sums = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-5)  # of about 1: (x A) B or x (A B)
+# values of about 1; (x A) B and x (A B) round differently
+assert_same_sums = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-5)
 
 
 def drawn_adapter(folder: Path, base: Path, targets: tuple[str, ...], checksum: str | None = None) -> str:
-    """An adapter of rank 3 with random values, as our training writes one."""
+    """Write an adapter of rank 3 with random values, like our training does, and return its folder."""
     config, generator = open_model(base).config, torch.Generator().manual_seed(4)
     linears, heads = model_shapes(config, 1, "", num_tensors=config.layers), {"q": config.heads, "": 0}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -70,7 +71,7 @@ CASES = [
 
 @needs_peft
 @pytest.mark.parametrize(("kind", "targets"), CASES)
-def test_peft_computes_with_our_files_what_the_merged_model_does(tmp_path, kind, targets):
+def test_peft_with_our_adapter_matches_the_merged_model(tmp_path, kind, targets):
     import peft
     import transformers
 
@@ -86,7 +87,7 @@ def test_peft_computes_with_our_files_what_the_merged_model_does(tmp_path, kind,
 
 @needs_peft
 @pytest.mark.parametrize(("kind", "targets"), CASES)
-def test_an_adapter_of_peft_is_read_and_merged(tmp_path, kind, targets):
+def test_adapter_of_peft_is_read_and_merged(tmp_path, kind, targets):
     import peft
 
     base, adapter = save(make_model(kind), tmp_path / "base"), str(tmp_path / "adapter")
@@ -98,14 +99,14 @@ def test_an_adapter_of_peft_is_read_and_merged(tmp_path, kind, targets):
         expected = adapted(TOKENS).logits
     adapted.save_pretrained(adapter)
     checkpoint = convert_folder(base, tmp_path / "checkpoint")
-    back = convert_folder(checkpoint, tmp_path / "back", adapter=adapter)  # on the way out
+    back = convert_folder(checkpoint, tmp_path / "back", adapter=adapter)  # merged during the export
     assert_same_sums(logits(back), expected)
     merged = convert_folder(checkpoint, tmp_path / "merged", adapter=adapter, target="megazpp")
     assert torch.equal(logits(convert_folder(merged, tmp_path / "again")), logits(back))
 
 
 @needs_peft
-def test_an_adapter_of_a_reward_model_brings_its_score(tmp_path):
+def test_adapter_of_a_reward_model_includes_its_score_head(tmp_path):
     import peft
     import transformers
 
@@ -123,14 +124,14 @@ def test_an_adapter_of_a_reward_model_brings_its_score(tmp_path):
 
 @needs_peft
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_the_default_targets_are_pefts(tmp_path, kind):
+def test_default_targets_are_pefts(tmp_path, kind):
     import peft
 
     config = peft.get_peft_model(make_model(kind), peft.LoraConfig(task_type="CAUSAL_LM")).peft_config["default"]
     assert config.target_modules == {*default_targets(open_model(save(make_model(kind), tmp_path)).config)}
 
 
-def test_files_are_as_pefts_are(tmp_path):
+def test_adapter_files_have_pefts_format(tmp_path):
     adapter = tmp_path / "adapter"
     drawn_adapter(adapter, save(make_llama(), tmp_path / "base"), ("q_proj", "down_proj"), "0123456789abcdef")
     found = safetensors.torch.load_file(adapter / TENSORS)
@@ -144,7 +145,7 @@ def test_files_are_as_pefts_are(tmp_path):
     assert (values["r"], values["lora_alpha"], values["fan_in_fan_out"]) == (3, 6, False)
 
 
-def test_the_checksum_is_that_of_the_weights_in_any_format_and_another_base_is_refused(tmp_path):
+def test_base_checksum_ignores_the_format_and_another_base_is_rejected(tmp_path):
     base = save(make_llama(), tmp_path / "base")
     checkpoint, checksum = convert_folder(base, tmp_path / "checkpoint"), checksum_of(open_model(base))
     model = open_checkpoint(checkpoint, None)[0]
@@ -186,8 +187,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @needs_peft
 @pytest.mark.parametrize("name", KINDS)
-def test_merged_weights_equal_those_of_merge_and_unload(tmp_path, name):
-    """fp32 sums of a few terms in another order: 1e-6."""
+def test_merged_weights_equal_merge_and_unload(tmp_path, name):
+    """fp32 sums of a few terms in another order differ by up to 1e-6."""
     import peft
 
     kind, settings = KINDS[name]
@@ -200,7 +201,7 @@ def test_merged_weights_equal_those_of_merge_and_unload(tmp_path, name):
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     adapted.save_pretrained(adapter)
-    if name == "plain":  # the older file
+    if name == "plain":  # PEFT's older file format
         torch.save(safetensors.torch.load_file(adapter / TENSORS), adapter / "adapter_model.bin")
         (adapter / TENSORS).unlink()
     merged = convert_folder(base, tmp_path / "merged", adapter=str(adapter))
@@ -214,7 +215,7 @@ def test_merged_weights_equal_those_of_merge_and_unload(tmp_path, name):
 @pytest.mark.parametrize(
     "settings", [{"use_rslora": True}, {"target_modules": r".*1.*\.[qv]_proj"}, {"layers_to_transform": [1]}]
 )
-def test_training_continues_an_adapter_of_one_rank_and_scale(tmp_path, settings):
+def test_training_continues_a_peft_adapter_of_one_rank_and_scale(tmp_path, settings):
     import peft
 
     base = save(make_llama(), tmp_path / "base")
@@ -226,7 +227,7 @@ def test_training_continues_an_adapter_of_one_rank_and_scale(tmp_path, settings)
     found, tensors = read_adapter(tmp_path / "adapter", config)
     assert found.rank == 4
     assert found.scale == pytest.approx(3.0 if "use_rslora" in settings else 1.5)
-    write_adapter(tmp_path / "adapter", config, found, tensors)  # as plain LoRA
+    write_adapter(tmp_path / "adapter", config, found, tensors)  # written as plain LoRA
     merged = file_tensors(
         convert_folder(convert_folder(base, tmp_path / "merged", adapter=str(tmp_path / "adapter")), tmp_path / "back")
     )
@@ -321,7 +322,7 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_an_adapter_that_does_something_else_or_is_not_there_is_refused(tmp_path):
+def test_unsupported_or_missing_adapter_is_rejected(tmp_path):
     base, path = save(make_llama(), tmp_path / "base"), tmp_path / "adapter" / CONFIG
     drawn_adapter(path.parent, base, ("q_proj",))
     sound = json.loads(path.read_text())

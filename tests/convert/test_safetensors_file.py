@@ -1,4 +1,4 @@
-"""safetensors files tensor by tensor: the package reads what we write, and junk is named."""
+"""Test reading and writing of safetensors files tensor by tensor; damaged files are rejected."""
 
 import struct
 
@@ -17,18 +17,18 @@ TENSORS = {
 }
 
 
-def test_what_the_package_writes_is_read_and_written_again_as_it_reads_it(tmp_path):
+def test_safetensors_files_are_read_and_written_like_by_the_package(tmp_path):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     safetensors.torch.save_file(TENSORS, theirs)
     write_tensors(ours, open_tensors(theirs))
     torch.testing.assert_close(safetensors.torch.load_file(ours), TENSORS, rtol=0, atol=0)
     with safetensors.safe_open(ours, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers asks for it
+        assert file.metadata() == {"format": "pt"}  # transformers requires it
     (header,) = struct.unpack("<Q", ours.read_bytes()[:8])
-    assert header % 8 == 0  # the data are aligned
+    assert header % 8 == 0  # the data is aligned
 
 
-def test_junk_and_types_that_no_model_has_are_named_in_one_line(tmp_path):
+def test_junk_and_unsupported_dtypes_are_rejected_in_one_line(tmp_path):
     file = tmp_path / "model.safetensors"
     whole, integers = safetensors.torch.save(TENSORS), safetensors.torch.save({"w": torch.ones(4, dtype=torch.int8)})
     contents = [b"", b"abc", bytes(range(256)) * 9, whole[:30], whole[:-1], whole + b"x", b"\xff" * 8 + whole[8:]]

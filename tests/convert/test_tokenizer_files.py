@@ -1,4 +1,4 @@
-"""The tokenizer goes with its model: found, kept, written, and read by transformers with the same ids."""
+"""Test that a model's tokenizer is found, kept and written, and that transformers reads it with the same ids."""
 
 import io
 import json
@@ -23,7 +23,7 @@ KINDS = ["bpe", "unigram", "gpt2", "huggingface"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, TokenizerConfig]:
-    """A tokenizer of each kind that has files."""
+    """Return the config of one tokenizer of each kind that has files."""
     home = tmp_path_factory.mktemp("tokenizers")
     for kind in ("bpe", "unigram"):
         (home / f"{kind}.model").write_bytes(train_sentencepiece(iter([TEXT]), 288, model_type=kind))
@@ -48,7 +48,7 @@ def assert_same(folder: Path, ours: Tokenizer, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_gives_the_ids_that_training_saw_and_the_files_are_the_same_tokenizer(kind, files, tmp_path):
+def test_written_tokenizer_gives_the_training_ids_in_transformers(kind, files, tmp_path):
     ours = load_tokenizer(files[kind])
     for name, content in ours.files.items():
         (tmp_path / name).write_bytes(content)
@@ -59,14 +59,14 @@ def test_transformers_gives_the_ids_that_training_saw_and_the_files_are_the_same
 
 
 @pytest.mark.parametrize("last", [256, 300])
-def test_a_byte_tokenizer_of_any_size_keeps_its_last_id(last, tmp_path):
+def test_byte_tokenizer_of_any_size_keeps_its_last_id(last, tmp_path):
     assert_same(tmp_path, load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=last)), TEXTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_of_a_whole_book_too(kind, tmp_path):
-    """The tokenizer of the first run, and what is no piece of it, or looks like one that no text has."""
+def test_tokenizer_trained_on_a_book_is_written_for_transformers(kind, tmp_path):
+    """Texts include characters outside the vocabulary, and strings that look like special pieces."""
     book = list(read_documents(*resolve_text_paths(["builtin:moby_dick"])))[:40]
     ours = SentencePieceTokenizer(train_sentencepiece(iter(book), 2048, model_type=kind))
     marks = ["a <eod> b", "<unk>x", "<0x41>", "<", "<<é<eod>"]
@@ -74,7 +74,7 @@ def test_of_a_whole_book_too(kind, tmp_path):
     assert_same(tmp_path, ours, ["Call me", *TEXTS, *marks, *book])
 
 
-def test_what_a_folder_says_about_text_goes_both_ways(files, tmp_path):
+def test_text_settings_of_a_folder_survive_both_directions(files, tmp_path):
     source, output = tmp_path / "source", tmp_path / "output"
     source.mkdir()
     output.mkdir()
@@ -94,7 +94,7 @@ def test_what_a_folder_says_about_text_goes_both_ways(files, tmp_path):
     assert json.loads((output / "tokenizer_config.json").read_text()) == said["tokenizer_config.json"]
 
 
-def test_files_of_somebody_else_beside_a_tokenizer_stay_where_they_are(files, tmp_path):
+def test_unrelated_files_next_to_a_tokenizer_are_ignored(files, tmp_path):
     for name in ("config.json", "generation_config.json", "special_tokens_map.json"):
         (tmp_path / name).write_text('{"eos_token_id": 3}')
     for kind, kept in (("bpe", {"tokenizer.model"}), ("huggingface", {"tokenizer.json", "tokenizer_config.json"})):
@@ -102,7 +102,7 @@ def test_files_of_somebody_else_beside_a_tokenizer_stay_where_they_are(files, tm
         assert load_tokenizer(TokenizerConfig(tokenizer_model=copy)).files.keys() == kept
 
 
-def test_where_transformers_does_something_else_it_is_said():
+def test_differences_from_transformers_are_reported():
     normalizing = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()), model_writer=normalizing, vocab_size=30, minloglevel=2

@@ -1,4 +1,4 @@
-"""Blending follows the weights, in Megatron's order; each source builds what the blend takes from it, once."""
+"""Test blends: samples follow the weights in Megatron's order, and each source's indices are built once."""
 
 import itertools
 import os
@@ -31,22 +31,22 @@ from megazpp.data.gpt_dataset import GPTDataset
     weights=st.lists(st.floats(0.01, 10) | st.integers(1, 5).map(float), min_size=1, max_size=6),
     n=st.integers(1, 80),
 )
-def test_each_sample_is_of_the_dataset_that_is_furthest_behind_its_share(weights, n):
+def test_each_sample_is_from_the_dataset_furthest_behind_its_share(weights, n):
     shares, taken = np.array(weights) / np.sum(weights), np.zeros(len(weights), dtype=np.int64)
     for i, (dataset, sample) in enumerate(zip(*blend_indices(weights, n), strict=True)):
-        assert dataset == np.argmax(shares * max(i, 1) - taken)  # the first of them in a tie
+        assert dataset == np.argmax(shares * max(i, 1) - taken)  # the first one in a tie
         assert sample == taken[dataset]
         taken[dataset] += 1
     assert taken.sum() == n
 
 
-def test_blend_indices_are_those_megatron_core_0_16_1_built_for_the_same_weights():
+def test_blend_indices_match_megatron_core_0_16_1():
     datasets, samples = blend_indices([0.2, 0.3, 0.5], 12)
     assert datasets.tolist() == [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 0, 2]
     assert samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5]
 
 
-def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refused():
+def test_data_paths_parse_with_or_without_weights_or_are_rejected():
     for values, prefixes, weights in (
         ("A B C", ("A", "B", "C"), None),
         ("0.3 A 0.7 B", ("A", "B"), (0.3, 0.7)),
@@ -63,12 +63,12 @@ def test_data_paths_are_read_with_and_without_weights_and_bad_weights_are_refuse
     assert not not_refused(rows, lambda values: parse_blend(values.split(), flag_name="--train-data-path"))
 
 
-def test_more_datasets_than_a_blend_can_number_are_refused():
+def test_more_datasets_than_a_blend_can_number_are_rejected():
     with pytest.raises(ValueError, match="--data-path: 32768 datasets, a blend has at most 32767"):
         open_sources(["a"] * 32768, flag_name="--data-path")
 
 
-def test_numbers_that_are_datasets_are_no_weights(tmp_path, monkeypatch):
+def test_numeric_dataset_names_are_not_read_as_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for prefix in ("2020", "2021"):
         write_pair(tmp_path / prefix, [[1] * 16])
@@ -90,7 +90,7 @@ def write(prefix: Path, *, documents: int, length: int = 16, first_id: int = 0) 
 
 
 def split_of(folder: Path, sources: Sequence[DataSource], bounds: tuple[float, float] = (0.0, 1.0), **how: Any) -> Any:
-    """A split with a cache in `folder`; 40 samples of 8 tokens where `how` does not say."""
+    """Build a split with a cache in `folder`, by default 40 samples of 8 tokens."""
     options = {"weights": None, "num_samples": 40, "seq_length": 8, "seed": 1, "vocab_size": 100}
     return build_split("train", sources, bounds=bounds, cache_path=folder / "cache", **(options | how))
 
@@ -103,7 +103,7 @@ def cached(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in (folder / "cache" / "indices").glob("[!.]*")}
 
 
-def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path):
+def test_fingerprint_changes_only_with_the_files(tmp_path):
     prefix = write(tmp_path / "a", documents=3)
     (first,), (same,) = sources_of(prefix), sources_of(f"{tmp_path}/./a")
     assert first.fingerprint == same.fingerprint
@@ -111,21 +111,21 @@ def test_a_fingerprint_changes_with_the_files_and_only_with_them(tmp_path):
     assert sources_of(prefix)[0].fingerprint != first.fingerprint
 
 
-def test_a_blend_takes_its_shares_and_builds_no_more_of_each_source(tmp_path):
+def test_blend_takes_its_shares_and_builds_only_needed_samples(tmp_path):
     sources = sources_of(write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50, first_id=50))
     dataset = split_of(tmp_path, sources, weights=(3.0, 1.0), num_samples=100)
-    # 75 samples of 8 tokens are 10 epochs of a's 64 tokens and give 79; 25 are within b's one epoch of 99
+    # a needs 75 samples of 8 tokens: 10 epochs of 64 tokens give 79; b needs 25, and one epoch gives 99
     assert [len(part) for part in dataset.datasets] == [79, 99]
     assert sum(int(dataset[i][0]) < 4 for i in range(len(dataset))) == 75
     with pytest.raises(IndexError, match="sample 100 of 100"):
         dataset[100]
 
 
-def test_the_same_split_is_built_once_and_another_anew(tmp_path):
+def test_equal_split_is_built_once_and_another_one_separately(tmp_path):
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=5)
     sources = sources_of(a, b, a)
     for bounds, how, built in (
-        ((0.0, 1.0), {}, 3),  # one blend; a's two shares are equal, so they have the same indices
+        ((0.0, 1.0), {}, 3),  # one blend; a is in it twice with equal shares, so its indices are built once
         ((0.0, 1.0), {}, 0),
         ((0.0, 1.0), {"seed": 2}, 2),
         ((0.0, 0.5), {}, 4),
@@ -137,26 +137,26 @@ def test_the_same_split_is_built_once_and_another_anew(tmp_path):
         assert before.items() <= cached(tmp_path).items()
         assert len(cached(tmp_path)) - len(before) == built, (bounds, how)
     (by_tokens,) = fit_for_split(sources_of(write(tmp_path / "c", documents=1, length=90)), SPLIT)
-    for source in (by_tokens, sources[0]):  # as many samples of other parts
+    for source in (by_tokens, sources[0]):  # equal numbers of samples, but other parts
         before = cached(tmp_path)
         for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
             split_of(tmp_path, [source], bounds, num_samples=3)
         assert len(cached(tmp_path)) == len(before) + 2, source.name
 
 
-def test_sources_of_a_blend_are_cut_by_tokens_each_by_its_own_number_of_documents(tmp_path):
+def test_blended_sources_are_split_by_tokens_if_documents_are_too_few(tmp_path):
     many, few = write(tmp_path / "many", documents=50), write(tmp_path / "few", documents=7)
     sources = fit_for_split(sources_of(many, few), SPLIT)
     assert [source.by_tokens for source in sources] == [False, True]
-    # documents 25 to 47, tokens 56 to 108 of 112
+    # documents 25 to 47, and tokens 56 to 108 of 112
     assert [part.tokens_per_epoch for part in split_of(tmp_path, sources, SPLIT[1]).datasets] == [23 * 16, 53]
     sources = sources_of(write(tmp_path / "two", documents=2))
-    assert fit_for_split(sources, ((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == sources  # the last is empty on purpose
+    assert fit_for_split(sources, ((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == sources  # an empty last part is intended
 
 
 @settings(max_examples=200)
 @given(lengths=st.lists(st.integers(0, 9), max_size=8), data=st.data())
-def test_a_range_of_tokens_is_that_part_of_the_line_of_documents(lengths, data):
+def test_token_range_is_a_slice_of_the_concatenated_documents(lengths, data):
     line, ends = list(range(sum(lengths))), list(itertools.accumulate(lengths))
     start = data.draw(st.integers(0, len(line)))
     stop = data.draw(st.integers(start, len(line)))
@@ -164,14 +164,14 @@ def test_a_range_of_tokens_is_that_part_of_the_line_of_documents(lengths, data):
     read = [part.get(i).tolist() for i in range(len(part.lengths))]
     assert list(itertools.chain.from_iterable(read)) == line[start:stop]
     assert [len(ids) for ids in read] == part.lengths.tolist()
-    assert {ids[-1] + 1 for ids in read if ids} <= {*ends, stop}  # documents end where they did
+    assert {ids[-1] + 1 for ids in read if ids} <= {*ends, stop}  # documents keep their ends
     for i, ids in enumerate(read):
         for offset in range(len(ids)):
             assert part.get(i, offset).tolist() == ids[offset:]
             assert part.get(i, offset, 1).tolist() == ids[offset : offset + 1]
 
 
-def test_made_up_documents_count_up_and_their_parts_are_parts_of_the_whole():
+def test_mock_documents_count_up_and_their_slices_agree():
     sequences = MockSequences(vocab_size=300, eod=299)
     whole = sequences.get(5).tolist()
     n = len(whole)
@@ -180,5 +180,5 @@ def test_made_up_documents_count_up_and_their_parts_are_parts_of_the_whole():
     for offset, length in ((0, n), (0, n - 1), (3, 4), (n - 1, 1), (n, 0), (2, None)):
         stop = n if length is None else offset + length
         assert sequences.get(5, offset, length).tolist() == whole[offset:stop]
-    assert MockSequences(vocab_size=300, eod=None).get(5).tolist()[-1] == n % 300  # without eod counting goes on
+    assert MockSequences(vocab_size=300, eod=None).get(5).tolist()[-1] == n % 300  # without eod, counting continues
     GPTDataset(sequences, (0, 20), num_samples=50, seq_length=64, seed=0, name="mock", vocab_size=300)[49]

@@ -1,4 +1,4 @@
-"""Whatever several processes ask for at once is built by one of them, and never seen half built."""
+"""Test the cache: several processes that request an entry build it once and never see a partial one."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from helpers.disks import make_read_only, small_disk
 
 from megazpp.data.cache import build_once, cache_key, load_or_save_arrays
 
-# A process that asks for a directory of two files, and takes its time between them; it says in `log` what it does.
+# program of a process that requests a folder of two files, builds it slowly, and logs its actions to `log`
 RACER = """
 import sys, time
 from pathlib import Path
@@ -48,10 +48,10 @@ def wait_for(log: Path, word: str, times: int) -> None:
         time.sleep(0.01)
 
 
-def test_when_the_builder_is_killed_half_way_another_one_takes_over(tmp_path):
+def test_another_process_takes_over_when_the_builder_is_killed(tmp_path):
     log, target = tmp_path / "log", tmp_path / "cache" / "thing"
     (victim,) = start(1, log, target, seconds=300)
-    wait_for(log, "builds", 1)  # it holds the lock from here on
+    wait_for(log, "builds", 1)  # holds the lock from now on
     racers = start(4, log, target, seconds=0.3)
     wait_for(log, "asks", 5)
     victim.kill()
@@ -61,7 +61,7 @@ def test_when_the_builder_is_killed_half_way_another_one_takes_over(tmp_path):
     assert [path.name for path in target.parent.iterdir() if path.name != "thing"] == [".thing.lock"]
 
 
-def test_a_build_that_raises_leaves_nothing_and_can_be_tried_again(tmp_path):
+def test_failed_build_leaves_nothing_and_can_be_retried(tmp_path):
     def fail(path: Path) -> None:
         path.write_text("half")
         raise RuntimeError("disk full")
@@ -72,7 +72,7 @@ def test_a_build_that_raises_leaves_nothing_and_can_be_tried_again(tmp_path):
     assert build_once(tmp_path / "thing", Path.touch).read_text() == ""
 
 
-def test_arrays_come_back_in_order_and_memory_mapped_unless_they_are_damaged(tmp_path):
+def test_cached_arrays_are_memory_mapped_in_order_unless_damaged(tmp_path):
     arrays = [np.arange(i + 1) for i in range(12)]
     for _ in range(2):
         loaded = load_or_save_arrays(tmp_path / "arrays", lambda: arrays)
@@ -83,24 +83,24 @@ def test_arrays_come_back_in_order_and_memory_mapped_unless_they_are_damaged(tmp
         load_or_save_arrays(tmp_path / "arrays", lambda: arrays)
 
 
-def test_keys_depend_on_every_part_and_on_no_order():
+def test_cache_keys_depend_on_every_part_but_not_on_order():
     assert cache_key(a=1, b="x") == cache_key(b="x", a=1)
     assert len({cache_key(a=1), cache_key(a=2), cache_key(b=1), cache_key(a="1"), cache_key(a=(1,))}) == 5
 
 
-def test_a_full_disk_is_named_and_nothing_unfinished_is_left_on_it(tmp_path):
+def test_full_disk_is_named_and_no_partial_file_is_left(tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         with pytest.raises(ValueError, match=r"--data-cache-path: cannot write .*: 131072 requested and \d+ written"):
             load_or_save_arrays(disk / "thing", lambda: [np.zeros(1 << 17, dtype=np.uint8)])
         assert [file.name for file in disk.iterdir()] == [".thing.lock"]
 
 
-def test_a_read_only_disk_is_no_obstacle_to_what_is_built_already(tmp_path):
+def test_read_only_disk_serves_existing_entries(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         load_or_save_arrays(disk / "thing", lambda: [np.arange(5)])
         make_read_only(disk)
         (array,) = load_or_save_arrays(disk / "thing", list)
         assert array.tolist() == [0, 1, 2, 3, 4]
-        del array  # it is mapped
+        del array  # unmaps the file
         with pytest.raises(ValueError, match=r"--data-cache-path: cannot write .*Read-only file system"):
             load_or_save_arrays(disk / "other", lambda: [np.arange(5)])

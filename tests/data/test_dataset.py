@@ -1,4 +1,4 @@
-"""Flags and text become tokenizers and datasets, and what cannot be is said with flag and value."""
+"""Test how flags and text become tokenizers and datasets; errors name flag and value."""
 
 import hashlib
 import itertools
@@ -35,7 +35,7 @@ from megazpp.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokeni
 
 
 def write(prefix: Path, *, first_id: int = 0, documents: int = 10, length: int = 20) -> str:
-    """Documents of ids first_id, first_id + 1, ...: document d is d times over the same id."""
+    """Write documents in which document d repeats the id first_id + d."""
     return str(write_pair(prefix, [[first_id + d] * length for d in range(documents)]))
 
 
@@ -49,7 +49,7 @@ def ids(dataset: Any) -> set[int]:
     return {int(token) for sample in dataset for token in sample}
 
 
-def test_split_strings_are_proportions_and_others_are_refused():
+def test_split_strings_are_proportions_or_are_rejected():
     for split, ends in (
         ("969, 30, 1", [0.969, 0.999, 1]),
         ("90,10", [0.9, 1, 1]),
@@ -62,41 +62,42 @@ def test_split_strings_are_proportions_and_others_are_refused():
     assert not not_refused([(split, f"--split '{split}' is not") for split in wrong], parse_split)
 
 
-def test_a_use_without_share_samples_or_paths_has_no_dataset(tmp_path):
+def test_split_without_share_samples_or_paths_has_no_dataset(tmp_path):
     assert None not in build(tmp_path, mock_data=True, seq_length=512)
-    assert not (tmp_path / "cache").exists()  # mock data need no files
+    assert not (tmp_path / "cache").exists()  # mock data needs no files
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first_id=100)
     assert [each is not None for each in build(tmp_path, data_path=(a,), split="6,4,0")] == [True, True, False]
     train, valid, test = build(tmp_path, train_data_path=(a,), valid_data_path=("1", b), num_samples=(20, 20, 20))
-    assert (ids(train), ids(valid), test) == ({*range(10)}, {*range(100, 110)}, None)  # all of each
+    assert (ids(train), ids(valid), test) == ({*range(10)}, {*range(100, 110)}, None)  # each dataset is used completely
     whole = build(tmp_path, data_path=(a,), split="90,5,5")
     alone = build(tmp_path, data_path=(a,), split="90,5,5", num_samples=(20, 0, 0))
     assert (alone.valid, alone.test) == (None, None)
-    assert [row.tolist() for row in alone.train] == [row.tolist() for row in whole.train]  # it is cut in the same place
+    # the split points stay the same
+    assert [row.tolist() for row in alone.train] == [row.tolist() for row in whole.train]
     assert (ids(whole.train), ids(whole.valid), ids(whole.test)) == ({*range(9)}, {9}, {9})
 
 
-def test_a_source_with_too_few_documents_for_its_split_is_split_inside_documents(tmp_path):
+def test_source_with_too_few_documents_is_split_inside_documents(tmp_path):
     said: list[str] = []
     a = str(write_pair(tmp_path / "a", [range(100), range(100, 200)]))
     train, valid, test = build(tmp_path, said, num_samples=(19, 2, 1), data_path=(a,), split="80,12,8")
     assert ids(train) <= {*range(160)}
-    assert len(ids(train)) >= 153  # windows of 8 + 1 ids of the two parts
+    assert len(ids(train)) >= 153  # windows of 8 + 1 ids from the two parts
     assert ids(valid) <= {*range(160, 184)}
     assert ids(test) <= {*range(184, 200)}
     (note,) = [line for line in said if "note:" in line]
     assert f"--split: {a} has too few documents (2)" in note
 
 
-def test_without_weights_every_dataset_counts_by_its_size(tmp_path):
+def test_datasets_without_weights_are_weighted_by_size(tmp_path):
     a = write(tmp_path / "a", documents=4, length=25)  # (100 - 1) // 8 = 12 samples
     b = write(tmp_path / "b", first_id=100, documents=12, length=25)  # 37
-    for wanted, of_a in ((49, 12), (490, 120)):  # more than one epoch of both goes on in the same proportions
+    for wanted, of_a in ((49, 12), (490, 120)):  # more than one epoch keeps the proportions
         train = build(tmp_path, data_path=(a, b), split="1", num_samples=(wanted, 0, 0)).train
         assert sum(int(train[i][0]) < 100 for i in range(wanted)) == of_a
 
 
-def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every_use(tmp_path):
+def test_part_of_the_shipped_corpus_trains_a_tokenizer_and_fills_splits(tmp_path):
     shipped = next(read_documents(path) for path in resolve_text_paths(["builtin:moby_dick"]))
     text, said = " ".join(shipped)[:100_000], list[str]()
     (tmp_path / "my_text.txt").write_text(text, encoding="utf-8")
@@ -113,7 +114,7 @@ def test_a_part_of_the_shipped_corpus_trains_a_tokenizer_and_is_enough_for_every
     assert 4.0 < unigram_entropy(datasets.valid, tokenizer.vocab_size) < np.log(8000)
 
 
-def test_unigram_entropy_is_that_of_the_counts_in_the_proportions_of_a_blend(tmp_path):
+def test_unigram_entropy_weights_counts_by_the_blends_proportions(tmp_path):
     even, constant = write(tmp_path / "even", documents=8), write(tmp_path / "constant", documents=1)
     for paths, shares in (
         ((even,), np.full(8, 1 / 8)),
@@ -123,7 +124,7 @@ def test_unigram_entropy_is_that_of_the_counts_in_the_proportions_of_a_blend(tmp
         assert unigram_entropy(valid, 257) == pytest.approx(-(shares * np.log(shares)).sum())
 
 
-def test_flags_that_contradict_each_other_and_too_few_or_foreign_tokens_are_refused(tmp_path):
+def test_contradictory_flags_and_unsuitable_tokens_are_rejected(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first_id=300)
     rows = [
         ({"mock_data": True, "text_path": ("x",)}, "--text-path and --mock-data are given"),
@@ -137,7 +138,7 @@ def test_flags_that_contradict_each_other_and_too_few_or_foreign_tokens_are_refu
     assert not not_refused(rows, lambda flags: build(tmp_path, **flags))
 
 
-def test_unusable_files_are_found_before_anything_is_built(tmp_path):
+def test_unusable_files_are_rejected_before_anything_is_built(tmp_path):
     good, cache = write(tmp_path / "good"), str(tmp_path / "cache")
     (tmp_path / "junk.idx").write_bytes(b"junk")
     (tmp_path / "junk.bin").write_bytes(b"junk")
@@ -187,7 +188,7 @@ def test_document_flags_on_data_without_eod_give_one_warning(tmp_path):
     assert sum(line.startswith("WARNING") for line in said) == 1
 
 
-def test_the_shipped_corpus_is_one_chapter_a_document():
+def test_shipped_corpus_has_one_document_per_chapter():
     (path,) = resolve_text_paths(["builtin:moby_dick"])
     documents = list(read_documents(path))
     assert len(documents) == 138
@@ -195,7 +196,7 @@ def test_the_shipped_corpus_is_one_chapter_a_document():
     assert documents[-1].rstrip().endswith("only found another orphan.")
 
 
-def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path):
+def test_equal_content_is_tokenized_once_and_edited_content_again(tmp_path):
     said: list[str] = []
 
     def tokenize(path: Path) -> Path:
@@ -206,11 +207,11 @@ def test_the_same_content_is_tokenized_once_and_edited_content_again(tmp_path):
     assert said == ["tokenizing a.jsonl"]
     second = tokenize(write_jsonl(tmp_path / "a.jsonl", "two"))
     assert [bytes(IndexedDataset(pair).get(0)[:3].tolist()) for pair in (first, second)] == [b"one", b"two"]
-    # the same bytes in a file that is not JSON lines are another document
+    # the same bytes in a text file form another document
     assert tokenize((tmp_path / "a.jsonl").rename(tmp_path / "a.txt")) != second
 
 
-def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tmp_path):
+def test_tokenizer_is_trained_once_per_text_and_size(tmp_path):
     path, said = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000), []  # 55,000 characters without a break
 
     def train(size: int) -> SentencePieceTokenizer:
@@ -219,10 +220,10 @@ def test_a_tokenizer_is_trained_once_per_text_and_size_on_lines_of_any_length(tm
     assert train(280).identity == train(280).identity != train(281).identity
     assert len(said) == 2
     assert len(train(281).encode("abracadabra" * 10)) < 50
-    assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)  # so nodes have the same
+    assert train_sentencepiece(iter([TEXT]), 300) == train_sentencepiece([TEXT], 300)  # nodes train the same tokenizer
 
 
-def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_own_files_and_lines():
+def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
     for text, size, reason in (
         (TEXT, 100_000, "Vocabulary size too high (100000). Please set it to a value <= "),
         (TEXT, 10, "Vocabulary size is smaller than required_chars. 10 vs "),
@@ -232,10 +233,10 @@ def test_a_vocabulary_the_text_cannot_fill_is_refused_without_sentencepiece_s_ow
         with pytest.raises(ValueError, match=f"^{message}") as raised:
             train_sentencepiece(iter([text]), size)
         assert "trainer_interface" not in str(raised.value)
-        assert "--character" not in str(raised.value)  # no flag of a training
+        assert "--character" not in str(raised.value)  # training has no such flag
 
 
-def test_advice_of_sentencepiece_names_flags_of_the_program_that_shows_it():
+def test_sentencepieces_advice_names_flags_of_the_program():
     for has_flag, advice in (
         (False, "Increase --vocab-size."),
         (True, "Increase --vocab-size or decrease --character-"),
@@ -246,15 +247,15 @@ def test_advice_of_sentencepiece_names_flags_of_the_program_that_shows_it():
     assert kept == "Too many of them. Good night."
 
 
-def test_the_first_characters_may_end_inside_a_text():
+def test_first_characters_may_end_inside_a_text():
     wanted = {1: ["a"], 2: ["ab"], 3: ["ab", "", "c"], 5: ["ab", "", "cde"], 9: ["ab", "", "cde", "f"]}
     for limit, cut in wanted.items():
         texts = iter(["ab", "", "cde", "f"])
         assert list(first_characters(texts, limit)) == cut
-        assert (next(texts, None) is None) == (limit == 9)  # no further than needed
+        assert (next(texts, None) is None) == (limit == 9)  # no text is read beyond the limit
 
 
-def test_text_that_cannot_be_read_is_refused_by_its_name(tmp_path):
+def test_unreadable_text_is_rejected_by_name(tmp_path):
     path, empty = tmp_path / "a.jsonl", [write_jsonl(tmp_path / "empty.jsonl")]
     path.write_bytes(b'{"text": "a"}\n{"text": ""}\n{"text": \n')
     documents, cache = read_documents(path), {"cache_dir": tmp_path, "log": print}
@@ -268,7 +269,7 @@ def test_text_that_cannot_be_read_is_refused_by_its_name(tmp_path):
         (lambda: cached_sentencepiece(empty, 300, **cache), "--text-path empty.jsonl holds no text"),
     ]
     assert not not_refused(rows, lambda ask: ask())
-    with pytest.raises(ValueError, match=f"^--text-path {path}, line 3"):  # not the vocabulary's fault
+    with pytest.raises(ValueError, match=f"^--text-path {path}, line 3"):  # the vocabulary size is not blamed
         train_sentencepiece(read_documents(path), 300)
 
 

@@ -1,4 +1,4 @@
-"""Every kind of file gives its documents, and every line that is none is named by file and number."""
+"""Test document readers for every kind of file; a bad line is reported by file and number."""
 
 import bz2
 import gzip
@@ -45,7 +45,8 @@ def documents(path: Path, *keys: str, block_bytes: int = 1 << 20) -> list[tuple[
 
 
 CONTAINERS = {
-    **dict.fromkeys(("a.jsonl", "a.json", "a.ndjson", "a"), JSON_LINES),  # the last begins with {
+    # the last one is detected by its first character {
+    **dict.fromkeys(("a.jsonl", "a.json", "a.ndjson", "a"), JSON_LINES),
     "a.part-1": b"\xef\xbb\xbf" + JSON_LINES,
     "a.dump": b"\n " + JSON_LINES,
     "a.gz": gzip.compress(JSON_LINES),
@@ -54,7 +55,7 @@ CONTAINERS = {
 }
 
 
-def test_json_lines_come_from_any_container(tmp_path):
+def test_json_lines_are_read_from_any_container(tmp_path):
     for block_bytes, num_blocks in ((1, 6), (100, None), (1 << 20, 1)):
         for name, content in CONTAINERS.items():
             path = write(tmp_path / name, content)
@@ -66,7 +67,7 @@ def test_json_lines_come_from_any_container(tmp_path):
             assert num_blocks in (None, len(blocks)), name
 
 
-def test_a_parquet_row_is_a_document(tmp_path):
+def test_parquet_row_is_a_document(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", text=[*TEXTS, None, *["z"] * 3000], other=list(range(3007)))
     check_readable(path, ["text"])
     got = documents(path)
@@ -78,7 +79,7 @@ def test_a_parquet_row_is_a_document(tmp_path):
     assert sum(block.disk_bytes for block in blocks) == path.stat().st_size
 
 
-def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path):
+def test_text_file_is_one_document_with_normalized_line_ends(tmp_path):
     content = b'\xef\xbb\xbf{"text": 1}\r\nb\rc\n\n'
     for suffix, pack in {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}.items():
         path = write(tmp_path / f"a.txt{suffix}", pack(content))
@@ -86,11 +87,11 @@ def test_a_text_file_is_one_document_with_plain_line_ends(tmp_path):
     assert documents(write(tmp_path / "a.md", b"# {")) == [("# {",)]
 
 
-def test_blank_lines_foreign_line_ends_and_marks_do_no_harm(tmp_path):
+def test_blank_lines_other_line_ends_and_bom_are_ignored(tmp_path):
     for content in (
-        b'\n{"text": "a"}\n  \n{"text": "b"}',  # blank lines, no newline at the end
+        b'\n{"text": "a"}\n  \n{"text": "b"}',  # blank lines, and no newline at the end
         b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n',
-        b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf\n{"text": "b"}\n\xef\xbb\xbf',  # files with a BOM joined
+        b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf\n{"text": "b"}\n\xef\xbb\xbf',  # concatenated files with a BOM each
         b' {"text":"a"} \n\t{"more": {"text": 1}, "text":"b"}\n',
     ):
         for block_bytes in (1, 1 << 20):
@@ -116,21 +117,21 @@ BAD_LINES = [
 ]
 
 
-def test_a_line_that_is_no_document_is_named_and_the_others_are_read(tmp_path):
+def test_bad_line_is_named_and_the_others_are_read(tmp_path):
     for (line, reason), block_bytes in itertools.product(BAD_LINES, (1, 1 << 20)):
         path = write(tmp_path / "a.jsonl", b'{"text": "a"}\n\n' + line.replace(b"\n", b"") + b'\n{"text": "b"}\n')
         first, bad, last = documents(path, block_bytes=block_bytes)
         assert (first, last) == (("a",), ("b",))
         assert str(bad) == f"{path}, line 3: {bad.reason}"
         assert reason in bad.reason
-    for name in ("a.jsonl", "a.json", "a.ndjson"):  # whatever it begins with
+    for name in ("a.jsonl", "a.json", "a.ndjson"):  # the suffix decides, whatever the file begins with
         assert [bad.reason[:8] for bad in documents(write(tmp_path / name, b"text"))] == ["not JSON"]
     (bad,) = documents(write(tmp_path / "a.txt", b"a\nb\n\xff\n"))
     assert (bad.number, bad.reason[:9]) == (3, "not UTF-8")
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path, suffix):
+def test_damaged_file_is_rejected_after_its_readable_blocks(tmp_path, suffix):
     lines = b"".join(b'{"text": "%d %d %d"}\n' % (i, i * i, i**3) for i in range(20_000))
     checksum = {zstd.CompressionParameter.checksum_flag: 1}
     whole = gzip.compress(lines) if suffix == ".gz" else zstd.compress(lines, options=checksum)
@@ -146,7 +147,7 @@ def test_a_damaged_file_is_refused_by_its_name_after_the_blocks_before(tmp_path,
         documents(write(tmp_path / "a.txt.gz", gzip.compress(b"a\n" * 10_000)[:-1]))
 
 
-def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):
+def test_files_of_unsupported_formats_are_rejected_in_advance(tmp_path):
     (tmp_path / "folder").mkdir()
     archive, zipped = tmp_path / "archive.zip", "it is neither UTF-8 text nor JSON lines: unpack an archive"
     with zipfile.ZipFile(archive, "w") as file:
@@ -194,7 +195,7 @@ def test_files_that_cannot_be_opened_are_refused_beforehand(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "backports.zstd")])
-def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
+def test_missing_package_is_named(tmp_path, monkeypatch, name, package):
     write(tmp_path / name, b"x")
     for module in ("pyarrow", "pyarrow.parquet", "compression", "compression.zstd", "backports", "backports.zstd"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -202,7 +203,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
         check_readable(tmp_path / name, ["text"])
 
 
-def test_texts_and_records_come_one_by_one_with_their_numbers_and_bad_lines_go_to_the_caller(tmp_path):
+def test_texts_and_records_are_numbered_and_bad_lines_go_to_the_caller(tmp_path):
     path, bad = write(tmp_path / "a.jsonl", b'{"text": "a"}\n1\n{"text": ""}\n'), []
     assert [*read_texts(path, "text", bad.append)] == ["a", ""]
     assert [line.number for line in bad] == [2]
@@ -213,7 +214,7 @@ def test_texts_and_records_come_one_by_one_with_their_numbers_and_bad_lines_go_t
     assert [*read_records(rows, dict)] == [(1, first), (2, {"prompt": "q", "answer": None})]
 
 
-def test_a_line_that_is_no_record_is_refused_by_name(tmp_path):
+def test_bad_record_is_rejected_by_file_and_line(tmp_path):
     rows = [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"a": 1}\n[1]\n', "a.jsonl, line 2: [1], not an object"),

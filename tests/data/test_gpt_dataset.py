@@ -1,4 +1,4 @@
-"""The vectorised indices are those of the plain loop, and the loop's are Megatron's."""
+"""Compare vectorized indices with a plain loop, and the loop with Megatron's indices."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from megazpp.data.loader import make_padded_batch
 
 
 def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, seed: int) -> Indices:
-    """Megatron's rules in their own words; the line of documents is walked id by id."""
+    """Build the indices by Megatron's rules in a plain loop over all ids."""
     generator = np.random.RandomState(seed)
     per_epoch, epochs = sum(lengths), 1
     while epochs * per_epoch < num_samples * seq_length + 1:
@@ -40,7 +40,7 @@ def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, see
     seq_length=st.integers(1, 9),
     seed=st.integers(0, 5),
 )
-def test_indices_equal_the_naive_ones(lengths, num_samples, seq_length, seed):
+def test_indices_match_the_plain_loop(lengths, num_samples, seq_length, seed):
     if sum(lengths) < seq_length + 1:
         lengths = [*lengths, seq_length + 1]
     how = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed}
@@ -49,17 +49,17 @@ def test_indices_equal_the_naive_ones(lengths, num_samples, seq_length, seed):
         np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-# Samples wanted, then what Megatron-Core 0.16.1 built for the same five documents: documents, samples, shuffle, tokens.
+# number of samples, then Megatron-Core 0.16.1's result for five documents: documents, samples, shuffle, tokens
 GOLDEN = [
     (
-        9,  # the second epoch is needed for 3 of its 6 samples: shuffled by itself
+        9,  # 3 of the second epoch's 6 samples are needed, so it is shuffled separately
         [0, 3, 2, 1, 4, 2, 1, 0, 4, 3],
         "00 04 22 26 31 42 46 53 57 62 73 82 86",
         [4, 5, 3, 2, 1, 0, 7, 8, 9, 11, 10, 6],
         [[11, 12, 40, 41], [42, 43, 44, 45], [26, 27, 28, 10]],
     ),
     (
-        12,  # all of it: both epochs shuffled together
+        12,  # the whole second epoch is needed, so both are shuffled together
         [3, 0, 0, 2, 1, 4, 2, 3, 1, 4],
         "00 13 22 31 35 40 51 55 62 66 80 91 95",
         [1, 3, 2, 5, 9, 0, 4, 6, 7, 8, 11, 10],
@@ -68,7 +68,7 @@ GOLDEN = [
 ]
 
 
-def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents():
+def test_indices_match_megatron_core_0_16_1():
     sequences = Lists([range(10 * d, 10 * d + length) for d, length in enumerate([5, 3, 9, 1, 7])])
     for num_samples, documents, samples, shuffle, tokens in GOLDEN:
         dataset = GPTDataset(sequences, (0, 5), num_samples=num_samples, seq_length=4, seed=7, name="golden")
@@ -79,13 +79,13 @@ def test_indices_are_those_megatron_core_0_16_1_built_for_the_same_documents():
 
 
 def make(lengths: Sequence[int], num_samples: int | None, first: int = 0, **options: Any) -> GPTDataset:
-    """Of documents whose ids tell where they are: document d is 100 d, 100 d + 1, ..."""
+    """Make a dataset whose ids show their place: document d is 100 d, 100 d + 1, ..."""
     how = {"seq_length": 4, "seed": 3, "name": "x"} | options
     documents = [range(100 * d, 100 * d + length) for d, length in enumerate(lengths)]
     return GPTDataset(Lists(documents), (first, len(lengths)), num_samples=num_samples, **how)
 
 
-def test_samples_are_the_windows_of_a_range_of_documents_in_their_order():
+def test_samples_are_shuffled_windows_of_the_documents():
     lengths = [9, 5, 0, 3, 9, 1, 7]
     dataset = make(lengths, 17, first=1)
     order = dataset.indices.documents.tolist()
@@ -98,7 +98,7 @@ def test_samples_are_the_windows_of_a_range_of_documents_in_their_order():
     assert dataset.token_counts(700).tolist() == [int(number in line) for number in range(700)]
 
 
-def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_hardly_needed():
+def test_epoch_serves_every_token_once_with_the_last_epoch_separate():
     for num_samples, total in ((None, 15), (18, (2 * 128 - 1) // 8)):
         dataset = make([30, 41, 57], num_samples, seq_length=8)
         assert len(dataset) == total
@@ -106,13 +106,13 @@ def test_an_epoch_serves_every_token_once_and_the_last_comes_last_when_it_is_har
         assert len(set(inputs.tolist())) == len(inputs) == 120
 
 
-def test_indices_in_a_file_give_the_same_samples(tmp_path):
+def test_cached_indices_give_the_same_samples(tmp_path):
     plain, built, read = (make([50, 60], 40, cache_path=folder) for folder in (None, tmp_path / "i", tmp_path / "i"))
     for i in range(len(plain)):
         assert plain[i].tolist() == built[i].tolist() == read[i].tolist()
 
 
-def test_too_few_tokens_foreign_ids_and_other_samples_are_refused():
+def test_too_few_tokens_and_foreign_ids_are_rejected():
     make([5, 4], 1, seq_length=8)
     foreign, window = make([9], 1, seq_length=8, vocab_size=8), whole([range(9)], 8, eod=None, vocab_size=8)
     rows = [
@@ -140,7 +140,7 @@ def whole(documents: Any, seq_length: int, eod: int | None = EOD, vocab_size: in
     return WholeText(Lists(documents), seq_length=seq_length, eod=eod, vocab_size=vocab_size, name="my")
 
 
-def test_labels_in_order_are_all_ids():
+def test_whole_texts_labels_are_all_ids_in_order():
     for eod, seq_length in itertools.product((EOD, None), (1, 3, len(LINE) - 1, len(LINE), len(LINE) + 1)):
         text, labels = whole(DOCUMENTS, seq_length, eod), list[int]()
         before = LINE if eod is None else [EOD, *LINE]
@@ -156,7 +156,7 @@ def test_labels_in_order_are_all_ids():
         assert text.num_tokens == len(labels)
 
 
-def test_padding_has_no_loss_and_other_masks_stay():
+def test_padding_has_no_loss_and_other_masks_are_kept():
     window = torch.from_numpy(whole(DOCUMENTS, 8)[0]).unsqueeze(0)
     batch = make_padded_batch(window, eod=EOD, eod_mask_loss=True)
     assert batch.loss_mask[0].tolist() == [0, 1, 1, 1, 0, 0, 1, 1]

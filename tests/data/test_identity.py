@@ -1,4 +1,4 @@
-"""The identity of samples: what changes it, what does not, and how many samples repeat."""
+"""Test the identity of samples: changes that affect their order, and the estimate of repeated samples."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ COUNTS = Splits(300, 8, 8)
 
 
 def write(prefix: Path, *, seed: int = 0, documents: int = 200, shift: int = 0) -> Path:
-    """Documents of 1 to 99 ids; `shift` is added to the ids, modulo 256."""
+    """Write documents of 1 to 99 ids, to which `shift` is added modulo 256."""
     draw = np.random.default_rng(seed)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for size in draw.integers(1, 100, size=documents):
@@ -63,7 +63,7 @@ def test_moved_copied_and_renamed_data_is_the_same(describe, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["other documents", "one more document", "other ids of the same lengths"])
-def test_data_changed_under_its_name_is_noticed(describe, tmp_path, kind):
+def test_changed_data_under_the_same_name_is_noticed(describe, tmp_path, kind):
     before = describe("a")
     options = {"other documents": {"seed": 9}, "one more document": {"documents": 201}}
     write(tmp_path / "a", **options.get(kind, {"shift": 1}))
@@ -76,7 +76,7 @@ def test_data_changed_under_its_name_is_noticed(describe, tmp_path, kind):
     assert follows(before, now) == f"from here on samples come in another order: {unknown}{held_out}"
 
 
-def test_a_large_file_is_known_by_its_size_and_pieces(tmp_path):
+def test_large_file_is_identified_by_its_size_and_pieces(tmp_path):
     ids = np.arange(_WHOLE_IDS, dtype=np.uint16)  # twice as many bytes as are read
     digests = set()
     for at in (None, 0, _WHOLE_IDS // 2, _WHOLE_IDS - 1):  # the middle is at the end of a piece
@@ -90,7 +90,7 @@ def test_a_large_file_is_known_by_its_size_and_pieces(tmp_path):
     assert len(digests) == 4
 
 
-def test_a_number_of_samples_changes_the_order_only_with_the_epochs(describe):
+def test_number_of_samples_changes_the_order_only_by_epochs(describe):
     epoch = describe("a")["sources"][0][3]
     assert 250 < epoch < 300
     counts = [COUNTS._replace(train=count) for count in (epoch - 50, epoch - 1, epoch + 1, 2 * epoch)]
@@ -103,9 +103,9 @@ def test_a_number_of_samples_changes_the_order_only_with_the_epochs(describe):
 @pytest.mark.parametrize(
     ("change", "consumed"), [({"seed": 2}, 150), ({"seq_length": 24}, 200), ({"seed": 2, "count": 500}, 400)]
 )
-def test_the_number_of_repeated_samples_is_about_what_counting_gives(describe, tmp_path, change, consumed):
+def test_estimate_of_repeated_samples_is_close_to_the_count(describe, tmp_path, change, consumed):
     draw, place = np.random.default_rng(0), 0
-    with IndexedDatasetBuilder(tmp_path / "places", np.uint16) as builder:  # each id is its place
+    with IndexedDatasetBuilder(tmp_path / "places", np.uint16) as builder:  # each id is its position
         for size in draw.integers(1, 100, size=300):
             builder.add_document(np.arange(place, place + size))
             place += size
@@ -126,7 +126,7 @@ def test_the_number_of_repeated_samples_is_about_what_counting_gives(describe, t
     assert repeated == pytest.approx(np.isin(coming, seen).mean() * left, abs=0.1 * left)
 
 
-def test_other_weights_go_on_at_another_place_of_each_data_set(describe):
+def test_other_blend_weights_continue_elsewhere_in_each_dataset(describe):
     before, now = describe("0.5", "a", "0.5", "b"), describe("0.25", "a", "0.75", "b")
     assert follows(before, describe("1", "a", "1", "b")) == SAME
     assert follows(before, now) == (
@@ -146,14 +146,14 @@ def test_held_out_samples_are_compared_too(describe):
     assert data_changes(before, split, ["--split is ..."]) == []
 
 
-def test_prompts_go_on_by_completions():
+def test_prompts_continue_by_the_number_of_completions():
     one = {"count": 50, "order": "x", "sources": [["p", "d", 1.0, 20, "x"]], "per_prompt": 4}
     assert follows(one, one | {"per_prompt": 8}, 160) == "20 prompts repeat"
     assert follows(one, one | {"per_prompt": 2}, 160) == "40 prompts are skipped"
     assert follows(one, one | {"per_prompt": 8}, 0) == SAME
 
 
-def test_what_an_old_checkpoint_does_not_know_may_be_another_order():
+def test_checkpoint_without_identity_may_have_another_order():
     assert follows({}, {"order": "x"}, 1234) == (
         "from here on samples may come in another order: some of the 1,234 samples consumed so far may repeat, and "
         "others may be skipped"

@@ -1,4 +1,4 @@
-"""The .bin/.idx files are Megatron's, byte for byte, written whole or not at all; damaged ones are refused."""
+"""Test .bin/.idx files: they are Megatron's byte for byte, written atomically, and rejected if damaged."""
 
 import os
 import struct
@@ -17,7 +17,7 @@ from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, 
 
 DOCUMENTS = [[1, 2, 3], [], [65499, 7]]
 BINARY = b"\x01\x00\x02\x00\x03\x00\xdb\xff\x07\x00"
-INDEX = (  # put together from the table of the format
+INDEX = (  # built from the table of the format
     b"MMIDIDX\x00\x00"
     b"\x01\x00\x00\x00\x00\x00\x00\x00"  # version 1
     b"\x08"  # uint16
@@ -29,11 +29,11 @@ INDEX = (  # put together from the table of the format
 )  # fmt: skip
 
 
-def test_three_documents_are_the_bytes_laid_out_by_hand_and_read_back(tmp_path):
+def test_pair_has_the_bytes_of_the_format_and_is_read_back(tmp_path):
     prefix = write_pair(tmp_path / "a.b_text_document", DOCUMENTS)
     assert len(INDEX) == 102
     assert contents(tmp_path) == {"a.b_text_document.bin": BINARY, "a.b_text_document.idx": INDEX}
-    for index in (INDEX, INDEX + bytes(len(DOCUMENTS))):  # as a multimodal dataset has it, too
+    for index in (INDEX, INDEX + bytes(len(DOCUMENTS))):  # with and without a multimodal dataset's modes
         (tmp_path / "a.b_text_document.idx").write_bytes(index)
         dataset = IndexedDataset(prefix)
         assert [dataset.get(i).tolist() for i in range(len(dataset))] == DOCUMENTS
@@ -47,7 +47,7 @@ def test_three_documents_are_the_bytes_laid_out_by_hand_and_read_back(tmp_path):
     documents=st.lists(st.lists(st.integers(0, 127), max_size=9), min_size=1, max_size=9).filter(any),
     dtype=st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),
 )
-def test_any_documents_come_back(tmp_path_factory, documents, dtype):
+def test_any_documents_round_trip(tmp_path_factory, documents, dtype):
     dataset = IndexedDataset(write_pair(tmp_path_factory.mktemp("round_trip") / "a", documents, dtype))
     assert [dataset.get(i).tolist() for i in range(len(dataset))] == documents
     for i, document in enumerate(documents):
@@ -67,13 +67,13 @@ DAMAGES = [
     (34, b"\xff\xff\xff\xff", "length -1"),
     (42, b"\x09", "truncated, or not of uint16"),
     (46, b"\xfe" + b"\xff" * 7, "do not lie back to back"),
-    (46, b"\x06" + b"\x00" * 7 + b"\x00" * 8, "do not lie back to back"),  # two pointers swapped
+    (46, b"\x06" + b"\x00" * 7 + b"\x00" * 8, "do not lie back to back"),  # two swapped pointers
     (70, b"\x01", "do not rise from 0 to its 3 sequences"),
     (94, b"\x02", "do not rise"),
 ]
 
 
-def test_a_damaged_pair_is_refused_with_file_and_reason(tmp_path):
+def test_damaged_pair_is_rejected_with_file_and_reason(tmp_path):
     def read(name: str, content: bytes) -> None:
         (tmp_path / "a.bin").write_bytes(BINARY)
         (tmp_path / "a.idx").write_bytes(INDEX)
@@ -88,7 +88,7 @@ def test_a_damaged_pair_is_refused_with_file_and_reason(tmp_path):
     assert not not_refused([(*row[:2], f"{tmp_path}/a.") for row in rows], read)
 
 
-def test_missing_files_and_directories_are_refused_by_name(tmp_path):
+def test_missing_files_and_directories_are_rejected_by_name(tmp_path):
     (tmp_path / "a.idx").write_bytes(INDEX)
     (tmp_path / "b.idx").write_bytes(INDEX)
     (tmp_path / "b.bin").mkdir()
@@ -100,7 +100,7 @@ def test_missing_files_and_directories_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 24])
-def test_sequences_at_once_and_one_by_one_give_the_same_bytes(tmp_path, monkeypatch, piece):
+def test_extend_writes_the_same_bytes_as_single_documents(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(indexed_dataset, "_PIECE", piece)
     with IndexedDatasetBuilder(tmp_path / "a", "<u2") as one_by_one:
         for sentences in ([[1, 2], [3]], [[4]], [], [[5, 6, 7]], [[8]]):
@@ -118,7 +118,7 @@ def test_sequences_at_once_and_one_by_one_give_the_same_bytes(tmp_path, monkeypa
         c.extend(np.array([1, 65536]), [2], [1])
 
 
-def test_files_are_synced_then_named_and_the_index_comes_last(tmp_path, monkeypatch):
+def test_files_are_synced_before_renaming_and_the_index_comes_last(tmp_path, monkeypatch):
     said, replace = list[str](), os.replace
     monkeypatch.setattr(os, "fsync", lambda file: said.append(f"sync {Path(f'/proc/self/fd/{file}').readlink().name}"))
     monkeypatch.setattr(os, "replace", lambda old, new: (said.append(f"name {new.name}"), replace(old, new)))
@@ -127,7 +127,7 @@ def test_files_are_synced_then_named_and_the_index_comes_last(tmp_path, monkeypa
     assert said == [*synced, "name a.bin", "name a.idx", f"sync {tmp_path.name}"]
 
 
-def test_an_error_leaves_the_pair_that_was_there(tmp_path):
+def test_failed_write_keeps_the_old_pair(tmp_path):
     with pytest.raises(ValueError, match="70000 do not fit uint16"):
         write_pair(tmp_path / "a", [[1, 70000]])
     assert contents(tmp_path) == {}
@@ -138,20 +138,20 @@ def test_an_error_leaves_the_pair_that_was_there(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_a_new_bin_never_stands_beside_an_old_index(tmp_path):
+def test_new_bin_is_never_next_to_an_old_index(tmp_path):
     write_pair(tmp_path / "a", [[1, 2]])
     interrupted = mock.patch.object(os, "replace", wraps=os.replace, side_effect=[mock.DEFAULT, KeyboardInterrupt])
     with interrupted, pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3, 4]])
     assert contents(tmp_path) == {"a.bin": b"\x03\x00\x04\x00"}
-    with pytest.raises(ValueError, match=r"a\.bin exists"):  # it may be somebody's
+    with pytest.raises(ValueError, match=r"a\.bin exists"):  # the file may belong to another user
         check_output(tmp_path / "a", overwrite=False)
     (tmp_path / "a.bin").rename(tmp_path / "a.idx")
     with pytest.raises(ValueError, match=r"a\.idx exists"):
         check_output(tmp_path / "a", overwrite=False)
 
 
-def test_a_pair_that_is_being_written_cannot_be_written_by_another_but_leftovers_are_replaced(tmp_path):
+def test_pair_is_locked_while_written_and_leftovers_are_replaced(tmp_path):
     for name in ("a.bin.unfinished", "a.idx.unfinished"):
         (tmp_path / name).write_bytes(b"leftover " * 100)
     with IndexedDatasetBuilder(tmp_path / "a", "<u2") as first:

@@ -1,4 +1,4 @@
-"""Micro-batches have Megatron's masks and positions, and every rank gets its part of the step, whoever reads it."""
+"""Test batch loading: Megatron's masks and positions, each rank's part of a step, and reading ahead in threads."""
 
 import itertools
 import threading
@@ -26,7 +26,7 @@ MAKE = partial(make_micro_batch, eod=None)
 
 
 def naive(samples: torch.Tensor, *, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool) -> Any:
-    """One token at a time."""
+    """Make a micro-batch token by token."""
     tokens, labels = samples[:, :-1], samples[:, 1:]
     loss_mask = torch.tensor([[float(not eod_mask_loss or t != EOD) for t in row] for row in tokens.tolist()])
     positions, starts = torch.zeros_like(tokens), []
@@ -40,7 +40,7 @@ def naive(samples: torch.Tensor, *, reset_position_ids: bool, reset_attention_ma
 
 @settings(max_examples=200)
 @given(data=st.data(), size=st.integers(1, 4), length=st.integers(1, 9))
-def test_micro_batches_equal_the_naive_ones(data, size, length):
+def test_micro_batches_match_the_plain_loop(data, size, length):
     rows = st.lists(st.integers(0, 2), min_size=length + 1, max_size=length + 1)
     samples = torch.tensor(data.draw(st.lists(rows, min_size=size, max_size=size)))
     flags = {name: data.draw(st.booleans()) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
@@ -49,7 +49,7 @@ def test_micro_batches_equal_the_naive_ones(data, size, length):
     assert all(part is None or part.is_contiguous() for part in batch)
 
 
-def test_flags_about_documents_are_refused_without_an_end_of_document_token():
+def test_document_flags_without_an_eod_token_are_rejected():
     flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     rows = [(flag, f"--{flag.replace('_', '-')} needs a tokenizer with an end-of-document") for flag in flags]
     assert not not_refused(rows, lambda flag: MAKE(torch.ones(1, 3, dtype=torch.int64), **{flag: True}))
@@ -59,7 +59,7 @@ def test_flags_about_documents_are_refused_without_an_end_of_document_token():
 
 
 class Counting:
-    """Sample i is i, i, i, ..."""
+    """A dataset whose sample i is i, i, i, ..."""
 
     def __init__(self, length: int = 1000, hook: Callable[[int], object] = int) -> None:
         self.length, self.hook, self.read = length, hook, list[int]()
@@ -74,7 +74,7 @@ class Counting:
 
 
 def loader(dataset: Counting, *, rank: int = 0, size: int = 1, **options: Any) -> BatchLoader:
-    """Micro-batches of two samples on a CPU."""
+    """Make a loader of micro-batches of two samples on the CPU."""
     options = {"micro_batch_size": 2, "make_batch": MAKE, "device": torch.device("cpu")} | options
     return BatchLoader(dataset, data_rank=rank, data_size=size, **options)
 
@@ -84,7 +84,7 @@ def samples(batches: list) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-def test_a_step_is_cut_into_micro_batches_rank_by_rank(num_workers):
+def test_step_is_cut_into_micro_batches_rank_by_rank(num_workers):
     for rank, expected in enumerate([[[24, 25], [30, 31]], [[26, 27], [32, 33]], [[28, 29], [34, 35]]]):
         with loader(Counting(), rank=rank, size=3, num_workers=num_workers) as batches:
             step = batches.step(24, 12)
@@ -92,37 +92,37 @@ def test_a_step_is_cut_into_micro_batches_rank_by_rank(num_workers):
             assert step[0].tokens.shape == (2, 4)
 
 
-def test_the_next_steps_are_ready_before_they_are_asked_for():
+def test_next_steps_are_loaded_before_they_are_requested():
     dataset = Counting(hook=lambda index: time.sleep(0.02))
     with loader(dataset, num_workers=2) as batches:
         batches.step(0, 8)
         deadline = time.monotonic() + 20
-        while len(dataset.read) < 24 and time.monotonic() < deadline:  # this step and the two after it
+        while len(dataset.read) < 24 and time.monotonic() < deadline:  # this step and the next two
             time.sleep(0.01)
         assert sorted(dataset.read) == list(range(24))
         before = batches.wait_seconds
         assert before > 0.02
         assert samples(batches.step(8, 8)) == [[8, 9], [10, 11], [12, 13], [14, 15]]
-        assert batches.wait_seconds - before < before / 2  # nothing is left to read
+        assert batches.wait_seconds - before < before / 2  # the samples are already loaded
 
 
-def test_a_step_that_was_not_foreseen_is_right_all_the_same():
+def test_unexpected_step_is_still_loaded_correctly():
     with loader(Counting(), num_workers=2) as batches:
         for consumed, size in ((0, 4), (4, 8), (100, 4), (12, 4), (12, 4)):
             assert [*itertools.chain(*samples(batches.step(consumed, size)))] == [*range(consumed, consumed + size)]
 
 
-def test_a_ramp_up_is_foreseen_with_its_plan_and_nothing_is_read_beyond_the_end():
+def test_ramp_up_is_loaded_ahead_and_nothing_beyond_the_end():
     dataset = Counting(length=24)
     with loader(dataset, num_workers=1, batch_size_at=lambda consumed: 4 if consumed < 8 else 8) as batches:
         for consumed, size in ((0, 4), (4, 4), (8, 8), (16, 8)):
             assert len(batches.step(consumed, size)) == size // 2
         time.sleep(0.05)
-    assert sorted(dataset.read) == list(range(24))  # once each: nothing was read for a guess that did not come
+    assert sorted(dataset.read) == list(range(24))  # each sample is read once, so no wrong step was loaded ahead
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_goes_wrong_in_a_thread_is_raised_in_the_caller_with_the_samples(num_workers):
+def test_error_in_a_loading_thread_is_raised_with_its_samples(num_workers):
     def fail(index: int) -> None:
         if index == 7:
             raise ValueError("the disk is gone")
@@ -136,7 +136,7 @@ def test_what_goes_wrong_in_a_thread_is_raised_in_the_caller_with_the_samples(nu
             batches.step(0, 6)
 
 
-def test_closing_ends_the_threads():
+def test_close_ends_the_threads():
     before = {*threading.enumerate()}
     batches = loader(Counting(hook=lambda index: time.sleep(0.01)), num_workers=3)
     batches.step(0, 8)
@@ -147,7 +147,7 @@ def test_closing_ends_the_threads():
 
 
 @pytest.mark.parametrize("kind", [MicroBatch, PairBatch, RolloutBatch])
-def test_every_tensor_of_any_kind_of_batch_is_pinned_for_a_gpu(monkeypatch, kind):
+def test_every_tensor_of_any_batch_type_is_pinned_for_a_gpu(monkeypatch, kind):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     fields = [torch.full((2, 3), float(place)) for place in range(len(kind._fields))]
@@ -167,8 +167,8 @@ def test_batches_arrive_on_the_gpu():
             assert [*itertools.chain(*samples(step))] == [*range(consumed, consumed + 8)]
 
 
-def test_threads_work_on_the_device_of_their_rank(monkeypatch):
-    """CUDA's current device is each thread's own; on the CPU nothing is asked."""
+def test_threads_use_the_device_of_their_rank(monkeypatch):
+    """CUDA's current device is a property of each thread. Nothing is set on the CPU."""
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))
     for device in (torch.device("cuda", 3), torch.device("cpu")):

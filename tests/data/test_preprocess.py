@@ -1,4 +1,4 @@
-"""A corpus becomes the pairs that Megatron would write, the same bytes with any number of workers, or nothing."""
+"""Test preprocessing: the output is Megatron's byte for byte with any number of workers, or nothing is written."""
 
 import errno
 import itertools
@@ -33,7 +33,7 @@ def run(
     return preprocess(PreprocessConfig(**{"input": tuple(map(str, paths)), "output_prefix": str(out)} | flags), by, log)
 
 
-def test_the_files_are_megatrons_byte_for_byte(tmp_path):
+def test_output_is_megatrons_byte_for_byte(tmp_path):
     rows = [("T1", "one"), ("", "twö"), ("T3", ""), ("T4", "four"), ("", "")]
     lines = [json.dumps({"title": title, "text": text}) for title, text in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines[:2]))
@@ -46,17 +46,17 @@ def test_the_files_are_megatrons_byte_for_byte(tmp_path):
         progress = run(inputs, out / "my.corpus", json_keys=("text", "title"), append_eod=bool(eod))
         for column, key in enumerate(("title", "text")):
             with IndexedDatasetBuilder(expected / f"my.corpus_{key}_document", "<u2") as builder:
-                for row in rows:  # one without ids has no sequence and no eod, but a place among the documents
+                for row in rows:  # an empty text has no sequence and no eod, but counts as a document
                     builder.add_document(*([[*row[column].encode(), *eod]] if row[column] else []))
                 builder.finalize()
         assert contents(out) == contents(expected)
         assert (progress.documents, progress.bad_lines, progress.text_bytes) == (5, 0, 17)
-        assert progress.tokens == 17 + 6 * len(eod)  # without those of empty texts
+        assert progress.tokens == 17 + 6 * len(eod)  # empty texts get no eod
         assert progress.disk_bytes == progress.total_disk_bytes
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path):
-    """Blocks of very different cost, so that later ones are done first; one line is bad; ids are SentencePiece's."""
+def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
+    """Blocks differ much in cost, so later ones finish first. One line is bad, and ids are SentencePiece's."""
     texts = [f"{i}" * (200_000 if i % 5 == 0 else 1 + i) for i in range(20)]
     path, model = write_jsonl(tmp_path / "a.jsonl", *texts), tmp_path / "sp.model"
     path.write_bytes(path.read_bytes() + b"junk\n")
@@ -74,7 +74,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path):
     assert [dataset.get(i).tolist() for i in range(20)] == SentencePieceProcessor(model_file=str(model)).encode(texts)
 
 
-def test_a_bad_line_stops_the_run_or_is_counted(tmp_path):
+def test_bad_line_stops_the_run_or_is_counted(tmp_path):
     path, out, said = write_jsonl(tmp_path / "a.jsonl", "one", "two"), tmp_path / "out", list[str]()
     out.mkdir()
     path.write_bytes(path.read_bytes() + b'{"text": "\xff"}\n{"txt": ""}\n{"text": "three"}\n')
@@ -87,7 +87,7 @@ def test_a_bad_line_stops_the_run_or_is_counted(tmp_path):
     assert bytes(IndexedDataset(out / "x_text_document").tokens.tolist()) == b"onetwothree"
 
 
-def test_what_exists_is_kept_unless_it_may_be_replaced(tmp_path):
+def test_existing_output_is_kept_unless_overwrite_is_given(tmp_path):
     path, other, bad, out = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "bad.jsonl", "out"))
     out.mkdir()
     bad.write_bytes(b"junk")
@@ -102,7 +102,7 @@ def test_what_exists_is_kept_unless_it_may_be_replaced(tmp_path):
     assert contents(out)["x_text_document.bin"] == b"t\x00w\x00o\x00"
 
 
-def test_a_corpus_or_key_without_text_is_refused_and_leaves_nothing(tmp_path):
+def test_corpus_or_key_without_text_is_rejected_and_leaves_nothing(tmp_path):
     path = tmp_path / "a.jsonl"
     blank = (b"", b"\n\n", b'{"text": "", "title": ""}\n', b"\xef\xbb\xbf")
     rows = [*((content, "text") for content in blank), (b'{"text": "one", "title": ""}\n', "title")]
@@ -113,7 +113,7 @@ def test_a_corpus_or_key_without_text_is_refused_and_leaves_nothing(tmp_path):
     assert contents(tmp_path).keys() == {"a.jsonl"}
 
 
-def test_wrong_flags_are_refused_before_anything_is_written(tmp_path):
+def test_invalid_flags_are_rejected_before_anything_is_written(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", "one")
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, "[UNK]")).save(str(tmp_path / "tokenizer.json"))
     without_eod, before = TokenizerConfig(tokenizer_model=str(tmp_path)), contents(tmp_path)
@@ -132,7 +132,7 @@ def test_wrong_flags_are_refused_before_anything_is_written(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_the_time_left_follows_from_the_share_of_the_input(monkeypatch):
+def test_time_left_follows_from_the_share_of_the_input(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 100.0)
     progress = PreprocessProgress(total_disk_bytes=40, started=100.0, documents=5, disk_bytes=50)
     assert str(progress).endswith(
@@ -148,7 +148,7 @@ def test_the_time_left_follows_from_the_share_of_the_input(monkeypatch):
 
 
 def workers() -> list[Any]:
-    """Not the ranks that other tests keep."""
+    """Return the worker processes, without the ranks that other tests keep."""
     return [process for process in multiprocessing.active_children() if process.name.startswith("SpawnProcess")]
 
 
@@ -162,12 +162,12 @@ def print_own_and_wait(_: int) -> None:
     time.sleep(100)
 
 
-def test_results_come_in_order_and_who_stops_listening_ends_the_workers():
-    """Items are not read far ahead, so there may be endlessly many."""
+def test_results_come_in_order_and_closing_ends_the_workers():
+    """Items are read only a little ahead, so there may be infinitely many."""
     taken = itertools.count()
     results = map_in_processes(double_slowly_at_first, taken, 2)
     found = [next(results)]
-    assert next(taken) <= 8  # which takes one itself
+    assert next(taken) <= 8  # at most 8 items were read; this call takes one as well
     found += [next(results) for _ in range(30)]
     numbers, pids = zip(*found, strict=True)
     assert numbers[:6] == (0, 2, 4, 6, 8, 10)
@@ -177,7 +177,7 @@ def test_results_come_in_order_and_who_stops_listening_ends_the_workers():
     assert workers() == []
 
 
-def test_workers_killed_while_they_hand_over_much_are_noticed():
+def test_killed_workers_are_noticed_during_large_transfers():
     results = map_in_processes(bytes, [1 << 24] * 100, 2)  # far more than a pipe holds
     next(results)
     for process in workers():
@@ -187,7 +187,7 @@ def test_workers_killed_while_they_hand_over_much_are_noticed():
     assert workers() == []
 
 
-def test_exceptions_and_full_disks_of_workers_are_told():
+def test_exceptions_and_full_disks_of_workers_are_reported():
     with pytest.raises(json.JSONDecodeError, match="line 1 column 1") as caught:
         list(map_in_processes(json.loads, ["1", "junk", "2"], 1))
     assert "in raw_decode" in str(caught.value.__cause__)
@@ -199,7 +199,7 @@ def test_exceptions_and_full_disks_of_workers_are_told():
         list(map_in_processes(json.loads, ["1"], 1))
 
 
-def test_workers_end_with_a_main_process_that_is_killed(tmp_path):
+def test_workers_end_when_the_main_process_is_killed(tmp_path):
     script = tmp_path / "main.py"
     script.write_text(
         "from test_preprocess import map_in_processes, print_own_and_wait\n"
@@ -211,6 +211,6 @@ def test_workers_end_with_a_main_process_that_is_killed(tmp_path):
     with subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True) as main:
         assert main.stdout is not None
         worker = int(main.stdout.readline())
-        os.kill(worker, 0)  # it lives
+        os.kill(worker, 0)  # raises if it does not exist
         main.kill()
-        assert main.stdout.read() == ""  # nobody holds its output open any more
+        assert main.stdout.read() == ""  # ends when no process has the output open

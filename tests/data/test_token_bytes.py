@@ -1,4 +1,4 @@
-"""Bytes of single tokens: those of a document's tokens add up to its text, wherever samples cut it."""
+"""Test byte counts of single tokens: for any cut into samples, a document's counts add up to its text's bytes."""
 
 import io
 
@@ -19,7 +19,7 @@ TEXTS = ["naïve—日本語 🐳 �", "two  words", "x", "日本", "🐳"]
 
 
 def with_dummy_prefix() -> SentencePieceTokenizer:
-    """Text begins with a space that decoding leaves out, as Llama's."""
+    """Return a tokenizer like Llama's, which adds a leading space that decoding removes."""
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()),
@@ -35,7 +35,7 @@ def with_dummy_prefix() -> SentencePieceTokenizer:
 
 
 def byte_fallback() -> HFTokenizer:
-    """Letters and, for all other characters, pieces of one byte each."""
+    """Return a tokenizer with letters, and one-byte pieces for all other characters."""
     names = ["</s>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *"twordsxnaive"]
     model = tokenizers.models.BPE({name: i for i, name in enumerate(dict.fromkeys(names))}, [], byte_fallback=True)
     tokenizer, of = tokenizers.Tokenizer(model), tokenizers.decoders
@@ -45,7 +45,7 @@ def byte_fallback() -> HFTokenizer:
 
 
 def word_pieces() -> HFTokenizer:
-    """Decoding puts a space between words and joins the pieces of a word."""
+    """Return a tokenizer whose decoding adds spaces between words and joins pieces of a word."""
     vocabulary = {name: i for i, name in enumerate(["[UNK]", "</s>", "two", "wor", "##ds", "x"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
@@ -76,19 +76,20 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
     return loaded
 
 
-def test_bytes_of_tokens_add_up_to_the_text_at_every_cut(tokenizer):
+def test_token_bytes_add_up_to_the_text_at_every_cut(tokenizer):
     sizes, ids, lengths = TokenBytes(tokenizer), [tokenizer.eod], [0]
     for text in TEXTS:
         encoded = [*tokenizer.encode(text), tokenizer.eod]
         ids += encoded
         lengths.append(lengths[-1] + len(text.encode()))
     line = np.array(ids, dtype=np.int64)
-    for cut in range(1, len(line) - 1):  # windows share an id, a label of the first and an input of the second
+    # windows share an id: the last label of the first one is the first input of the second
+    for cut in range(1, len(line) - 1):
         parts = line[: cut + 1], line[cut:]
         assert sum(sizes.count(part, np.ones(len(part) - 1, dtype=bool)) for part in parts) == lengths[-1]
 
 
-def test_a_label_that_does_not_count_takes_its_bytes_along(tokenizer):
+def test_masked_label_removes_exactly_its_bytes(tokenizer):
     sizes = TokenBytes(tokenizer)
     ids = np.array([tokenizer.eod, *tokenizer.encode("日x")], dtype=np.int64)
     every = np.ones(len(ids) - 1, dtype=bool)
@@ -98,10 +99,10 @@ def test_a_label_that_does_not_count_takes_its_bytes_along(tokenizer):
     assert sizes.count(ids, ~every) == 0
 
 
-def test_words_bring_their_spaces_and_unknown_pieces_no_bytes():
+def test_words_count_their_spaces_and_unknown_pieces_count_nothing():
     pieces = word_pieces()
     sizes = TokenBytes(pieces)
-    for text, expected in (("two words", 9), ("words two", 9), ("two ? x", 5)):  # decoded: "two x"
+    for text, expected in (("two words", 9), ("words two", 9), ("two ? x", 5)):  # the last one is decoded to "two x"
         ids = np.array([pieces.eod, *pieces.encode(text), pieces.eod], dtype=np.int64)
         assert sizes.count(ids, np.ones(len(ids) - 1, dtype=bool)) == expected, text
 

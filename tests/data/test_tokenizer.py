@@ -1,4 +1,4 @@
-"""Tokenizers give text back, know their end-of-document token, and are told apart by their identity."""
+"""Test tokenizers: round trips, end-of-document tokens, special tokens, and identities."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ from megazpp.data.tokenizer_folder import find_tokenizer
 
 BPE = tokenizers.ByteLevelBPETokenizer
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="▁\x00")
-# hypothesis finds the name of eod in this file
+# hypothesis takes constants of this file as examples, so it finds eod's name
 ANY_TEXT = st.text(CHARACTERS, max_size=60).filter(lambda text: "<|endoftext|>" not in text)
 
 
@@ -63,7 +63,7 @@ def one_of_each(sentencepiece_model, byte_level_bpe) -> list[Tokenizer]:
 
 
 def load(folder: Path, **flags: Any) -> Any:
-    """The tokenizer of a Hugging Face folder."""
+    """Load the tokenizer of a Hugging Face folder."""
     return load_tokenizer(dataclasses.replace(find_tokenizer(folder), **flags))
 
 
@@ -74,7 +74,7 @@ def load(folder: Path, **flags: Any) -> Any:
 @example("naïve—日本語 🐳")
 @example("<eod>")
 @example("</s><unk>")
-def test_any_text_comes_back_and_every_character_has_its_place(one_of_each, text):
+def test_any_text_round_trips_and_spans_cover_every_character(one_of_each, text):
     for tokenizer in one_of_each:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -85,32 +85,32 @@ def test_any_text_comes_back_and_every_character_has_its_place(one_of_each, text
             assert {place for first, last in spans for place in range(first, last)} == set(range(len(text)))
 
 
-def test_the_null_tokenizer_counts_as_megatrons_does():
+def test_null_tokenizer_counts_like_megatrons():
     tokenizer = ByteTokenizer(50256)
     assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
     assert tokenizer.encode("hé") == [104, 195, 169]
 
 
-def test_equal_ids_have_equal_identities_and_others_not(sentencepiece_model, byte_level_bpe):
+def test_identities_are_equal_exactly_if_ids_are(sentencepiece_model, byte_level_bpe):
     backend = tokenizers.Tokenizer.from_str(byte_level_bpe.to_str())
     backend.add_special_tokens(["<pad>"])
     files = definition(backend.to_str())
     models = [sentencepiece_model, sentencepiece_model, train_sentencepiece(iter([TEXT]), 301)]
     made: list[Tokenizer] = [*map(SentencePieceTokenizer, models), ByteTokenizer(), ByteTokenizer(300)]
-    # another token at the end of every document: one that is special anyhow, and one that becomes it
+    # another end-of-document token: one that is already special, and one that becomes special
     made += [HFTokenizer(files), *(HFTokenizer(files, eos_token=name) for name in ("<pad>", "a"))]
     assert made[0].identity == made[1].identity
     assert len({tokenizer.identity for tokenizer in made}) == 7
 
 
-def test_flags_choose_the_tokenizer_or_are_refused_with_the_reason(tmp_path, sentencepiece_model, byte_level_bpe):
+def test_flags_choose_the_tokenizer_or_are_rejected(tmp_path, sentencepiece_model, byte_level_bpe):
     (tmp_path / "spm.model").write_bytes(sentencepiece_model)
     byte_level_bpe.save(f"{tmp_path}/tokenizer.json")
     byte_level_bpe.save_model(str(tmp_path))
     by_type, by_model, here = "tokenizer_type", "tokenizer_model", str(tmp_path)
     for flags, kind in (
         ({}, type(None)),
-        ({by_type: "SentencePieceTokenizer"}, type(None)),  # to be trained
+        ({by_type: "SentencePieceTokenizer"}, type(None)),  # trained later
         ({by_type: "NullTokenizer"}, ByteTokenizer),
         ({by_model: f"{here}/spm.model"}, SentencePieceTokenizer),
         ({by_model: f"{here}/spm.model", by_type: "GPTSentencePieceTokenizer"}, SentencePieceTokenizer),
@@ -140,7 +140,7 @@ def test_flags_choose_the_tokenizer_or_are_refused_with_the_reason(tmp_path, sen
     assert not not_refused(rows, lambda flags: load_tokenizer(TokenizerConfig(**flags)))
 
 
-def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path):
+def test_eos_of_a_hugging_face_folder_is_its_eod(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "money": 5}, "[UNK]"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     for description, eod in (
@@ -149,11 +149,12 @@ def test_the_eos_of_a_hugging_face_directory_is_its_eod(tmp_path):
         ({"eos_token": {"__type": "AddedToken", "content": "money"}}, 5),
     ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(description))
-        assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (eod, 6)  # ids have holes
+        assert (load(tmp_path).eod, load(tmp_path).vocab_size) == (eod, 6)  # ids have gaps
 
 
-def test_the_name_of_eod_in_a_text_is_eod_and_has_its_place(one_of_each, byte_level_bpe):
-    files = definition(byte_level_bpe.to_str(), tokenizer_config={"split_special_tokens": True})  # not looked for
+def test_eods_name_in_a_text_becomes_eod_with_its_span(one_of_each, byte_level_bpe):
+    # transformers would not look for special tokens
+    files = definition(byte_level_bpe.to_str(), tokenizer_config={"split_special_tokens": True})
     for tokenizer in (*one_of_each, HFTokenizer(files)):
         name = tokenizer.eod_name
         ids, spans = tokenizer.encode_spans(f"money{name}never{name}")
@@ -168,7 +169,7 @@ SPECIAL = ["Call me", " two", "money</s>me", "money</s> <s>me", "", "me  me", "[
 BOTH = {"add_bos_token": True, "add_eos_token": True}
 LLAMA: list[dict[str, object]] = [
     {},
-    BOTH,  # which a tokenizer.json overrules
+    BOTH,  # a tokenizer.json has priority over these
     {"tokenizer_class": "LlamaTokenizerFast"},
     {"tokenizer_class": "LlamaTokenizer", "legacy": True},
     {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False},
@@ -185,7 +186,7 @@ GPT2: list[dict[str, object]] = [
 ]
 
 
-def test_a_folder_gives_transformers_ids(tmp_path, byte_level_bpe):
+def test_folder_gives_the_ids_of_transformers(tmp_path, byte_level_bpe):
     cases = [("llama", config) for config in LLAMA] + [(kind, each) for kind in ("json", "merges") for each in GPT2]
     of_identity: dict[str, list[list[int]]] = {}
     for number, (kind, described) in enumerate(cases):
@@ -241,7 +242,7 @@ def test_each_kind_of_folder_gives_transformers_ids_texts_and_specials(tmp_path,
     assert (load(copy).identity, load(copy).encode_batch(SHOWN)) == (ours.identity, ids)
 
 
-def test_without_transformers_only_a_hugging_face_folder_is_refused(tmp_path, monkeypatch, sentencepiece_model):
+def test_only_hugging_face_folders_need_transformers(tmp_path, monkeypatch, sentencepiece_model):
     (tmp_path / "spm.model").write_bytes(sentencepiece_model)
     folder = write_llama_tokenizer(tmp_path / "their", TEXT)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -252,8 +253,8 @@ def test_without_transformers_only_a_hugging_face_folder_is_refused(tmp_path, mo
 
 
 @pytest.mark.parametrize("write", [qwen2, llama3, llama2, gpt2_merges])
-def test_eos_token_ends_documents_and_is_in_all_files_that_name_it(tmp_path, write):
-    """As TRL's argument of this name: the list of generation_config.json keeps its other ids."""
+def test_eos_token_flag_sets_eod_in_all_files_that_name_it(tmp_path, write):
+    """Like TRL's argument of this name; the other ids in generation_config.json are kept."""
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
     before = load(tmp_path)
@@ -265,7 +266,7 @@ def test_eos_token_ends_documents_and_is_in_all_files_that_name_it(tmp_path, wri
     said = {name: json.loads(content) for name, content in tokenizer.files.items() if name.endswith("config.json")}
     assert (said["tokenizer_config.json"]["eos_token"], said["config.json"]["eos_token_id"]) == (name, index)
     assert said.get("generation_config.json", {}).get("eos_token_id", [index])[0] == index
-    assert HFTokenizer(tokenizer.files).identity == tokenizer.identity  # as a checkpoint keeps it
+    assert HFTokenizer(tokenizer.files).identity == tokenizer.identity  # as saved in a checkpoint
 
 
 STOPS: list[tuple[dict[str, Any], list[int]]] = [  # further files, ids that end a text
@@ -278,7 +279,7 @@ STOPS: list[tuple[dict[str, Any], list[int]]] = [  # further files, ids that end
 ]
 
 
-def test_texts_end_at_the_ids_of_generation_config_else_of_config(tmp_path):
+def test_stop_ids_come_from_generation_config_or_else_config(tmp_path):
     folder = write_llama_tokenizer(tmp_path, TEXT)
     for files, stops in STOPS:
         for name in ("config", "generation_config"):
@@ -291,8 +292,8 @@ def test_texts_end_at_the_ids_of_generation_config_else_of_config(tmp_path):
         _ = load(folder).stop_ids
 
 
-def test_a_tokenizer_json_that_cuts_and_pads_does_neither_here(byte_level_bpe):
-    """As transformers writes it after a call that truncates."""
+def test_truncation_and_padding_in_tokenizer_json_are_ignored(byte_level_bpe):
+    """transformers writes them after a call that truncates."""
     cuts = tokenizers.Tokenizer.from_str(byte_level_bpe.to_str())
     cuts.enable_truncation(16)
     cuts.enable_padding(length=16)
@@ -302,7 +303,7 @@ def test_a_tokenizer_json_that_cuts_and_pads_does_neither_here(byte_level_bpe):
         assert ours.encode(text) == plain.encode(text)
 
 
-def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_refused(tmp_path):
+def test_documents_have_their_marks_once_and_must_match_the_flag(tmp_path):
     folder, texts = write_llama_tokenizer(tmp_path / "their", TEXT), write_jsonl(tmp_path / "a.jsonl", "Call me", "")
     for adds, note, refusal in (
         (True, "note: texts get the special tokens [1] before them", "all texts begin with"),
@@ -313,7 +314,7 @@ def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_re
         flags = {"input": (str(texts),), "output_prefix": f"{tmp_path}/{adds}", "append_eod": True}
         preprocess(PreprocessConfig(**flags), config, lines.append)
         written = IndexedDataset(prefix)
-        (ids,) = [written.get(i).tolist() for i in range(len(written))]  # marks alone are no document
+        (ids,) = [written.get(i).tolist() for i in range(len(written))]  # an empty text with only marks is no document
         assert (ids, ids[0] == 1, ids.count(1)) == ([*tokenizer.encode("Call me"), 2], adds, adds)
         assert note in lines[0]
         write_indexed_dataset(iter(["Call me"]), tokenizer, tmp_path / "streamed")
@@ -324,14 +325,14 @@ def test_documents_have_their_marks_once_and_a_run_that_goes_the_other_way_is_re
             check_inputs(data, dataclasses.replace(config, add_special_tokens=not adds))
 
 
-def test_one_eod_ends_a_document_whose_tokenizer_ends_it_itself():
+def test_document_has_one_eod_if_the_tokenizer_adds_it_itself():
     tokenizer = ByteTokenizer()
     for after, used, end in (([256], True, []), ([7, 256], True, []), ([256, 7], True, [256]), ([256], False, [256])):
         tokenizer.marks = Marks([], after, used)
         assert document_end(tokenizer) == end
 
 
-def test_an_id_without_a_row_is_refused_where_it_occurs(tmp_path):
+def test_id_beyond_the_models_vocabulary_is_rejected_where_it_occurs(tmp_path):
     folder = write_llama_tokenizer(tmp_path, TEXT, pad_token="[PAD]")
     rows = load(folder).vocab_size - 1
     tokenizer = load(folder, model_vocab_size=rows)

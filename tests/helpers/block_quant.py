@@ -1,7 +1,7 @@
-"""Messages of segments in awkward places, and the comparison of two implementations of block quantization on them.
+"""Build messages with awkward layouts, and compare two implementations of block quantization on them.
 
-Every byte that a function may write lies in a buffer of 0xFF bytes (NaN in every float dtype): an element that was not
-written, or a byte beside it that was, shows in the comparison.
+Every buffer that a function may write is filled with 0xFF bytes (NaN in every float dtype). An element that was not
+written, or a byte that was written outside the elements, makes the comparison fail.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ GUARD_BYTES = 32
 
 
 def layout_of(sizes: list[tuple[int, bool]], fmt: BlockFormat, itemsize: int = 4) -> MessageLayout:
-    """Messages of segments (elements, whether they are quantized), which lie side by side, with guards between them."""
+    """Lay out adjacent segments, given as (elements, is quantized), with guard bytes between them in the message."""
     ranges, offset, start = [], GUARD_BYTES, 0
     for size, is_quantized in sizes:
         payload = offset, fmt.payload_bytes(size) if is_quantized else size * itemsize
@@ -30,14 +30,14 @@ def layout_of(sizes: list[tuple[int, bool]], fmt: BlockFormat, itemsize: int = 4
 
 
 def messages(lead: tuple[int, ...], layout: MessageLayout, device: str, *, swapped: bool) -> Tensor:
-    """Messages [A, B, M] of 0xFF bytes; they lie as [B, A, M] if `swapped`."""
+    """Return messages [A, B, M] of 0xFF bytes; in memory they are [B, A, M] if `swapped`."""
     order = lead[::-1] if swapped else lead
     made = torch.full((*order, layout.message_bytes), 0xFF, dtype=torch.uint8, device=device)
     return made.transpose(0, 1) if swapped else made
 
 
 def same_nans(messages: Tensor, layout: MessageLayout, dtype: torch.dtype) -> Tensor:
-    """A copy in which every NaN that travels as it is has the same bits: its conversion has a choice of them."""
+    """Return a copy in which all NaN in exact segments have the same bits, since dtype conversion may choose any."""
     copied = messages.clone()
     for part in layout.ranges:
         if part.scales is None:
@@ -47,21 +47,21 @@ def same_nans(messages: Tensor, layout: MessageLayout, dtype: torch.dtype) -> Te
 
 
 def placed(x: Tensor, device: str, offset: int) -> tuple[Tensor, Tensor]:
-    """(buffer of NaN, view of it that holds x), with `offset` elements before every row and guards behind it."""
+    """Return (NaN buffer, view of it that holds x), with `offset` elements before each row and guards after it."""
     *lead, n = x.shape
     buffer = torch.full((*lead, offset + n + 16), torch.nan, dtype=x.dtype, device=device)
     return buffer, buffer[..., offset : offset + n].copy_(x)
 
 
 def difficult(lead: tuple[int, ...], n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Rows of many magnitudes with zeros, subnormals, ties, huge values and numbers that are not finite, on the CPU."""
+    """Return CPU rows of many magnitudes with zeros, subnormals, ties, huge values, NaN and infinities."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*lead, n, generator=generator)
     for index, row in enumerate(x.flatten(0, -2) if n else ()):
         at = int(torch.randint(n, (1,), generator=generator))
         kind = (index + seed) % 8
         if kind == 0:
-            row[n // 2 :] = row[n // 2 :].sign() * torch.where(row[n // 2 :] > 1, 0.29, 0.3)  # of one size
+            row[n // 2 :] = row[n // 2 :].sign() * torch.where(row[n // 2 :] > 1, 0.29, 0.3)  # nearly equal magnitudes
         elif kind == 1:
             row.zero_()[at] = -0.0
         elif kind == 2:
@@ -79,7 +79,7 @@ def difficult(lead: tuple[int, ...], n: int, dtype: torch.dtype, seed: int = 0) 
 
 
 def assert_same(name: str, got: Tensor, expected: Tensor) -> None:
-    """The same bytes, but for NaN, which may be any."""
+    """Assert that two tensors have the same bytes, except that any NaN equals any other."""
     got, expected = (
         torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x for x in (got.cpu(), expected)
     )
@@ -88,7 +88,7 @@ def assert_same(name: str, got: Tensor, expected: Tensor) -> None:
 
 
 def compare(run: Callable[[ModuleType, str], Iterator[Tensor]], with_: ModuleType, device: str, what: str) -> None:
-    """All that `run` yields on the reference and on another implementation is the same."""
+    """Assert that all results of `run` are equal on the reference and on the implementation `with_`."""
     for step, (expected, got) in enumerate(zip(run(reference, "cpu"), run(with_, device), strict=True)):
         assert_same(f"result {step} of {what}", got, expected)
 
@@ -106,13 +106,19 @@ def pack_both(
     beta: float = 0.0,
     base: Tensor | None = None,
 ) -> None:
-    """Pack and unpack x [A, B, n]; compare every byte with the reference.
+    """Pack and unpack x [A, B, n], and compare every byte with the reference.
 
     Args:
-        dtype: of what is not quantized.
-        steps: > 0: so many times, with feedback.
-        beta: share of the earlier error in it.
-        base: [A, B, n], whose difference from x is quantized; it lies one element further from the rows' starts.
+        implementation: module to compare with the reference.
+        x: [A, B, n] on the CPU.
+        layout: message layout of one row.
+        device: device on which the implementation runs.
+        dtype: dtype of exact segments in the message.
+        swapped: whether the messages' two leading dims are swapped in memory.
+        offset: number of elements before each row in its buffer.
+        steps: number of times to pack with error feedback; 0 packs once without it.
+        beta: share of the earlier error in the stored error.
+        base: [A, B, n], whose difference from x is quantized; its rows start one element later than the rows of x.
     """
     lead, table = x.shape[:2], range_table(layout, dtype)
 
@@ -127,7 +133,7 @@ def pack_both(
             module.pack(source, table, sent, errors if steps else None, None if base is None else subtracted, beta)
             yield same_nans(sent, layout, dtype)
             yield errors.messages
-        yield source_buffer  # only read
+        yield source_buffer  # must be unchanged
         yield base_buffer
         for onto in (False, True):
             buffer, out = placed(x, place, offset)
@@ -145,7 +151,7 @@ def unpack_both(
     dtype: torch.dtype,
     exact: torch.dtype,
 ) -> None:
-    """Sum parts [K, M, n] into `dtype`, with and without accumulation; compare every byte."""
+    """Sum parts [K, M, n] into `dtype`, with and without accumulation, and compare every byte."""
     lead, table = parts.shape[:2], range_table(layout, exact)
     received = messages(lead, layout, "cpu", swapped=True)
     reference.pack(parts, table, received)

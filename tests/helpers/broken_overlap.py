@@ -1,4 +1,4 @@
-"""`gpu_check_workers streams` of a product that does not wait: backwards end without the hops that are on their way."""
+"""Run `gpu_check_workers streams` with an injected error: backwards end before their hops in flight have finished."""
 
 import gpu_check_workers
 

@@ -1,4 +1,4 @@
-"""Small chat templates, each with a feature that published ones have, and conversations for them."""
+"""Small chat templates, each with one feature of published templates, and conversations for them."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,7 +15,7 @@ THOUGHT = {"role": "assistant", "content": "yes", "reasoning_content": "think so
 
 
 class Chat(NamedTuple):
-    """A template with a conversation, and other columns of the data."""
+    """A template with a conversation and further data columns."""
 
     template: Any
     messages: list[dict[str, Any]] = TALK
@@ -58,7 +58,7 @@ CHATS: dict[str, Chat] = {
     "namespace": Chat(
         "{% set ns = namespace(n=0) %}" + EACH % "{% set ns.n = ns.n + 1 %}{{ ns.n }} {{ m.content }}{{ eos_token }}"
     ),
-    "blocks on lines of their own": Chat(
+    "blocks on separate lines": Chat(
         "{% for m in messages %}\n    {% if m.role == 'user' %}\nQ: {{ m.content }}\n    {% else %}\n"
         "A: {{ m.content }}\n    {% endif %}\n{% endfor %}\n"
     ),
@@ -83,8 +83,10 @@ CHATS: dict[str, Chat] = {
     "chat_template_kwargs in a string": Chat(
         EACH % "{{ tone }}{{ m.content }}{{ eos_token }}", TALK, {"chat_template_kwargs": '{"tone": "kind: "}'}
     ),
-    "several by name": Chat([{"name": "default", "template": CHATML}, {"name": "tool_use", "template": WITH_TOOLS}]),
-    "several by name, with tools": Chat(
+    "several named templates": Chat(
+        [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": WITH_TOOLS}]
+    ),
+    "several named templates, with tools": Chat(
         [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": WITH_TOOLS}],
         CALLS,
         {"tools": [TOOL]},
@@ -98,7 +100,7 @@ CHATS: dict[str, Chat] = {
         PARTS,
     ),
     "developer": Chat(CHATML, [{"role": "developer", "content": "é"}, ASK, TELL]),
-    "letters of JSON": Chat(
+    "JSON of non-ASCII text": Chat(
         "{{ messages | tojson }}{{ eos_token }}", [{"role": "user", "content": "naïve < 🐳"}, TELL]
     ),
 }

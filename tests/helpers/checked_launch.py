@@ -1,4 +1,4 @@
-"""Stands for `torchrun`, `srun` and `sbatch` on machines that are not here: parses and checks the job's every flag.
+"""Replace `torchrun`, `srun` and `sbatch` on one machine: parse and check all flags of the job, and start nothing.
 
 python checked_launch.py torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --lr 1e-3 ...
 """
@@ -26,7 +26,7 @@ def main(launcher: str, *words: str) -> None:
     ranks = next((int(options[name]) for name in RANKS if name in options), RANKS_OF_THE_BATCH_SCRIPT)
     config = parse_run_config(words[place + 1 :], Path.cwd(), features=FEATURES).config
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks)
-    if nodes == 1:  # which may be treated as several
+    if nodes == 1:  # --emulate-nodes may split it
         cluster = config.detect_cluster(ranks, {})
     plan = check_run_config(config, cluster, device_type="cpu")
     print(f"{launcher}: {plan.layout.describe()}")

@@ -1,4 +1,4 @@
-"""Train a tiny GPT with checkpoints, with the product's own parts but without its loop."""
+"""Train a tiny GPT with checkpoints, using the package's parts without its training loop."""
 
 import dataclasses
 import functools
@@ -27,14 +27,14 @@ from megazpp.training.anomalies import LossHistory
 
 
 class Attempt:
-    """The parts of an attempt at a run on this rank; `flags` are CheckpointConfig's, `lines` what it logs."""
+    """The parts of one attempt at a run on this rank; `flags` are CheckpointConfig's, `lines` holds the log."""
 
     def __init__(self, case: Case, *, scale: float | None = None, **flags: Any) -> None:
         self.case, self.config, self.lines = case, CheckpointConfig(**flags), list[str]()
         self.progress, self.losses = TrainingProgress(), LossHistory()
         self.step, self.dims = build_step(case)
         self.diloco = build_diloco(case, self.step, self.dims)
-        self.step.scaler.scale = scale or self.step.scaler.scale  # of the loss
+        self.step.scaler.scale = scale or self.step.scaler.scale  # loss scale
         model, sharding, optimizer = self.step.model, self.step.sharding, self.step.optimizer
         values = RunValues(optimizer, self.step.scaler, self.losses)
         parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)
@@ -45,7 +45,7 @@ class Attempt:
         self.checkpoints = Checkpoints(self.config, self.state, record_of(case), axis, self.lines.append)
 
     def load(self, *, restarted: bool = False) -> TrainingProgress:
-        """Take the folder of --save, and go on from a checkpoint if the flags name one."""
+        """Open the folder of --save, and resume from a checkpoint if the flags name one."""
         source = choose_source(self.config, restarted=restarted)
         self.checkpoints.open()
         if source is not None and (resumed := self.checkpoints.load(source, schedule())) is not None:
@@ -53,7 +53,10 @@ class Attempt:
         return self.progress
 
     def train(self, steps: int, *, saves: bool = True, evaluates: bool = False) -> list[tuple[float, float]]:
-        """(loss, gradient norm) up to the `steps`th step; with `evaluates` weights are used before they are saved."""
+        """Train up to step `steps` and return (loss, gradient norm) of each step.
+
+        With `evaluates`, the model is evaluated after each step, before it is saved.
+        """
         case, results = self.case, []
         while self.progress.iteration < steps:
             now = self.progress.iteration + 1
@@ -64,7 +67,7 @@ class Attempt:
             if self.diloco is not None:
                 self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
                 self.diloco.after_step(now)
-            random.random(), np.random.rand()  # dropout draws, and so do others
+            random.random(), np.random.rand()  # advances these generators as dropout and data would
             done = case.global_batch * now
             self.progress = self.progress._replace(iteration=now, consumed_samples=done, scheduled_samples=done)
             if evaluates:
@@ -81,13 +84,13 @@ class Attempt:
         model.train()
 
     def fingerprint(self) -> dict[str, str]:
-        """What every bit of the state hashes to on this rank, and the next draw of every generator."""
+        """Hash every tensor of the state on this rank, including the states of the random generators."""
         tensors = self.state.tensors(optimizer=True, rng=True)
         found = {key: digest(x) for key, x in tensors.items()}
         return found | {"scale": str(self.step.scaler.state_dict()), "losses": str(self.losses.state_dict())}
 
     def whole(self) -> dict[str, str]:
-        """What weights and moments in full hash to, padding of the vocabulary left out."""
+        """Hash full weights and moments, without padding rows of the vocabulary."""
         tensors = self.state.tensors(optimizer=True, rng=False)
         padded, rows = self.state.padded(tensors), self.case.vocab_size
         full = {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in tensors.items()}
@@ -96,7 +99,7 @@ class Attempt:
 
 
 class Outcome(NamedTuple):
-    """What came of a run on a rank: progress and hashes of the state as loaded, those at the end, its island's rank."""
+    """A run's result on a rank: progress and hashes after loading, steps, hashes at the end, log, island."""
 
     start: TrainingProgress
     loaded: dict[str, str]
@@ -113,7 +116,7 @@ class Outcome(NamedTuple):
 def run(
     case: Case, steps: int, *, restarted: bool = False, evaluates: bool = False, whole: bool = False, **flags: Any
 ) -> Outcome:
-    """Train up to the `steps`th step, with an earlier checkpoint's not repeated; `whole` is for hashes of all ranks."""
+    """Train up to step `steps`, resuming from a checkpoint if there is one; `whole` hashes full tensors."""
     attempt = Attempt(case, **flags)
     hashes = attempt.whole if whole else attempt.fingerprint
     start, loaded, results = attempt.load(restarted=restarted), hashes(), attempt.train(steps, evaluates=evaluates)
@@ -126,12 +129,12 @@ def local_part(x: torch.Tensor) -> torch.Tensor:
 
 
 def digest(x: torch.Tensor) -> str:
-    """Of this rank's part."""
+    """Hash this rank's part of `x`."""
     return hashlib.sha1(local_part(x).contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def record_of(case: Case, **values: Any) -> CheckpointMetadata:
-    """run.json of such a run, at its beginning or with other values."""
+    """Return the contents of run.json for `case` at its beginning, with `values` replaced."""
     flags = dataclasses.asdict(case.model) | dataclasses.asdict(case.optimizer)
     flags |= {"objective": "reward"} if case.scalar_head else {}
     known: dict[str, Any] = {"progress": TrainingProgress(), "schedule": schedule().state_dict(), "flags": flags}

@@ -1,4 +1,4 @@
-"""Read the trace that --timeline-step writes."""
+"""Reader of the trace files that --timeline-step writes."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from megazpp.parallel.timeline import Span
 
 
 def read_chrome_trace(path: Path) -> dict[str, list[Span]]:
-    """The spans of each rank by the rank's name, in rank order."""
+    """Return the spans of each rank by the rank's name, in rank order."""
     events = json.loads(path.read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     spans: dict[str, list[Span]] = {names[rank]: [] for rank in sorted(names)}

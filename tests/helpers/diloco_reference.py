@@ -1,9 +1,9 @@
-"""Local steps of islands in one process: the reference that ranks have to agree with, in plain torch, not quantized.
+"""Simulate local steps of islands in one process, as the unquantized reference for runs on several ranks.
 
-DiLoCo (arXiv 2311.08105) of one fragment of the model after the other and, if wanted, while the next steps run
-(Streaming DiLoCo, arXiv 2501.18512). Legend: H iterations between two sends of a fragment, F fragments, R the islands'
-common copy of the outer weights, x an island's own weights. After the optimizer step of iteration t, counted from 1,
-for each fragment:
+This is DiLoCo (arXiv 2311.08105) by fragments of the model, which may be sent while later steps run (Streaming
+DiLoCo, arXiv 2501.18512). Legend: H iterations between two sends of a fragment, F fragments, R the islands' shared
+copy of the outer weights, x an island's own weights. After the optimizer step of iteration t, counted from 1, for
+each fragment:
 
     merge   if it was sent `delay` iterations ago:        x = alpha x + (1 - alpha) R
     send    if t % H == ((fragment + 1) * H // F) % H:    sum over islands of share * (R - x) -> difference
@@ -11,8 +11,8 @@ for each fragment:
                 R = R - outer_lr * (difference + outer_momentum * momentum)                 (Nesterov)
     merge   at once if the delay is 0
 
-An island's share is that of the tokens since the fragment was sent last. After the last iteration all is sent, and
-x = R everywhere.
+An island's share is its part of the tokens since the last send of the fragment. After the last iteration every
+fragment is sent, and x = R on all islands.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,18 @@ from megazpp.diloco.config import DilocoPlan
 
 
 class Islands:
-    """Models with equal weights that train by themselves and meet in `after_step`; loops and optimizers stay outside.
+    """Models with equal initial weights that train separately and are averaged in `after_step`.
+
+    Training loops and optimizers belong to the caller.
 
     Args:
-        fragments: the names of all parameters, each in one fragment.
+        models: one model per island.
+        fragments: parameter names of each fragment; every parameter is in one fragment.
+        plan: intervals, delay and outer optimizer.
 
     Attributes:
-        common: R by the parameter's name.
-        momentum: the outer optimizer's, by the parameter's name.
+        common: R by parameter name.
+        momentum: the outer optimizer's momentum by parameter name.
     """
 
     def __init__(self, models: Sequence[nn.Module], fragments: Sequence[Sequence[str]], plan: DilocoPlan) -> None:
@@ -44,7 +48,7 @@ class Islands:
         self._merge_at: list[int | None] = [None for _ in fragments]
 
     def after_step(self, iteration: int, tokens: Sequence[float], *, last: bool = False) -> None:
-        """Do what is due after an optimizer step, in which each island has trained on its `tokens`."""
+        """Merge and send the fragments that are due after an optimizer step; `tokens` has a count for each island."""
         plan, count = self.plan, len(self.fragments)
         for index, counted in enumerate(self._tokens):
             self._tokens[index] = [before + new for before, new in zip(counted, tokens, strict=True)]

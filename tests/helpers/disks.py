@@ -1,4 +1,4 @@
-"""File systems that are small or read-only: tmpfs mounts, for tests that may mount."""
+"""Small or read-only file systems, mounted as tmpfs in tests that may mount."""
 
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """An empty file system of `size` ("64k", "1m") at `path`; skips the test where mounting is not allowed."""
+    """Mount an empty file system of `size` ("64k", "1m") at `path`; skip the test if mounting is not allowed."""
     path.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
     if mounted.returncode != 0:
@@ -22,5 +22,5 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
 
 
 def make_read_only(disk: Path) -> None:
-    """Remount what `small_disk` has mounted."""
+    """Remount the file system of `small_disk` as read-only."""
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

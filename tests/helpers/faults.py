@@ -1,4 +1,4 @@
-"""Guards of a step, and faults in its model."""
+"""Guards for a training step, and injected NaN in its model."""
 
 import itertools
 from pathlib import Path
@@ -15,7 +15,7 @@ from megazpp.training.step import LaunchedStep, TrainStep
 
 
 def guarded(step: TrainStep, case: Case, folder: Path | None, *, waits: bool = False, **settings: bool) -> None:
-    """Give the step a guard, which with `waits` looks for loss spikes too."""
+    """Attach a guard to the step; with `waits` it also detects loss spikes, which needs the loss before the update."""
     size = case.global_batch // step.dims.data_size // case.micro_batches
     batches = BatchConfig(micro_batch_size=size, global_batch_size=case.global_batch, train_iters=10)
     plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
@@ -30,7 +30,7 @@ def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:
 
 
 def state(step: TrainStep) -> dict[str, str]:
-    """What every bit of this rank's weights and moments hashes to."""
+    """Hash every tensor of this rank's weights and moments."""
     found = {}
     for name, parameter in step.model.named_parameters():
         tensors = {"weight": parameter.detach(), **step.optimizer.state.get(parameter, {})}
@@ -39,7 +39,7 @@ def state(step: TrainStep) -> dict[str, str]:
 
 
 def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
-    """Make one element of the gradient of its weight NaN."""
+    """Make one element of the gradient of the module's weight NaN in each backward."""
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
         local_part(gradient).view(-1)[5] = float("nan")
@@ -49,6 +49,6 @@ def poison_gradient(module: torch.nn.Module) -> RemovableHandle:
 
 
 def poison_output(module: torch.nn.Module, when: int) -> RemovableHandle:
-    """Make the `when`th output NaN."""
+    """Make the module's output NaN in its call number `when`."""
     call = itertools.count(1)
     return module.register_forward_hook(lambda m, inputs, output: output * torch.nan if next(call) == when else output)

@@ -1,10 +1,11 @@
-"""A `python` that starts in milliseconds: forks of one process that has imported torch already.
+"""A `python` command that starts in milliseconds by forking a process that has already imported torch.
 
-What it runs is a fork with the caller's words, folder, environment and files, and so are the workers that a program
-starts by `sys.executable`. Signals and process groups end at the client, so tests of how jobs end use the real Python.
+The fork has the caller's arguments, folder, environment and open files. Workers that the program starts by
+`sys.executable` are forks too. Signals and process groups reach only the client, so tests of how jobs end use the
+real Python.
 
     command: python tools/x.py --flag     (a small client, below)
-        connects, hands over its files --> server: forks; the child becomes the program
+        connects and sends its files   --> server: forks; the child becomes the program
         waits for the exit code        <-- server: waits in a thread for the child, which ends with its client
 """
 
@@ -41,7 +42,7 @@ with socket.socket(socket.AF_UNIX) as server:
 
 @functools.cache
 def forked_python() -> Path:
-    """The command; its server starts at first use and ends with the tests."""
+    """Return the path of the command. Its server starts at first use and ends with the tests."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     client, address = Path(folder.name) / "python", f"{folder.name}/socket"
@@ -55,24 +56,24 @@ def forked_python() -> Path:
 
 
 def end_with_tests() -> None:
-    """However they end, the other end of standard input is closed then."""
+    """Kill this process group when the tests have ended, which closes the other end of standard input."""
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
 
 
 def serve(address: str) -> None:
-    """Import, then fork for every connection."""
+    """Import the modules, then fork for every connection."""
     threading.Thread(target=end_with_tests, daemon=True).start()
     sys.path.remove(str(Path(__file__).parent))
     gc.disable()
     for name in ("pretrain_gpt", "torch._dynamo", "transformers", "sentencepiece"):
         __import__(name)
-    gc.freeze()  # a fork's own collections leave these objects alone, and so the pages that all share
+    gc.freeze()  # garbage collection in a fork then skips these objects, so their pages stay shared
     gc.enable()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        os.write(1, b"!")  # from now on it answers
+        os.write(1, b"!")  # the server is ready
         while True:
             connection, _ = listener.accept()
             _, files, _, _ = socket.recv_fds(connection, 1, 3)
@@ -90,7 +91,7 @@ def serve(address: str) -> None:
 
 
 def answer(child: int, connection: socket.socket) -> None:
-    """The exit code, as a shell has it; a client that is gone takes its program with it."""
+    """Send the exit code, as a shell reports it. If the client has disconnected, kill its program."""
     ended = os.pidfd_open(child)
     if ended not in select.select([ended, connection], [], [])[0]:
         os.kill(child, signal.SIGKILL)
@@ -102,7 +103,7 @@ def answer(child: int, connection: socket.socket) -> None:
 
 
 def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) -> None:
-    """Be the program that `python words...` is; does not return."""
+    """Turn this process into the program that `python words...` would run; never return."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -111,8 +112,8 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     if LAUNCHER_PID in env:
-        os.environ[LAUNCHER_PID] = str(os.getppid())  # a worker ends with its parent, which is the server here
-    tempfile.tempdir = None  # what it was in the server
+        os.environ[LAUNCHER_PID] = str(os.getppid())  # a worker ends with its parent, here the server
+    tempfile.tempdir = None  # forget the server's
     code = 0
     try:
         if words[0] == "-m":
@@ -131,7 +132,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # torch's modules take a second to go
+    os._exit(code)  # a normal exit with torch takes a second
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""A matrix of trainings: each scenario in each framework, on plain FSDP2 and with `megazpp.zeropp`.
+"""Train in several frameworks on plain FSDP2 and with `megazpp.zeropp`, in several scenarios each.
 
-A scenario says what a training does besides its steps. A framework is a function that trains a small Llama on FSDP2 and
-calls the scenario's methods, in callbacks where it has a loop of its own. `compare` runs one cell on the ranks of
-ranks.py.
+A scenario defines additional actions around the steps of a training. A framework is a function that trains a small
+Llama on FSDP2 and calls the scenario's methods, in callbacks if the framework has its own loop. `compare` runs one
+combination on the ranks of ranks.py.
 
-What no cell expresses:
+Two cases are not covered:
 
-- Ranks that call different layers. Plain FSDP2 pairs the collectives of different layers then: it times out, or, where
-  the layers have equal shapes, mixes up their weights. "layer drop by rank" has all ranks call all layers.
-- A first micro-batch that accelerate, the Trainer or TRL gives up. They accumulate with `set_requires_gradient_sync`:
-  FSDP2 itself keeps these gradients over `zero_grad`. "discarded batch" compares that, and gives a whole step up.
+- Ranks that call different layers. Plain FSDP2 would pair collectives of different layers, and time out or mix up
+  weights of equal shape. In "layer drop by rank" all ranks call all layers instead.
+- A discarded first micro-batch in accelerate, the Trainer or TRL. They accumulate with `set_requires_gradient_sync`,
+  so FSDP2 keeps these gradients over `zero_grad`. "discarded batch" compares this, and discards a whole step.
 """
 
 import copy
@@ -42,12 +42,15 @@ Connect = Callable[[nn.Module], Any]
 
 
 class Training:
-    """A training of one framework on this rank.
+    """One training in a framework on this rank.
+
+    Args:
+        scenario: actions around the steps.
+        evaluate: function that returns the mean loss of an evaluation.
 
     Attributes:
-        model: what FSDP2 has wrapped; set when a training begins.
-        evaluate: computes the mean loss of an evaluation.
-        losses: those of all micro-batches and evaluations, in order.
+        model: the model that FSDP2 has wrapped; set when training begins.
+        losses: losses of all micro-batches and evaluations, in order.
     """
 
     def __init__(self, scenario: "Scenario", evaluate: Callable[[], float]) -> None:
@@ -60,7 +63,7 @@ class Training:
             self.scenario.begin(self)
 
     def micro_batch(self) -> None:
-        """Call before each micro-batch."""
+        """Run the scenario's action before a micro-batch; call this before each of them."""
         self.scenario.before_micro_batch(self)
         self.num_micro_batches += 1
 
@@ -77,10 +80,10 @@ class Training:
         return next(m for m in self.model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict) and len(m) == 2)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the whole weights.
+        """Return the full weights.
 
         In torch 2.11, `reshard` leaves a unit of several modules unsharded if one of them was not called in the last
-        forward: TRL computes logits without calling `lm_head`.
+        forward. This happens in TRL, which computes logits without calling `lm_head`.
         """
         self.reshard()
         weights = {name: p.detach() for name, p in self.model.named_parameters()}
@@ -88,7 +91,7 @@ class Training:
 
 
 class Scenario:
-    """A training that does nothing but its steps, of `accumulate` micro-batches; `calls` times after one another."""
+    """A training without additional actions, in `calls` runs whose steps have `accumulate` micro-batches each."""
 
     lora, accumulate, calls = False, 1, 1
 
@@ -114,10 +117,10 @@ class Lora(Scenario):
 
 
 class UnfrozenHalfway(Scenario):
-    """A whole unit and a part of another are frozen, and trained from the third step on.
+    """A whole unit and a part of another are frozen, and unfrozen before the third step.
 
-    They are frozen when the optimizer exists, which in some frameworks leaves frozen parameters out, and after a first
-    forward, in which FSDP2 with a bf16 policy must see a trained parameter of each unit.
+    They are frozen after the optimizer was created, since some frameworks omit frozen parameters, and after a first
+    forward, in which FSDP2 with a bf16 policy needs a trainable parameter in each unit.
     """
 
     def begin(self, training: Training) -> None:
@@ -133,7 +136,7 @@ class UnfrozenHalfway(Scenario):
 
 
 class DroppedLayers(Scenario):
-    """Layers are not called, the same on all ranks, other ones in each micro-batch, some in a whole step."""
+    """Layers are skipped on all ranks alike: different ones in each micro-batch, some in a whole step."""
 
     accumulate = 2
     dropped = ((), (0,), (1,), (1,), (0, 1), (0,), (1,), ())  # in each micro-batch
@@ -147,7 +150,7 @@ class DroppedLayers(Scenario):
 
 
 class Dropping:
-    """A container that hides some modules from the loops of Llama models: `list[:n]` and `dict.values()`."""
+    """A container that hides modules from the loops of Llama models: `list[:n]` and `dict.values()`."""
 
     dropped: Collection[int] = ()
 
@@ -162,7 +165,7 @@ class Dropping:
 
 
 class DroppedByRank(Scenario):
-    """Stochastic depth: all ranks call all layers, and each drops the results of other ones."""
+    """Stochastic depth: all ranks call all layers, and each rank ignores the outputs of different layers."""
 
     accumulate = 2
 
@@ -176,7 +179,7 @@ class DroppedByRank(Scenario):
 
 
 class SwappedAverage(Scenario):
-    """A moving average of the weights is swapped in for each evaluation, and the weights are swapped back."""
+    """A moving average of the weights replaces them during each evaluation."""
 
     def begin(self, training: Training) -> None:
         self.average = {name: p.detach().to_local().clone() for name, p in training.model.named_parameters()}
@@ -195,7 +198,7 @@ class SwappedAverage(Scenario):
 
 
 class DiscardedBatch(Scenario):
-    """The gradients of a first micro-batch are cleared, and in another step those of all micro-batches."""
+    """The gradients of a first micro-batch are cleared, and in another step the gradients of all micro-batches."""
 
     accumulate = 2
 
@@ -209,7 +212,7 @@ class DiscardedBatch(Scenario):
 
 
 class CalledTwice(Scenario):
-    """All of the training is called again: `train()` of a Trainer, `prepare` and the line in a loop."""
+    """The whole training runs twice: a Trainer's `train()`, or `prepare` and `zeropp` in a loop."""
 
     calls = 2
 
@@ -246,7 +249,7 @@ def llama() -> nn.Module:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with an adapter, as PEFT makes them."""
+    """A frozen linear layer with an adapter, like PEFT's."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -277,7 +280,7 @@ def lora_config() -> Any:
 
 
 def torchtitan_config() -> Any:
-    """torchtitan's smallest model with two layers, 32 wide, and 128 words."""
+    """Return torchtitan's smallest model, reduced to two layers of width 32 and 128 tokens."""
     from torchtitan.models import llama3
 
     config = llama3.llama3_configs["debugmodel"](attn_backend="flex")
@@ -290,7 +293,7 @@ def torchtitan_config() -> Any:
 
 
 def tokens(sample: int) -> torch.Tensor:
-    """[2, LENGTH] of a sample on this rank; the one of -1 is for evaluation."""
+    """Return the token IDs [2, LENGTH] of a sample on this rank; sample -1 is for evaluation."""
     generator = torch.Generator().manual_seed(dist.get_world_size() * (sample + 1) + dist.get_rank())
     return torch.randint(128, (2, LENGTH), generator=generator)
 
@@ -323,9 +326,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def own_loop(scenario: Scenario, connect: Connect) -> Training:
-    """A loop on `fully_shard` that announces the last backward of each step.
+    """Train in a loop on `fully_shard` that announces the last backward of each step.
 
-    Adam divides by at least `eps`, so that sums in another order do not move weights whose gradients are near zero.
+    A large `eps` keeps Adam from amplifying the rounding of sums in another order if a gradient is near zero.
     """
     model = with_adapters(llama()) if scenario.lora else llama()
     for module in (*model.model.layers, model):
@@ -361,7 +364,7 @@ def own_loop(scenario: Scenario, connect: Connect) -> Training:
 
 
 def accelerate_loop(scenario: Scenario, connect: Connect) -> Training:
-    """A loop on `Accelerator.accumulate`, which has FSDP2 keep the gradients of all micro-batches but the last."""
+    """Train with `Accelerator.accumulate`, in which FSDP2 keeps gradients unreduced until the last micro-batch."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -401,7 +404,7 @@ def accelerate_loop(scenario: Scenario, connect: Connect) -> Training:
 
 
 def torchtitan_loop(scenario: Scenario, connect: Connect) -> Training:
-    """A loop as torchtitan's: its Llama made on meta and made parallel by its function, bf16, no signal."""
+    """Train torchtitan's Llama like torchtitan: built on meta, parallelized by its function, in bf16, no signal."""
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
@@ -457,7 +460,7 @@ def torchtitan_loop(scenario: Scenario, connect: Connect) -> Training:
 
 
 def train_by(trainer_class: Any, config_class: Any, scenario: Scenario, connect: Connect, **how: Any) -> Training:
-    """Train by transformers' Trainer or one of TRL's, with the scenario in its callbacks."""
+    """Train with transformers' Trainer or one of TRL's, with the scenario in callbacks."""
     from transformers import TrainerCallback
 
     class Recorded(trainer_class):
@@ -508,7 +511,7 @@ def train_by(trainer_class: Any, config_class: Any, scenario: Scenario, connect:
 
 
 def trainer(scenario: Scenario, connect: Connect) -> Training:
-    """transformers' Trainer."""
+    """Train with transformers' Trainer."""
     from transformers import Trainer, TrainingArguments
 
     samples = torch.randint(128, (40, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -519,7 +522,7 @@ def trainer(scenario: Scenario, connect: Connect) -> Training:
 
 
 def trl_sft(scenario: Scenario, connect: Connect) -> Training:
-    """TRL's SFTTrainer."""
+    """Train with TRL's SFTTrainer."""
     from trl import SFTConfig, SFTTrainer
 
     data = texts(prompt="{} plus 1 is", completion=" {1}")
@@ -527,7 +530,7 @@ def trl_sft(scenario: Scenario, connect: Connect) -> Training:
 
 
 def trl_dpo(scenario: Scenario, connect: Connect) -> Training:
-    """TRL's DPOTrainer with a reference model; with LoRA the model without its adapters is the reference."""
+    """Train with TRL's DPOTrainer; the reference is a copy, or with LoRA the model without its adapters."""
     from trl import DPOConfig, DPOTrainer
 
     data, model = texts(prompt="{} plus 1 is", chosen=" {1}", rejected=" {1}0"), llama()
@@ -540,7 +543,7 @@ def trl_arguments(scenario: Scenario, data: Any) -> dict[str, Any]:
     return {"train_dataset": data, "eval_dataset": data.select(range(4)), "processing_class": tokenizer(), **lora}
 
 
-FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, ...]]] = {  # and what they need
+FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, ...]]] = {  # function, needed packages
     "own loop": (own_loop, ("transformers",)),
     "accelerate": (accelerate_loop, ("accelerate", "peft")),
     "torchtitan": (torchtitan_loop, ("torchtitan",)),
@@ -553,7 +556,7 @@ FRAMEWORKS: dict[str, tuple[Callable[[Scenario, Connect], Training], tuple[str, 
 
 
 def plainly(model: nn.Module) -> None:
-    """Leave FSDP2 as it is, on gloo, which cannot divide in a reduction."""
+    """Keep plain FSDP2, but sum in reductions, because gloo cannot divide in them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -566,7 +569,9 @@ def train(framework: str, scenario: str, connect: Connect) -> Training:
         from helpers.on_cpu import accelerate_as_on_gpus
 
         accelerate_as_on_gpus()
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, and not used: there are groups already
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+        )  # accelerate requires these, although groups already exist
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
     if "torchtitan" in needed:
@@ -578,7 +583,7 @@ def train(framework: str, scenario: str, connect: Connect) -> Training:
 
 
 def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) -> tuple[list[float], int]:
-    """Raise AssertionError if a training with ZeRO++ differs from plain FSDP2; return its losses and the bytes sent."""
+    """Compare a training with ZeRO++ to plain FSDP2, and return its losses and the bytes sent across nodes."""
     handles: list[Any] = []
     plain = train(framework, scenario, plainly)
     ours = train(
@@ -586,7 +591,7 @@ def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) 
         scenario,
         lambda model: handles.append(megazpp.zeropp(model, ranks_per_node=ranks_per_node, config=EXACT)),
     )
-    # two ranks add the same two numbers; more ranks, or sums that wait for a last backward, add in another order
+    # with two ranks a sum has only one order; more ranks, or sums until the last backward, add in another order
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), **tolerance)
     torch.testing.assert_close(ours.weights(), plain.weights(), **tolerance)
@@ -595,7 +600,7 @@ def compare(framework: str, scenario: str, *, ranks_per_node: int, exact: bool) 
 
 
 def is_installed(framework: str) -> bool:
-    """Return whether a framework can be imported: torchtitan 0.3 needs a name of FSDP2 that torch 2.11 lacks."""
+    """Return True if the framework can be imported; torchtitan 0.3 needs a name of FSDP2 that torch 2.11 lacks."""
     if framework == "torchtitan" and not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
         return False
     return all(importlib.util.find_spec(name) for name in FRAMEWORKS[framework][1])

@@ -1,4 +1,4 @@
-"""Tiny transformers models with random weights in folders, and what they compute."""
+"""Tiny transformers models with random weights, saved in folders, and their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_model
 
-if TYPE_CHECKING:  # imported where it is used: it takes a second
+if TYPE_CHECKING:  # imported late, because it takes a second
     import transformers
 
 VOCAB, SEQ = 107, 24
@@ -58,7 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {  # by model_type
     },
     "olmoe": _LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None},
 }
-LLAMA3 = {  # the frequencies of Llama 3.2
+LLAMA3 = {  # RoPE settings of Llama 3.2
     "rope_type": "llama3",
     "factor": 32.0,
     "low_freq_factor": 1.0,
@@ -68,7 +68,7 @@ LLAMA3 = {  # the frequencies of Llama 3.2
 
 
 def make_model(kind: str, **settings: Any) -> transformers.PreTrainedModel:
-    """In eval mode, with biases and norms off their constants."""
+    """Build a model in eval mode with random biases and norms instead of constant ones."""
     import transformers
 
     config = transformers.AutoConfig.for_model(kind, **SIZES[kind] | settings)
@@ -86,13 +86,13 @@ def save(model: transformers.PreTrainedModel, folder: Path, **options: Any) -> P
 
 
 def convert_folder(source: Path, output: Path, **flags: Any) -> Path:
-    """What tools/convert_checkpoint.py does, in silence."""
+    """Convert like tools/convert_checkpoint.py, without output."""
     convert(ConvertConfig(input=str(source), output=str(output), **flags), TokenizerConfig(), lambda line: None)
     return output
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """What transformers makes of a folder, in fp32: [B, S, V]."""
+    """Return transformers' fp32 logits [B, S, V] for the model in `folder`."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -101,7 +101,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def our_model(model: Model, seq_length: int = SEQ) -> GPTModel:
-    """What is read from another format, as our model in one process."""
+    """Build our model in one process from a model that was read from another format."""
     config = dataclasses.replace(model.config, make_vocab_size_divisible_by=1)
     check_model(config, tp_size=1, seq_length=seq_length)
     scalar_head = "scalar_head.weight" in model.tensors
@@ -111,13 +111,13 @@ def our_model(model: Model, seq_length: int = SEQ) -> GPTModel:
 
 
 def our_logits(model: Model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
-    """[B, S, V], in fp32."""
+    """Return our model's fp32 logits [B, S, V]."""
     with torch.no_grad():
         return our_model(model, tokens.shape[1]).float()(tokens)
 
 
 def file_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All that lies in the safetensors of a folder."""
+    """Return all tensors in the safetensors files of a folder."""
     files = map(safetensors.torch.load_file, sorted(folder.glob("*.safetensors")))
     return {name: tensor for file in files for name, tensor in file.items()}
 
@@ -132,10 +132,12 @@ def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedMo
 
 
 def write_llama_tokenizer(folder: Path, text: str, **config: Any) -> Path:
-    """Llama 2's tokenizer.json of the words of `text`, with a template that puts <s> before a text.
+    """Write Llama 2's kind of tokenizer.json, trained on `text`, with a template that adds <s> before a text.
 
     Args:
-        config: tokenizer_config.json, beside bos_token and eos_token.
+        folder: output folder, created if needed.
+        text: training text.
+        config: entries of tokenizer_config.json in addition to bos_token and eos_token.
     """
     space, trained = "\u2581", tokenizers.SentencePieceBPETokenizer()
     trained.train_from_iterator([text], vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"])

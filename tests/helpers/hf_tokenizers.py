@@ -18,7 +18,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def definition(text: str, **files: Any) -> dict[str, bytes]:
-    """Return the files of a folder with a tokenizer.json, and others by name without suffix."""
+    """Return the files of a folder with a tokenizer.json and further JSON files, given by name without suffix."""
     return {"tokenizer.json": text.encode()} | {f"{name}.json": json.dumps(x).encode() for name, x in files.items()}
 
 
@@ -46,7 +46,7 @@ def gpt2(folder: Path) -> None:
 
 
 def gpt2_merges(folder: Path) -> None:
-    """A folder without a tokenizer.json."""
+    """Write vocab.json and merges.txt instead of a tokenizer.json."""
     byte_level(["<|endoftext|>"]).model.save(str(folder))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "GPT2Tokenizer", "pad_token": "[PAD]", "add_bos_token": True})
@@ -54,7 +54,7 @@ def gpt2_merges(folder: Path) -> None:
 
 
 def gpt2_of_llama(folder: Path) -> None:
-    """A class that rebuilds the splitting, in a folder of another model."""
+    """Write a tokenizer whose class rebuilds the pre-tokenizer, next to a config of another model type."""
     config = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
     write(folder, byte_level(["<|endoftext|>"], split=r"\d|\s+|[^\s\d]+"), config, "llama")
 
@@ -91,7 +91,7 @@ def llama_class(folder: Path) -> None:
 
 
 def added(folder: Path) -> None:
-    """Tokens added to the vocabulary: one special, one not, and one that takes the spaces on its left."""
+    """Write a tokenizer with added tokens: a special one, a normal one, and one that strips spaces on its left."""
     extra = {"200": {"content": "[PAD]", "special": True}, "201": {"content": "money", "special": False}}
     extra["202"] = {"content": "<|im_end|>", "special": True, "lstrip": True}
     llama2(folder, added_tokens_decoder=extra, pad_token="[PAD]", extra_special_tokens=["<|im_end|>"])
@@ -110,7 +110,7 @@ def byte_fallback(folder: Path) -> None:
 
 
 def sentencepiece_llama(folder: Path) -> None:
-    """Llama's folder as its authors published it: a SentencePiece model, and no tokenizer.json."""
+    """Write Llama's original format: a SentencePiece model without a tokenizer.json."""
     (folder / "tokenizer.model").write_bytes(train_sentencepiece(iter([TEXT]), 300))
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<eod>", "eos_token": "<eod>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(

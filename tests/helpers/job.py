@@ -1,4 +1,4 @@
-"""A program for the tests of launcher and watchdog: `python job.py <what goes wrong> <workers> [<restarts>]`."""
+"""Run a job that fails in a chosen way, to test launcher and watchdog: `python job.py KIND WORKERS [RESTARTS]`."""
 
 import functools
 import os
@@ -46,7 +46,7 @@ def work(what: str, config: LaunchConfig, worker: Worker) -> None:
 
 
 def watched(config: LaunchConfig, worker: Worker) -> None:
-    """Steps on two axes of four ranks; in the third, rank 1 sleeps before its second all-reduce, and 2 stops itself."""
+    """Take steps on two axes of four ranks. In step 3, rank 1 sleeps and rank 2 stops itself."""
     cluster = Cluster(num_nodes=1, ranks_per_node=worker.world_size)
     layout = plan_dims(ParallelConfig(tensor_model_parallel_size=2), cluster, zero_stage=3)
     dims = ParallelDims(layout, device_type="cpu")

@@ -1,6 +1,6 @@
-"""Compile the Triton kernels for sm_90, which needs no GPU, and print as JSON how often each SASS instruction occurs.
+"""Compile the Triton kernels for sm_90, which needs no GPU, and print the count of each SASS instruction as JSON.
 
-Run as a script in a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
+Run this as a separate process: under TRITON_INTERPRET=1 nothing is compiled.
 """
 
 import json
@@ -22,7 +22,7 @@ from megazpp.kernels.block_quant import triton
 
 DISASSEMBLER = Path(triton_package.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)")
-TYPES = {  # of arguments, by name; of the others i32
+TYPES = {  # argument types by name; all others are i32
     **dict.fromkeys(("messages", "errors", "kinds", "halves", "body"), "*u8"),
     **dict.fromkeys(("table", "error_table", "numbers"), "*i64"),
     **dict.fromkeys(("plan", "words", "starts"), "*i32"),
@@ -32,7 +32,7 @@ TYPES = {  # of arguments, by name; of the others i32
 
 
 def instructions(kernel: Any, dtype: str, **constants: Any) -> dict[str, int]:
-    """Instructions of `kernel` compiled for data of `dtype` on aligned segments."""
+    """Count the instructions of `kernel`, compiled for data of `dtype` in aligned segments."""
     names = kernel.arg_names
     given = {name: value for name, value in constants.items() if name in names}
     types = TYPES | dict.fromkeys(("x", "base", "out"), f"*{dtype}") | dict.fromkeys(given, "constexpr")

@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron-LM's ranks have written them, made of whole weights by the layouts of its source."""
+"""Write checkpoints in Megatron-LM's per-rank format from full weights, by the layouts of its source."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
 VOCAB, PADDED = 300, 384
-# parts of our names, and what stands for them in three generations, replaced in this order; "/" for a dict in a dict
+# parts of our names, and Megatron's names in three generations, replaced in this order; "/" is a nested dict
 _OURS, *_THEIRS = zip(
     *table("""
 embedding.word.     | embedding/word_embeddings/     | embedding/word_embeddings/     | embedding.word_embeddings.
@@ -43,13 +43,13 @@ _NAMES = {
 
 
 def make_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
-    """Of one process, with a padded vocabulary and no two numbers alike."""
+    """Return random weights of one process with a padded vocabulary, in which no two numbers are equal."""
     model, generator = GPTModel(config, vocab_size=VOCAB, tp=MeshAxis("tp")), torch.Generator().manual_seed(4)
     return {name: 0.1 * torch.randn(x.shape, generator=generator) for name, x in model.named_parameters()}
 
 
 def arguments(config: GPTConfig, tp: int, **more: Any) -> argparse.Namespace:
-    """What such a run's arguments were: our flags have Megatron's names, but for a few; defaults are left out."""
+    """Return Megatron's arguments of such a run; our flags mostly have Megatron's names, and defaults are left out."""
     flags = {name: value for name, value in dataclasses.asdict(config).items() if value != getattr(GPTConfig, name)}
     others = {
         "seq_length": 16,
@@ -76,7 +76,7 @@ def write_megatron(
     zipped: bool = True,
     **changes: Any,
 ) -> Path:
-    """A folder of --save with iteration 100."""
+    """Write a folder of --save with iteration 100, and return it."""
     for rank in range(tp):
         model = _named(_rank_part(weights, config, rank, tp, version), names)
         state: dict[str, Any] = {
@@ -106,7 +106,7 @@ def _rank_part(
             rows = part.view(config.heads // tp, 3, config.head_size, *part.shape[1:])
             part = rows.transpose(*((0, 1) if version == 0 else (1, 2))).reshape(part.shape)
         found[name] = part.clone()
-    for name in [name for name in found if ".gate." in name]:  # one matrix for both
+    for name in [name for name in found if ".gate." in name]:  # Megatron stores gate and up in one matrix
         fc1 = name.replace(".gate.", ".fc1.")
         found[fc1] = torch.cat([found.pop(name), found[fc1]])
     return found

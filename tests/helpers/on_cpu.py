@@ -1,7 +1,7 @@
 """Run an example on CPUs as it would run on GPUs: `python on_cpu.py {default,exact,off} FILE`.
 
-accelerate and torchtitan have FSDP2 for accelerators only, and torchtitan's attention has no backward on CPUs. `exact`
-has ZeRO++ quantize nothing, `off` leaves it out.
+accelerate and torchtitan support FSDP2 only on accelerators, and torchtitan's attention has no backward on CPUs.
+`exact` disables quantization, and `off` disables ZeRO++.
 """
 
 import functools
@@ -34,26 +34,26 @@ def _attention(q: Any, k: Any, v: Any, *, enable_gqa: bool, **others: Any) -> tu
 def _without(model: torch.nn.Module, **arguments: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide in a reduction
 
 
 def accelerate_as_on_gpus() -> None:
-    """Have accelerate use FSDP2 on CPUs."""
+    """Make accelerate use FSDP2 on CPUs."""
     PartialState.__init__ = _as_on_gpus
 
 
 def torchtitan_on_cpu() -> None:
-    """Have torchtitan run on CPUs; call before anything else imports it."""
+    """Make torchtitan run on CPUs; call this before any other import of torchtitan."""
     from torchtitan.tools import utils
 
-    utils.device_type, utils.device_module = "cpu", torch.cpu  # before others import them
+    utils.device_type, utils.device_module = "cpu", torch.cpu  # before other modules import them
     from torchtitan.models.common.attention import FlexAttention
 
     FlexAttention._compiled_flex_attn = staticmethod(_attention)
 
 
 def main(mode: str, path: str) -> None:
-    """Run the example in this process, which is a rank."""
+    """Run the example in this process, which is one rank."""
     accelerate_as_on_gpus()
     if "torchtitan" in path:
         torchtitan_on_cpu()

@@ -1,4 +1,4 @@
-"""A run through the training loop whose steps only pretend."""
+"""A run of the training loop with fake steps."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class FakeDims:
-    """One rank of one of two nodes, with a counter that the pretended step adds to."""
+    """Dims of one rank on the first of two nodes, with a counter that the fake step adds to."""
 
     def __init__(self) -> None:
         self.counter, self.timeline = TrafficCounter(), Timeline()
@@ -39,9 +39,10 @@ class FakeDims:
 
 @dataclass
 class FakeStep:
-    """Sends 100 bytes a step and reports the losses it was given; a NaN is a skipped step.
+    """A step that counts 100 sent bytes and reports the given losses; a NaN is a skipped step.
 
-    As with `TrainStep`, numbers are read before the next step at the latest; those of step `bad` are not finite.
+    Like `TrainStep`, it reads a step's numbers before the next step at the latest. Those numbers are not finite in
+    step `bad`.
     """
 
     dims: Any
@@ -72,7 +73,7 @@ class FakeStep:
 
 
 class FakeLoader:
-    """Has the first of two data ranks' half of each batch."""
+    """A loader of the first of two data ranks' half of each batch."""
 
     wait_seconds = 0.0
 
@@ -82,9 +83,9 @@ class FakeLoader:
 
 
 class Run:
-    """Trains, observes its steps, and writes down when a checkpoint would be saved: every third step and at the end.
+    """A training with observed steps and recorded saves, which are due at every third step and at the end.
 
-    `length` is --train-iters or --train-samples, by default as many steps as there are losses.
+    `length` is --train-iters or --train-samples, and by default as many steps as there are losses.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Run:
             build_schedule(rates, weight_decay=0.0, **samples),
             self.recorder,
             stops,
-            [self.step],  # observes
+            [self.step],  # observer
             start=start,
             after=[self, Evaluations(self.recorder, eval_interval, stops)],
         )

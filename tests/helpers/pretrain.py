@@ -1,4 +1,4 @@
-"""pretrain_gpt.py as a user runs it, and the records that its runs leave."""
+"""Run pretrain_gpt.py like a user, and read the records of its runs."""
 
 import json
 import shlex
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 
 class Home:
-    """A folder with a cache that several runs share."""
+    """A folder with a data cache that several runs share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Home:
         cwd: Path = ROOT,
         start: Callable[..., tuple[int, str]] = run_forked,
     ) -> Run:
-        """Run to the end, which must be a good one."""
+        """Run to the end, assert success, and return the run."""
         ranks = [] if nproc is None else ["--nproc", str(nproc)]
         code, output = start(*launcher, *flags, *self.places(run), *ranks, folder=self.path, cwd=cwd)
         assert code == 0, output

@@ -1,4 +1,4 @@
-"""Run a program as a user does, and see what is left of it."""
+"""Run a program like a user, and find processes and files that it leaves."""
 
 import contextlib
 import os
@@ -20,15 +20,17 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 class Program:
-    """A started program without a terminal; stdout and stderr together in a file, read by `output()`.
+    """A started program without a terminal, whose stdout and stderr go to one file, read by `output()`.
 
     Args:
         command: arguments after the Python interpreter.
-        folder: holds the output file and /tmp, and is HOME, so that no one's settings are found.
+        folder: folder for the output and temporary files; also HOME, so that no user settings are found.
+        cwd: working directory.
+        python: Python interpreter.
     """
 
     def __init__(self, *command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> None:
-        self._marker = uuid.uuid4().hex  # in its environment, which all its descendants inherit
+        self._marker = uuid.uuid4().hex  # in the environment, so all descendants inherit it
         self._scratch, self._file = folder / "tmp", folder / f"output-{self._marker}.txt"
         self._scratch.mkdir(exist_ok=True)
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
@@ -60,36 +62,36 @@ class Program:
         return self.output()
 
     def seconds_until_all_are_gone(self, limit: float) -> float:
-        """Wait until no process of the program is left; the number of seconds, or `limit`."""
+        """Wait until no process of the program is left, and return the seconds, at most `limit`."""
         began = time.monotonic()
         while self.left_behind() and time.monotonic() - began < limit:
-            self.process.poll()  # no zombie
+            self.process.poll()  # reap it
             time.sleep(0.05)
         return min(limit, time.monotonic() - began)
 
     def left_behind(self) -> list[int]:
-        """Processes that carry the marker, in any session; zombies do not count."""
+        """Return the processes that have the marker, in any session, except zombies."""
         environments = {process.pid: process.info["environ"] for process in psutil.process_iter(["environ"])}
         return [pid for pid, environment in environments.items() if (environment or {}).get(MARKER) == self._marker]
 
     def scratch_files(self) -> list[Path]:
-        """What lies in its temporary folder."""
+        """Return the files in the program's temporary folder."""
         return list(self._scratch.iterdir())
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill all processes that are left."""
         for pid in self.left_behind():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def run_program(*command: str, folder: Path, cwd: Path = ROOT, python: str = sys.executable) -> tuple[int, str]:
-    """(exit code, output) of a program that ends by itself."""
+    """Run a program to its end and return (exit code, output)."""
     program = Program(*command, folder=folder, cwd=cwd, python=python)
     output = program.finish()
     return program.process.returncode, output
 
 
 def run_forked(*command: str, folder: Path, cwd: Path = ROOT) -> tuple[int, str]:
-    """The same for a program whose start is not what is tested: its processes do not each import torch."""
+    """Run like `run_program` by the forked Python, for tests that do not test the program's start."""
     return run_program(*command, folder=folder, cwd=cwd, python=str(forked_python()))

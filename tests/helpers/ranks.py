@@ -1,8 +1,8 @@
-"""Worker processes for tests: started once per world size, used by many cases.
+"""Worker processes for tests, started once per world size and shared by many cases.
 
 `ranks(n).run(function, *args)` calls `function(*args)` on n gloo ranks and returns their results in rank order. The
-function has to be importable (defined at the top level of a module under tests/) and its arguments picklable. An
-exception on any rank is raised in the test with that rank's traceback; the workers are then replaced.
+function must be importable (at the top level of a module under tests/) and its arguments picklable. An exception on
+any rank is raised in the test with that rank's traceback, and the workers are replaced.
 """
 
 import atexit
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-SECONDS_PER_CALL = 600  # of wall time, on cores that other jobs may fill; a collective that hangs ends sooner
+SECONDS_PER_CALL = 600  # wall time on busy cores; a hanging collective times out sooner
 
 
 class Ranks:
@@ -76,20 +76,20 @@ class Ranks:
 
 @functools.cache
 def ranks(world_size: int) -> Ranks:
-    """The workers for a world size, started at first use."""
+    """Return the workers for a world size, which are started at first use."""
     return Ranks(world_size)
 
 
 def start_server() -> None:
-    """Start the process that all workers are forked from; it imports while this one goes on."""
+    """Start the process from which all workers are forked; it imports modules in the background."""
     forkserver.set_forkserver_preload(["helpers.ranks_imports"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # a fork server is told of no other path
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the fork server's only search path
         forkserver.ensure_running()
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    assert "torch" in sys.modules, "the fork server skips, silently, what it cannot import"
+    assert "torch" in sys.modules, "the fork server silently skips modules that it cannot import"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
@@ -113,15 +113,15 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             answer = (traceback.format_exc(), None)
         try:
             pipe.send(answer)
-        except Exception:  # an unpicklable result
+        except Exception:  # the result cannot be pickled
             pipe.send((traceback.format_exc(), None))
 
 
 def _share_groups_between_cases() -> None:
     """Make each layout's process groups once per worker.
 
-    Every gloo group keeps threads and connections, and cannot be destroyed while DTensor's caches may name it, so
-    hundreds of cases must not have groups of their own.
+    Every gloo group keeps threads and connections, and cannot be destroyed while DTensor's caches may hold it, so
+    hundreds of cases must share their groups.
     """
     from megazpp.parallel import dims
 

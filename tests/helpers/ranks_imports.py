@@ -1,4 +1,4 @@
-"""What the workers of ranks.py begin with: imported in the process that they are forked from."""
+"""Imports that the workers of ranks.py share, done in the process from which they are forked."""
 
 import atexit
 import gc
@@ -6,6 +6,6 @@ import gc
 gc.disable()  # as in conftest.py
 for name in ("pretrain_gpt", "torch._dynamo", "pytest", "hypothesis"):
     __import__(name)
-gc.freeze()  # a worker's own collections then leave these objects alone, and the pages that all workers share
+gc.freeze()  # garbage collection in a worker then skips these objects, so their pages stay shared
 gc.enable()
 atexit.register(gc.unfreeze)

@@ -1,6 +1,6 @@
-"""A stand-in for a CUDA graph on a CPU: it records the operators of a step, and replays them on the same tensors.
+"""Replace a CUDA graph on a CPU: record a step's operators and replay them on the same tensors.
 
-Like a CUDA graph it has the addresses and the host's numbers of the time of its capture, and a capture changes nothing.
+Like a CUDA graph, a recording keeps the addresses and host numbers of its capture, and a capture changes no tensor.
 """
 
 import functools
@@ -19,7 +19,7 @@ WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten
 
 
 class RecordedGraph:
-    """The operators of `step`."""
+    """The recorded operators of `step`."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         recorder = _Recorder()
@@ -52,7 +52,7 @@ class _Recorder(TorchDispatchMode):
                 self.changed.append((value, value.clone()))
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         outputs = func(*args, **kwargs)
-        new = [  # neither views nor what was changed in place
+        new = [  # neither views nor tensors changed in place
             x if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given else None
             for x in tree_leaves(outputs)
         ]
@@ -61,7 +61,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def record_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture steps of decoding without CUDA; the lengths of masks are multiples of 16."""
+    """Capture decoding steps without CUDA; mask lengths are multiples of 16."""
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(decoding, "capture_graph", lambda step, stream, *, memory_of: RecordedGraph(step))
     monkeypatch.setattr(decoding, "KVCache", functools.partial(KVCache, mask_multiple=16))

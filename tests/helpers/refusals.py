@@ -1,18 +1,24 @@
-"""Tables of refusals: each row names what is asked for and the words of the ValueError that answers it."""
+"""Tables of rejected inputs: each row holds an input and a part of the expected error message."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 
 def table(text: str) -> list[tuple[str, ...]]:
-    """The rows of a table written with ` | ` between its columns."""
+    """Return the rows of a table written with ` | ` between its columns."""
     return [tuple(map(str.strip, line.split(" | "))) for line in text.strip().splitlines()]
 
 
 def not_refused(
     rows: Iterable[tuple[Any, ...]], ask: Callable[..., object], kind: type[Exception] = ValueError
 ) -> list[str]:
-    """A line for each row (arguments of `ask`, message) that raises no error of that kind with that message."""
+    """Return a line for each row that does not raise an error of type `kind` with the row's message.
+
+    Args:
+        rows: arguments of `ask`, followed by a part of the expected message.
+        ask: function that should raise.
+        kind: expected exception type.
+    """
     wrong = []
     for *words, message in rows:
         try:

@@ -1,4 +1,4 @@
-"""Run folders as training writes them, with other values."""
+"""Write run folders in the format of training, with chosen values."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def row(iteration: int, **values: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl: two steps of a second each, 100 tokens a step."""
+    """Return a line of metrics.jsonl for two steps of one second and 100 tokens each."""
     defaults: dict[str, Any] = {
         "iteration": iteration, "lm_loss": 5.0, "grad_norm": 1.0, "learning_rate": 1e-3,
         "consumed_samples": 10 * iteration, "consumed_tokens": 100 * iteration, "steps": 2, "step_seconds": 1.0,
@@ -18,7 +18,7 @@ def row(iteration: int, **values: Any) -> dict[str, Any]:
 
 
 def make_run(folder: Path, rows: Sequence[dict[str, Any]] = (), *, tail: str = "", **files: Any) -> Path:
-    """files: the objects of name.json; `validation` and `completions`: rows of those .jsonl files."""
+    """Write a run folder; `files` holds objects for NAME.json, and rows for validation.jsonl and completions.jsonl."""
     folder.mkdir(parents=True)
     for name, lines in [("metrics", rows), *((name, files.pop(name, ())) for name in ("validation", "completions"))]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

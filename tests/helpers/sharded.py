@@ -1,4 +1,4 @@
-"""A small model with awkward shapes, sharded over tp and data, whose gradients are known."""
+"""A small model with awkward shapes and known gradients, sharded over tp and data ranks."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 
-# name: (shape, tp placement). Dim 0 of `single` is smaller than any number of ranks: most of its shards are empty.
+# name: (shape, tp placement); dim 0 of `single` has one row, so most of its shards are empty
 PARAMETERS = {
     "column.weight": ((8, 3), Shard(0)),
     "row.weight": ((5, 4), Shard(1)),
@@ -20,7 +20,7 @@ PARAMETERS = {
 
 
 def one_process_model() -> nn.Module:
-    """Some values are exactly zero."""
+    """Build the model in one process; every fourth value is exactly zero."""
     model, generator = nn.Module(), torch.Generator().manual_seed(5)
     for name, (shape, _) in PARAMETERS.items():
         owner, leaf = name.split(".")
@@ -33,7 +33,7 @@ def one_process_model() -> nn.Module:
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights and moments, in full; copies."""
+    """Return copies of all weights and moments, gathered from all ranks."""
     found = {name: p.detach() for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         found |= {f"{name}.{key}": value for key, value in optimizer.state[parameter].items()}
@@ -41,11 +41,11 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def sharded_model(tp: int, replicas: int) -> tuple[nn.Module, ParallelDims]:
-    """The same model on the four ranks of the current job; gradients are equal to the parameters."""
+    """Build the same model on the four ranks of the job; gradients equal the parameters."""
     config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
     dims = ParallelDims(plan_dims(config, Cluster(num_nodes=1, ranks_per_node=4), zero_stage=3), device_type="cpu")
     model = one_process_model()
-    for name, (_, placement) in PARAMETERS.items() if tp > 1 else ():  # an axis of one rank is no dim of the mesh
+    for name, (_, placement) in PARAMETERS.items() if tp > 1 else ():  # the mesh has no dim for one rank
         owner, leaf = name.split(".")
         value = distribute_tensor(model.get_parameter(name).data, dims.mesh["tp"], [placement])
         setattr(model.get_submodule(owner), leaf, nn.Parameter(value))

@@ -1,4 +1,4 @@
-"""The flags of a small run, parsed and checked."""
+"""Flags of a small run, parsed and checked."""
 
 import shlex
 from pathlib import Path
@@ -20,6 +20,6 @@ def parse(text: str) -> ParsedRun:
 
 
 def check(text: str, *, nodes: int = 1, ranks_per_node: int = 1, device: str = "cpu") -> RunPlan:
-    """The plan of the small run with further flags."""
+    """Return the plan of the small run with further flags."""
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks_per_node)
     return check_run_config(parse(f"{SMALL} {text}").config, cluster, device_type=device)

@@ -1,15 +1,15 @@
-"""CUDA streams without a GPU: code written for them runs on the CPU, and what they would not keep in order shows.
+"""Simulate CUDA streams on the CPU to find missing synchronization in code that uses them.
 
-Operations run one after the other as the host starts them, so results are right whatever the streams. Beside that every
-operation is noted with the stream that was current, the bytes it reads and writes, and a vector clock per stream: what
-of the other streams it is sure to come after. Two things are reported:
+Operations run in the order in which the host starts them, so results are always right. For each operation the
+simulation records the current stream, the bytes it reads and writes, and a vector clock: the operations of other
+streams that are certain to precede it. It reports two kinds of errors:
 
 - a race: two streams use the same bytes, one of them writes, and no event orders them;
-- an early reuse: memory is allocated on a stream, perhaps memory that was freed before, which another stream may still
-  use. The caching allocator hands freed memory out again on its own stream at once, unless the other one was recorded
+- an early reuse: a stream allocates memory that was freed before and that another stream may still use. The caching
+  allocator gives freed memory to its own stream at once, unless the other stream was recorded
   (`Tensor.record_stream`).
 
-That the host waits for a stream (`.item()`) orders nothing here: nobody should rely on it.
+A host that waits for a stream (`.item()`) orders nothing here, because no code should rely on it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from megazpp.parallel import axis, comm_queue
 from megazpp.parallel.comm_queue import StreamQueue
 from megazpp.zero import wire
 
-# the first arguments of each are read, the others may be written
+# number of first arguments that are read; the others may be written
 KERNELS = {"pack": 2, "unpack": 2, "unpack_onto": 2, "unpack_sum": 2, "encode": 2, "decode": 1}
 
 
 class Stream:
-    """As `torch.cuda.Stream`; `clock` counts the operations of every stream that its next one comes after."""
+    """Replacement of `torch.cuda.Stream`; `clock` counts the operations of each stream that precede its next one."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.number, self.clock = streams, next(streams.numbers), Counter[Stream]()
-        self.left = ExitStack()  # as torch's, a stream cannot be entered again before it is left
-        self.freed: list[Access] = []  # uses of other streams that may not be over, of memory that it gets next
+        self.left = ExitStack()  # like torch's, it cannot be entered twice
+        self.freed: list[Access] = []  # unfinished uses by other streams of freed memory
 
     def record_event(self) -> Event:
         event = Event(self.streams)
@@ -68,7 +68,7 @@ class Stream:
 
 
 class Event:
-    """As `torch.cuda.Event`."""
+    """Replacement of `torch.cuda.Event`."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.clock = streams, Counter[Stream]()
@@ -81,7 +81,7 @@ class Event:
 
 
 class Access(NamedTuple):
-    """A use of some bytes of an allocation."""
+    """One use of some bytes of an allocation."""
 
     stream: Stream
     time: int
@@ -96,7 +96,7 @@ class Access(NamedTuple):
 
 @dataclass
 class Memory:
-    """One allocation; its stream comes first, then those that were recorded."""
+    """One allocation; `streams` starts with its own stream, followed by recorded ones."""
 
     alive: StorageWeakRef
     streams: list[Stream]
@@ -104,7 +104,7 @@ class Memory:
 
 
 class Streams(TorchDispatchMode):
-    """All streams of a process; `found` says what is wrong, each once."""
+    """All streams of a process; `found` lists each error once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Streams(TorchDispatchMode):
 
     @contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
-        """As `torch.cuda.stream()`."""
+        """Make `stream` current, like `torch.cuda.stream()`."""
         self.free_what_is_gone()
         with mock.patch.object(self, "current", stream):
             yield
@@ -126,13 +126,13 @@ class Streams(TorchDispatchMode):
         return result
 
     def kernel(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call one of ours, which are C on the CPU, and take pointers that torch does not see."""
+        """Call one of our kernels, which are C on the CPU and take pointers that torch does not see."""
         reads = KERNELS[kernel.__name__]
         self.use(kernel.__name__, args[:reads], [args[reads:], kwargs])
         return kernel(*args, **kwargs)
 
     def use(self, what: str, reads: Sequence[object], writes: Sequence[object], made: object = None) -> None:
-        """Note one kernel on the current stream."""
+        """Record one kernel on the current stream."""
         stream = self.current
         stream.clock[stream] += 1
         what = f"{what} on stream {stream.number} at {caller()}"
@@ -145,18 +145,18 @@ class Streams(TorchDispatchMode):
                     self._touch(self._memory_of(tensor), access)
 
     def record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """As `Tensor.record_stream`."""
+        """Record a use of the tensor by `stream`, like `Tensor.record_stream`."""
         self._memory_of(tensor).streams.append(stream)
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """FSDP2 frees and allocates parameters' memory by resizing their storage."""
+        """Free and allocate when a storage is resized, as FSDP2 does for parameters."""
         if storage._cdata in self._memory:
             self._free(storage._cdata)
         if num_bytes:
             self._allocate(storage)
 
     def free_what_is_gone(self) -> None:
-        """Call before anything that may order streams, or hand out memory again."""
+        """Free expired storages; call this before anything that may order streams or reuse memory."""
         for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
             self._free(key)
 
@@ -199,7 +199,7 @@ class Streams(TorchDispatchMode):
 
 @contextmanager
 def simulated_streams() -> Iterator[Streams]:
-    """Streams for our queues and for FSDP2, in this process; build the model inside."""
+    """Simulate streams for our queues and for FSDP2 in this process; build the model inside."""
     streams, resize = Streams(), torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -224,11 +224,11 @@ def simulated_streams() -> Iterator[Streams]:
 
 
 def find_uses(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[object], list[object]]:
-    """What an operation reads and what it writes."""
+    """Return the values that an operation reads and those that it writes."""
     schema, name = func._schema, func.__name__
     given = [*zip(schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-    if func.namespace == "c10d":  # these do not say what they write
+    if func.namespace == "c10d":  # these do not declare their writes
         inputs = [value for argument, value in given if argument.name.startswith("input")]
         return inputs, [value for argument, value in given if not argument.name.startswith("input")]
     results = result if isinstance(result, tuple) and len(schema.returns) > 1 else (result,)
@@ -244,14 +244,14 @@ def tensors_in(values: object) -> list[torch.Tensor]:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last byte in its storage."""
+    """Return the tensor's first byte in its storage, and the byte after its last one."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.storage_offset() * tensor.element_size()
     return first, first + span * tensor.element_size()
 
 
 def caller() -> str:
-    """The line of ours or of FSDP2 that is running."""
+    """Return file and line of the innermost frame in our code or in FSDP2."""
     lines = ((Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(None))
     ours = (f"{path.name}:{line}" for path, line in lines if {"megazpp", "_fully_shard"} & {*path.parts})
     return next(ours, "elsewhere")

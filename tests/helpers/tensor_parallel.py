@@ -1,4 +1,4 @@
-"""What tests of tensor parallelism share: an axis of all ranks of the job, slices of full tensors, counted calls."""
+"""Shared parts of tests of tensor parallelism: an axis over all ranks, slices of full tensors, counted collectives."""
 
 import contextlib
 import functools
@@ -28,9 +28,9 @@ from megazpp.tensor_parallel.parameters import (
 )
 
 VOCAB, SEQ = 101, 16
-STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # llama's heads are grouped
-Calls = tuple[Mapping[str, int], Mapping[str, int]]  # of collectives, forward and backward
-# what compare_slices is given for a layer that enters a tensor-parallel region and leaves it, by sequence parallelism
+STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # llama uses grouped-query attention
+Calls = tuple[Mapping[str, int], Mapping[str, int]]  # collectives in forward and backward
+# arguments of compare_slices for a layer that enters and leaves a tensor-parallel region, by sequence parallelism
 REGION: dict[bool, dict[str, Any]] = {
     False: {"calls": ({"all_reduce": 1}, {"all_reduce": 1})},
     True: {
@@ -42,7 +42,7 @@ REGION: dict[bool, dict[str, Any]] = {
 
 
 def tp_axis() -> MeshAxis:
-    """A tp axis of all ranks of this job (of one rank where there is no job), with a counter of its own."""
+    """Return a tp axis over all ranks of this job (one rank without a job), with its own traffic counter."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:
         return MeshAxis("tp", wire="tp")
@@ -55,7 +55,7 @@ def tp_mesh() -> DeviceMesh:
 
 
 def part(full: torch.Tensor, dim: int | None, tp: MeshAxis) -> torch.Tensor:
-    """This rank's slice of `full` along `dim`, whole without one; a copy."""
+    """Return a copy of this rank's slice of `full` along `dim`, or of all of it if `dim` is None."""
     mine = full if dim is None else full.chunk(tp.size, dim)[tp.rank]
     return mine.clone(memory_format=torch.contiguous_format)
 
@@ -65,7 +65,7 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Te
 
 
 def counted(tp: MeshAxis, action: Callable[..., Any], *args: Any) -> tuple[Any, Mapping[str, int]]:
-    """The result of `action(*args)` and how often it called each collective on `tp`."""
+    """Return the result of `action(*args)` and how often it called each collective on `tp`."""
 
     def calls() -> Counter[str]:
         return Counter({collective: traffic.calls for (_, _, collective), traffic in tp.counter.table().items()})
@@ -76,7 +76,7 @@ def counted(tp: MeshAxis, action: Callable[..., Any], *args: Any) -> tuple[Any, 
 
 @contextlib.contextmanager
 def saved_tensors() -> Iterator[list[torch.Tensor]]:
-    """What autograd keeps of what runs inside."""
+    """Collect the tensors that autograd saves inside the context."""
     kept: list[torch.Tensor] = []
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def saved_tensors() -> Iterator[list[torch.Tensor]]:
 
 
 def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, **options: Any) -> GPTModel:
-    """An unsharded GPT on all ranks of the job; its weights are always the same, masks follow from the seed."""
+    """Build a GPT on all ranks of the job; weights are always the same, dropout masks follow from the seed."""
     tp = tp_axis()
     seed_everything(dropout_seed, data_rank=0, tp_rank=tp.rank)
     shared = SharedGenerator(CPU, seed=dropout_seed, data_rank=0)
@@ -100,13 +100,13 @@ def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, **options: Any) -> G
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, [3, 16] each."""
+    """Return tokens and labels, [3, 16] each."""
     ids = torch.randint(VOCAB, (3, SEQ + 1), generator=torch.Generator().manual_seed(0))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 def packed(seq: int = SEQ) -> MicroBatch:
-    """Rows of one to four documents, some of a single token; a row's last one may be cut."""
+    """Return rows of one to four documents, some with a single token; a row's last document may be cut."""
     return packed_documents(VOCAB, seq, [(0, 0), (0, 5), (0, 6), (1, seq - 1), (2, 3), (2, 9)])
 
 
@@ -115,7 +115,7 @@ def losses_of(model: GPTModel, data: MicroBatch) -> torch.Tensor:
 
 
 def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[str, torch.Tensor]:
-    """This rank's part of every gradient, as the optimizer sees it: summed over `tp`, or the model's, if partial."""
+    """Return this rank's part of every gradient as the optimizer sees it: partial gradients are summed over tp."""
     partial = partial_parameters(model)
     grads = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}
     parts = [SimpleNamespace(grad=grad) for name, grad in grads.items() if name in partial]
@@ -133,14 +133,17 @@ def compare_slices(
     y_dim: int | None = None,
     calls: Calls = ({}, {}),
 ) -> torch.nn.Module:
-    """Compare a layer's slices on this rank, output and all gradients, with the whole one's in fp64 to 1e-11.
+    """Compare a layer's slices on this rank with the full layer in fp64: output and all gradients, to 1e-11.
 
     Args:
-        make: gives the layer on a `tp` axis; its weights are split as their specs say.
-        whole: computes the whole output of x and of all weights by name.
-        arguments: of the layer, behind x.
-        x_dim, y_dim: along which a rank has a slice of x and of the output; None: both are whole.
-        calls: collectives on tp where there are several ranks.
+        row: name of the case for error messages.
+        make: function that builds the layer on a `tp` axis; its weights are split as their specs say.
+        whole: function that computes the full output from x and all weights by name.
+        x: full input.
+        arguments: further arguments of the layer.
+        x_dim: dim along which the input is split over ranks, or None.
+        y_dim: dim along which the output is split over ranks, or None.
+        calls: expected collectives on tp if there are several ranks.
     """
     tp, alone = tp_axis(), dict(make(tp=MeshAxis("tp")).named_parameters())
     layer = make(tp=tp).double()
@@ -167,21 +170,21 @@ def compare_slices(
 
 
 def step(model: GPTModel, data: MicroBatch | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Losses and `local_gradients` of a step of `data`, or of `sample()`."""
+    """Return losses and `local_gradients` of a step on `data`, by default on `sample()`."""
     losses = model(*sample()) if data is None else losses_of(model, data)
     losses.mean().backward()
     return losses.detach(), local_gradients(model)
 
 
 def assert_near(row: object, found: torch.Tensor, expected: torch.Tensor, **tolerances: Any) -> None:
-    """`torch.testing.assert_close`, naming what is compared."""
+    """Call `torch.testing.assert_close` with `row` in the message."""
     torch.testing.assert_close(found, expected, **tolerances, msg=lambda text: f"{row}: {text}")
 
 
 def assert_gradients_near(
     ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], share: float = 1e-5
 ) -> None:
-    """Compare gradients of the same names to `share`, relative and of the largest element of each."""
+    """Compare gradients by name with tolerance `share`, relative and as a part of each one's largest element."""
     assert list(ours) == list(expected)
     for name, grad in expected.items():
         torch.testing.assert_close(ours[name], grad, rtol=share, atol=share * float(grad.abs().max()))

@@ -1,4 +1,4 @@
-"""Which cases of a test the default tier runs: of a grid, as few as hold every pair of two settings."""
+"""Choose the test cases of the default tier: as few of a grid as contain every pair of two settings."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -8,21 +8,21 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """A test's parameters that only the slow tier runs."""
+    """Return test parameters that only the slow tier runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def chosen(cases: Mapping[str, Any], *default: str) -> list[Any]:
-    """The named cases of a grid, with their names as ids; those that are not in `default` run in the slow tier."""
+    """Return the named cases of a grid with their names as ids; those not in `default` run in the slow tier."""
     assert {*default} <= {*cases}, f"{default} are not all among {[*cases]}"
     marks = {name: [] if name in default else [pytest.mark.slow] for name in cases}
     return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
 def pairwise(grid: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """The cases of `grid` as parameters of a test, those marked slow that add no new pair of values.
+    """Return the cases of `grid` as test parameters; those that add no new pair of values are marked slow.
 
-    Greedy: the next case is always the one that adds the most pairs, so few are left, if not always the fewest.
+    Greedy: the next case is always the one that adds the most pairs. The result is small, but not always minimal.
     """
     cases = list(grid)
     missing = set().union(*(_pairs(case) for case in cases))

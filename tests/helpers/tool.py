@@ -1,4 +1,4 @@
-"""The tools that use a checkpoint, run on ranks that are there already."""
+"""Run the tools that use a checkpoint on existing worker ranks."""
 
 import contextlib
 import importlib
@@ -21,7 +21,7 @@ from megazpp.run.ranks import Job
 
 
 def run_tool(tool: str, *flags: object, world: int = 1) -> tuple[int, str]:
-    """(exit code, output) of rank 0 on `world` ranks of `helpers.ranks`."""
+    """Run a tool on `world` ranks of `helpers.ranks` and return rank 0's (exit code, output)."""
     return ranks(world).run(_run_on_rank, tool, [str(flag) for flag in flags], uuid.uuid4().hex)[0]
 
 
@@ -31,7 +31,7 @@ def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
         for name in LAUNCHER_VARIABLES:
             patch.delenv(name, raising=False)
-        patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # an error looks for the flag there
+        patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # error messages take flags from here
         patch.setattr(on_checkpoint, "run_on_ranks", lambda prepare: jobs.append(prepare()))
         code = importlib.import_module(tool).main(flags)
         for job in jobs:

@@ -1,4 +1,4 @@
-"""Train a tiny GPT, in one plain process or on ranks with the product's own parts, on the same synthetic samples."""
+"""Train a tiny GPT on synthetic samples: in one plain process, or on ranks with the package's own parts."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,7 +57,7 @@ MIXTURE_STYLE = replace(LLAMA_STYLE, num_layers=1, num_experts=4, moe_ffn_hidden
 
 
 def packed_documents(vocab_size: int, seq: int, ends: list[tuple[int, int]]) -> MicroBatch:
-    """Three rows of documents that end at (row, token); the last one of a row may be cut."""
+    """Return three rows of documents that end at (row, token); a row's last document may be cut."""
     ids = torch.randint(EOD + 1, vocab_size, (3, seq + 1), generator=torch.Generator().manual_seed(4))
     for row, end in ends:
         ids[row, end] = EOD
@@ -66,7 +66,7 @@ def packed_documents(vocab_size: int, seq: int, ends: list[tuple[int, int]]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run; the samples depend on nothing but the step."""
+    """One training run, whose samples depend only on the step."""
 
     model: GPTConfig = GPT2_STYLE
     tp: int = 1
@@ -98,11 +98,11 @@ class Case:
 
     @property
     def product(self) -> Product | None:
-        """What linear layers multiply with."""
+        """Function that multiplies matrices in linear layers; None for the default."""
         return None if self.float8 is None else float8_product(self.float8, emulate=True)
 
     def batch(self, step: int, first: int, count: int) -> MicroBatch:
-        """Samples `first` to `first + count` of the step's global batch."""
+        """Return samples `first` to `first + count` of the step's global batch."""
         generator = torch.Generator().manual_seed(1000 + step)
         uniform = torch.rand(self.global_batch, self.seq_length + 1, generator=generator)
         samples = (self.vocab_size * uniform**4).long()  # a skewed distribution, so that there is something to learn
@@ -110,7 +110,7 @@ class Case:
         return make_micro_batch(samples[first : first + count], eod=EOD, **ends)
 
     def batches(self, step: int, dims: ParallelDims) -> list[MicroBatch]:
-        """This data rank's micro-batches of a step."""
+        """Return this data rank's micro-batches of a step."""
         size = self.global_batch // dims.data_size // self.micro_batches
         firsts = ((m * dims.data_size + dims.data_rank) * size for m in range(self.micro_batches))
         return [self.batch(step, first, size) for first in firsts]
@@ -118,7 +118,7 @@ class Case:
 
 @dataclass
 class FixedBatches:
-    """A loader that has the same batches for every step."""
+    """A loader that returns the same batches in every step."""
 
     batches: list[MicroBatch]
 
@@ -127,7 +127,7 @@ class FixedBatches:
 
 
 def train_plain(case: Case) -> dict[str, list[float]]:
-    """The reference: one process, no sharding, no process group, torch's own clipping, the whole batch at once."""
+    """Train in one process as a reference: no sharding, torch's own clipping, the whole batch at once."""
     model = GPTModel(case.model, vocab_size=case.vocab_size, tp=MeshAxis("tp"))
     initialize_parameters_(model, seed=case.seed, draw_device=CPU)
     decay = [p for p in model.parameters() if p.dim() > 1]
@@ -192,7 +192,7 @@ def build_step(case: Case) -> tuple[TrainStep, ParallelDims]:
 
 
 def diloco_plan(case: Case) -> DilocoPlan | None:
-    """None where every step is synchronized."""
+    """Return the plan of local steps, or None if every step is synchronized."""
     return plan_islands(
         case.diloco,
         case.zero or ZeroConfig(),
@@ -203,13 +203,13 @@ def diloco_plan(case: Case) -> DilocoPlan | None:
 
 
 def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> Islands | None:
-    """The islands of a model; None where every step is synchronized."""
+    """Build the islands of a model, or return None if every step is synchronized."""
     plan = diloco_plan(case)
     return None if plan is None else Islands(step.sharding, dims, plan, case.precision)
 
 
 def train_on_ranks(case: Case) -> dict[str, Any]:
-    """The same run through shard_model and TrainStep on the ranks of this process group."""
+    """Train with shard_model and TrainStep on the ranks of this process group."""
     step, dims = build_step(case)
     losses, norms, skipped = [], [], 0
     for index in range(case.steps):

@@ -1,4 +1,4 @@
-"""What wandb wrote offline, read back."""
+"""Reader of wandb's offline files."""
 
 import json
 import struct
@@ -11,7 +11,10 @@ from wandb.proto import wandb_internal_pb2
 
 
 def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """A .wandb file is a LevelDB log: 32 KiB blocks of fragments (crc, length, type), after 7 bytes of identity."""
+    """Yield the records of a .wandb file.
+
+    It is a LevelDB log: 7 bytes of identification, then 32 KiB blocks of fragments (crc, length, type).
+    """
     data, at, parts = file.read_bytes(), 7, b""
     assert data.startswith(b":W&B")
     while at + 7 <= len(data):
@@ -22,7 +25,7 @@ def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
             continue
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a whole record, or its last fragment
+        if kind in (1, 4):  # a full record, or the last fragment of one
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             yield record
@@ -30,7 +33,7 @@ def read_records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 
 class OfflineRun:
-    """What one folder offline-run-... holds: the run, its config and summary, and a row per logged step."""
+    """The contents of one folder offline-run-...: run, config, summary, and a row per logged step."""
 
     def __init__(self, folder: Path) -> None:
         (file,) = folder.glob("*.wandb")
@@ -49,5 +52,5 @@ def values(items: Iterable[Any]) -> dict[str, Any]:
 
 
 def offline_runs(folder: Path) -> list[OfflineRun]:
-    """Oldest first."""
+    """Return the offline runs in a folder, the oldest first."""
     return [OfflineRun(run) for run in sorted(folder.glob("wandb/offline-run-*"))]

@@ -1,4 +1,4 @@
-"""The order of a blend: C and Python plan what Megatron's loop plans, bit for bit, for any number of datasets."""
+"""Test the sample order of a blend: C and Python agree with Megatron's loop for any number of datasets."""
 
 import itertools
 import shutil
@@ -21,7 +21,7 @@ PLANNERS = [
 
 
 def megatrons_loop(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each sample from the dataset with the largest share * max(n, 1) - taken, all of which are compared."""
+    """Take each sample from the dataset with the largest share * max(n, 1) - taken, like Megatron's loop."""
     shares, taken = weights / np.sum(weights), np.zeros(len(weights))
     datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
     for n in range(num_samples):
@@ -32,7 +32,7 @@ def megatrons_loop(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, n
 
 
 def planned(planner: type, weights: np.ndarray, num_samples: int, *cuts: int) -> tuple[np.ndarray, np.ndarray]:
-    """The plan in parts that end at `cuts`."""
+    """Plan the samples in parts that end at `cuts`."""
     one = planner(weights / np.sum(weights))
     datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
     for first, last in itertools.pairwise((0, *cuts, num_samples)):
@@ -46,13 +46,13 @@ def same(planner: type, weights: np.ndarray, num_samples: int, *cuts: int) -> bo
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_both_plan_what_megatrons_loop_plans_for_many_datasets(planner):
+def test_planner_matches_megatrons_loop_for_many_datasets(planner):
     random = np.random.default_rng(3)
     for count in (1, 2, 22, 63, 129, 400):
         for weights in (
             np.ones(count),
-            random.lognormal(0, 2, count),  # sizes of files
-            random.integers(1, 5, count).astype(float),  # many equal shares and exact ties
+            random.lognormal(0, 2, count),  # like file sizes
+            random.integers(1, 5, count).astype(float),  # many equal shares, hence exact ties
             np.concatenate([[1e6], 1 + 1e-9 * random.random(count)]),  # one large dataset, others nearly equal
             random.permutation(1.0 + np.arange(count)),
         ):
@@ -66,11 +66,11 @@ def test_both_plan_what_megatrons_loop_plans_for_many_datasets(planner):
     num_samples=st.integers(0, 300),
     cut=st.integers(0, 300),
 )
-def test_any_weights_and_any_parts_give_megatrons_order(planner, weights, num_samples, cut):
+def test_planner_matches_megatrons_loop_for_any_weights_and_parts(planner, weights, num_samples, cut):
     assert same(planner, np.array(weights), num_samples, min(cut, num_samples))
 
 
-def test_without_a_compiler_python_plans_the_same_and_says_why(monkeypatch):
+def test_blend_order_without_compiler_uses_python_and_logs_progress(monkeypatch):
     moments, lines = itertools.count(step=2.0), list[str]()
     monkeypatch.setattr(native, "library", lambda: CLibraryError("no C compiler found"))
     monkeypatch.setattr(module, "_AT_ONCE", 1600)
@@ -82,7 +82,7 @@ def test_without_a_compiler_python_plans_the_same_and_says_why(monkeypatch):
 
 
 @needs_compiler
-def test_a_plan_of_less_than_three_seconds_says_nothing(monkeypatch):
+def test_blend_order_below_three_seconds_logs_nothing(monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 10)
     moments, lines = itertools.count(step=0.1), list[str]()
     blend_order([1.0, 2.0], 290, say=lines.append, clock=lambda: next(moments))

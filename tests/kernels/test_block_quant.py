@@ -1,4 +1,4 @@
-"""The public functions: what they refuse, whom they call, and that threads may call them at once."""
+"""Test the public functions of block quantization: errors, choice of implementation, and use by several threads."""
 
 import ctypes
 import itertools
@@ -44,7 +44,7 @@ def largest_step(messages: Tensor, table: RangeTable) -> float:
     return float(Feedback(messages, table).scales.float().abs().max()) if messages.numel() else 0.0
 
 
-def test_segments_of_any_length_with_up_to_two_leading_dims_make_the_round_trip():
+def test_segments_of_any_length_and_leading_dims_round_trip():
     for lead, n in itertools.product([(), (3,), (2, 3), (0,)], SIZES):
         x, table = torch.randn(*lead, n), table_of(n)
         messages, out, total = empty(*lead, table=table), torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
@@ -58,8 +58,8 @@ def test_segments_of_any_length_with_up_to_two_leading_dims_make_the_round_trip(
         assert torch.equal(total, out + out + out + out + out + out), (lead, n)
 
 
-def test_a_base_that_receives_every_difference_follows_what_is_sent():
-    """Both ends hold the same bits, and what one message loses is in the next: the error is that of one message."""
+def test_base_follows_the_sent_values_over_many_differences():
+    """Sender and receiver hold identical bases, and the next message corrects each message's rounding error."""
     for lead, n, bits in itertools.product([(), (2, 3)], SIZES, (8, 4)):
         table, generator = table_of(n, bits), torch.Generator().manual_seed(n)
         x = torch.randn(*lead, n, generator=generator)
@@ -75,7 +75,7 @@ def test_a_base_that_receives_every_difference_follows_what_is_sent():
         torch.testing.assert_close(base.float(), x, rtol=0, atol=1.032 * largest_step(messages, table) + rounding)
 
 
-def test_what_is_not_quantized_is_replaced_by_differences_and_summed_by_sums():
+def test_exact_elements_are_replaced_by_differences_and_added_by_sums():
     table = range_table(layout_of([(40, True), (7, False)], BlockFormat(8, 32)), torch.float32)
     x, base, total = torch.randn(47), torch.randn(47), torch.ones(47)
     messages = empty(table=table)
@@ -90,7 +90,7 @@ X = torch.zeros(2, 40)
 SENT = torch.zeros(2, 80, dtype=torch.uint8)
 
 
-def test_what_does_not_fit_is_refused_with_its_name():
+def test_invalid_tensors_are_rejected_by_name():
     def ask(x: Tensor, how: dict[str, Any]) -> None:
         pack(x, table_of(40), **{"messages": SENT, **how})
 
@@ -107,14 +107,14 @@ def test_what_does_not_fit_is_refused_with_its_name():
         (X, {"base": torch.zeros(2, 40, device="meta")}, "base is (2, 40) on meta"),
         (X, {"base": X.double()}, "base is torch.float64"),
         (X, {"base": X, "errors": Feedback.zeros((2,), table_of(40))}, "errors and base are both given"),
-        (X.to("meta"), {}, "no implementation for meta"),  # an error, not a slow path
+        (X.to("meta"), {}, "no implementation for meta"),  # an error instead of a slow fallback
     ]
     assert not_refused(wrong, ask) == []
     with pytest.raises(ValueError, match="cannot be summed"):
         unpack_sum(SENT[None, :0].transpose(0, 1), table_of(40), out=X[0])
 
 
-def test_tensors_without_memory_are_checked_and_nothing_else():
+def test_fake_tensors_are_checked_but_not_computed():
     table = table_of(70)
     with FakeTensorMode():
         x, messages = torch.empty(3, 70), torch.empty(3, table.layout.message_bytes, dtype=torch.uint8)
@@ -125,7 +125,7 @@ def test_tensors_without_memory_are_checked_and_nothing_else():
             pack(x, table, messages=messages[:, :2])
 
 
-def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypatch):
+def test_backend_names_the_implementation_or_raises_without_one(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: CLibrary(ctypes.CDLL(None), "gcc 12.2.0"))
     assert backend("cpu")[1] == "C, compiled by gcc 12.2.0"
     with pytest.raises(ValueError, match="no implementation for mps"):
@@ -135,7 +135,7 @@ def test_the_table_of_back_ends_names_what_runs_and_refuses_what_cannot(monkeypa
         backend("cuda")
 
 
-def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monkeypatch):
+def test_without_c_compiler_reference_runs_and_backend_says_why(monkeypatch):
     x, table = torch.randn(257), table_of(257)
     expected, got = empty(table=table), empty(table=table)
     reference.pack(x, table, expected)
@@ -147,7 +147,7 @@ def test_without_a_c_compiler_the_reference_computes_and_the_table_says_why(monk
     assert torch.equal(got, expected)
 
 
-def test_only_an_equal_launch_is_repeated_and_no_check_is_left_out(monkeypatch):
+def test_only_equal_triton_launches_are_repeated_and_checks_still_run(monkeypatch):
     launched, repeated = [], []
 
     def launch(x: Tensor, *others: object) -> Any:
@@ -170,7 +170,7 @@ def test_only_an_equal_launch_is_repeated_and_no_check_is_left_out(monkeypatch):
         lambda x: unpack_onto(sent, table, out=x),
         lambda x: unpack_sum(sent[None], table, out=x, accumulate=True),
     ]
-    for same in (x, room[80:160].view(2, 40)):  # at another address of equal alignment
+    for same in (x, room[80:160].view(2, 40)):  # the second tensor has another address with the same alignment
         for call in calls:
             call(same)
     assert len(launched) == len(calls) == len(repeated)
@@ -187,8 +187,8 @@ def test_only_an_equal_launch_is_repeated_and_no_check_is_left_out(monkeypatch):
         pack(x, table, messages=sent, errors=Feedback.zeros((2,), table_of(41)))
 
 
-def test_threads_may_call_at_once():
-    """A communication thread and the main thread share nothing."""
+def test_threads_may_pack_concurrently():
+    """The communication thread and the main thread share no state."""
     rows, table = torch.randn(32, 50_000), table_of(50_000)
 
     def packed(row: Tensor) -> Tensor:

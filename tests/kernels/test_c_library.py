@@ -1,4 +1,4 @@
-"""Compiling a C file at first use: once per machine, safely by many at once, or with a readable reason not at all."""
+"""Test compilation of a C file at first use: once per machine, safe when concurrent, with readable errors."""
 
 import re
 import shutil
@@ -34,7 +34,7 @@ def reason(source: Path) -> str:
 
 
 @needs_compiler
-def test_a_library_is_compiled_once_and_again_for_another_source_or_compiler(cache, source, monkeypatch):
+def test_library_is_compiled_once_per_source_and_compiler(cache, source, monkeypatch):
     first = load_c_library(source)
     assert first.functions.answer() == 42
     assert first.compiler.startswith(("gcc ", "clang "))
@@ -51,14 +51,14 @@ def test_a_library_is_compiled_once_and_again_for_another_source_or_compiler(cac
 
 
 @needs_compiler
-def test_many_may_compile_at_once(cache, source):
+def test_threads_may_compile_the_same_library_at_once(cache, source):
     with ThreadPoolExecutor(4) as pool:
         libraries = list(pool.map(load_c_library, [source] * 8))
     assert [library.functions.answer() for library in libraries] == [42] * 8
     assert [path.suffix for path in cache.iterdir()] == [".so"], "one library, nothing half written"
 
 
-def test_without_a_compiler_the_reason_says_so(cache, source, monkeypatch):
+def test_missing_compiler_is_named_in_the_error(cache, source, monkeypatch):
     monkeypatch.setenv("PATH", str(source.parent))
     assert reason(source) == "no C compiler found"
     monkeypatch.setenv("CC", "icx-2042 -O3")
@@ -67,31 +67,32 @@ def test_without_a_compiler_the_reason_says_so(cache, source, monkeypatch):
 
 
 @needs_compiler
-def test_what_the_compiler_complains_about_is_the_reason_and_nothing_is_kept(cache, source, capfd):
+def test_compiler_error_is_reported_and_no_file_is_kept(cache, source, capfd):
     source.write_text("int answer(void) { return fourty_two; }\n")
     assert re.search(r"failed: .*error.*fourty_two", reason(source))
     assert list(cache.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_compiler_that_hangs_is_given_up(cache, source, monkeypatch):
+def test_hanging_compiler_is_stopped_with_an_error(cache, source, monkeypatch):
     monkeypatch.setenv("CC", "sh -c 'exec sleep 60'")
     monkeypatch.setattr(c_library, "SECONDS", 0.2)
     assert reason(source) == "sh took longer than 0.2 s"
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path, source, monkeypatch):
+def test_unwritable_cache_is_named_in_the_error(tmp_path, source, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert re.match(r"answer\.c: .*file", reason(source))
 
 
 @needs_compiler
-def test_a_library_that_is_damaged_is_a_reason(cache, source, tmp_path, monkeypatch):
+def test_damaged_library_is_named_in_the_error(cache, source, tmp_path, monkeypatch):
     load_c_library(source)
     (compiled,) = cache.iterdir()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # a path that this process has not loaded yet
+    # this process has not loaded a library from this path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     damaged = tmp_path / "other" / "megazpp" / "libraries" / compiled.name
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"no library")

@@ -1,4 +1,4 @@
-"""Sizes of quantized segments."""
+"""Test the sizes of quantized segments."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from megazpp.kernels.formats import BlockFormat
 BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048]
 
 
-def test_whole_blocks_cost_their_bits_and_one_bf16_scale():
+def test_full_blocks_cost_their_bits_and_one_bf16_scale():
     expected: dict[Any, float] = {(8, 128): 8.125, (8, 256): 8.0625, (4, 128): 4.125, (4, 32): 4.5}
     assert {kind: BlockFormat(*kind).bits_per_element(kind[1] * 10) for kind in expected} == expected
 
 
 @given(st.sampled_from([4, 8]), st.sampled_from(BLOCK_SIZES), st.integers(0, 2**40))
-def test_blocks_cover_a_segment_and_no_block_is_without_data(bits, block_size, n):
+def test_blocks_cover_a_segment_without_empty_blocks(bits, block_size, n):
     fmt = BlockFormat(bits, block_size)
     assert (fmt.num_blocks(n) - 1) * block_size < n <= fmt.num_blocks(n) * block_size or n == 0
     assert fmt.payload_bytes(n) * 8 == fmt.num_blocks(n) * block_size * bits
@@ -25,7 +25,7 @@ def test_blocks_cover_a_segment_and_no_block_is_without_data(bits, block_size, n
     assert fmt.bits_per_element(0) == 0.0
 
 
-def test_other_bits_and_block_sizes_are_refused_with_their_value():
+def test_unsupported_bits_and_block_sizes_are_rejected_by_value():
     wrong: list[Any] = [(bits, 128, f"not {bits}") for bits in (2, 3, 16)]
     wrong += [(8, size, f"not {size}") for size in (16, 4096, 96, 0, -32)]
     assert not_refused(wrong, BlockFormat) == []

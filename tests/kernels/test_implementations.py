@@ -1,7 +1,7 @@
-"""The C and the Triton implementation against the reference, bit for bit, wherever the segments lie.
+"""Compare the C and Triton implementations with the reference, bit for bit, at any segment offset.
 
-Triton runs on the GPU where there is one, on shapes that fill it, else on CPU tensors under its interpreter (see
-tests/conftest.py), which takes 10 ms and more per program: there on `few` of the cases, of few rows.
+Triton runs on the GPU if there is one, otherwise on CPU tensors under its interpreter (see tests/conftest.py). The
+interpreter takes 10 ms and more per program, so it gets only the `few` cases, with few rows.
 """
 
 from types import ModuleType
@@ -23,7 +23,7 @@ DTYPES = FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KINDS = [(8, False), (4, False), (4, True)]  # bits, clip
 LENGTHS = [1, 63, 256, 257, 4096, 4101, 8300, *[100_000] * ON_GPU]
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, on NaN and Inf
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy warns about NaN and Inf
 each_implementation = pytest.mark.parametrize(
     "name", ["native", pytest.param("triton", marks=[pytest.mark.gpu] if ON_GPU else [])]
 )
@@ -41,12 +41,12 @@ def cases(name: str, every: list[Any], few: list[Any]) -> list[Any]:
 
 
 def pack_one(name: str, x: torch.Tensor, fmt: BlockFormat, **how: Any) -> None:
-    """Compare messages of one segment."""
+    """Pack one segment by the implementation `name` and by the reference, and compare the messages."""
     pack_both(module_of(name), x, layout_of([(x.shape[-1], True)], fmt), DEVICES[name], **how)
 
 
 @each_implementation
-def test_blocks_of_any_kind_are_the_reference_s(name):
+def test_packed_blocks_match_the_reference(name):
     formats = [(size, *kind) for size in BLOCK_SIZES for kind in KINDS]
     every = [((4, 2), n, dtype, *fmt) for n in LENGTHS for dtype in DTYPES for fmt in formats]
     few = [((1, 2), fmt[0] + fmt[0] // 2 + 5, DTYPES[seed % 3], *fmt) for seed, fmt in enumerate(formats)]
@@ -58,7 +58,7 @@ def test_blocks_of_any_kind_are_the_reference_s(name):
 
 
 @each_implementation
-def test_errors_that_are_fed_back_are_the_reference_s(name):
+def test_packing_with_error_feedback_matches_the_reference(name):
     every = [(n, dtype, kind, beta) for n in LENGTHS for dtype in DTYPES for kind in KINDS for beta in (0.0, 0.8)]
     few = [(300, BF16, KINDS[0], 0.8), (130, FP32, KINDS[1], 0.0), (300, FP16, KINDS[2], 0.8)]
     for seed, (n, dtype, (bits, clip), beta) in enumerate(cases(name, every, few)):
@@ -67,7 +67,7 @@ def test_errors_that_are_fed_back_are_the_reference_s(name):
 
 
 @each_implementation
-def test_differences_are_the_reference_s(name):
+def test_packed_differences_match_the_reference(name):
     every = [(n, dtype, base, bits) for n in LENGTHS for dtype in DTYPES for base in DTYPES for bits in (8, 4)]
     few = [(63, BF16, BF16, 8), (257, FP32, BF16, 4), (4101, FP32, FP16, 4), (300, FP16, FP16, 8), (300, BF16, FP32, 4)]
     for seed, (n, dtype, base_dtype, bits) in enumerate(cases(name, every, few)):
@@ -78,7 +78,7 @@ def test_differences_are_the_reference_s(name):
 
 
 @each_implementation
-def test_sums_are_the_reference_s(name):
+def test_unpacked_sums_match_the_reference(name):
     shapes = [(1, FP32), (257, BF16), (257, FP16), (4101, FP32), *[(100_000, FP32)] * ON_GPU]
     every = [(k, bits, n, dtype) for k in (1, 2, 3, 8, *[16] * ON_GPU) for bits in (8, 4) for n, dtype in shapes]
     few = [(1, 4, 257, FP32), (2, 8, 4101, FP32), (3, 4, 257, BF16), (8, 8, 130, FP16)]
@@ -95,8 +95,8 @@ FEW = [(33, False), (4170, True), (0, False), (5, True), (1050, False)]
 
 
 @each_implementation
-def test_many_segments_are_packed_and_unpacked_like_the_reference_s(name):
-    """Segments that are quantized and segments that are not, in any order, empty ones too, wherever they start."""
+def test_many_quantized_and_exact_segments_match_the_reference(name):
+    """Quantized, exact and empty segments come in any order and start at any offset."""
     layouts = (MANY, MANY[::-1], [(70, False)])
     grid = [(bits, dtype, exact) for bits in (8, 4) for dtype in DTYPES for exact in DTYPES]
     every = [(seed, sizes, *kind) for kind in grid for seed, sizes in enumerate(layouts)]
@@ -113,8 +113,8 @@ def test_many_segments_are_packed_and_unpacked_like_the_reference_s(name):
             unpack_both(implementation, parts[:num_parts], layout, device, dtype, exact)
 
 
-def test_native_reads_every_sixteen_bit_number_like_the_reference():
-    """Blocks of numbers of one size, so that none vanishes beside a large one."""
+def test_native_packs_every_16_bit_value_like_the_reference():
+    """Each block holds numbers of similar size, so that no value rounds to zero next to a large one."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(1, 1, -1)
     for dtype in (BF16, FP16):
         for bits, clip in KINDS:
@@ -122,7 +122,7 @@ def test_native_reads_every_sixteen_bit_number_like_the_reference():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(bits):
+def test_native_sums_with_every_scale_match_the_reference(bits):
     generator = torch.Generator().manual_seed(bits)
     every_scale = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     near = every_scale[(torch.arange(2**16) + torch.randint(-300, 300, (2**16,), generator=generator)) % 2**16]
@@ -139,8 +139,8 @@ def test_native_rounds_products_and_sums_with_every_scale_like_the_reference(bit
 
 
 @pytest.mark.gpu
-def test_a_launch_that_is_repeated_takes_its_own_tensors():
-    """After the first of equal shapes and alignments, Triton's own look at the arguments is left out."""
+def test_repeated_triton_launch_uses_the_new_tensors():
+    """Later calls with equal shapes and alignments skip Triton's own inspection of the arguments."""
     table = range_table(layout_of([(4101, True), (63, False)], BlockFormat(4, 128)), FP32)
     for _ in range(3):
         x, out = torch.randn(2, 3, 4164, dtype=BF16), torch.zeros(2, 3, 4164, dtype=BF16)
@@ -159,14 +159,14 @@ def test_a_launch_that_is_repeated_takes_its_own_tensors():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [8, 4])
-def test_offsets_beyond_two_to_the_31_are_right(bits):
-    """One segment of 2^31 + 257 elements: its last blocks equal those of the same elements quantized alone."""
+def test_offsets_beyond_two_to_the_31_elements_are_correct(bits):
+    """The last blocks of one segment of 2^31 + 257 elements equal the same elements quantized alone."""
     n, fmt = 2**31 + 257, BlockFormat(bits, 128)
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("needs 16 GiB of free GPU memory")
     x = torch.zeros(n, dtype=BF16, device="cuda")
     x[-5000:] = torch.randn(5000, device="cuda")
-    tail = x[-(4096 + 257) :].clone()  # from a block's start on
+    tail = x[-(4096 + 257) :].clone()  # starts at a block's start
     sent = []
     for data in (x, tail):
         table = range_table(plan_row(len(data), fmt), BF16)
@@ -181,8 +181,8 @@ def test_offsets_beyond_two_to_the_31_are_right(bits):
 
 
 @pytest.mark.gpu
-def test_rows_that_lie_beyond_two_to_the_31_bytes_are_right():
-    """Strides, not only offsets within a row, need 64 bits."""
+def test_rows_more_than_two_to_the_31_bytes_apart_are_correct():
+    """Row strides need 64 bits too, in addition to offsets within a row."""
     table, apart = range_table(plan_row(1000, BlockFormat(8, 256)), FP32), 2**31 + 16
     buffer = torch.zeros(2 * apart, dtype=torch.uint8, device="cuda")
     messages = buffer.as_strided((2, table.layout.message_bytes), (apart, 1))

@@ -1,4 +1,4 @@
-"""The definition of the formats: by hand, by its bounds, and by its signal-to-noise ratio."""
+"""Test the reference that defines the formats, with worked examples, error bounds and signal-to-noise ratios."""
 
 import itertools
 import math
@@ -46,35 +46,36 @@ def block(*head: float) -> Tensor:
 def test_int8_divides_the_largest_magnitude_into_127_steps():
     payload, scales = quantize(block(-127.0, 1.0, 2.5, 3.5, 126.4), INT8)
     assert scales.tolist() == [1.0]
-    assert payload.view(torch.int8)[:6].tolist() == [-127, 1, 2, 4, 126, 0]  # halves go to the even integer
+    assert payload.view(torch.int8)[:6].tolist() == [-127, 1, 2, 4, 126, 0]  # halves are rounded to the even integer
     scale = quantize(block(1.0), INT8)[1].item()
     assert scale > 1 / 127 > scale * (1 - 2**-7), "rounded up, so that nothing is clipped"
 
 
-def test_int4_reaches_half_a_step_less_a_sixteenth_beyond_its_integers_and_packs_the_halves_of_a_block_into_bytes():
+def test_int4_scale_lets_values_exceed_the_integers_by_under_half_a_step():
+    """The lower nibbles of a block's bytes hold its first half, the upper nibbles its second half."""
     x = torch.zeros(32)
     x[0], x[1], x[16], x[17] = -8.4375, 3.0, 7.0, -1.0
     payload, scales = quantize(x, INT4)
     assert scales.tolist() == [1.0]
     assert payload[:3].tolist() == [0 | 15 << 4, 11 | 7 << 4, 8 | 8 << 4]
-    x[16] = 2 * 7.4375  # now the largest: the other sign has the 8
+    x[16] = 2 * 7.4375  # now the largest element, so -8 represents its sign
     assert quantize(x, INT4)[1].item() == -quantize(-x, INT4)[1].item() < 0
     assert quantize(block(-8.0, 7.4375 * 1.0625), INT4)[1].item() == 1.0625, "set by the element of the other sign"
     assert quantize(block(8.4375, 1.0), INT4)[1].item() == -1.0, "of a positive maximum"
     assert quantize(block(7.4375, -7.4375), INT4)[1].item() == 1.0, "a tie goes to the negative element"
 
 
-def test_a_block_of_one_size_keeps_the_length_of_both_signs():
-    """The first steps of AdamW are the learning rate with the gradient's sign."""
+def test_int4_block_of_equal_magnitudes_keeps_both_signs_accurate():
+    """AdamW's first updates are the learning rate times the gradient's sign."""
     signs = torch.randint(0, 2, (4, 32), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    signs[3, 16:] *= 0.1  # half of them are enough
+    signs[3, 16:] *= 0.1  # half of the elements with equal magnitude are enough
     step = 1e-3 * signs
     sent = torch.stack([there_and_back(row, INT4) for row in step])
     torch.testing.assert_close(sent[:3], step[:3], rtol=2**-8, atol=0)
     torch.testing.assert_close(sent[3, :16], step[3, :16], rtol=2**-8, atol=0)
 
 
-def test_a_block_with_a_number_that_is_not_finite_comes_back_as_nan_and_its_neighbour_unharmed():
+def test_block_with_non_finite_value_decodes_to_nan_without_its_neighbors():
     for fmt, bad in itertools.product((INT8, INT4), (math.nan, -math.nan, math.inf, -math.inf)):
         x = torch.ones(3 * 32)
         x[40] = bad
@@ -82,7 +83,7 @@ def test_a_block_with_a_number_that_is_not_finite_comes_back_as_nan_and_its_neig
         assert quantize(x, fmt)[1].view(torch.int16)[1].item() == 0x7FC0, (fmt, bad)
 
 
-def test_a_block_too_small_for_a_normal_scale_comes_back_as_zeros():
+def test_block_too_small_for_a_normal_scale_decodes_to_zeros():
     for fmt, magnitude in itertools.product((INT8, INT4), (0.0, -0.0, 1e-45, 1e-38, 1e-37)):
         x = torch.full((32,), magnitude)
         payload, scales = quantize(x, fmt)
@@ -102,7 +103,7 @@ def test_a_block_too_small_for_a_normal_scale_comes_back_as_zeros():
     st.integers(0, 2**30),
 )
 @settings(max_examples=80)
-def test_errors_stay_within_the_documented_bound(bits, block_size, n, exponent, seed):
+def test_rounding_errors_stay_within_the_documented_bound(bits, block_size, n, exponent, seed):
     fmt = BlockFormat(bits, block_size)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, generator=generator) * torch.rand(n, generator=generator) ** 4 * 10.0**exponent
@@ -114,7 +115,7 @@ def test_errors_stay_within_the_documented_bound(bits, block_size, n, exponent, 
     assert (error <= bound).all()
 
 
-def test_clipping_sends_nine_steps_as_eight_or_seven_and_gives_the_rest_to_the_error():
+def test_clipping_sends_nine_steps_as_eight_or_seven_and_keeps_the_rest():
     error = zeros(32, INT8)
     payload, scales = quantize(block(-9.0, 8.5, 3.2), BlockFormat(4, 32, clip=True), error)
     assert scales.tolist() == [1.0]
@@ -124,7 +125,7 @@ def test_clipping_sends_nine_steps_as_eight_or_seven_and_gives_the_rest_to_the_e
         BlockFormat(8, 32, clip=True)
 
 
-def test_signal_to_noise_on_gaussian_data():
+def test_signal_to_noise_ratio_on_gaussian_data():
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
     expected = {(8, 128): 43.7, (8, 256): 43.1, (8, 2048): 41.6, (4, 128): 19.9, (4, 64): 20.6, (4, 32): 21.4}
     for kind, decibels in expected.items():
@@ -132,15 +133,15 @@ def test_signal_to_noise_on_gaussian_data():
         assert 10 * math.log10(x.square().sum() / noise.square().sum()) == pytest.approx(decibels, abs=0.1), kind
 
 
-def test_a_difference_is_taken_in_fp32_whatever_the_dtypes():
-    """bf16 would not hold x."""
+def test_difference_is_computed_in_fp32_for_any_dtype():
+    """The input would lose its difference from the base if it were rounded to bf16 first."""
     x, base = block(1 + 2**-20, 300.0), block(1.0, 300.0).bfloat16()
     for fmt in (INT8, INT4):
         assert all(map(torch.equal, quantize(x, fmt, base=base), quantize(block(2**-20), fmt)))
 
 
-def test_a_difference_is_added_to_what_a_row_holds_and_rounded_once():
-    """Out of any bytes as integers; where either is NaN the sum is."""
+def test_dequantized_difference_is_added_in_fp32_and_rounded_once():
+    """Payload bytes are arbitrary. The sum is NaN where the row or the scale is NaN."""
     generator, n = torch.Generator().manual_seed(1), 257
     for fmt, dtype in itertools.product((INT8, INT4), (torch.float32, torch.bfloat16, torch.float16)):
         payload = torch.randint(256, (fmt.payload_bytes(n),), generator=generator, dtype=torch.uint8)
@@ -153,7 +154,7 @@ def test_a_difference_is_added_to_what_a_row_holds_and_rounded_once():
         assert row.isnan().nonzero().flatten().tolist() == [7, 256], (fmt, dtype)
 
 
-def test_a_difference_that_is_not_finite_is_sent_as_nan():
+def test_non_finite_difference_is_sent_as_nan():
     bad, good = (block(math.nan), block(math.inf)), block(1.0)
     for x, base in [*itertools.product(bad, [good]), *itertools.product([good], bad), *zip(bad, bad, strict=True)]:
         payload, scales = quantize(x, INT8, base=base)
@@ -161,8 +162,8 @@ def test_a_difference_that_is_not_finite_is_sent_as_nan():
         assert payload.eq(0).all()
 
 
-def test_error_feedback_returns_what_was_lost():
-    """The sum of many quantized steps keeps the error of one step, instead of one error per step."""
+def test_error_feedback_bounds_the_error_of_many_steps():
+    """The sum of many quantized steps has an error of about one step, instead of one error per step."""
     fmt, error = BlockFormat(4, 128), zeros(1024, BlockFormat(8, 128))
     steps = torch.randn(32, 1024, generator=torch.Generator().manual_seed(0))
     with_feedback = sum(there_and_back(x, fmt, error) for x in steps) - steps.sum(0)
@@ -170,7 +171,7 @@ def test_error_feedback_returns_what_was_lost():
     assert with_feedback.norm() < 0.3 * without.norm()
 
 
-def test_a_bad_step_leaves_no_error_behind():
+def test_non_finite_or_huge_step_leaves_no_error_behind():
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     for bad in (math.nan, math.inf, 3.4e38):
         payload, scales = error = zeros(64, INT8)
@@ -184,8 +185,8 @@ def test_a_bad_step_leaves_no_error_behind():
         assert there_and_back(x, INT4, error).isfinite().all(), bad
 
 
-def test_a_moving_average_keeps_the_share_beta_of_the_earlier_error():
-    """To half a step of the int8 blocks in which each of the three is kept, and their scales' rounding."""
+def test_error_average_keeps_the_share_beta_of_the_earlier_error():
+    """The tolerance covers the int8 rounding of each of the three stored errors and their scales' rounding."""
     x, before = torch.randn(2, 256, generator=torch.Generator().manual_seed(3))
     earlier, latest, averaged = (quantize(0.1 * before, INT8) for _ in range(3))
     assert all(map(torch.equal, quantize(x, INT4, latest), quantize(x, INT4, averaged, beta=0.8)))
@@ -193,7 +194,7 @@ def test_a_moving_average_keeps_the_share_beta_of_the_earlier_error():
     torch.testing.assert_close(kept, 0.8 * old + 0.2 * new, rtol=0, atol=float(new.abs().max()) / 127)
 
 
-def test_a_feedback_buffer_that_is_itself_damaged_heals_after_one_step():
+def test_damaged_error_buffer_recovers_after_one_step():
     x, error = torch.ones(32), zeros(32, INT8)
     error[1].fill_(torch.nan)
     assert there_and_back(x, INT8, error).isnan().all()

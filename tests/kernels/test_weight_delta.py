@@ -1,4 +1,4 @@
-"""Lossless differences: every bit arrives, the implementations write the same bytes, what does not fit waits."""
+"""Test lossless weight deltas: decoding is bit-exact, implementations agree, and blocks that do not fit wait."""
 
 import itertools
 from types import ModuleType
@@ -22,7 +22,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def pair(size: int, dtype: torch.dtype, scale: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """New and old weights; most change by about `scale` units of the last place, modulo all there are."""
+    """Return new and old weights. Most differ by about `scale` units in the last place, wrapping around."""
     generator = torch.Generator().manual_seed(seed)
     old = (0.02 * torch.randn(size, generator=generator)).to(dtype)
     steps = (scale * torch.randn(size, generator=generator)).round().clamp(-(2.0**15), 2.0**15 - 1).to(torch.int16)
@@ -30,7 +30,7 @@ def pair(size: int, dtype: torch.dtype, scale: float, seed: int = 0) -> tuple[to
 
 
 def blocks_of_all_kinds(dtype: torch.dtype, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nothing, few or all elements of a block change, by little or much; the last has `last` elements."""
+    """Return weights whose blocks change nowhere, in few or all elements, by little or much; the last has `last`."""
     sizes = {0: 256, 0.02: 256, 0.3: 256, 2: 256, 30: 256, 3000: 256, 30000: 256, 0.5: last}
     pairs = [pair(size, dtype, scale, seed=last) for scale, size in sizes.items()]
     new, old = (torch.cat(parts) for parts in zip(*pairs, strict=True))
@@ -38,7 +38,7 @@ def blocks_of_all_kinds(dtype: torch.dtype, last: int) -> tuple[torch.Tensor, to
 
 
 def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: int) -> tuple[torch.Tensor, ...]:
-    """Kinds, halves, body and numbers as `module` writes them into poisoned memory."""
+    """Encode by `module` into poisoned memory and return kinds, halves, body and size counters."""
     device, num_blocks = DEVICE if module is TRITON else "cpu", -(-len(new) // reference.BLOCK)
     kinds, halves = torch.full((2, num_blocks), 77, dtype=torch.uint8, device=device)
     body = torch.full((capacity,), 77, dtype=torch.uint8, device=device)
@@ -48,7 +48,7 @@ def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: in
 
 
 @pytest.mark.parametrize("name", ["native", pytest.param("triton", marks=[pytest.mark.gpu] * (DEVICE == "cuda"))])
-def test_implementations_write_and_read_the_bytes_of_the_reference(name):
+def test_implementation_writes_and_reads_the_references_bytes(name):
     module = native if name == "native" else TRITON
     if module is None or (module is native and isinstance(native.library(), CLibraryError)):
         pytest.skip(f"{name} is not installed")
@@ -66,7 +66,7 @@ def test_implementations_write_and_read_the_bytes_of_the_reference(name):
             assert torch.equal(bits(received), bits(new)) == (capacity >= wanted), (dtype, last, capacity)
 
 
-def test_every_bit_arrives_at_every_row():
+def test_every_bit_of_every_row_is_decoded():
     for size, dtype in itertools.product((1, 63, 255, 256, 257, 1000), DTYPES):
         rows = [pair(size, dtype, scale, seed) for seed, scale in enumerate((0, 0.01, 1, 100, 30000))]
         messages = torch.full((len(rows), message_bytes(size)), 77, dtype=torch.uint8, device=DEVICE)
@@ -79,7 +79,7 @@ def test_every_bit_arrives_at_every_row():
 
 
 def sent(new: torch.Tensor, old: torch.Tensor, capacity: int | None = None) -> torch.Tensor:
-    """One message [1, M]."""
+    """Encode a delta as one message [1, M]."""
     message = torch.empty(1, message_bytes(len(new), capacity), dtype=torch.uint8)
     encode(new, old, message[0])
     return message
@@ -87,8 +87,8 @@ def sent(new: torch.Tensor, old: torch.Tensor, capacity: int | None = None) -> t
 
 @settings(max_examples=40)
 @given(st.sampled_from(DTYPES), st.data())
-def test_any_bits_become_any_others(dtype, data):
-    """NaN, infinities, subnormals and both zeros are patterns like others."""
+def test_any_bit_pattern_becomes_any_other(dtype, data):
+    """NaN, infinities, subnormals and both zeros need no special case."""
     special = [0, -32768, 1, -32767, 0x7F80, 0x7FC0, -64, -128, 0x7C00, 0x7E00, -1, 32767]
     patterns = st.one_of(st.sampled_from(special), st.integers(-32768, 32767))
     old = data.draw(st.lists(patterns, min_size=1, max_size=300))
@@ -101,7 +101,7 @@ def test_any_bits_become_any_others(dtype, data):
     assert torch.equal(bits(base), bits(x))
 
 
-def test_what_does_not_fit_stays_old_and_comes_with_a_later_difference():
+def test_blocks_that_do_not_fit_keep_old_weights_until_a_later_delta():
     new, old = pair(2000, BF16, 3.0)
     message, received = sent(new, old, 800), old.clone()
     wanted, left_out = numbers(message)[0].tolist()
@@ -113,7 +113,7 @@ def test_what_does_not_fit_stays_old_and_comes_with_a_later_difference():
     assert torch.equal(bits(received), bits(new))
 
 
-def test_a_step_of_a_learning_rate_takes_fewer_bytes_than_int8_and_no_more_than_whole_weights():
+def test_delta_size_is_bounded_by_learning_rate_and_by_full_weights():
     weights, moves = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))
     old = 0.02 * weights
     for rate, share in {1e-6: 0.03, 1e-5: 0.10, 1e-4: 0.22, 1e-3: 0.51, 1.0: 1.0}.items():
@@ -121,7 +121,7 @@ def test_a_step_of_a_learning_rate_takes_fewer_bytes_than_int8_and_no_more_than_
         assert numbers(message)[0, 0] <= share * 2 * len(old), rate
 
 
-def test_no_elements_take_the_two_numbers():
+def test_delta_of_no_elements_is_16_bytes():
     message, empty = torch.full((16,), 77, dtype=torch.uint8), torch.empty(0, dtype=BF16)
     encode(empty, empty, message)
     assert message_bytes(0) == 16
@@ -129,7 +129,7 @@ def test_no_elements_take_the_two_numbers():
     decode(message.unsqueeze(0), empty.unsqueeze(0))
 
 
-def test_what_does_not_fit_together_is_refused():
+def test_mismatched_tensors_are_rejected():
     new, message = torch.zeros(300, dtype=BF16), torch.empty(message_bytes(300), dtype=torch.uint8)
     rows = message.unsqueeze(0)
     wrong = [

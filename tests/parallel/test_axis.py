@@ -1,4 +1,4 @@
-"""An axis: its collectives, their bytes, its process group, and the queue that runs them beside the caller."""
+"""Test a mesh axis: its collectives, their counted bytes, its process group and its communication queue."""
 
 import threading
 from types import SimpleNamespace
@@ -17,12 +17,12 @@ from megazpp.topology.cluster import Cluster
 
 
 def shard_axis(nodes: int) -> MeshAxis:
-    """Of nodes of two ranks."""
+    """Return the shard axis over `nodes` nodes of two ranks."""
     layout = plan_dims(ParallelConfig(), Cluster(num_nodes=nodes, ranks_per_node=2), zero_stage=3)
     return ParallelDims(layout, device_type="cpu").shard
 
 
-def test_one_rank_is_the_identity_without_a_process_group():
+def test_axis_of_one_rank_is_identity_without_process_group():
     axis, x = MeshAxis("tp"), torch.arange(6.0)
     assert all(call(x) is x for call in (axis.all_reduce_, axis.all_gather, axis.reduce_scatter, axis.all_to_all))
     assert torch.equal(axis.all_gather(x, out=torch.full_like(x, float("nan"))), x)
@@ -37,7 +37,7 @@ def check_collectives() -> None:
     assert axis.all_gather(mine).tolist() == [r for r in range(4) for _ in range(3)]
     assert axis.reduce_scatter(torch.arange(8.0)).tolist() == [8.0 * rank, 4 * (2.0 * rank + 1)]
     assert axis.all_to_all(10 * rank + torch.arange(4.0)).tolist() == [10 * sender + rank for sender in range(4)]
-    # ranks 1 and 3 send to a rank of the other node; a ring moves 3/4 of the buffer, twice for all-reduce
+    # ranks 1 and 3 send to the other node; a ring sends 3/4 of the buffer, twice that for an all-reduce
     wire, other = ("cross", "local") if rank in (1, 3) else ("local", "cross")
     sent = {"all_reduce": 2 * 12 * 3 // 4, "all_gather": 48 * 3 // 4, "reduce_scatter": 24, "all_to_all": 12}
     assert axis.counter.table() == {(wire, "shard", collective): (1, count) for collective, count in sent.items()}
@@ -49,12 +49,15 @@ def check_collectives() -> None:
     assert aliased.tolist() == [[r] * 3 for r in range(4)]
 
 
-def test_collectives_and_the_bytes_a_ring_sends():
+def test_collectives_count_the_bytes_a_ring_sends():
     ranks(4).run(check_collectives)
 
 
 def send_under_way() -> int:
-    """Bytes counted of three collectives: one under way when counting is paused, one submitted then, one after."""
+    """Return the bytes counted for three collectives: submitted before, during and after a pause of counting.
+
+    The first is still in flight when counting is paused.
+    """
     axis, paused = shard_axis(1), threading.Event()
     under_way = axis.queue.submit(lambda: (paused.wait(), axis.all_reduce_(torch.zeros(4))))
     with axis.counter.paused():
@@ -65,19 +68,19 @@ def send_under_way() -> int:
     return axis.counter.sent_bytes("local")
 
 
-def test_a_pause_of_counting_is_of_what_is_submitted_in_it():
+def test_paused_counter_ignores_only_collectives_submitted_meanwhile():
     assert ranks(2).run(send_under_way) == [16 + 32] * 2
 
 
 @pytest.mark.parametrize(("partition", "bound", "expected", "calls"), [
-    ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # at once for all groups of an axis
+    ([(0, 2), (1, 3)], True, "split", [[[0, 2], [1, 3]]]),  # one call for all groups of an axis
     ([(0, 1), (2, 3)], False, [2, 3], [[0, 1], [2, 3]]),
-    ([(0, 1), (3, 2)], True, [3, 2], [[0, 1], [3, 2]]),  # split_group would sort them
+    ([(0, 1), (3, 2)], True, [3, 2], [[0, 1], [3, 2]]),  # split_group would sort the ranks
     ([(0,), (1,), (2,), (3,)], True, [2], [[2]]),
     ([(0, 1, 2, 3)], True, "world", []),
 ])  # fmt: skip
-def test_nccl_s_groups_are_split_off_at_once_where_that_can_be_done(partition, bound, expected, calls, monkeypatch):
-    """On rank 2 of 4. One rank gets no communicator; all ranks have their group already."""
+def test_nccl_groups_are_split_in_one_call_if_possible(partition, bound, expected, calls, monkeypatch):
+    """Checked on rank 2 of 4. One rank alone gets no communicator, and all ranks reuse the default group."""
     called: list[Any] = []
 
     def split_group(*, split_ranks, timeout, pg_options, group_desc):
@@ -109,19 +112,19 @@ def queue():
     return ThreadQueue("cross", Timeline())
 
 
-def test_a_thread_queue_runs_tasks_in_order_beside_the_caller_and_after_those_of_other_queues(queue):
+def test_thread_queue_keeps_order_and_waits_for_other_queues_tasks(queue):
     gate, done = threading.Event(), []
     slow = ThreadQueue("local", Timeline()).submit(lambda: (gate.wait(10), done.append("slow"), 20)[-1])
     one = queue.submit(lambda: slow.join() + 1, after=(slow,))
     two = queue.submit(lambda: done.append("second"))
-    assert done == []  # the caller did not wait
+    assert done == []  # the caller was not blocked
     gate.set()
     two.wait()
     assert done == ["slow", "second"]
     assert one.wait() == 21
 
 
-def test_an_error_reaches_who_waits_and_who_depends_and_the_queue_goes_on(queue):
+def test_task_error_reaches_waiters_and_dependents_but_not_the_queue(queue):
     failed = queue.submit(lambda: int("lost a peer"))
     dependent = ThreadQueue("local", Timeline()).submit(lambda: 1, after=(failed,))
     for work in (failed, dependent):
@@ -130,29 +133,29 @@ def test_an_error_reaches_who_waits_and_who_depends_and_the_queue_goes_on(queue)
     assert queue.submit(lambda: 2).wait() == 2
 
 
-def test_tasks_run_without_gradients_and_in_the_callers_inference_mode(queue):
+def test_queued_tasks_run_without_gradients_in_callers_inference_mode(queue):
     weight = torch.nn.Parameter(torch.ones(2))
     for kind in (CommQueue(), queue):
         assert not kind.submit(lambda: weight * 2).wait().requires_grad
         with torch.inference_mode():
-            out = torch.empty(2)  # may be written to in inference mode only
+            out = torch.empty(2)  # an inference tensor, which only inference mode may write to
             kind.submit(lambda out=out: out.copy_(weight)).wait()
             assert out.tolist() == [1.0, 1.0]
 
 
-def test_a_queue_without_overlap_has_run_when_submit_returns_and_an_axis_has_one_queue():
+def test_queue_without_overlap_runs_tasks_inside_submit():
     done, axis = [], MeshAxis("cross")
     CommQueue().submit(lambda: done.append(1), after=(Work(None),))
     assert done == [1]
     assert axis.queue is axis.queue
 
 
-def test_waiting_is_recorded_where_there_was_something_to_wait_for():
+def test_wait_is_recorded_only_if_the_task_is_unfinished():
     timeline, gate = Timeline(), threading.Event()
     queue, recording = ThreadQueue("cross", timeline), timeline.start()
     ready = queue.submit(lambda: 1)
     ready.join()
-    ready.wait()  # done: nothing to wait for
+    ready.wait()  # already finished, so nothing is recorded
     slow = queue.submit(lambda: gate.wait(10))
     threading.Timer(0.05, gate.set).start()
     slow.wait()
@@ -162,12 +165,12 @@ def test_waiting_is_recorded_where_there_was_something_to_wait_for():
 
 
 @pytest.mark.gpu
-def test_on_cuda_a_task_waits_for_its_caller_and_for_other_queues_and_a_work_waits_for_its_task():
-    late = 100_000_000  # cycles, about 50 ms: more than the host needs for the launches below
+def test_cuda_task_waits_for_its_caller_and_dependencies():
+    late = 100_000_000  # cycles, about 50 ms: longer than the host needs for the launches below
     cross, local = StreamQueue(), StreamQueue(priority=-1)
     x = torch.zeros(1 << 20, device="cuda")
     torch.cuda._sleep(1)
-    x.fill_(0.0).mul(2.0)  # the first launch of a kernel loads it, which waits for the device
+    x.fill_(0.0).mul(2.0)  # the first launch of a kernel loads it, which would block on the device
     torch.cuda.synchronize()
     torch.cuda._sleep(late)
     x.fill_(1.0)
@@ -178,5 +181,5 @@ def test_on_cuda_a_task_waits_for_its_caller_and_for_other_queues_and_a_work_wai
 
     doubled = cross.submit(lambda: slowly(x))
     again = local.submit(lambda: slowly(doubled.join()), after=(doubled,))
-    assert not torch.cuda.current_stream().query()  # the host has not waited
+    assert not torch.cuda.current_stream().query()  # the host did not block
     assert bool((again.wait() == 4.0).all())

@@ -1,4 +1,4 @@
-"""Groups number their ranks as the axes do, whatever the order of the ranks, and training does not see that order."""
+"""Test process groups: their rank order equals the axes' order, and training gives the same result for any order."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ CYCLIC, SHUFFLED = (0, 2, 1, 3), (3, 1, 0, 2)
 
 
 def check_groups(grid: list[tuple[tuple[int, ...] | None, int, int]]) -> list[tuple[int, int]]:
-    """This rank's place among the data ranks and along tp, by layout."""
+    """Check this rank's groups in each layout of `grid`, and return its data rank and its tp rank."""
     rank, places = dist.get_rank(), []
     for order, tp, replicas in grid:
         config = ParallelConfig(tensor_model_parallel_size=tp, num_distributed_optimizer_instances=replicas)
@@ -55,16 +55,16 @@ def test_every_group_numbers_its_ranks_as_its_axis_does():
     (SHUFFLED, Case(steps=2, nodes=2, replicas=2)),
     (CYCLIC, Case(steps=2, nodes=2, micro_batches=2, zero=ZeroConfig(zeropp=True))),
 ])  # fmt: skip
-def test_training_under_any_order_gives_the_losses_of_block_order(order, case):
+def test_training_with_any_rank_order_matches_block_order(order, case):
     expected = ranks(4).run(train_on_ranks, case)
     found = ranks(4).run(train_on_ranks, dataclasses.replace(case, order=order))
-    assert found[0]["loss"] == expected[0]["loss"]  # bitwise: sums run over the same shards in the same order
+    assert found[0]["loss"] == expected[0]["loss"]  # bit-identical: sums run over the same shards in the same order
     assert found[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=1e-6)
     for wire in ("tp", "local", "cross"):
         assert sum(r["sent"][wire] for r in found) == sum(r["sent"][wire] for r in expected)
 
 
-def test_hsdp_makes_one_copy_per_domain():
+def test_hsdp_makes_one_copy_per_fast_domain():
     racks = Cluster(num_nodes=4, ranks_per_node=2, domain_size=4)
     layout = plan_dims(ParallelConfig(hsdp=True), racks, zero_stage=3)
     assert (layout.replicate, layout.cross, layout.local) == (2, 1, 4)
@@ -72,13 +72,14 @@ def test_hsdp_makes_one_copy_per_domain():
         plan_dims(ParallelConfig(hsdp=True, tensor_model_parallel_size=8), racks, zero_stage=3)
 
 
-def test_an_order_that_torch_cannot_make_groups_for_is_refused_and_an_ascending_one_is_not(monkeypatch):
+def test_only_rank_orders_that_torch_cannot_group_are_rejected(monkeypatch):
     monkeypatch.setattr(dist, "new_group", lambda ranks=None, group_desc=None: None)
     cyclic = Cluster(num_nodes=2, ranks_per_node=2, order=CYCLIC)
     with pytest.raises(ValueError, match="cannot create process groups"):
         plan_dims(ParallelConfig(), cyclic, zero_stage=3)
     plan_dims(ParallelConfig(), dataclasses.replace(cyclic, order=(0, 1, 2, 3)), zero_stage=3)
-    plan_dims(ParallelConfig(tensor_model_parallel_size=2), cyclic, zero_stage=3)  # tp {0 2} {1 3}, shard {0 1} {2 3}
+    # tp groups {0 2} and {1 3}, shard groups {0 1} and {2 3}
+    plan_dims(ParallelConfig(tensor_model_parallel_size=2), cyclic, zero_stage=3)
 
 
 def timeouts(minutes: int) -> list[timedelta]:
@@ -88,12 +89,12 @@ def timeouts(minutes: int) -> list[timedelta]:
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None]
 
 
-def test_the_timeout_reaches_every_group_and_those_that_are_made_later():
+def test_timeout_reaches_all_groups_including_later_ones():
     assert ranks(4).run(timeouts, 7) == [[timedelta(minutes=7)] * 5] * 4
 
 
 def groups_made(zero: ZeroConfig) -> list[str]:
-    """Names of the axes that a training on two nodes makes process groups for."""
+    """Train on two nodes and return the names of the axes that got process groups."""
     with mock.patch("megazpp.parallel.dims.make_group", wraps=make_group) as made:
         train_on_ranks(Case(nodes=2, zero=zero, steps=1))
     return sorted(call.args[1] for call in made.call_args_list)
@@ -104,7 +105,7 @@ def groups_made(zero: ZeroConfig) -> list[str]:
     (ZeroConfig(zeropp=True), ["cross", "local", "shard"]),
     (ZeroConfig(zero_quantized_gradients=True), ["cross", "local", "shard"]),
 ])  # fmt: skip
-def test_groups_of_hops_are_made_only_where_weights_or_gradients_take_them(zero, made):
+def test_hop_groups_are_made_only_if_weights_or_gradients_use_them(zero, made):
     assert ranks(4).run(groups_made, zero) == [made] * 4
 
 
@@ -116,5 +117,5 @@ def takes_the_group_of_all_ranks(tp: int) -> bool:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_shard_over_all_ranks_takes_their_group_whatever_its_options(tp):
+def test_shard_axis_over_all_ranks_reuses_the_default_group(tp):
     assert ranks(4).run(takes_the_group_of_all_ranks, tp) == [tp == 1] * 4

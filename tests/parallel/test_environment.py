@@ -1,4 +1,4 @@
-"""Variables that CUDA, its allocator, Triton and NCCL read once, and NCCL's options, on a build "for CUDA"."""
+"""Test the environment variables that are set for CUDA, Triton and NCCL, and NCCL's options, on a faked CUDA build."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ def built_for_cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
-def test_a_single_connection_is_unset_with_a_line_or_refused_once_cuda_has_started(monkeypatch):
+def test_single_cuda_connection_is_unset_or_rejected_after_cuda_starts(monkeypatch):
     (line,) = prepare_environment(env := {CONNECTIONS: "1"})
     assert CONNECTIONS not in env
     assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 was unset: ")
@@ -46,7 +46,7 @@ def test_a_single_connection_is_unset_with_a_line_or_refused_once_cuda_has_start
     check_connections({CONNECTIONS: "8"})
 
 
-def test_programs_unset_it_before_they_look_for_a_gpu(monkeypatch, capsys, tmp_path):
+def test_programs_unset_the_variable_before_they_query_gpus(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv(CONNECTIONS, "1")
     for name in (*ALLOCATOR, *TRITON):
         monkeypatch.setenv(name, str(tmp_path))
@@ -55,8 +55,8 @@ def test_programs_unset_it_before_they_look_for_a_gpu(monkeypatch, capsys, tmp_p
     assert capsys.readouterr().err.startswith("note: CUDA_DEVICE_MAX_CONNECTIONS=1 was unset")
 
 
-def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alone_unless_the_user_says_so(tmp_path):
-    for _ in range(2):  # the second time the folder is there
+def test_allocator_and_triton_cache_get_defaults_unless_user_sets_them(tmp_path):
+    for _ in range(2):  # the folder exists in the second pass
         prepare_environment(env := {})
         assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
         folder = Path(env["TRITON_CACHE_DIR"])
@@ -68,7 +68,7 @@ def test_segments_are_expandable_and_triton_s_cache_is_a_folder_of_this_user_alo
             assert {other: env[other] for other in names if other in env} == {name: "mine"}
 
 
-def test_a_folder_that_others_could_have_filled_is_refused(tmp_path):
+def test_folder_that_other_users_could_write_is_rejected(tmp_path):
     own, elsewhere = tmp_path / f"megazpp-{os.getuid()}", tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     own.symlink_to(elsewhere)
@@ -81,7 +81,7 @@ def test_a_folder_that_others_could_have_filled_is_refused(tmp_path):
         node_folder("triton")
 
 
-def test_where_nothing_runs_from_a_temporary_folder_triton_keeps_its_own_and_a_cpu_build_changes_nothing(monkeypatch):
+def test_noexec_temp_folder_or_cpu_build_keeps_variables_unset(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (os.ST_NOEXEC, 255)))
     prepare_environment(env := {})
     assert "TRITON_CACHE_DIR" not in env
@@ -98,18 +98,18 @@ def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, islands: int = 1) -> Lay
 
 
 FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
-PRIORITIES = [  # axis, nodes, flags, whether its messages go first, what its options hold
+PRIORITIES = [  # axis, nodes, flags, expected high priority, expected options
     ("tp", 2, NcclConfig(), True, {}),
     ("local", 2, NcclConfig(), True, {}),
     ("cross", 2, NcclConfig(), False, {}),
-    ("shard", 2, NcclConfig(), False, {}),  # plain ZeRO's ring: needs NVLink's bandwidth and the network's
+    ("shard", 2, NcclConfig(), False, {}),  # plain ZeRO's ring, which is bound by both NVLink and the network
     ("shard", 1, NcclConfig(), True, {}),
     ("cross", 2, FLAGS, False, {"max_ctas": 8}),
     ("tp", 2, FLAGS, False, {}),
 ]
 
 
-def test_groups_inside_a_node_go_first_and_flags_reach_theirs(monkeypatch):
+def test_node_groups_have_high_priority_and_flags_reach_their_axes(monkeypatch):
     def options(is_high_priority_stream=False):
         return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
@@ -119,19 +119,19 @@ def test_groups_inside_a_node_go_first_and_flags_reach_theirs(monkeypatch):
         made, another = (axis_options(axis, layout(nodes), config) for _ in range(2))
         assert (made.is_high_priority_stream, vars(made.config)) == (first, own), (axis, nodes, config)
         assert made is not another
-    assert axis_options("tp", layout(tp=1), NcclConfig()) is None  # one rank
+    assert axis_options("tp", layout(tp=1), NcclConfig()) is None  # one rank needs no options
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     assert axis_options("tp", layout(), NcclConfig()) is None
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
-def test_torch_s_own_options_take_every_setting(monkeypatch):
+def test_nccl_options_of_torch_accept_every_setting(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     assert axis_options("cross", layout(), FLAGS).config.max_ctas == 8
     assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
 
 
-def test_launches_keep_their_order_where_several_axes_have_ranks():
+def test_launch_order_is_enforced_if_several_axes_have_ranks():
     tp_alone = layout(1, 4)
     for on in (layout(), tp_alone, layout(1, 2), layout(2, 1, ranks=1, islands=2)):
         order_launches(on, env := {})

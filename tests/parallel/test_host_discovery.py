@@ -1,4 +1,4 @@
-"""The ranks' own answers become the cluster: what a host says of itself and its GPU, and how all come together."""
+"""Test host discovery: each rank describes its host and GPU, and the answers of all ranks form the cluster."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def survey(hosts: str, gpus: Sequence[Gpu | None] = (None,) * 4) -> list[Cluster | str]:
-    """What each rank gets that says it is on its one of `hosts`; a thread is a rank."""
+    """Run the survey with one thread per rank; return each rank's cluster or error. `hosts` has one letter per rank."""
     store = dist.HashStore()
 
     def share(rank, host, gpu):
@@ -39,14 +39,14 @@ def survey(hosts: str, gpus: Sequence[Gpu | None] = (None,) * 4) -> list[Cluster
         return list(pool.map(share, range(len(hosts)), hosts, gpus))
 
 
-def test_all_ranks_get_the_cluster_of_a_launcher_that_deals_ranks_out():
+def test_all_ranks_get_the_cluster_of_a_cyclic_launcher():
     found = survey("abab")
     assert found == [Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3))] * 4
     hosts = "hosts: a (rank 0 2), b (rank 1 3); no GPU"
-    assert found[3].notices == (hosts, "a is odd", "b is odd")  # each host's notice once
+    assert found[3].notices == (hosts, "a is odd", "b is odd")  # each host's notice appears once
 
 
-def test_what_is_wrong_with_a_host_reaches_every_rank_in_the_same_words():
+def test_invalid_host_raises_the_same_error_on_every_rank():
     found = survey("aaab")
     assert "1 on b (rank 3)" in found[0]
     assert found == found[:1] * 4
@@ -60,9 +60,9 @@ def never() -> Cluster:
     raise AssertionError("only --emulate-nodes auto asks for it")
 
 
-def test_the_survey_overrules_what_the_launcher_announced_but_not_the_flags():
+def test_survey_overrides_the_launcher_but_not_the_flags():
     announced = Cluster(num_nodes=4, ranks_per_node=1)
-    alone = worker(0, 4, dist.HashStore())  # a survey would wait for three ranks
+    alone = worker(0, 4, dist.HashStore())  # a survey would block, since three ranks are missing
     for config in (ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")):
         assert resolve_cluster(alone, config, announced, on_one_machine=never) is announced
     found = resolve_cluster(worker(0, 1, dist.HashStore()), ClusterConfig(), announced, on_one_machine=never)
@@ -78,13 +78,13 @@ def test_the_survey_overrules_what_the_launcher_announced_but_not_the_flags():
         assert list(pool.map(settle, range(4))) == [emulated] * 4
 
 
-def test_what_nvlink_joins_is_a_domain_of_its_own():
+def test_gpus_joined_by_nvlink_form_a_domain():
     gpus = [Gpu(f"u{index}", "A40", pci=f"{index}", nvlink_peers=(f"{index ^ 1}",)) for index in range(4)]
     assert survey("aaaa", gpus) == [Cluster(num_nodes=1, ranks_per_node=4, domain_size=2)] * 4
 
 
 class Evil:
-    """Makes a folder where it is unpickled."""
+    """Object whose unpickling creates a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,7 +97,7 @@ OTHER_TEXTS = ["", "1", "{", "{}", "[]", '"text"', "[" * 100_000, '{"gpu": []}',
 OTHER_TEXTS += ['{"gpu": null, "host": 7}', '{"gpu": {"uuid": 7}, "host": "a"}', '{"num_nodes": "2"}']
 
 
-def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path):
+def test_invalid_text_in_the_store_is_rejected_and_never_unpickled(tmp_path):
     for key, rank, kind in (("host/1", 0, "HostInfo"), ("cluster", 1, "Cluster")):
         for text in (*OTHER_TEXTS, pickle.dumps(Evil(tmp_path / "ran"))):
             store = dist.HashStore()
@@ -110,7 +110,7 @@ def test_anything_else_in_the_store_is_refused_and_a_pickle_not_run(tmp_path):
 # ---- one host ---------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_is_described_with_its_boot_and_its_network_namespace_where_it_has_them(tmp_path):
+def test_host_description_holds_boot_id_and_network_namespace_if_known(tmp_path):
     here = describe_host(0, CPU)
     assert len(here.boot_id) == 36
     assert here.network_namespace == Path("/proc/self/ns/net").stat().st_ino
@@ -127,13 +127,13 @@ class FabricInfo(ctypes.Structure):
 
 
 def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str = "") -> SimpleNamespace:
-    """The library on a host with GPUs 0 to 3 under the bus addresses 0x1b to 0x4b; a handle is the GPU's index.
+    """Fake pynvml on a host with GPUs 0 to 3 at bus addresses 0x1b to 0x4b; a handle is the GPU's index.
 
     Args:
-        ends: of the GPUs' first NVLinks: the index of a GPU, or "switch"; the other links are down.
-        reachable: pairs of GPUs that the driver says NVLink joins.
+        ends: for each of the first NVLinks, the index of the GPU at its other end, or "switch"; others are down.
+        reachable: pairs of GPUs that the driver reports as joined by NVLink.
         fabric: (cluster byte, clique, state).
-        without: a function that this driver does not have.
+        without: name of a function that this driver lacks.
     """
 
     def answer(value, supported):
@@ -148,7 +148,7 @@ def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str =
 
     functions = {
         "HandleByUUID": lambda uuid: answer(int(uuid[-1]), uuid.startswith("GPU-uuid")),
-        "HandleByIndex": lambda index: answer(index, index != 2),  # which is another job's
+        "HandleByIndex": lambda index: answer(index, index != 2),  # GPU 2 belongs to another job
         "Count": lambda: 4,
         "PciInfo": lambda handle: SimpleNamespace(busId=f"00000000:{handle + 1}B:00.0"),
         "NvLinkState": lambda handle, link: answer(int(link < len(ends)), ends),
@@ -173,8 +173,8 @@ def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str =
 
 PEERS = [
     (nvml(ends=("switch",) * 18), 0, (SWITCH,)),
-    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # a bridge to a GPU that this process may not see
-    (  # where links do not say where they lead, the driver's paths count
+    (nvml(ends=(3, 3)), 0, ("0000:4b:00.0",)),  # a bridge to a GPU that this process cannot see
+    (  # if links do not report their other end, the driver's peer paths are used
         nvml(ends=(1,), reachable=((0, 1), (0, 3)), without="NvLinkRemoteDeviceType"),
         0,
         ("0000:2b:00.0", "0000:4b:00.0"),
@@ -183,13 +183,13 @@ PEERS = [
 ]
 FABRICS = [
     ((7, 2, 3), "00" * 15 + "07/2"),
-    ((0, 2, 3), ""),  # inside one node
-    ((7, 2, 1), ""),  # not started
+    ((0, 2, 3), ""),  # a fabric inside one node
+    ((7, 2, 1), ""),  # a fabric that has not started
     (None, ""),
 ]
 
 
-def test_a_gpu_has_peers_over_nvlink_and_a_working_fabric_of_several_nodes_a_name():
+def test_query_gpu_finds_nvlink_peers_and_active_fabric():
     for library, index, peers in PEERS:
         expected = Gpu(f"uuid{index}", "A40", f"0000:{index + 1}b:00.0", nvlink_peers=peers)
         assert query_gpu(library, f"uuid{index}", "A40") == expected
@@ -197,7 +197,7 @@ def test_a_gpu_has_peers_over_nvlink_and_a_working_fabric_of_several_nodes_a_nam
         assert query_gpu(nvml(fabric=fabric), "uuid0", "GB200").fabric == name, fabric
 
 
-def test_without_the_library_the_gpu_keeps_its_name_and_the_user_reads_why(monkeypatch):
+def test_missing_pynvml_keeps_the_gpu_name_and_gives_a_notice(monkeypatch):
     def fail():
         raise NVMLError("driver not loaded")
 
@@ -211,7 +211,7 @@ def test_without_the_library_the_gpu_keeps_its_name_and_the_user_reads_why(monke
 
 
 @pytest.mark.gpu
-def test_this_machine_s_gpu_is_described():
+def test_gpu_of_this_machine_is_described():
     pytest.importorskip("pynvml")
     gpu, notice = describe_gpu(torch.device("cuda", 0))
     assert notice == ""

@@ -1,4 +1,4 @@
-"""The start of a job: who starts the workers, and who can reach their store and their gloo devices."""
+"""Test the launch of a job: which process starts the workers, and which addresses the store and gloo listen on."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ SRUN = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
 
 
 def mpi(prefix: str, *, rank: int = 5, size: int = 8) -> dict[str, str]:
-    """The variables of a launcher that counts ranks, and those of a node of four."""
+    """Return an MPI launcher's variables for `rank` of `size` on a node of four ranks."""
     return {
         f"{prefix}_RANK": str(rank),
         f"{prefix}_SIZE": str(size),
@@ -42,7 +42,7 @@ PLACES = [
     ({"nproc": 1, "max_restarts": 2}, {}, RankInfo(started=False, world_size=1)),
     ({}, TORCHRUN, STARTED),
     ({}, SRUN, STARTED),
-    ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),  # torchrun, which srun has started
+    ({}, {**TORCHRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, STARTED),  # torchrun started by srun
     ({"nproc": 2}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, RankInfo(started=False, world_size=2)),  # a batch script
     ({"nproc": 8}, {**TORCHRUN, LAUNCHER_PID: "1"}, STARTED),  # our own worker
     ({}, {**mpi("OMPI_COMM_WORLD"), **ADDRESS}, STARTED),
@@ -51,17 +51,17 @@ PLACES = [
     ({}, {**HYDRA, **ADDRESS}, STARTED),
     ({}, {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PALS_RANKID": "5", **ADDRESS}, STARTED),
     ({}, {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", **ADDRESS}, STARTED),
-    # mpirun on two Slurm nodes: srun has started its daemons
+    # mpirun on two Slurm nodes, whose daemons were started by srun
     ({}, {**mpi("OMPI_COMM_WORLD"), "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **ADDRESS}, STARTED),
     ({}, {**HYDRA, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", **ADDRESS}, STARTED),
-    ({}, {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}, STARTED),  # srun's PMI plugins
-    ({}, {**TORCHRUN, **mpi("OMPI_COMM_WORLD", rank=1, size=2)}, STARTED),  # torchrun, which mpirun has started
+    ({}, {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}, STARTED),  # srun with PMI plugins
+    ({}, {**TORCHRUN, **mpi("OMPI_COMM_WORLD", rank=1, size=2)}, STARTED),  # torchrun started by mpirun
     *(
         ({"nproc": 2}, env, RankInfo(started=False, world_size=2))
         for env in (
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
             {"PMI_RANK": "0", "PMI_SIZE": "1"},  # a container, or a step of one task
-            {"PMI_RANK": "3"},  # of nobody knows what
+            {"PMI_RANK": "3"},  # a stray variable without a size
             mpi("OMPI_COMM_WORLD", rank=0, size=1) | {"PMIX_RANK": "0"},
         )
     ),
@@ -77,19 +77,20 @@ REFUSED = [
         "mpirun has started 8 ranks (OMPI_COMM_WORLD_SIZE), and lacks MASTER_ADDR and MASTER_",
     ),
     ({}, {**HYDRA, "MASTER_ADDR": "host0"}, "mpiexec has started 8 ranks (PMI_SIZE), and lacks MASTER_PORT"),
-    ({}, {**HYDRA, "MPI_LOCALNRANKS": "8"}, "unset PMI_SIZE"),  # one node, but no number of a job for a port
+    # one node, but no job number from which to derive a port
+    ({}, {**HYDRA, "MPI_LOCALNRANKS": "8"}, "unset PMI_SIZE"),
     ({}, {"PMIX_RANK": "3"}, "PMIX_RANK=3: a launcher has started this process, and no variable says how many"),
     ({}, {"ALPS_APP_PE": "0"}, "ALPS_APP_PE=0: a launcher"),
     ({}, {"PMI_RANK": "0", "PMI_SIZE": "many"}, "PMI_SIZE=many, which is not a number"),
 ]
 
 
-def test_the_environment_says_who_starts_the_workers():
+def test_environment_decides_which_process_starts_workers():
     for flags, env, expected in PLACES:
         assert detect_rank_info(LaunchConfig(**flags), env) == expected, (flags, env)
 
 
-def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(monkeypatch):
+def test_default_is_one_worker_per_gpu_or_two_to_four_on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for cores, workers in ((1, 2), (3, 3), (64, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=range(cores)))
@@ -98,17 +99,17 @@ def test_the_default_is_a_worker_per_gpu_or_two_to_four_by_the_cores_of_a_cpu(mo
     assert detect_rank_info(LaunchConfig(), {}).world_size == 7
 
 
-def test_what_cannot_be_names_flag_and_value(monkeypatch):
+def test_conflicting_launch_is_rejected_with_flag_or_variable(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not_refused(REFUSED, lambda flags, env: detect_rank_info(LaunchConfig(**flags), env)) == []
 
 
-def test_after_the_first_step_half_the_timeout_is_enough_unless_said_otherwise():
+def test_hang_timeout_is_halved_after_the_first_step_unless_given():
     assert LaunchConfig().hang_seconds == (600, 300)
     assert LaunchConfig(distributed_timeout_seconds_after_init=7.5).hang_seconds == (600, 7.5)
 
 
-def test_the_first_ctrl_c_is_passed_on_to_the_workers_and_the_second_ends_all_at_once():
+def test_first_ctrl_c_is_passed_to_workers_and_second_ends_the_job():
     sent = []
     with launch._passing_signals_to([SimpleNamespace(send_signal=sent.append)]) as passed:
         signal.raise_signal(signal.SIGTERM)
@@ -118,17 +119,17 @@ def test_the_first_ctrl_c_is_passed_on_to_the_workers_and_the_second_ends_all_at
     assert sent == passed == [signal.SIGTERM, signal.SIGINT]
 
 
-# ---- who can reach them ---------------------------------------------------------------------------------------------
+# ---- listening addresses ---------------------------------------------------------------------------------------------
 
 TIMEOUT = timedelta(seconds=77)
 
 
 def listening() -> set[tuple[str, int]]:
-    """The addresses and ports at which this process listens."""
+    """Return the addresses and ports at which this process listens."""
     return {(c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}
 
 
-def test_the_launchers_store_listens_on_the_loopback_only_and_its_workers_find_it(monkeypatch):
+def test_launchers_store_listens_on_loopback_only_and_workers_connect(monkeypatch):
     before = listening()
     store = launch.loopback_store()
     assert listening() - before == {("127.0.0.1", store.port)}
@@ -141,7 +142,7 @@ def test_the_launchers_store_listens_on_the_loopback_only_and_its_workers_find_i
     assert is_on_one_machine(place)
 
 
-def test_rank_0_that_opens_the_store_at_the_loopback_listens_there_only_and_one_process_nowhere():
+def test_rank_0_store_listens_on_loopback_only_and_one_process_nowhere():
     assert isinstance(open_store(RankInfo(started=True, world_size=1), TIMEOUT, {})[0], dist.HashStore)
     before = listening()
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -149,7 +150,7 @@ def test_rank_0_that_opens_the_store_at_the_loopback_listens_there_only_and_one_
     assert listening() - before == {("127.0.0.1", store.port)}
 
 
-def test_srun_on_one_node_meets_on_the_loopback(monkeypatch):
+def test_srun_on_one_node_uses_the_loopback_address(monkeypatch):
     for hosts, address in (("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")):
         monkeypatch.setattr("subprocess.run", mock.Mock(return_value=SimpleNamespace(stdout=hosts)))
         env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
@@ -158,7 +159,7 @@ def test_srun_on_one_node_meets_on_the_loopback(monkeypatch):
         assert is_on_one_machine(RankInfo(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
 
 
-def test_mpirun_on_one_node_meets_on_the_loopback_at_a_port_of_its_job():
+def test_mpirun_on_one_node_uses_loopback_and_a_port_per_job():
     ports = set()
     for job in ("prterun-a@1", "prterun-b@1"):
         env = mpi("OMPI_COMM_WORLD", size=4) | {"PMIX_NAMESPACE": job}
@@ -177,7 +178,7 @@ def check_lazy_group_on_the_loopback() -> None:
     rank, before = dist.get_rank(), listening()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        patch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # put back afterwards
+        patch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # restored afterwards
         worker.share_gloo_device(loopback=True, lazy=True)
         group = dist.new_group([0, 1, 2, 3], backend="gloo")
     ((address, _),) = listening() - before
@@ -189,12 +190,12 @@ def check_lazy_group_on_the_loopback() -> None:
     assert box == [[0, 1, 2, 3]]
 
 
-def test_on_one_machine_gloo_listens_on_the_loopback_only_and_ranks_connect_when_they_first_send():
+def test_gloo_on_one_machine_listens_on_loopback_and_connects_lazily():
     ranks(4).run(check_lazy_group_on_the_loopback)
 
 
 def device_threads() -> list[int]:
-    names = Path("/proc/self/task").glob("*/comm")  # torch 2.11 gives gloo's threads no names
+    names = Path("/proc/self/task").glob("*/comm")  # torch 2.11 does not name gloo's threads
     return [int(file.parent.name) for file in names if file.read_text().strip() == "gloo_tcp_loop"]
 
 
@@ -210,18 +211,18 @@ def check_new_groups() -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-def test_new_groups_share_one_thread_that_waits_its_turn_and_keep_their_timeout():
+def test_new_gloo_groups_share_one_batch_thread_and_keep_their_timeout():
     ranks(2).run(check_new_groups)
 
 
-def test_a_kernel_without_that_policy_is_no_failure(monkeypatch):
+def test_kernel_without_batch_scheduling_is_no_failure(monkeypatch):
     monkeypatch.setattr(os, "sched_setscheduler", mock.Mock(side_effect=[OSError(22, "Invalid argument"), None]))
     with worker._threads_that_wait_their_turn():
         pass
 
 
-def test_the_interface_that_the_environment_names_is_used(monkeypatch):
+def test_interface_named_in_the_environment_is_used(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # put back afterwards
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # restored afterwards
     with pytest.raises(RuntimeError, match="no-such-interface"):
         worker.share_gloo_device()

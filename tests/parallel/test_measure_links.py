@@ -1,4 +1,4 @@
-"""Measured links: the fit gives back what made the times, every rank gets the same, and no traffic is counted."""
+"""Test link measurement: the fit recovers latency and bandwidth, ranks agree, and no traffic is counted."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ NODES = Cluster(num_nodes=2, ranks_per_node=2, links=Links(*[Link(1.0, source="a
 PAIRS = Cluster(num_nodes=1, ranks_per_node=4, domain_size=2)
 
 
-def test_the_fit_gives_back_latency_and_bandwidth():
+def test_fit_recovers_latency_and_bandwidth():
     for num_ranks in (2, 3, 8):
         small, large = ((size, (num_ranks - 1) * (20e-6 + size / 3e9)) for size in (4096, 1 << 20))
         assert fit_link(num_ranks, small, large) == Link(pytest.approx(3.0), pytest.approx(20.0))
@@ -33,13 +33,13 @@ def measure() -> tuple[Links, list[str], dict]:
     return links, [line.split()[1] for line in lines], dims.counter.table()
 
 
-def test_every_axis_of_several_ranks_is_timed_alike_on_all_ranks_and_not_counted():
+def test_links_of_all_axes_are_equal_on_all_ranks_and_not_counted():
     found = ranks(4).run(measure)
     assert found == [(found[0][0], ["tp", "cross"], {})] * 4
 
 
 def time_all_gather(pauses: list[float]) -> float:
-    """What this rank takes an all-gather to last whose calls last so, on rank 1 twice as long."""
+    """Time an all-gather on a fake clock, on which each call lasts `pauses` seconds, and twice that on rank 1."""
     dims = make_dims(Cluster(num_nodes=1, ranks_per_node=2))
     now, left = [0.0], iter(pauses)
 
@@ -55,7 +55,7 @@ def time_all_gather(pauses: list[float]) -> float:
     return seconds
 
 
-def test_an_all_gather_lasts_the_slowest_rank_s_median_after_one_that_connects():
+def test_all_gather_time_is_the_slowest_ranks_median_after_a_warm_up():
     assert ranks(2).run(time_all_gather, [90.0, 1.0, 70.0, 3.0, 2.0, 4.0]) == [2 * 3.0] * 2
 
 
@@ -70,7 +70,8 @@ def check_figures() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links_module, "_time_all_gather", times)
         links, lines = measure_links(make_dims(NODES, tp=2), CPU)
-        assert links == Links(link(4.0, "tp"), NODES.links.node, link(2 * 0.5, "cross"))  # of a node's two ranks
+        # both ranks of a node share the network
+        assert links == Links(link(4.0, "tp"), NODES.links.node, link(2 * 0.5, "cross"))
         assert "(2 ranks, slowest link: network): 0.5 GB/s per rank, 100 us;" in lines[1]
         links, _ = measure_links(make_dims(PAIRS), CPU)
         assert links == Links(node=link(2.0, "local"))
@@ -81,5 +82,5 @@ def check_figures() -> None:
         assert links == Links(link(1.5, "cp")), "the slower of two axes on one kind of link"
 
 
-def test_figures_go_to_the_kind_of_the_axis_s_slowest_link_and_leave_the_others():
+def test_measurement_replaces_only_the_axis_slowest_kind_of_link():
     ranks(4).run(check_figures)

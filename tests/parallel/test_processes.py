@@ -1,6 +1,6 @@
-"""Workers that are started, watched, and started again; nothing is left of them, however a job ends.
+"""Test that workers are started, watched and restarted, and that no process is left however a job ends.
 
-Seconds are limits for a loaded machine; measured on two cores: every way out takes less than one.
+Limits in seconds are for a loaded machine; on two quiet cores, every job ends within one second.
 """
 
 import os
@@ -25,27 +25,27 @@ ENDED = f"rank ? ended with exit code 1; {OVER}"
     ("args", "code", "lines"),
     [
         ("nothing 2", 0, []),
-        ("nothing 1", 0, ["sum 1"]),  # needs no launcher
+        ("nothing 1", 0, ["sum 1"]),  # runs without a launcher
         ("kill-on-1 2", 1, [KILLED.format(1) + OVER]),
         ("kill-on-0 2 1", 1, [KILLED.format(0) + "restart 1 of 1", KILLED.format(0) + OVER]),
         ("user-error 2 5", 2, ["job.py: error: --flag 3 is wrong", "job.py: error: --other 4 too"]),
         ("agreed 2", 1, ["job.py: error: all ranks have found the same", "job.py: error: and say so once", ENDED]),
     ],
 )
-def test_a_job_ends_with_its_code_and_says_why_once(tmp_path, args, code, lines):
-    """A killed rank is named without a traceback of the others; what the user can fix is not tried again."""
-    python = sys.executable if "kill" in args else str(forked_python())  # a forked one cannot be seen to be killed
+def test_job_ends_with_its_exit_code_and_one_reason(tmp_path, args, code, lines):
+    """A killed rank is named without tracebacks of other ranks, and a user's error is not retried."""
+    python = sys.executable if "kill" in args else str(forked_python())  # a forked interpreter hides the kill
     program = Program(JOB, *args.split(), folder=tmp_path, python=python)
     output = program.finish()
     assert program.process.returncode == code
-    found = [line for line in output.splitlines() if line != "sum 2"]  # which another rank may say later
+    found = [line for line in output.splitlines() if line != "sum 2"]  # the other rank may print it later
     assert [re.sub("^rank . ended", "rank ? ended", line) for line in found] == lines
     assert ("sum 2" in output) == (args != "nothing 1")
     assert program.left_behind() == program.scratch_files() == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_path, rank):
+def test_exception_on_one_rank_ends_all_with_one_traceback(tmp_path, rank):
     program = Program(JOB, f"raise-on-{rank}", "2", folder=tmp_path, python=str(forked_python()))
     program.wait_for("sum 2\n")
     assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
@@ -58,7 +58,7 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback_shown_once(tmp_pat
     assert output.splitlines()[-1] == f"rank {rank} ended with exit code 1; the job is over"
 
 
-def test_torchrun_starts_the_workers_and_nothing_else_does(tmp_path):
+def test_torchrun_alone_starts_the_workers(tmp_path):
     python = str(forked_python())
     runner = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", python)
     code, output = run_forked(*runner, JOB, "nothing", "0", folder=tmp_path)
@@ -67,8 +67,8 @@ def test_torchrun_starts_the_workers_and_nothing_else_does(tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launcher_leaves_no_process(tmp_path, signum):
-    """One rank is busy, the other waits for it in a collective."""
+def test_signal_to_the_launcher_leaves_no_process(tmp_path, signum):
+    """One rank is busy, and the other waits for it in a collective."""
     program = Program(JOB, "sleep-on-1", "2", folder=tmp_path)
     program.wait_for("sum 2\n")
     assert len(program.left_behind()) == 3
@@ -84,7 +84,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(tmp_path, signum):
         assert output.splitlines()[-1] == f"ended by {signum.name}"
 
 
-def test_ctrl_c_while_the_workers_are_starting_leaves_no_process_and_no_traceback(tmp_path):
+def test_ctrl_c_during_worker_start_leaves_no_process_or_traceback(tmp_path):
     program = Program(JOB, "sleep-on-1", "2", folder=tmp_path)
     program.wait_until(lambda: len(program.left_behind()) >= 3)
     os.killpg(program.process.pid, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The timeline: what is recorded, from which thread, and how much of it was hidden."""
+"""Test the timeline: which spans are recorded, on which thread, and the share of communication that is hidden."""
 
 import contextlib
 import itertools
@@ -27,12 +27,12 @@ from megazpp.parallel.timeline import (
 )
 
 
-def test_a_span_that_nobody_listens_to_makes_nothing():
+def test_span_without_listeners_creates_no_object():
     timeline = Timeline()
     assert timeline.span("cross", "all_gather") is timeline.span("compute", "forward")
 
 
-def test_spans_that_begin_while_a_recording_is_attached_are_kept_in_the_monotonic_clock_s_time():
+def test_spans_begun_during_a_recording_are_kept_in_monotonic_time():
     timeline = Timeline()
     with timeline.span("compute", "too early"):
         recording = timeline.start()
@@ -53,7 +53,7 @@ def test_spans_that_begin_while_a_recording_is_attached_are_kept_in_the_monotoni
     assert inner.end_seconds <= failed.start_seconds <= failed.end_seconds <= outer.end_seconds <= after
 
 
-def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking():
+def test_spans_of_all_threads_are_kept_and_only_the_main_ones_block():
     timeline, each = Timeline(), 100
     recording = timeline.start()
 
@@ -75,9 +75,9 @@ def test_spans_of_all_threads_arrive_and_only_the_starting_thread_s_are_blocking
 
 
 @pytest.mark.gpu
-def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
+def test_cuda_span_lasts_as_long_as_the_work_on_its_stream():
     timeline, side = Timeline("cuda"), torch.cuda.Stream()
-    cycles = 100_000_000  # tens of milliseconds, far more than it takes to launch
+    cycles = 100_000_000  # tens of milliseconds, far more than a launch takes
     torch.cuda.synchronize()
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
     recording = timeline.start()
@@ -96,11 +96,11 @@ def test_on_cuda_a_span_lasts_as_long_as_the_work_on_its_stream():
     assert spans["wait"].start_seconds == pytest.approx(spans["compute"].end_seconds, abs=1e-3)
 
 
-def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_another_stream_does_not_block(monkeypatch):
+def test_cuda_times_are_tied_to_the_clock_by_one_event(monkeypatch):
     now, stream, synchronized = [5000.0], ["compute"], []
 
     def event(*, enable_timing):
-        """Of a device whose clock is `now`, in milliseconds."""
+        """Fake an event of a device whose clock is `now`, in milliseconds."""
         assert enable_timing
         made = SimpleNamespace(synchronize=int)
         made.record = lambda: setattr(made, "at", now[-1])
@@ -121,13 +121,13 @@ def test_times_of_the_device_are_tied_to_the_clock_by_one_event_and_another_stre
         stream.pop()
         now.append(5150.0)
     forward, gather = recording.spans()
-    assert synchronized == [5000.0, 5150.0]  # before and after, never between
+    assert synchronized == [5000.0, 5150.0]  # synchronized only at both ends of the recording
     assert (forward.name, forward.blocking, gather.name, gather.blocking) == ("forward", True, "all_gather", False)
     assert (forward.seconds, gather.seconds) == pytest.approx((0.05, 0.03))
     assert gather.start_seconds == forward.start_seconds == pytest.approx(started + 0.1, abs=0.05)
 
 
-def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
+def test_overlapping_recordings_and_listeners_see_the_same_spans():
     timeline, activity = Timeline(), Activity()
     timeline.attach(activity)
     recording = timeline.start()
@@ -142,7 +142,7 @@ def test_recordings_and_listeners_beside_each_other_hear_of_the_same_spans():
     assert activity.entered == {"cross": 1, "compute": 1}
 
 
-def test_the_innermost_open_span_of_each_thread_is_seen_since_it_last_moved_and_nothing_afterwards(monkeypatch):
+def test_activity_shows_each_threads_innermost_open_span(monkeypatch):
     timeline, activity, now = Timeline(), Activity(), [100.0]
     monkeypatch.setattr(timeline_module.time, "monotonic", lambda: now[-1])
     timeline.attach(activity)
@@ -160,7 +160,7 @@ def test_the_innermost_open_span_of_each_thread_is_seen_since_it_last_moved_and_
         now.append(107.0)
         with contextlib.suppress(ValueError), timeline.span("tp", "all_reduce"):
             now.append(108.0)
-            raise ValueError  # closes its span, which is a movement of this thread
+            raise ValueError  # closing its span counts as progress of this thread
         now.append(109.0)
         assert activity.now() == [Doing("cross", "all_gather", 1, 9.0), Doing("compute", "forward", 1, 1.0)]
     leave.set()
@@ -169,7 +169,7 @@ def test_the_innermost_open_span_of_each_thread_is_seen_since_it_last_moved_and_
     assert activity.entered == {"step": 1, "compute": 1, "cross": 1, "tp": 1}
 
 
-# ---- the arithmetic of spans: what was busy, what hides behind what, one clock for all hosts -------------------------
+# ---- arithmetic of spans: busy time, hidden time, and clocks of several hosts ----------------------------------------
 
 
 def span(track: str, start: float, end: float, *, blocking: bool = False) -> Span:
@@ -178,20 +178,20 @@ def span(track: str, start: float, end: float, *, blocking: bool = False) -> Spa
 
 STEP = [
     span("step", 0, 10, blocking=True),
-    span("compute", 0, 10, blocking=True),  # forward and backward, with everything below inside
-    span("cross", 1, 5),  # 4 s, of which 4 to 5 are waited for
+    span("compute", 0, 10, blocking=True),  # forward and backward, which contain all spans below
+    span("cross", 1, 5),  # 4 s, of which the last one is waited for
     span("wait", 4, 6, blocking=True),
     span("cross", 7, 9),  # 2 s, of which 8 to 8.5 lie under a blocking local hop
     span("local", 8, 8.5, blocking=True),
-    span("local", 9, 9.5),  # on another thread: keeps nobody
+    span("local", 9, 9.5),  # on another thread, so it blocks nothing
 ]
 HOPS = [span("cross", 0, 10), span("wait", 2, 8), span("local", 3, 5), span("local", 4, 6)]
 HELD = [span("compute", 0, 4, blocking=True), span("cross", 1, 3, blocking=True)]
 SHARED = [span("cross", 0, 4), span("cross", 1, 3), span("cross", 3, 6), *[span("wait", 3, 4)] * 2]
-HIDDEN = [  # spans, track, shares hidden behind compute (neither waiting nor in a blocking collective), behind work
+HIDDEN = [  # spans, track, shares hidden behind compute (no wait, no blocking collective) and behind any work
     (STEP, "cross", (1 - 1.5 / 6, 1 - 1 / 6)),
     (STEP, "local", (0.5, 1.0)),
-    (HOPS, "cross", (0.4, 0.7)),  # 3 of the 6 s of waiting run beside another hop
+    (HOPS, "cross", (0.4, 0.7)),  # 3 of the 6 s of waiting overlap another hop
     (HOPS, "local", (0.0, 1.0)),
     ([*HOPS, span("step", 0, 10), span("compute", 0, 10)], "cross", (0.4, 0.7)),
     (HELD, "cross", (0.0, 0.0)),  # on the computing thread
@@ -200,14 +200,14 @@ HIDDEN = [  # spans, track, shares hidden behind compute (neither waiting nor in
 ]
 
 
-def test_what_is_hidden_behind_compute_and_behind_any_work():
+def test_hidden_shares_behind_compute_and_behind_any_work():
     for spans, track, expected in HIDDEN:
         assert hidden_shares(spans, track) == pytest.approx(expected), (spans, track)
     assert hidden_shares(STEP, "tp") is None
     assert hidden_shares([*STEP, span("tp", 5, 5)], "tp") is None
 
 
-def test_computing_is_counted_without_waits_and_blocking_collectives_and_shared_time_once():
+def test_track_seconds_exclude_waits_and_count_overlaps_once():
     busy = {"step": 10, "compute": 7.5, "cross": 6, "wait": 2, "local": 1}
     assert track_seconds(STEP) == pytest.approx(busy)
     assert track_seconds(SHARED) == pytest.approx({"cross": 6, "wait": 1})
@@ -219,7 +219,7 @@ def test_clipping_keeps_the_part_inside():
     assert clip(spans, 2, 2) == []
 
 
-def test_hosts_are_aligned_at_the_barrier_and_ranks_of_a_host_keep_their_distances():
+def test_alignment_uses_the_barrier_and_keeps_distances_on_a_host():
     spans = [[span("cross", 11, 12)], [span("cross", 13, 14)], [span("cross", 107, 108)]]
     # ranks 0 and 1 share a clock and left the barrier at 10 and 10.5; rank 2's host reads 106 at that moment
     aligned = align(spans, ["a", "a", "b"], [10, 10.5, 106])
@@ -230,13 +230,13 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambd
 
 
 def moments(intervals: list[tuple[float, float]]) -> set[int]:
-    """The unit slots that integer intervals cover: the reference."""
+    """Return the unit slots that integer intervals cover, as the reference."""
     return {slot for start, end in intervals for slot in range(int(start), int(end))}
 
 
 @settings(max_examples=100)
 @given(INTERVALS, INTERVALS)
-def test_unions_and_intersections_cover_what_sets_of_moments_do(a, b):
+def test_union_and_intersection_match_sets_of_unit_slots(a, b):
     merged, other = union(a), union(b)
     shared = intersection(merged, other)
     for result, expected in ((merged, moments(a)), (shared, moments(a) & moments(b))):

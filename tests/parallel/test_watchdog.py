@@ -1,4 +1,4 @@
-"""A rank that hangs is named, with the collective that waits for it and its stack, and the job ends."""
+"""Test the watchdog: a hanging rank is named with its stack and the waiting collective, and the job ends."""
 
 import time
 from pathlib import Path
@@ -13,12 +13,12 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import plan_layout
 
 JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
-SECONDS = 30  # for a loaded machine; the limit is 1.5, and a rank that does not answer is waited for for 5
+SECONDS = 30  # for a loaded machine; the watchdog's limit is 1.5 s, and an unresponsive rank is waited for for 5 s
 
 
 @pytest.mark.slow
-def test_ranks_that_hang_are_named_with_the_collectives_that_wait_for_them_and_the_job_ends(tmp_path):
-    """Ranks 0 1 and 2 3 share tp, 0 2 and 1 3 shard: 1 sleeps, 2 is stopped, 0 waits for 2 and 3 for 1."""
+def test_hanging_ranks_are_named_with_waiting_collectives_and_job_ends(tmp_path):
+    """Rank pairs 01 and 23 share tp, 02 and 13 shard. Rank 1 sleeps, 2 is stopped, 0 waits for 2 and 3 for 1."""
     program = Program(JOB, "hang", "4", folder=tmp_path, cwd=tmp_path, python=str(forked_python()))
     program.wait_for("hangs")
     began = time.monotonic()
@@ -42,8 +42,9 @@ def test_ranks_that_hang_are_named_with_the_collectives_that_wait_for_them_and_t
 
 
 def report(*ranks: tuple[tuple[str, str, int], dict[str, int]]) -> str:
-    """Of two nodes of two ranks, by what each rank is doing and the spans that each track has had."""
-    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)  # local 0 1, 2 3; cross 0 2, 1 3
+    """Describe a hang on two nodes of two ranks, from each rank's current span and its span counts by track."""
+    # local groups 0 1 and 2 3, cross groups 0 2 and 1 3
+    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)
     states = {
         rank: RankState([Doing(*doing, 9.0)], entered, "thread MainThread:\n  a stack\n")
         for rank, (doing, entered) in enumerate(ranks)
@@ -51,7 +52,7 @@ def report(*ranks: tuple[tuple[str, str, int], dict[str, int]]) -> str:
     return describe_hang(states, layout, 60.0)
 
 
-def test_only_ranks_that_wait_for_nobody_are_taken_to_be_the_cause():
+def test_only_ranks_that_wait_for_no_other_are_named_as_the_cause():
     text = report(
         (("local", "all_gather", 5), {"local": 5, "cross": 7}),
         (("cross", "all_to_all", 8), {"local": 4, "cross": 8}),
@@ -64,11 +65,11 @@ def test_only_ranks_that_wait_for_nobody_are_taken_to_be_the_cause():
     assert [line for line in text.splitlines() if line.startswith("  rank ")] == ["  rank 3: compute forward for 9 s"]
 
 
-def test_a_collective_that_all_have_entered_is_the_network_s():
+def test_collective_entered_by_all_ranks_is_blamed_on_the_network():
     text = report(*[(("shard", "reduce_scatter", 3), {"shard": 3})] * 4)
     assert "axis shard: ranks 0, 1, 2, 3 waiting, all ranks are in it, but it does not finish" in text
 
 
-def test_where_the_host_waits_for_the_device_the_rank_that_launched_less_is_named():
+def test_rank_that_launched_less_is_named_if_hosts_wait_for_devices():
     text = report(*[(("compute", "norm", 4), {"shard": 40 - (rank == 2), "step": 4}) for rank in range(4)])
     assert "  shard: rank 2 started fewer than the others' 40\n" in text

@@ -1,4 +1,4 @@
-"""A tiny policy on ranks, and the steps that train it."""
+"""A tiny policy on ranks and its training steps, shared by tests of objectives and rollouts."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ from megazpp.training.setup import ShardedModel
 from megazpp.training.step import TrainStep
 
 STYLE = dataclasses.replace(GPT2_STYLE, init_method_std=0.3, max_position_embeddings=32)
-SEQ, BATCH = 24, 8  # tokens of a row, rows of a step
+SEQ, BATCH = 24, 8  # tokens per row, rows per step
 
 
 @dataclass(frozen=True, kw_only=True)
 class PostCase(Case):
-    """A training of one objective on all ranks."""
+    """A training with one objective on all ranks."""
 
     post: PostTrainingConfig
     model: GPTConfig = STYLE
@@ -42,8 +42,8 @@ def build(case: PostCase, *, scalar_head: bool | None = None) -> tuple[ShardedMo
 def train(
     built: ShardedModel, dims: ParallelDims, objective: Any, steps: Iterable[list[Any]]
 ) -> list[dict[str, float]]:
-    """Loss, gradient norm and metrics of each step; `steps` gives its micro-batches."""
-    # not Adam, which makes a step of full size out of a gradient that is nothing but rounding
+    """Train on micro-batches of each step and return loss, gradient norm and metrics by step."""
+    # SGD, since Adam turns gradients that are only rounding into full-size updates
     optimizer = build_optimizer(list(built.model.named_parameters()), OptimizerConfig(optimizer="sgd"), CPU)
     scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*built, optimizer, scaler, dims, clip_grad=CLIP, objective=objective)
@@ -52,5 +52,5 @@ def train(
 
 
 def near(steps: list[dict[str, float]], *, rel: float, abs: float) -> list[Any]:
-    """What is equal to the numbers of steps that are so far from these."""
+    """Return values that compare equal to `steps` within the given tolerances."""
     return [pytest.approx(each, rel=rel, abs=abs) for each in steps]

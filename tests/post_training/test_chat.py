@@ -1,4 +1,4 @@
-"""Conversations have the text, ids and masks that transformers' apply_chat_template gives them."""
+"""Compare text, ids and masks of conversations with transformers' apply_chat_template."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ TOKENIZERS = [qwen2, llama3, llama2, added, unigram]
 
 
 def folder_of(folder: Path, write: Any, template: Any) -> Path:
-    """A tokenizer folder with a chat template, or with several by name."""
+    """Write a tokenizer folder with a chat template, or with several named ones."""
     folder.mkdir()
     write(folder)
     path = folder / "tokenizer_config.json"
@@ -42,14 +42,14 @@ def read(path: Path, tokenizer: Tokenizer, record: dict[str, Any], log: Any = pr
 
 
 def theirs_of(tokenizer: Any, chat: Chat, messages: Any, **how: Any) -> Any:
-    """What TRL asks transformers for."""
+    """Call apply_chat_template with the arguments that TRL passes."""
     columns = {name: json.loads(x) if isinstance(x, str) else x for name, x in chat.columns.items()}
     columns |= columns.pop("chat_template_kwargs", {})
     return tokenizer.apply_chat_template(messages, return_dict=True, **columns, **how)
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_conversation_has_the_ids_and_the_mask_of_apply_chat_template(tmp_path, name):
+def test_conversation_ids_and_mask_match_apply_chat_template(tmp_path, name):
     chat = CHATS[name]
     for write in TOKENIZERS:
         folder = folder_of(tmp_path / write.__name__, write, chat.template)
@@ -77,7 +77,7 @@ def write_line(folder: Path, record: dict[str, Any]) -> Path:
     return path
 
 
-def test_flags_give_the_template_a_name_arguments_and_a_system_message(tmp_path):
+def test_flags_choose_template_arguments_and_system_message(tmp_path):
     named = [
         {"name": "default", "template": CHATML},
         {"name": "rag", "template": "R{{ tone }}{{ messages[0].content }}"},
@@ -94,12 +94,12 @@ def test_flags_give_the_template_a_name_arguments_and_a_system_message(tmp_path)
         template = load_chat_template(ChatConfig(**flags), tokenizer)
         assert template.render([ASK]) == text, flags
     kept = load_chat_template(ChatConfig(chat_template="rag", system_prompt="be kind"), tokenizer)
-    assert kept.render(TALK[:1]) == "RBe brief."  # a conversation's own comes first
+    assert kept.render(TALK[:1]) == "RBe brief."  # the conversation's own system message has priority
     own = load_chat_template(ChatConfig(chat_template="rag", chat_template_kwargs='{"tone": 3}'), tokenizer)
     assert own.render([ASK], options=options_of({"chat_template_kwargs": {"tone": 4}})) == "R4money?"
 
 
-def test_files_beside_the_folder_hold_templates_too_and_come_first(tmp_path):
+def test_template_files_in_the_folder_override_the_config(tmp_path):
     folder = folder_of(tmp_path / "files", qwen2, "D")
     (folder / "chat_template.jinja").write_text(CHATML)
     (folder / "additional_chat_templates").mkdir()
@@ -112,8 +112,8 @@ def test_files_beside_the_folder_hold_templates_too_and_come_first(tmp_path):
     assert "additional_chat_templates/tool_use.jinja" in ours.files
 
 
-def test_parquet_nulls_are_missing_keys_and_those_of_json_are_null(tmp_path):
-    """Arrow gives all objects of a column the same keys."""
+def test_parquet_nulls_are_missing_keys_but_json_nulls_are_kept(tmp_path):
+    """Arrow gives all objects of a column the same keys, so a null may mean a missing key."""
     folder = folder_of(tmp_path / "their", qwen2, WITH_TOOLS)
     tokenizer, config = load(folder), DataFormatConfig(max_length=4000)
     schemas = [
@@ -128,7 +128,8 @@ def test_parquet_nulls_are_missing_keys_and_those_of_json_are_null(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(record["messages"], tools=schemas, tokenize=True, return_dict=True)
     assert found.row(0)[0].tolist() == expected["input_ids"]
-    asked = {"prompt": [ASK], "answers": [{"a": 1, "b": None}], "level": None}  # of which reward functions know
+    # columns for reward functions keep their nulls
+    asked = {"prompt": [ASK], "answers": [{"a": 1, "b": None}], "level": None}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([asked]), tmp_path / "b.parquet")
     (prompt,) = read_prompts([tmp_path / "b.parquet"], tokenizer, template, max_prompt_length=99)
     assert prompt.columns == {"answers": [{"a": 1, "b": None}], "level": None}
@@ -139,7 +140,7 @@ def test_parquet_nulls_are_missing_keys_and_those_of_json_are_null(tmp_path):
 
 
 @pytest.mark.parametrize("write", TOKENIZERS)
-def test_assistant_only_loss_warns_as_trl_where_no_end_of_turn_is_learned(tmp_path, write):
+def test_assistant_only_loss_warns_like_trl_if_no_turn_end_is_trained(tmp_path, write):
     templates = {"marked": MARKED, "late": LATE, "thinks": THINKS, "bare": MARKED.replace("<|im_end|>", "")}
     for name, source in templates.items():
         folder, lines = folder_of(tmp_path / name, write, source), list[str]()
@@ -149,14 +150,14 @@ def test_assistant_only_loss_warns_as_trl_where_no_end_of_turn_is_learned(tmp_pa
         assert ["--assistant-only-loss" in line for line in lines] == [True] * (not expected) + [False], (name, lines)
 
 
-def test_assistant_s_words_without_generation_blocks_are_what_its_messages_add():
+def test_assistant_spans_without_generation_blocks_are_added_text():
     template = ChatTemplate(ByteTokenizer(), CHATML)
     text, spans = template.render_spans(TALK)
     assert text == template.render(TALK)
     assert [text[first:last] for first, last in spans] == ["never mind<|im_end|>\n", "me<|im_end|>\n"]
 
 
-def test_tokenizers_without_a_folder_have_the_default_template_and_keep_another(tmp_path):
+def test_tokenizer_without_a_folder_uses_default_or_given_template(tmp_path):
     assert load_chat_template(ChatConfig(), ByteTokenizer()).render([TELL]).endswith("mind<|endoftext|>\n")
     assert ByteTokenizer().chat_template() is None
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
@@ -164,7 +165,7 @@ def test_tokenizers_without_a_folder_have_the_default_template_and_keep_another(
     assert template.render([TELL]) == "never mind<|endoftext|>"
 
 
-def test_what_a_template_or_a_column_does_wrong_is_an_error_with_its_name(tmp_path):
+def test_template_and_column_errors_name_their_source(tmp_path):
     (tmp_path / "bad.jinja").write_text("one\n{% if %}")
     sources = [
         ("{{ raise_exception('roles must alternate') }}", "T: roles must alternate"),

@@ -1,4 +1,4 @@
-"""The flags of post-training: numbers that no run can use, and what an objective does not have."""
+"""Test post-training flags: rejected numbers, and flags that an objective does not support."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ PARSER = FlagParser(EXTRA, program="x")
 FIELDS = {flag_name(field): field for each in EXTRA for field in dataclasses.fields(each)}
 NEEDS = {name: field.metadata["flag"].needs for name, field in FIELDS.items()}
 NUMBERS = [name for name, field in FIELDS.items() if re.search(r"\b(int|float)\b", str(field.type))]
-# mostly that something is off; a reward of weight 0 is only logged, one of a negative weight a penalty
+# 0 mostly switches something off; a reward of weight 0 is only logged, a negative weight is a penalty
 ZERO_MEANS_SOMETHING = (
     "--beta --label-smoothing --ref-ckpt-step --kl-coef --vf-coef --missing-eos-penalty --log-completions "
     "--lora-dropout --reward-weights --prefetch-layers"
@@ -36,14 +36,14 @@ def read(flags: str) -> None:
 
 
 def given(name: str) -> str:
-    """The flag with a value that is not its default."""
+    """Return the flag with a value that differs from its default."""
     default = FIELDS[name].default
     value = VALUES.get(name, "0.9" if isinstance(default, float) else "3")
     return name if isinstance(default, bool) else f"{name} {value}"
 
 
 def beside(name: str) -> str:
-    """Flags that turn on what `name` needs, and what that needs itself."""
+    """Return the flags that turn on the feature of `name`, and the features it depends on."""
     needs, own = NEEDS[name], BESIDE.get(name, "")
     if needs is None:
         return own
@@ -52,7 +52,7 @@ def beside(name: str) -> str:
     return f"{beside(feature)} {on} {own}"
 
 
-def test_a_flag_of_what_is_off_is_refused_by_its_name():
+def test_flag_of_a_feature_that_is_off_is_rejected_by_name():
     rows = []
     for name, needs in NEEDS.items():
         if needs is not None:
@@ -64,7 +64,7 @@ def test_a_flag_of_what_is_off_is_refused_by_its_name():
     assert not not_refused(rows, read)
 
 
-def test_a_negative_number_and_a_zero_that_means_nothing_are_refused_by_the_flag_s_name():
+def test_negative_and_meaningless_zero_values_are_rejected_by_flag():
     every = {(name, value) for name in NUMBERS for value in ("-1", "0")}
     refused = [(f"{beside(name)} {name} {value}", f"{name} {value}") for name, value in every - ALLOWED]
     assert not not_refused(refused, read)
@@ -96,5 +96,5 @@ REFUSED = """
 """
 
 
-def test_what_an_objective_does_not_have_is_refused():
+def test_flags_that_the_objective_does_not_support_are_rejected():
     assert not_refused(table(REFUSED), read) == []

@@ -1,4 +1,4 @@
-"""Samples follow from their number alone, and batches have a loss where the examples have one and never on padding."""
+"""Test datasets and batches: a sample depends only on its index, and padding has no loss."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ PAD = 99
 
 
 def examples(*lengths: int) -> Examples:
-    """Row i is i * 10, i * 10 + 1, ..., all learned but its first."""
+    """Make rows i * 10, i * 10 + 1, ..., whose tokens all have a loss except the first one."""
     rows = [np.arange(length, dtype=np.int32) + 10 * number for number, length in enumerate(lengths)]
     masks = [np.arange(length) > 0 for length in lengths]
     starts = np.cumsum([0, *lengths], dtype=np.int64)
@@ -38,12 +38,12 @@ def supervised(*lengths: int, samples: int, max_length: int, packing: bool = Fal
 
 
 def stacked(dataset: SupervisedDataset | PreferenceDataset) -> torch.Tensor:
-    """All of its samples."""
+    """Stack all samples of a dataset."""
     return torch.from_numpy(np.stack([dataset[index] for index in range(len(dataset))]))
 
 
 @given(size=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
-def test_each_epoch_is_a_permutation_of_its_own(size, seed):
+def test_every_epoch_is_another_permutation(size, seed):
     order = EpochOrder(size, num_samples=3 * size + 1, seed=seed)
     drawn = [order.place(index) for index in range(3 * size)]
     epochs = [drawn[start : start + size] for start in range(0, 3 * size, size)]
@@ -56,7 +56,7 @@ def test_each_epoch_is_a_permutation_of_its_own(size, seed):
         order.place(3 * size + 1)
 
 
-def test_the_order_of_examples_is_named_by_all_that_it_follows_from():
+def test_example_order_is_identified_by_all_its_inputs():
     def sft(*lengths: int, seed: int = 1, samples: int = 6, **options: Any) -> str:
         options = {"max_length": 8, "packing": False, **options}
         return SupervisedDataset(examples(*lengths), num_samples=samples, seed=seed, pad=PAD, **options).order()
@@ -77,11 +77,11 @@ def test_the_order_of_examples_is_named_by_all_that_it_follows_from():
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=60))
-def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths):
+def test_packing_loses_no_example_and_fits_like_best_fit_decreasing(lengths):
     rows = pack(np.array(lengths), 12)
     assert sorted(number for row in rows for number in row) == [*range(len(lengths))]
     assert all(sum(lengths[number] for number in row) <= 12 for row in rows)
-    reference: list[int] = []  # what is left of each row
+    reference: list[int] = []  # free space in each row
     for length in sorted(lengths, reverse=True):
         fitting = [(left, row) for row, left in enumerate(reference) if left >= length]
         if fitting:
@@ -91,7 +91,7 @@ def test_packing_loses_nothing_and_fits_as_well_as_best_fit_decreasing(lengths):
     assert len(rows) == len(reference)
 
 
-def test_a_sample_is_padded_on_the_right_and_has_no_loss_there():
+def test_sample_is_padded_on_the_right_without_loss():
     batch = make_supervised_batch(stacked(supervised(3, 5, samples=2, max_length=5)))
     assert batch.tokens.tolist() == [[0, 1, 2, PAD, PAD], [10, 11, 12, 13, 14]]
     assert batch.labels.tolist() == [[1, 2, PAD, PAD, PAD], [11, 12, 13, 14, PAD]]
@@ -101,7 +101,7 @@ def test_a_sample_is_padded_on_the_right_and_has_no_loss_there():
 
 
 @torch.no_grad()
-def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay():
+def test_batch_is_cut_to_its_longest_row_without_changing_losses():
     model = build_gpt(LLAMA_STYLE)
     for lengths, multiple, size in (((3, 8), 8, 8), ((9, 3), 4, 12), ((2, 1), 1, 2), ((9, 15), 7, 15)):
         rows = stacked(supervised(*lengths, samples=2, max_length=15))
@@ -114,7 +114,7 @@ def test_a_batch_is_as_long_as_its_longest_row_rounded_up_and_its_losses_stay():
             torch.testing.assert_close(found.sum(dim=1), expected.sum(dim=1), atol=1e-6, rtol=1e-6)
 
 
-def test_packed_examples_have_positions_and_documents_of_their_own():
+def test_packed_examples_have_separate_positions_and_documents():
     dataset = supervised(3, 4, 2, samples=4, max_length=7, packing=True)
     assert (len(dataset), dataset.samples_per_epoch) == (4, 2)
     batch = make_supervised_batch(stacked(dataset)[:2], packing=True)
@@ -125,8 +125,8 @@ def test_packed_examples_have_positions_and_documents_of_their_own():
     assert batch.document_starts.dtype == torch.int32
 
 
-def test_packed_examples_have_the_losses_that_they_have_alone():
-    """To rounding: other places are masked, not absent."""
+def test_packed_examples_have_the_losses_of_unpacked_ones():
+    """Losses differ only by rounding, since other examples are masked instead of absent."""
     model, lengths = build_gpt(LLAMA_STYLE), (5, 8, 3, 7, 4, 2)
     found = []
     for packing, rows in ((False, 6), (True, 3)):
@@ -135,12 +135,12 @@ def test_packed_examples_have_the_losses_that_they_have_alone():
         )
         losses = losses_of(model, batch) * batch.loss_mask
         of_label = torch.zeros(101).index_put((batch.labels,), losses, accumulate=True)
-        assert of_label.count_nonzero() == sum(lengths) - len(lengths)  # all labels are different
+        assert of_label.count_nonzero() == sum(lengths) - len(lengths)  # every label occurs once
         found.append(of_label)
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)
 
 
-def test_pairs_stand_in_two_halves_of_a_batch_with_what_the_reference_made_of_them():
+def test_pairs_are_in_two_halves_of_a_batch_with_reference_logps():
     dataset = PreferenceDataset(examples(3, 4, 2, 2), num_samples=5, seed=3, max_length=4, pad=PAD)
     assert (len(dataset), dataset.num_pairs) == (5, 2)
     samples = torch.from_numpy(np.stack([dataset.pair(1), dataset.pair(0)]))

@@ -1,4 +1,4 @@
-"""A step with all models, counted by the program on a cluster that is not there: it sends and holds what is planned."""
+"""Compare planned memory and traffic of post-training with a simulated step of all its models."""
 
 import gc
 from typing import Any
@@ -28,7 +28,7 @@ from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model
 
-# weights are most of what there is, so that a plan that forgets some is far off
+# weights take most of the memory, so that a plan without some of them would be clearly wrong
 SMALL = (
     "@configs/gpt_tiny.args --num-layers 3 --seq-length 32 --hidden-size 256 --num-attention-heads 4 "
     "--micro-batch-size 1 --global-batch-size 8 --vocab-size 99 --bf16 --hidden-dropout 0 --attention-dropout 0"
@@ -45,17 +45,17 @@ def configs(objective: Any, *, lora_r: int | None = None, bits: Any = None, **po
     return PostConfigs(training, DataFormatConfig(max_length=32), RewardConfig(), lora, WeightsConfig())
 
 
-def test_a_small_model_sends_its_adapters_between_nodes_and_its_base_inside():
+def test_small_model_sends_adapters_across_nodes_and_base_inside():
     dry = dry_run_models(parse(f"{SMALL} --num-layers 2 --zeropp").config, configs("sft", lora_r=2), TWO_BY_TWO, rank=1)
     assert dry.trained == 2 * 2 * (256 + 3 * 256)
-    assert 0 < sent_on(dry.sent, "cross") < 4 * dry.trained  # bytes: far fewer than those of the base
-    # two micro-batches: forward every unit, backward the layers and the model's own
+    assert 0 < sent_on(dry.sent, "cross") < 4 * dry.trained  # bytes; the base would need far more
+    # in two micro-batches, the forward uses every unit, the backward the layers and the model's own unit
     assert dry.sent["local", "frozen", "all_gather"] == (2 * (3 + 3), 2 * 2 * dry.base_bytes)
     assert dry.base_bytes == pytest.approx(2 * (2 * 12 * 256**2 + 32 * 256 + 128 * 256) / 2, rel=0.02)
     assert f"{dry.trained:,} trained parameters" in dry.describe()
 
 
-# by how many percent the plan is off; a reference model is 10 % and more, a frozen base 25 % and more
+# error of the plan in percent; without a reference model it would be 10 % or more, without a frozen base 25 %
 PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "sft, adapters, 8 bits": (configs("sft", lora_r=4, bits=8), "", 0.11),
     "sft, many adapters, untied, zeropp": (configs("sft", lora_r=16), f"{UNTIED} --zeropp", 0.0),
@@ -73,13 +73,13 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
 
 
 @pytest.mark.parametrize("case", chosen(PLANNED, "sft, adapters, 8 bits", "grpo, tp"))
-def test_planned_memory_of_all_models_is_that_of_the_live_tensors(case):
+def test_planned_memory_of_all_models_matches_live_tensors(case):
     asked, flags, recorded = case
     dry = dry_run_models(parse(f"{SMALL} {flags}").config, asked, TWO_BY_TWO, rank=0)
     assert 100 * (dry.planned_bytes / dry.live_bytes - 1) == pytest.approx(recorded, abs=0.2)
 
 
-def test_models_that_stream_take_what_is_in_memory_of_them():
+def test_streamed_models_take_only_the_memory_of_resident_parts():
     config, post = parse(SMALL).config, configs("ppo", reward_load="r")
     plan = check_run_config(config, TWO_BY_TWO, device_type="cpu")
 
@@ -89,9 +89,9 @@ def test_models_that_stream_take_what_is_in_memory_of_them():
         assert (found["asking"][Memory.UNPACKED] > 0) == (not weights)
         return found["training"][Memory.REFERENCE]
 
-    # 8.25 bits, rows of 256 to a multiple of 16 bytes: 8.5; vectors whole on every rank
+    # 8.25 bits per element, 8.5 with rows padded to 16 bytes; vectors are replicated on every rank
     layer, vectors = (8 * 1.0625 + 4 * 1.03125) * 256**2, 4 * (3 * 13 + 2) * 256
-    # beside both ranks' parts of the layer in use and of the one behind it
+    # plus both ranks' parts of the current layer and of the next one
     ends = (32 + 128) * 256 * 1.0625 + vectors
     assert kept() == pytest.approx((3 * 12 * 256**2 + (32 + 128) * 256) * 2 / 2, rel=0.02)
     assert kept(weight_bits=8) == pytest.approx(ends + 3 * layer / 2 + 2 * layer, rel=0.02)
@@ -106,7 +106,7 @@ def test_models_that_stream_take_what_is_in_memory_of_them():
 
 
 def drawn(config: RunConfig, post: PostConfigs, cluster: Cluster) -> tuple[int, int]:
-    """The most bytes that live while completions of prompts as long as can be are drawn, and what was planned."""
+    """Return peak bytes while completions of the longest prompts are generated, and the planned bytes."""
     plan = check_run_config(config, cluster, device_type="cpu")
     dims = ParallelDims(plan.layout, device_type="cpu")
     count = plan.batches.global_batch_size // dims.data_size
@@ -122,8 +122,8 @@ def drawn(config: RunConfig, post: PostConfigs, cluster: Cluster) -> tuple[int, 
 
 
 @pytest.mark.parametrize("flags", ["", slow(UNTIED)])
-def test_a_generation_takes_the_planned_memory_but_for_activations(flags):
-    """A layer is 14 % of it, keys and values are 10 %."""
+def test_generation_takes_the_planned_memory_except_activations(flags):
+    """One layer is 14 % of it, and keys and values are 10 %, so the tolerance would show if one were missing."""
     config = parse(f"{SMALL} --global-batch-size 32 --vocab-size 257 {flags}").config
     for counted, planned in ranks(2).run(drawn, config, configs("grpo"), Cluster(num_nodes=1, ranks_per_node=2)):
         assert planned == pytest.approx(counted, rel=0.02)

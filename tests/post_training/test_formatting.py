@@ -1,4 +1,4 @@
-"""Lines of data become tokens with a loss where it belongs; a line that cannot is named."""
+"""Test conversion of data records to tokens and loss masks; errors name file and line."""
 
 import json
 from pathlib import Path
@@ -37,13 +37,13 @@ def write(path: Path, *records: object) -> Path:
 def read(
     *paths: Path, tokenizer: Tokenizer = TOKENIZER, template: ChatTemplate = TEMPLATE, flags: Any = (), **options: Any
 ) -> Examples:
-    """The examples of files; `flags` are DataFormatConfig's."""
+    """Read the examples of files; `flags` are DataFormatConfig's."""
     config = DataFormatConfig(**{"max_length": 200, **dict(flags)})
     return read_examples(paths, tokenizer, template, config, **{"pairs": False, "cache_dir": None, **options})
 
 
 def shown(examples: Examples) -> list[tuple[str, str]]:
-    """Each row as text, and what of it is learned, eod as $."""
+    """Return each row's text and the part of it that has a loss, with eod shown as $."""
 
     def text(ids: Any) -> str:
         return bytes(ord("$") if token == TOKENIZER.eod else token for token in ids.tolist()).decode(errors="replace")
@@ -53,7 +53,8 @@ def shown(examples: Examples) -> list[tuple[str, str]]:
 
 
 ASSISTANT = {"assistant_only_loss": True}
-SUPERVISED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [  # record, flags, text, what is learned of it
+# record, flags, text, part of the text that has a loss
+SUPERVISED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"text": "abc"}, {}, "abc$", "bc$"),
     ({"prompt": "1+1=", "completion": "2"}, {}, "1+1=2$", "2$"),
     ({"prompt": "1+1=", "completion": "2"}, {"completion_only_loss": False}, "1+1=2$", "+1=2$"),
@@ -79,14 +80,14 @@ PAIRS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
 ]
 
 
-def test_a_record_becomes_its_text_and_what_is_learned_of_it_and_a_pair_two_rows(path):
+def test_record_becomes_text_and_loss_mask_and_a_pair_two_rows(path):
     for record, flags, text, learned in SUPERVISED:
         assert shown(read(write(path, record), flags=flags)) == [(text, learned)], record
     for record, rows in PAIRS:
         assert shown(read(write(path, record), pairs=True)) == rows, record
 
 
-def test_what_is_cut_has_no_answer_or_twice_the_same_is_counted_and_what_is_kept_is_not_read_again(path, tmp_path):
+def test_cut_empty_and_equal_answers_are_counted_and_tokens_cached(path, tmp_path):
     lines: list[str] = []
     rows = [("1", "2", "3"), ("1234567", "8", "9"), ("1", "23456789", "2"), ("a", "b", "b"), ("a", "23456", "23457")]
     chat = [USER, ANSWER]
@@ -101,11 +102,11 @@ def test_what_is_cut_has_no_answer_or_twice_the_same_is_counted_and_what_is_kept
         "1 left out, because nothing of their answers is left; " + same,
     ]
     again = read(path, flags={"max_length": 5}, **options)
-    assert lines[2:] == lines[1:2]  # counted all the same
+    assert lines[2:] == lines[1:2]  # the same counts are logged for cached tokens
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(again, examples, strict=True))
 
 
-def test_another_template_or_flag_does_not_find_the_tokens_of_the_first(path, tmp_path):
+def test_token_cache_depends_on_template_and_flags(path, tmp_path):
     write(path, {"messages": [USER, ANSWER]})
     short = (
         "{% for m in messages %}{{ m.role[0] + m.content + '.' }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
@@ -158,7 +159,7 @@ REFUSED_WITH: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-def test_a_bad_line_is_named_by_file_and_number(path):
+def test_bad_record_is_rejected_with_file_and_line(path):
     assert not not_refused(REFUSED, lambda record: read(write(path, {"text": "fine"}, record)))
     assert not not_refused(REFUSED_PAIRS, lambda record: read(write(path, record), pairs=True))
     assert not not_refused(REFUSED_WITH, lambda record, flags: read(write(path, record), flags=flags))
@@ -183,8 +184,8 @@ def test_prompts_keep_their_columns_and_place(path):
     assert not not_refused(refused, ask)
 
 
-def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_template_writes(path, tmp_path):
-    """The ids that TRL's trainers give a folder of transformers: text and eos as one string, templates as they are."""
+def test_strings_get_tokenizer_marks_and_conversations_only_template_ones(path, tmp_path):
+    """Token IDs equal those from TRL's trainers: a text and eos form one string, and templates are used unchanged."""
     words = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money\n" * 9
     template = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"
     folder = write_llama_tokenizer(tmp_path / "their", words, chat_template=template)
@@ -202,7 +203,7 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     records += [{"text": "money"}, {"messages": talk}, {"prompt": "Call ", "completion": "me"}]
     lines: list[str] = []
     examples = read(write(path, *records), tokenizer=tokenizer, template=chat, log=lines.append)
-    assert "note: the answers of 1 begin inside a token of their prompt" in lines[0]  # " me" is a token
+    assert "note: the answers of 1 begin inside a token of their prompt" in lines[0]  # " me" is one token
     expected = [plain("Call me</s>"), plain("Call me</s>"), plain("money</s>"), rendered(talk)]
     for number, (ids, first) in enumerate(zip(expected, [len(plain("Call"))] * 2 + [1, 1], strict=True)):
         assert ids[:2].count(1) == 1
@@ -214,18 +215,20 @@ def test_strings_have_the_tokenizer_s_marks_and_conversations_those_that_their_t
     assert [prompt.tokens for prompt in prompts] == [plain("money"), rendered(talk[:1])]
 
 
-def test_what_is_read_for_so_long_only_says_so_and_names_what_it_has_met(path, tmp_path):
+def test_reading_with_a_time_limit_raises_timeout_or_the_first_error(path, tmp_path):
     good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a"}
     write(path, good, bad)
     with pytest.raises(TimeoutError):
         read(path, seconds=0.0)
-    with pytest.raises(ValueError, match=r"b.jsonl, line 1: there is neither"):  # each file from its beginning
+    # the beginning of each file is always read
+    with pytest.raises(ValueError, match=r"b.jsonl, line 1: there is neither"):
         read(path, write(tmp_path / "b.jsonl", bad), seconds=0.0)
     with pytest.raises(TimeoutError):
         read_prompts([path], TOKENIZER, TEMPLATE, max_prompt_length=9, seconds=0.0)
 
 
-def test_a_role_that_the_template_names_and_a_call_without_content_are_taken_and_keys_without_a_value_left_out(path):
+def test_template_may_use_other_roles_and_calls_without_content(path):
+    """Keys with null values are removed before the template sees a message."""
     source = (
         "{% for m in messages %}{{ m.keys() | join('+') }}:{{ m.role }}{{ m.content }}{{ m.tool_calls }} {% endfor %}"
     )

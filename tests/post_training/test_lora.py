@@ -1,4 +1,4 @@
-"""LoRA over ranks: adapters train as in one plain process, on a base that is frozen and is its own reference."""
+"""Test LoRA on ranks: adapters train as in one process, on a frozen base that also serves as the reference."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 @pytest.fixture(scope="module")
 def loads(tmp_path_factory) -> dict[str, str]:
-    """Checkpoints of models: wide ones have rows of several blocks, on each of two tensor-parallel ranks too."""
+    """Save checkpoints of all models; rows of the wide one have several blocks even on each of two tp ranks."""
     found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in MODELS}
     for kind, folder in found.items():
         ranks(2).run(run, Case(model=MODELS[kind], tp=2), 1, save=folder)
@@ -51,7 +51,7 @@ def adapt(case: Case, lora: LoraConfig, load: str, **options: bool) -> tuple[Ada
 
 
 def train(policy: AdaptedPolicy, dims: ParallelDims, case: Case) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step."""
+    """Train and return (loss, gradient norm) of each step."""
     optimizer = build_optimizer(list(policy.built.model.named_parameters()), OptimizerConfig(), CPU)
     scaler = build_loss_scaler(LossScaleConfig(), fp16=False)
     step = TrainStep(*policy.built, optimizer, scaler, dims, clip_grad=CLIP)
@@ -77,7 +77,7 @@ def train_on_ranks(case: Case, lora: LoraConfig, load: str) -> dict[str, Any]:
 
 @functools.cache
 def in_one_process(kind: str, load: str, bits: Any = None) -> list[tuple[float, float]]:
-    """The reference: a whole model without gradients, rounded first, and torch's own clipping and optimizer."""
+    """Train as a reference: full frozen weights, rounded first if `bits`, with torch's own clipping and optimizer."""
     case, model = Case(model=MODELS[kind]), our_model(open_checkpoint(Path(load), None)[0], 16)
     if bits is not None:
         for weight in (each.detach() for each in model.parameters() if each.dim() == 2):
@@ -116,7 +116,7 @@ def in_one_process(kind: str, load: str, bits: Any = None) -> list[tuple[float, 
     ],
 )
 def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute):
-    """fp32 sums in another order over the steps: 1e-5."""
+    """fp32 sums in another order differ by up to 1e-5 over the steps."""
     model, expected = dataclasses.replace(MODELS[kind], **recompute), in_one_process(kind, loads[kind])
     results = ranks(world).run(train_on_ranks, Case(model=model, **layout), ALL, loads[kind])
     for found in results:
@@ -137,13 +137,13 @@ def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute)
         slow(16, 4, {"tp": 2, "nodes": 2}),
     ],
 )
-def test_on_a_rounded_base_adapters_train_as_on_the_same_weights_unpacked_on_every_layout(loads, bits, world, layout):
+def test_adapters_on_a_packed_base_train_as_on_its_unpacked_weights(loads, bits, world, layout):
     lora = dataclasses.replace(ALL, base_weight_bits=bits)
     expected, exact = (in_one_process("wide", loads["wide"], each) for each in (bits, None))
     for found in ranks(world).run(train_on_ranks, Case(model=WIDE, **layout), lora, loads["wide"]):
         torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
         assert found["unpacked"] == []
-    assert abs(expected[0][0] - exact[0][0]) > 3e-5  # so that an exact base would not pass
+    assert abs(expected[0][0] - exact[0][0]) > 3e-5  # an unrounded base would fail
 
 
 def check_reference(case: Case, load: str, folder: str) -> None:
@@ -172,29 +172,30 @@ def check_reference(case: Case, load: str, folder: str) -> None:
     assert torch.equal(losses(other), trained)
     train(other, dims, case)
     assert not torch.allclose(losses(other), trained, atol=1e-3)
-    assert torch.equal(reference(other), trained)  # what they were in the files
+    assert torch.equal(reference(other), trained)  # as loaded from the files
 
 
 @pytest.mark.parametrize(
     ("world", "layout", "kind"), [(2, {"tp": 2}, "llama"), (2, {"nodes": 2}, "gpt2"), slow(4, {"tp": 2}, "gpt2")]
 )
-def test_with_adapters_off_it_is_the_base_and_adapters_come_back_from_their_files(loads, tmp_path, world, layout, kind):
+def test_disabled_adapters_give_the_base_and_saved_adapters_reload(loads, tmp_path, world, layout, kind):
     ranks(world).run(check_reference, Case(model=MODELS[kind], **layout), loads[kind], str(tmp_path))
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": True})])
-def test_masks_of_dropout_agree_over_tp_and_in_recomputation(loads, layout):
-    """Were they drawn anew, the gradients of a recomputed layer would be other ones."""
+def test_dropout_masks_agree_over_tp_and_in_recomputation(loads, layout):
+    """New masks in a recomputed layer would change its gradients."""
     lora, case = dataclasses.replace(ALL, lora_dropout=0.3), Case(model=LLAMA_STYLE, **layout)
     again = dataclasses.replace(case, model=dataclasses.replace(LLAMA_STYLE, **RECOMPUTED))
     one, other = (ranks(2).run(train_on_ranks, each, lora, loads["llama"]) for each in (case, again))
     assert one[0]["steps"] == one[1]["steps"] == other[0]["steps"] == other[1]["steps"]
     torch.testing.assert_close(one[0]["dropped"], one[1]["dropped"])
-    assert abs(one[0]["steps"][0][0] - in_one_process("llama", loads["llama"])[0][0]) < 1e-5  # B is zero yet
+    # B is still zero, so dropout has no effect
+    assert abs(one[0]["steps"][0][0] - in_one_process("llama", loads["llama"])[0][0]) < 1e-5
     assert abs(one[0]["steps"][-1][0] - in_one_process("llama", loads["llama"])[-1][0]) > 1e-4
 
 
-def test_an_adapter_adds_alpha_over_rank_of_its_product():
+def test_adapter_adds_its_product_times_alpha_over_rank():
     layer = GPTModel(LLAMA_STYLE, vocab_size=101, tp=MeshAxis("tp"))
     add_adapters(layer, dataclasses.replace(ALL, lora_alpha=12.0).settings(LLAMA_STYLE), None)
     adapter = layer.get_submodule("layers.0.mlp.fc2.adapter").to_empty(device=CPU)
@@ -206,13 +207,13 @@ def test_an_adapter_adds_alpha_over_rank_of_its_product():
 
 
 def load_another(case: Case, load: str, folder: str, other: str) -> None:
-    """Go on with adapters on other weights."""
+    """Load adapters onto another base than the one they were trained on."""
     policy, dims = adapt(case, ALL, load)
     save_adapter(policy, Path(folder), dims)
     adapt(case, dataclasses.replace(ALL, lora_load=folder), other)
 
 
-def test_adapters_of_another_base_are_refused(loads, tmp_path):
+def test_adapters_of_another_base_are_rejected(loads, tmp_path):
     case, other = Case(model=LLAMA_STYLE), str(tmp_path / "other")
     ranks(1).run(run, dataclasses.replace(case, seed=8), 1, save=other)
     row = (case, loads["llama"], str(tmp_path), other, f": its base was {loads['llama']}")

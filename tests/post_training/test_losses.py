@@ -1,4 +1,4 @@
-"""Losses and gradients equal TRL's, as write_trl_goldens.py has written them; and what is not in TRL's numbers."""
+"""Compare losses and gradients with TRL's numbers from write_trl_goldens.py, and test properties beyond these."""
 
 import collections
 import itertools
@@ -19,10 +19,10 @@ VERSIONS = {"1.16.0": {"sft": 1, "reward": 2, "dpo": 12, "grpo": 18, "rloo": 2, 
 FILES = {version: json.loads((Path(__file__).parent / f"trl_{version}.json").read_text()) for version in VERSIONS}
 CASES = [case for file in FILES.values() for case in file["cases"]]
 Case = dict[str, Any]
-Numbers = dict[str, torch.Tensor]  # by TRL's names
+Numbers = dict[str, torch.Tensor]  # tensors by TRL's names
 
 
-def test_cases_of_all_kinds_are_there_from_the_versions_that_wrote_them():
+def test_stored_cases_cover_all_kinds_and_trl_versions():
     for version, file in FILES.items():
         assert file["trl"] == version
         assert collections.Counter(case["kind"] for case in file["cases"]) == VERSIONS[version]
@@ -37,7 +37,7 @@ def leaf(numbers: Any) -> torch.Tensor:
 
 
 def logps(case: Case, logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """[B, S] of the labels, as the model gives them."""
+    """Return the labels' log-probabilities [B, S], as the model returns them."""
     labels = torch.tensor(case["tokens"])[:, 1:]
     return (logits[:, :-1] / temperature).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
@@ -114,7 +114,7 @@ def grpo_in_micro_batches(case: Case) -> Numbers:
 
 
 def ppo(case: Case) -> Numbers:
-    """TRL gives a completion that ended early a value after its end, and the score there."""
+    """Compute PPO's losses like TRL, which adds a value and the score one place after a completion that ended early."""
     settings, longest = case["settings"], case["settings"]["max_completion_length"]
     logits, all_values, mask = leaf(case["logits"]), leaf(case["values"]), labels_mask(case)
     places = formulas.value_mask(mask, max_completion_length=longest)
@@ -152,8 +152,8 @@ def ppo(case: Case) -> Numbers:
 
 
 @pytest.mark.parametrize("compare", [sft, reward, dpo, rloo, grpo, grpo_in_micro_batches, ppo])
-def test_losses_gradients_and_metrics_are_trls(compare):
-    """To 1e-6, of numbers above 1 relatively: TRL's log-probabilities are of fp32."""
+def test_losses_gradients_and_metrics_match_trl(compare):
+    """The tolerance is 1e-6, since TRL computes log-probabilities in fp32."""
     for case in CASES:
         if case["kind"] == compare.__name__.partition("_")[0]:
             theirs = case | case.get("metrics", {})
@@ -162,7 +162,7 @@ def test_losses_gradients_and_metrics_are_trls(compare):
                 torch.testing.assert_close(ours.double(), wanted, rtol=1e-6, atol=1e-6, msg=where)
 
 
-def test_a_reference_takes_the_share_of_the_policy_that_it_takes_in_trl():
+def test_reference_is_mixed_with_the_policy_like_in_trl():
     (case,) = [case for case in CASES if case["kind"] == "sync"]
     reference, policy, mixed = ([*map(tensor, case[name])] for name in ("reference", "policy", "mixed"))
     mix_(reference, policy, case["alpha"])
@@ -170,14 +170,14 @@ def test_a_reference_takes_the_share_of_the_policy_that_it_takes_in_trl():
 
 
 def completions() -> tuple[torch.Tensor, ...]:
-    """Five tensors [8, 7] of numbers, and the mask of completions."""
+    """Return five random tensors [8, 7] and the mask of completions."""
     generator, places = torch.Generator().manual_seed(0), torch.arange(7)
     lengths = torch.tensor([3, 1, 5, 0, 2, 4, 5, 1]).unsqueeze(1)
     mask = ((places > 0) & (places <= lengths)).double()
     return *torch.randn(5, 8, 7, generator=generator, dtype=torch.float64), mask
 
 
-def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient():
+def test_masked_values_change_no_loss_and_get_no_gradient():
     logps, old, ref, values, advantages, mask = completions()
     places, found = formulas.value_mask(mask, max_completion_length=5), []
     for rubbish in (0.0, 1e4, -math.inf):
@@ -199,13 +199,13 @@ def test_what_lies_outside_of_the_mask_is_neither_seen_nor_given_a_gradient():
     torch.testing.assert_close(found[1:], found[:1] * 2, rtol=0, atol=0)
 
 
-def test_a_step_without_a_token_has_no_loss_rather_than_nan():
+def test_step_without_a_token_has_zero_loss_instead_of_nan():
     sizes = {"num_completions": 2, "num_tokens": 0, "max_completion_length": 5}
     for loss_type in get_args(TokenLoss):
         assert not formulas.token_weights(torch.zeros(2, 3), loss_type, **sizes).any()
 
 
-def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others():
+def test_group_advantages_sum_to_zero_and_ignore_other_groups():
     rewards = tensor([1, 0, 0, 1, 5, 5, 5, 5, 0, 2, 4, 6])
     for scale, estimator in itertools.product(get_args(RewardScale), get_args(AdvantageEstimator)):
         found = formulas.group_advantages(rewards, 4, scale=scale, estimator=estimator)
@@ -216,15 +216,16 @@ def test_advantages_of_a_group_sum_to_zero_and_do_not_depend_on_others():
     assert formulas.group_advantages(tensor([1, 2]), 1).tolist() == [0, 0]
 
 
-def test_values_end_one_place_after_a_completion_unless_it_is_as_long_as_it_can_be():
+def test_values_end_one_place_after_a_completion_below_the_limit():
     mask = torch.tensor([[0.0, 1, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
     expected = [[0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 1, 1]]
     assert formulas.value_mask(mask, max_completion_length=3).tolist() == expected
 
 
-def test_whitening_spans_all_ranks():
+def test_whitening_uses_the_moments_of_all_ranks():
     x, *_, mask = completions()
-    x, own, rest = 100 + x, slice(0, 3), slice(3, None)  # a mean that one rank alone would see otherwise
+    # shifted, so that the moments of one rank alone would give other results
+    x, own, rest = 100 + x, slice(0, 3), slice(3, None)
     chosen, sums = x[mask > 0], []
     formulas.whiten(x[rest], mask[rest], sum_over_ranks=lambda theirs: sums.append(theirs) or theirs)
     for shift_mean, mean in ((True, 0.0), (False, chosen.mean())):

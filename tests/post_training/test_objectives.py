@@ -1,4 +1,4 @@
-"""Objectives on ranks: every layout gives the numbers of one process, and those of the formulas on plain logits."""
+"""Test objectives on ranks: every layout gives one process's numbers, which equal formulas on plain logits."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ OBJECTIVES = {
 
 
 def synthetic_batch(case: PostCase, step: int, rows: list[int]) -> PairBatch | RolloutBatch:
-    """Rows of a global batch that depends on nothing but the step."""
+    """Return rows of a global batch that depends only on the step."""
     generator, count = torch.Generator().manual_seed(100 + step), BATCH if case.post.draws else 2 * BATCH
     tokens = torch.randint(0, 257, (count, SEQ + 1), generator=generator)
     starts, lengths = (torch.randint(1, 9, (count, 1), generator=generator) for _ in range(2))
@@ -94,7 +94,7 @@ def in_one_process(objective: str) -> list[dict[str, float]]:
         slow(4, {"tp": 2, "nodes": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
     ],
 )
-def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(world, layout, objectives):
+def test_every_layout_gives_the_numbers_of_one_process(world, layout, objectives):
     spread = ranks(world).run(train_all, objectives, **layout)
     for objective, *found in zip(objectives, *spread, strict=True):
         expected = in_one_process(objective)
@@ -105,7 +105,7 @@ def test_every_layout_gives_the_losses_norms_and_metrics_of_one_process(world, l
         assert found == [near(expected, rel=2e-4, abs=2e-4)] * world
 
 
-def test_dpo_begins_as_its_reference():
+def test_dpo_begins_with_the_rewards_of_its_reference():
     first = in_one_process("dpo")[0]
     assert first["logps/chosen"] < -1.0
     assert [first[f"rewards/{x}"] for x in ("chosen", "rejected", "margins")] == pytest.approx([0.0] * 3, abs=1e-5)
@@ -114,14 +114,14 @@ def test_dpo_begins_as_its_reference():
 @pytest.mark.parametrize(
     "layout", [{"micro_batch_size": 2}, slow({"tp": 2, "sequence_parallel": True}), slow({"cp": 2})]
 )
-def test_rows_of_each_rank_s_own_length_change_no_loss(layout):
+def test_shortened_rows_on_each_rank_change_no_loss(layout):
     objectives, world = ["reward untied", "dpo", "grpo", "dr_grpo", "ppo"], 4 if "tp" in layout else 2
     whole, short = (ranks(world).run(train_all, objectives, shortens=each, **layout) for each in (False, True))
     assert whole == [[near(steps, rel=2e-6, abs=2e-6) for steps in of_rank] for of_rank in short]
 
 
 def compare_with_logits(case: PostCase) -> torch.Tensor:
-    """Losses and entropy of a batch against those of its logits, values against those alone; they are returned."""
+    """Compare losses, entropy and values of a batch with those from its logits, and return the values."""
     (model, _), _ = build(case)
     batch = synthetic_batch(case, 0, [0, 1, 2])
     with torch.no_grad():
@@ -134,7 +134,7 @@ def compare_with_logits(case: PostCase) -> torch.Tensor:
     return values
 
 
-def test_losses_and_entropy_at_a_temperature_are_those_of_the_logits_and_values_are_the_same_alone():
+def test_losses_entropy_and_values_match_plain_logits():
     case = OBJECTIVES["ppo untied"]
     (expected,) = ranks(1).run(compare_with_logits, case)
     for values in ranks(2).run(compare_with_logits, dataclasses.replace(case, tp=2, sequence_parallel=True)):
@@ -142,7 +142,7 @@ def test_losses_and_entropy_at_a_temperature_are_those_of_the_logits_and_values_
 
 
 def mean_with_nothing() -> tuple[dict[str, float], float, list[str]]:
-    """Means of a step without tokens in their mask, and of an evaluation whose second step alone has some."""
+    """Return means of a step with an empty mask, and of an evaluation in which only the second step has a metric."""
     _, dims = build(OBJECTIVES["dpo"])
     sums = StepSums(dims)
     sums.add("nothing", torch.ones(2, 3), torch.zeros(2, 3))
@@ -156,12 +156,12 @@ def mean_with_nothing() -> tuple[dict[str, float], float, list[str]]:
     return sums.means(), evaluator.mean_loss([[1.0, 2.0], [5.0]]), lines
 
 
-def test_a_mean_over_nothing_is_left_out_and_not_zero():
+def test_mean_over_an_empty_mask_is_left_out():
     assert ranks(1).run(mean_with_nothing) == [({"half": 2.0}, 4.0, [" validation | clip_ratio: 0.5 |"])]
 
 
-def test_a_row_s_score_is_the_value_at_its_answer_s_last_token():
-    """By hand: the mask has the places before the tokens of the answer, so the last token is one further."""
+def test_score_is_the_value_at_the_answers_last_token():
+    """The mask marks the places before the answer's tokens, so the last token is one place later."""
     values = torch.arange(12.0).view(2, 6)
     mask = torch.tensor([[0.0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]])
     assert scores_of(values, mask).tolist() == [3.0, 11.0]  # the second answer fills its row

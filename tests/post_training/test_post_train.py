@@ -1,4 +1,4 @@
-"""tools/post_train.py: every objective runs, goes on bit for bit, and refuses what cannot be before anything starts."""
+"""Test post_train.py: every objective runs and resumes bit for bit, and bad input is rejected before the start."""
 
 import contextlib
 import json
@@ -43,12 +43,12 @@ def vowels(prompts, completions, word, **columns):
     return [None if sum(map(ord, text)) % 5 == 0 else score for text, score in zip(completions, scores)]
 """
 TIMED = {"step_seconds", "tokens_per_second", "peak_memory_bytes", "rollout/seconds", "rollout/tokens_per_second"}
-LN_2 = pytest.approx(math.log(2), abs=1e-5)  # of a pair, where the policy is the reference
+LN_2 = pytest.approx(math.log(2), abs=1e-5)  # loss of a pair if the policy equals the reference
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder with a pretrained model and data of every kind."""
+    """Make a folder with a pretrained model and data of every kind."""
     folder = tmp_path_factory.mktemp("post")
     tool(folder, "../pretrain_gpt", MODEL)
     words = [f"word{i}" for i in range(40)]
@@ -64,19 +64,19 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def tool(home: Path, name: str, flags: str, *, status: int = 0) -> str:
-    """What a program of tools/ says in `home`."""
+    """Run a program of tools/ in `home` and return its output."""
     code, output = run_forked(str(ROOT / f"tools/{name}.py"), *flags.split(), folder=home, cwd=home)
     assert code == status, output
     return output
 
 
 def post_train(home: Path, name: str, flags: str, *, load: str = "base") -> str:
-    """What a run says that keeps its checkpoints in NAME and its records in runs/NAME."""
+    """Run post_train.py with checkpoints in `name` and records in runs/`name`, and return the output."""
     return tool(home, "post_train", f"{flags} {COMMON} --load {load} --save {name} --run-dir runs/{name}")
 
 
 def rows(home: Path, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """A run's records, but for what depends on the machine."""
+    """Return a run's records without machine-dependent fields."""
     lines = (home / "runs" / name / file).read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in TIMED} for line in lines]
 
@@ -87,7 +87,7 @@ def trained(home: Path, name: str, flags: str, **where: str) -> list[dict[str, A
 
 
 def stopped(home: Path, name: str, iteration: int) -> str:
-    """The folder of a run that ended after this iteration."""
+    """Copy the checkpoint of an iteration to a new folder, as if the run had been interrupted there."""
     checkpoint = f"iter_{iteration:07}"
     shutil.copytree(home / name / checkpoint, home / f"{name}-on" / checkpoint)
     (home / f"{name}-on" / "latest_checkpointed_iteration.txt").write_text(str(iteration))
@@ -107,7 +107,7 @@ CHAT = EACH % (
 )
 
 
-def test_the_chat_template_of_a_run_is_kept_exported_and_compared(home):
+def test_chat_template_is_saved_exported_and_compared_on_resume(home):
     tokenizer, own = home / "qwen", home / "own.jinja"
     tokenizer.mkdir()
     qwen2(tokenizer)
@@ -128,8 +128,8 @@ def test_the_chat_template_of_a_run_is_kept_exported_and_compared(home):
     (kept,) = (home / "talking").glob("tokenizer-*/chat_template.jinja")
     assert kept.read_text() == CHAT
     ways = ways.removeprefix("--chat-template own.jinja ")
-    assert "not the same" not in train(3, ways)  # the template is the checkpoint's
-    own.write_text(CHAT.replace("im_start", "im_end"))  # the same file with another content
+    assert "not the same" not in train(3, ways)  # the template comes from the checkpoint
+    own.write_text(CHAT.replace("im_start", "im_end"))  # the same file name with other content
     said = train(4, f"{ways} --chat-template own.jinja --system-prompt s")
     assert all(
         part in said for part in ("--system-prompt is s, was None", "the tokens of the examples are not the same")
@@ -144,11 +144,11 @@ def test_the_chat_template_of_a_run_is_kept_exported_and_compared(home):
     assert (theirs.chat_template, theirs.eos_token, theirs.eos_token_id) == (CHAT, "<|endoftext|>", 0)
     assert (said["config"]["eos_token_id"], said["generation_config"]["eos_token_id"]) == (0, [0, 1])
     plain = f"--objective sft --train-data-path chats.jsonl {LAYOUT} --train-iters 1 --chat-template own.jinja"
-    post_train(home, "plain", plain, load="spoken")  # no conversation: no template
+    post_train(home, "plain", plain, load="spoken")  # data without conversations needs no template
     assert list((home / "plain").glob("tokenizer-*/chat_template.jinja")) == []
 
 
-def test_a_reward_model_serves_ppo(home):
+def test_reward_model_scores_ppo_from_memory_disk_and_import(home):
     found = trained(home, "reward", f"--objective reward --data-path pairs.jsonl --train-iters 20 {LAYOUT}")
     assert found[-1]["accuracy"] > 0.9
     flags = f"--objective ppo {DRAWN} --train-iters 3 --num-ppo-epochs 2 --zeropp --emulate-nodes 2 --reward-load"
@@ -160,7 +160,7 @@ def test_a_reward_model_serves_ppo(home):
     disk = "--weight-bits 8 --weights-device disk --weight-store stores"
     streamed = trained(home, "ppo-disk", f"{flags} reward {disk}")
     kls = [[row["kl"] for row in run] for run in (found, streamed)]
-    assert kls[0] != kls[1]  # 8 bits are not 32; on some CPUs the first rollouts are equal
+    assert kls[0] != kls[1]  # 8 bits change results; the first rollouts may still be equal on some CPUs
     assert streamed[0]["kl"] == pytest.approx(found[0]["kl"], abs=0.1)
     assert {path.name for path in (home / "stores").iterdir()} == {"reference", "reward"}
     assert "value head (scalar_head) is left out" in tool(home, "convert_checkpoint", "--input ppo --output ppo-hf")
@@ -172,7 +172,10 @@ def test_a_reward_model_serves_ppo(home):
 
 @pytest.fixture(scope="module")
 def adapted(home) -> dict[str, dict[str, Any]]:
-    """A Llama with adapters, and what DPO says first that goes on with them in some way; then the Llama moves."""
+    """Make a Llama with adapters, and return the first DPO record for several ways to load them.
+
+    Then the Llama is moved to another folder.
+    """
     peft = pytest.importorskip("peft")
     save(make_llama(vocab_size=257, max_position_embeddings=48), home / "hf")
     foreign = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
@@ -193,21 +196,21 @@ def adapted(home) -> dict[str, dict[str, Any]]:
     return first
 
 
-def test_adapters_of_ours_and_of_peft_are_what_dpo_begins_with_and_its_reference(adapted):
+def test_dpo_starts_from_our_and_pefts_adapters_as_reference(adapted):
     assert [row["lm_loss"] for row in adapted.values()] == [LN_2] * 5
     logps = {name: pytest.approx(row["logps/chosen"], abs=1e-4) for name, row in adapted.items()}
     assert adapted["kept"]["logps/chosen"] == logps["merged"] == adapted["all"]["logps/chosen"]
     assert adapted["foreign-kept"]["logps/chosen"] == logps["foreign-all"]
 
 
-def test_a_base_that_is_not_where_it_was_or_another_model_is_refused(home, adapted):
+def test_moved_or_different_base_is_rejected(home, adapted):
     for name, flags in (("generate", "--load merged --prompt a"), ("convert_checkpoint", "--input kept --output no")):
         assert "base is not in" in tool(home, name, flags, status=2)
     wrong = tool(home, "generate", "--load kept --prompt a --lora-base all", status=2)
     assert "its adapters has weights with checksum" in wrong
 
 
-def test_adapters_on_adapters_give_the_texts_and_perplexity_of_the_merged_model(home, adapted):
+def test_stacked_adapters_give_texts_and_perplexity_of_the_merged_model(home, adapted):
     tool(home, "convert_checkpoint", "--input merged --output merged-ours --to megazpp --lora-base moved")
     write(home / "text.jsonl", [{"text": "Say word3: word3"}])
     texts, perplexities = [], []
@@ -217,11 +220,11 @@ def test_adapters_on_adapters_give_the_texts_and_perplexity_of_the_merged_model(
         perplexities += re.findall(r"PPL: (\S+)", tool(home, "evaluate", f"{load} --input text.jsonl"))
     assert texts == texts[:1] * 2
     first, second = map(float, perplexities)
-    assert first == pytest.approx(second, rel=2e-6)  # two ranks add in another order
+    assert first == pytest.approx(second, rel=2e-6)  # two ranks sum in another order
 
 
-def test_peft_makes_of_the_adapters_what_is_exported(home, adapted):
-    """fp32 of two programs: 1e-5 of logits of about 1."""
+def test_exported_adapters_match_peft(home, adapted):
+    """Logits of about 1 differ by up to 1e-5 between two fp32 programs."""
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     def computed(model: Any) -> torch.Tensor:
@@ -245,7 +248,7 @@ def test_peft_makes_of_the_adapters_what_is_exported(home, adapted):
         assert (found - logits(home / "hf")).abs().max() > 0.01
 
 
-def test_a_lora_run_goes_on_with_its_own_adapters_or_is_refused(home):
+def test_lora_run_resumes_with_its_own_adapters_only(home):
     flags = f"{SFT} --save-interval 2 --train-iters 4"
     straight = trained(home, "lora", f"{flags} --lora-r 3 --lora-alpha 5 --base-weight-bits 4")
     name = stopped(home, "lora", 2)
@@ -262,23 +265,24 @@ def test_a_lora_run_goes_on_with_its_own_adapters_or_is_refused(home):
 
 @pytest.fixture(scope="module")
 def dpo(home) -> list[dict[str, Any]]:
-    """Ten steps."""
+    """Train ten steps of DPO and return the records."""
     return trained(home, "dpo", f"{DPO} --train-iters 10")
 
 
-def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_changes_nothing(home, dpo):
+def test_dpo_learns_and_a_precomputed_reference_changes_nothing(home, dpo):
     assert dpo[0]["lm_loss"] == LN_2
     assert dpo[-1]["rewards/accuracies"] > 0.9
     flags = f"{DPO} --train-iters 10 --precompute-ref-log-probs"
     before = trained(home, "dpo-2", flags)
     assert [row["lm_loss"] for row in before] == pytest.approx([row["lm_loss"] for row in dpo], abs=1e-5)
     output = post_train(home, "dpo-3", f"{flags} --valid-data-path pairs.jsonl --eval-iters 1 --eval-interval 10")
-    assert "loading weights" not in output  # both files are the same pairs, which are known
+    assert "loading weights" not in output  # log-probabilities of these pairs are cached for both files
     assert rows(home, "dpo-3") == before
     (validation,) = rows(home, "dpo-3", "validation.jsonl")
     assert validation["lm_loss"] < 0.6
-    assert re.search(r"validation loss at iteration 10 \| lm loss value: \S+ \| \n", output)  # no PPL of pairs
-    rounded = trained(home, "dpo-4", f"{flags} --lora-r 3 --base-weight-bits 4")  # another reference than the known one
+    assert re.search(r"validation loss at iteration 10 \| lm loss value: \S+ \| \n", output)  # pairs have no perplexity
+    # a rounded reference is not the cached one
+    rounded = trained(home, "dpo-4", f"{flags} --lora-r 3 --base-weight-bits 4")
     assert rounded[0]["lm_loss"] == LN_2
 
 
@@ -290,7 +294,7 @@ def test_dpo_prefers_what_it_is_shown_and_a_reference_that_was_computed_before_c
         ("synced", "--sync-ref-model --ref-model-sync-steps 2 --zeropp --emulate-nodes 2"),
     ],
 )
-def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit(home, name, extra):
+def test_grpo_run_resumed_inside_a_buffer_is_bit_identical(home, name, extra):
     flags = f"--objective grpo {DRAWN} --num-generations 4 --beta 0.1 --steps-per-generation 2 {extra} --train-iters 5"
     straight = trained(home, f"grpo-{name}", f"{flags} --save-interval 3")
     going_on = stopped(home, f"grpo-{name}", 3)
@@ -300,18 +304,19 @@ def test_a_run_that_goes_on_inside_a_buffer_repeats_the_straight_one_bit_for_bit
     shown = rows(home, f"grpo-{name}", "completions.jsonl")
     assert shown[0].keys() == {"iteration", "prompt", "completion", "rewards"}
     first = [row for row in shown if row["iteration"] == 1]
-    assert [row["prompt"] for row in first] == [first[0]["prompt"]] * 4 + [first[4]["prompt"]] * 4  # whole groups
+    # whole groups are shown
+    assert [row["prompt"] for row in first] == [first[0]["prompt"]] * 4 + [first[4]["prompt"]] * 4
     assert len({row["completion"] for row in first}) > 2
     assert {row["rewards"]["vowels"] is None for row in shown} == {True, False}
 
 
-def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_on_on_any_layout(home, dpo):
+def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, dpo):
     flags = f"{DPO} --train-iters 4 --save-interval 3"
     mixing = f"{flags} --sync-ref-model --ref-model-sync-steps 2 --ref-model-mixup-alpha 1"
     synced = trained(home, "dpo-synced", mixing)
     assert synced[:2] == dpo[:2]
     assert dpo[2]["rewards/margins"] > 0.01
-    assert synced[2]["rewards/margins"] == 0.0  # the reference is the policy again
+    assert synced[2]["rewards/margins"] == 0.0  # the reference equals the policy again
     name = stopped(home, "dpo-synced", 3)
     with pytest.raises(ValueError, match="--no-sync-ref-model: --load dpo-synced-on was trained with the opposite"):
         asked(home, f"{flags} --load {name} --save {name}")
@@ -321,13 +326,13 @@ def test_a_reference_that_follows_the_policy_is_mixed_after_its_steps_and_goes_o
 
 
 def asked(home: Path, flags: str) -> object:
-    """What the program knows of a command line in `home` before it starts workers."""
+    """Prepare a command line in `home` as the program does before it starts workers."""
     with contextlib.chdir(home):
         return prepare(shlex.split(flags))
 
 
 TINY = f"@{ROOT}/configs/gpt_tiny.args --dry-run --nproc 4 --emulate-nodes 2 --zeropp"
-# flags beside --load base and data of prompts, where nothing else is said
+# flags in addition to --load base and prompt data, unless the row gives its own
 REFUSED = """
     --objective sft --load nowhere | --load nowhere has no checkpoint
     --objective sft --seq-length 8 | --seq-length 8: post-training takes --max-length
@@ -365,7 +370,7 @@ REFUSED = """
 """
 
 
-def test_what_cannot_be_is_refused_before_workers_start(home):
+def test_invalid_flags_are_rejected_before_workers_start(home):
     def ask(flags: str) -> object:
         if flags.startswith("TINY"):
             return asked(home, flags.replace("TINY", TINY))
@@ -380,7 +385,7 @@ def test_what_cannot_be_is_refused_before_workers_start(home):
     assert refusal.count("\n") == 1
 
 
-def test_a_plan_and_a_dry_run_without_a_checkpoint_count_all_models(home, capsys):
+def test_plan_and_dry_run_without_a_checkpoint_count_all_models(home, capsys):
     def said(flags: str) -> str:
         assert asked(home, flags) == 0
         return capsys.readouterr().out
@@ -398,19 +403,19 @@ def test_a_plan_and_a_dry_run_without_a_checkpoint_count_all_models(home, capsys
 
 
 def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun, LoadSource]:
-    """A command line and the checkpoint that it begins with."""
+    """Parse a command line and find the checkpoint that it starts from."""
     parsed = parse_run_config(
         f"--load {home}/base {flags}".split(), home, features=FEATURES, extra=EXTRA, default_file=None
     )
     return find_start(parsed, restarted=restarted)[:2]
 
 
-def test_a_restarted_job_goes_on_with_what_it_has_saved_and_else_begins_with_weights_alone(home):
+def test_restarted_job_resumes_its_own_save_or_starts_from_weights(home):
     sources = [start(home, f"--objective sft --save {home}/{x}", restarted=True)[1] for x in ("never-saved", "base")]
     assert [(source.continues, source.optimizer) for source in sources] == [(False, False), (True, True)]
 
 
-def test_defaults_are_those_of_the_objective_and_the_model_is_the_checkpoint_s(home):
+def test_defaults_follow_the_objective_and_the_checkpoints_model(home):
     (grpo, _), (ppo, _) = start(home, "--objective grpo"), start(home, "--objective ppo --temperature 0.7 --lr 1e-3")
     config, (post, form, *_) = grpo.config, post_configs(grpo)
     assert (post.beta_or_default, post.loss, post.num_generations, post.needs_reference) == (0.0, "dapo", 8, False)

@@ -1,4 +1,4 @@
-"""Frozen models say the same wherever their weights lie; what is kept of a reference is computed once, and its own."""
+"""Test frozen models: outputs do not depend on where weights are stored, and reference values are cached."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ PAIRS, LENGTH, CHUNK = 11, 8, 4
 
 
 def asked_on_ranks(case: Case, load: str, configs: list[WeightsConfig]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Log-probabilities and scores of a batch, of the model with its weights in each of these places, twice in turn."""
+    """Return log-probabilities and scores of a batch for each storage of the weights, twice."""
     dims = dims_on_ranks(case)
     place, folder, batch = frozen_place(dims), CheckpointFolder(load, "--reward-load"), case.batch(0, 0, 4)
     models = [reference.load_frozen(spec_of(case), place, config, folder, None) for config in configs]
@@ -41,7 +41,7 @@ def asked_on_ranks(case: Case, load: str, configs: list[WeightsConfig]) -> list[
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> str:
-    """A checkpoint of a model with a scalar head."""
+    """Save a checkpoint of a model with a scalar head."""
     folder = str(tmp_path_factory.mktemp("checkpoints") / "save")
     ranks(2).run(run, dataclasses.replace(CASE, tp=2), 1, save=folder)
     return folder
@@ -57,7 +57,7 @@ def load(tmp_path_factory) -> str:
         slow(4, {"nodes": 2, "tp": 2}, 4),
     ],
 )
-def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(load, tmp_path, world, layout, bits):
+def test_streamed_models_match_resident_ones_of_the_same_bits(load, tmp_path, world, layout, bits):
     places = [
         WeightsConfig(weight_bits=bits),
         WeightsConfig(weight_bits=bits, weights_device="host", prefetch_layers=0),
@@ -68,7 +68,7 @@ def test_streamed_models_say_what_resident_ones_do_in_the_same_bits(load, tmp_pa
         torch.testing.assert_close(found[:4], found[4:], rtol=0, atol=0)
         (logps, scores), *others, (exact_logps, exact_scores) = found[:4]
         torch.testing.assert_close(others, [(logps, scores)] * 2, rtol=0, atol=0)
-        # weights of std 0.5 in two layers, rounded: not the same, and not another model's
+        # two layers of weights with std 0.5 are rounded: results differ, but far less than another model's
         assert not torch.equal(logps, exact_logps)
         assert (logps - exact_logps).abs().mean() < exact_logps.std() / 2
         assert (scores - exact_scores).abs().mean() < exact_scores.std()
@@ -83,15 +83,15 @@ def scored_on_ranks(case: Case, load: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "changes", [{"hidden_size": 64, "num_layers": 3}, {"untie_embeddings_and_output_weights": True}]
 )
-def test_a_reward_model_has_its_own_shape_beside_any_policy(load, changes):
-    """fp32 sums in another order on two ranks: 1e-5."""
+def test_reward_model_keeps_its_own_shape_next_to_any_policy(load, changes):
+    """fp32 sums in another order on two ranks differ by up to 1e-5."""
     own = ranks(1).run(scored_on_ranks, CASE, load)[0]
     policy = dataclasses.replace(CASE, tp=2, model=dataclasses.replace(LLAMA_STYLE, **changes))
     for found in ranks(2).run(scored_on_ranks, policy, load):
         torch.testing.assert_close(found, own, rtol=0, atol=1e-5)
 
 
-def test_a_reward_model_that_cannot_judge_the_policy_is_refused(load):
+def test_reward_model_that_does_not_fit_the_policy_is_rejected(load):
     def check(tokens: int, tp: int, seq_length: int) -> None:
         parallel, checkpoint = ParallelConfig(tensor_model_parallel_size=tp), CheckpointConfig()
         data, precision = SimpleNamespace(seq_length=seq_length), PrecisionConfig()
@@ -118,13 +118,13 @@ def examples(seed: int) -> Examples:
 
 
 def expected(seed: int = 1) -> torch.Tensor:
-    """Sixteenths of the labels, which are exact in fp32."""
+    """Return the expected values, in sixteenths of the labels, which are exact in fp32."""
     rows = map(examples(seed).row, range(2 * PAIRS))
     return -torch.tensor([float((tokens * mask).sum()) for tokens, mask in rows]).view(PAIRS, 2) / 16
 
 
 def look_up(folder: str, *, stop: int = 99, seed: int = 1, name: str = "base") -> tuple[torch.Tensor | None, int]:
-    """Their values, and how often a reference was asked that is stopped in forward number `stop`."""
+    """Return cached values and the number of reference forwards; forward number `stop` is interrupted."""
     place, asked, found = frozen_place(dims_on_ranks(Case())), 0, None
 
     def logps(batch: Any) -> torch.Tensor:
@@ -142,8 +142,8 @@ def look_up(folder: str, *, stop: int = 99, seed: int = 1, name: str = "base") -
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_they_are_computed_once_and_a_run_that_was_stopped_is_taken_up(tmp_path, world):
-    """Chunks of 4, 4 and 3 pairs, each of 2 forwards of one rank or 1 of each of two."""
+def test_reference_values_are_computed_once_and_resume_after_a_stop(tmp_path, world):
+    """Chunks have 4, 4 and 3 pairs, each computed by 2 forwards on one rank or 1 on each of two."""
     for found, _ in ranks(world).run(look_up, str(tmp_path), stop=4 // world):
         assert found is None
     for size, count in ((world, 2 // world), (1, 0)):
@@ -152,14 +152,14 @@ def test_they_are_computed_once_and_a_run_that_was_stopped_is_taken_up(tmp_path,
             assert asked == count
 
 
-def test_other_pairs_and_another_reference_have_files_of_their_own(tmp_path):
+def test_other_pairs_or_references_have_separate_cache_files(tmp_path):
     for options in ({}, {"seed": 2}, {"name": "another"}):
         ((found, asked),) = ranks(1).run(look_up, str(tmp_path), **options)
         assert asked == 6
         assert torch.equal(found, expected(options.get("seed", 1)))
 
 
-def test_a_file_that_is_damaged_is_an_error_that_names_it(tmp_path):
+def test_damaged_cache_file_is_an_error_that_names_it(tmp_path):
     ranks(1).run(look_up, str(tmp_path))
     path, crc, other = sorted(tmp_path.glob("*/*.npy"))[:3]
     content, checksum = path.read_bytes(), crc.read_bytes()
@@ -183,7 +183,7 @@ def look_up_on_a_full_disk(folder: str) -> None:
         look_up(folder)
 
 
-def test_a_folder_that_cannot_be_written_to_and_a_full_disk_are_errors_on_all_ranks(tmp_path):
+def test_unwritable_folder_and_full_disk_are_errors_on_all_ranks(tmp_path):
     (tmp_path / "file").touch()
     row = (str(tmp_path / "file"), f"--data-cache-path: cannot write {tmp_path}/file: {tmp_path}/file is no directory")
     assert ranks(2).run(not_refused, [row], look_up) == [[], []]

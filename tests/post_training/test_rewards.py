@@ -1,4 +1,4 @@
-"""Reward functions are found by name, get what they ask for, and are named with the sample when they fail."""
+"""Test reward functions: lookup by name, arguments, weighting, and errors that name function and sample."""
 
 import math
 import sys
@@ -54,7 +54,7 @@ def named(*functions: Any) -> list[RewardFunction]:
     return [RewardFunction("f", function) for function in functions]
 
 
-def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(file, monkeypatch):
+def test_reward_functions_are_imported_and_their_rewards_weighted(file, monkeypatch):
     monkeypatch.syspath_prepend(file.parent)
     weights = (1.0, 0.5, 2.0)
     functions = load_reward_functions(
@@ -72,24 +72,25 @@ def test_functions_of_files_and_modules_are_found_and_their_rewards_weighted(fil
     assert names == [["right", "short", "only_strings"], [f"{file}:short", "my_rewards:short", "right"]]
 
 
-def test_numbers_may_be_of_any_kind_and_what_no_function_judges_has_no_reward():
+def test_rewards_may_be_any_number_type_or_none():
     rewards = judge(named(lambda **_: [None, True], lambda **_: [None, torch.tensor(0.5)]), PROMPTS, COMPLETIONS)
     torch.testing.assert_close(rewards, torch.tensor([[math.nan] * 2, [1.0, 0.5]]).double(), equal_nan=True)
     torch.testing.assert_close(total_rewards(rewards), torch.tensor([math.nan, 1.5]).double(), equal_nan=True)
 
 
-def test_means_and_deviations_are_of_the_rewards_that_there_are_and_of_the_groups_sums():
+def test_reward_metrics_ignore_missing_rewards_and_use_group_sums():
     rewards = torch.tensor([[1.0, math.nan], [3.0, 2.0], [5.0, math.nan], [5.0, math.nan]], dtype=torch.float64)
     found = reward_metrics(["f", "g"], rewards, total_rewards(rewards), group_size=2)
     expected = {"rewards/f/mean": 3.5, "rewards/f/std": (11 / 3) ** 0.5, "rewards/g/mean": 2.0, "rewards/g/std": 0.0}
-    expected |= {"reward": 4.0, "reward_std": 8**0.5 / 2, "frac_reward_zero_std": 0.5}  # sums 1 and 5, 5 and 5
+    # sums are 1 and 5 in the first group, 5 and 5 in the second
+    expected |= {"reward": 4.0, "reward_std": 8**0.5 / 2, "frac_reward_zero_std": 0.5}
     assert found == pytest.approx(expected)
     alone = reward_metrics(["f", "g"], rewards, total_rewards(rewards), group_size=1)
     assert alone["reward_std"] == pytest.approx(2.0)
     assert "frac_reward_zero_std" not in alone
 
 
-def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample():
+def test_failing_reward_function_is_named_with_the_sample():
     both = "a.jsonl, line 1 to a.jsonl, line 2"
     rows: list[tuple[Any, str]] = [
         (
@@ -105,7 +106,7 @@ def test_a_function_that_fails_or_gives_no_numbers_is_named_with_the_sample():
     assert not not_refused(rows, lambda function: judge(named(function), PROMPTS, COMPLETIONS))
 
 
-def test_what_cannot_be_imported_is_named(file, tmp_path):
+def test_function_that_cannot_be_imported_is_named(file, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     (tmp_path / "syntax.py").write_text("def f(:")
     unread = [
@@ -123,7 +124,7 @@ def test_what_cannot_be_imported_is_named(file, tmp_path):
         assert not not_refused(rows, lambda name, look=look: look(RewardConfig(reward_funcs=(name,))))
 
 
-def test_what_can_be_there_is_found_without_running_anything(file, tmp_path):
+def test_reward_functions_are_checked_without_running_their_file(file, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0\nfrom math import *\ndef f(): pass")
     there = (f"{file}:right", f"{tmp_path}/broken.py:f", f"{tmp_path}/broken.py:cos", "math:f")
     check_reward_functions(RewardConfig(reward_funcs=there))

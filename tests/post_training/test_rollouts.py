@@ -1,4 +1,4 @@
-"""Rollouts: what is drawn, on which ranks, what crosses nodes, and what a checkpoint keeps of a buffer."""
+"""Test rollouts: sampled completions, their layout over ranks, inter-node traffic, and resuming a buffer."""
 
 import collections
 import dataclasses
@@ -66,17 +66,17 @@ def open_loader(case: PostCase) -> RolloutLoader:
 
 
 def evens(completions: list[str], number: list[int]) -> list[float]:
-    """How many of the characters have even codes, and a bit for the column, so that it is used."""
+    """Return the share of characters with even codes, plus a small part of the column so that it is used."""
     return [sum(ord(c) % 2 == 0 for c in text) / 8 + n / 100 for text, n in zip(completions, number, strict=True)]
 
 
 def metrics_of(loader: RolloutLoader) -> dict[str, float]:
-    """But for how long it took."""
+    """Return the loader's metrics without timings."""
     return {name: value for name, value in loader.metrics().items() if not name.startswith("rollout/")}
 
 
 def train_on_rollouts(case: PostCase) -> tuple[list[Any], list[dict[str, float]]]:
-    """What is drawn for each step, and what the step says."""
+    """Train, and return the buffer's table and the metrics of each step."""
     loader, tables = open_loader(case), []
     sampler = loader.sampler
     if case.post.needs_reference:
@@ -93,7 +93,7 @@ def train_on_rollouts(case: PostCase) -> tuple[list[Any], list[dict[str, float]]
 
 
 def train_all(names: list[str], multiple: int, **layout: Any) -> list[Any]:
-    """`train_on_rollouts` of some cases, in rows of a multiple of so many tokens."""
+    """Run `train_on_rollouts` for some cases, with row lengths rounded up to a multiple of `multiple` tokens."""
     with mock.patch.object(rollouts, "row_multiple", return_value=multiple):
         return [train_on_rollouts(dataclasses.replace(CASES[name], **layout)) for name in names]
 
@@ -106,7 +106,7 @@ def step_without_rewards(case: PostCase) -> str:
     return str(error.value)
 
 
-def test_a_generation_without_any_reward_stops_the_run():
+def test_generation_without_any_reward_stops_the_run():
     assert len({*ranks(2).run(step_without_rewards, PostCase(post=GRPO, micro_batch_size=2))}) == 1
 
 
@@ -114,15 +114,15 @@ def test_a_generation_without_any_reward_stops_the_run():
     ("world", "layout", "names"),
     [
         (2, {"tp": 2, "micro_batch_size": 8}, ["grpo"]),
-        (2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),  # groups of 4 lie on both ranks
+        (2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),  # both ranks share each group of 4
         (2, {"cp": 2, "micro_batch_size": 8}, ["ppo"]),
         slow(4, {"cp": 2, "micro_batch_size": 2}, [*CASES]),
         slow(4, {"tp": 2, "nodes": 2, "micro_batch_size": 2}, [*CASES]),
     ],
 )
-def test_every_layout_draws_the_same_and_trains_on_it_alike_in_rows_as_long_as_needed(world, layout, names):
+def test_every_layout_samples_and_trains_alike_with_short_rows(world, layout, names):
     (expected,) = ranks(1).run(train_all, names, SEQ, micro_batch_size=8)
-    for _, steps in expected:  # the reference is what the policy begins as
+    for _, steps in expected:  # the reference equals the initial policy
         assert steps[0].get("kl", 0.0) == pytest.approx(0.0, abs=1e-6)
     for found in ranks(world).run(train_all, names, 8, **layout):
         for (tables, steps), (their_tables, their_steps) in zip(found, expected, strict=True):
@@ -131,13 +131,13 @@ def test_every_layout_draws_the_same_and_trains_on_it_alike_in_rows_as_long_as_n
 
 
 def compare_first_forward(case: PostCase) -> None:
-    """A buffer's log-probabilities and those of the draws against the forward that is trained on first."""
+    """Compare log-probabilities from the buffer and from sampling with the first training forward."""
     loader = open_loader(case)
     model = loader.sampler.model.train()
     for batch in loader.step(0, BATCH):
         options = {"position_ids": batch.position_ids, "temperature": 0.7, "with_entropy": True}
         losses = model(batch.tokens, batch.labels, **options).losses
-        losses.sum().backward()  # with a graph, as in training
+        losses.sum().backward()  # with an autograd graph, as in training
         assert torch.equal(batch.old_logps * batch.loss_mask, -losses * batch.loss_mask)
         assert ((batch.sampling_logps + losses) * batch.loss_mask).abs().max() < 1e-4
 
@@ -151,7 +151,8 @@ def compare_first_forward(case: PostCase) -> None:
         slow(4, {"tp": 2, "nodes": 2, "zero": ZEROPP, "sequence_parallel": True}),
     ],
 )
-def test_the_first_ratio_of_a_buffer_is_exactly_1_and_drawing_knew_the_same_log_probabilities(world, layout):
+def test_first_ratio_of_a_buffer_is_exactly_1(world, layout):
+    """Log-probabilities from sampling agree with the training forward to 1e-4."""
     ranks(world).run(compare_first_forward, PostCase(post=LATER, temperature=0.7, **layout))
 
 
@@ -161,7 +162,7 @@ def cross_bytes(case: PostCase) -> int:
     return loader.sampler.dims.counter.sent_bytes("cross")
 
 
-def test_what_a_rollout_sends_between_nodes_does_not_depend_on_its_length():
+def test_inter_node_bytes_of_a_rollout_do_not_depend_on_its_length():
     posts = [dataclasses.replace(GRPO, max_completion_length=length) for length in (1, 16)]
     for zero in (None, ZEROPP):
         short, long = (ranks(2).run(cross_bytes, PostCase(post=post, nodes=2, zero=zero)) for post in posts)
@@ -170,23 +171,23 @@ def test_what_a_rollout_sends_between_nodes_does_not_depend_on_its_length():
 
 
 def draw_unevenly(case: PostCase) -> list[int]:
-    """The lengths of what each data rank draws of its own prompts up to its own limit."""
+    """Let each data rank sample its own prompts up to another limit, and return the lengths."""
     loader = open_loader(case)
     rank = loader.sampler.dims.data_rank
     config = SampleConfig(sample_tokens=2 + 9 * rank, sample_top_k=0)
     drawn, _ = dataclasses.replace(loader.sampler, config=config).draw(PROMPTS[rank:], [*"abcdef"[rank:]])
-    loader.step(0, BATCH)  # and they meet again
+    loader.step(0, BATCH)  # a collective step works afterwards
     return drawn.lengths.tolist()
 
 
-def test_ranks_whose_texts_end_early_do_not_hang_the_others():
+def test_ranks_with_short_texts_do_not_block_the_others():
     first, second = ranks(2).run(draw_unevenly, PostCase(post=GRPO))
     assert (len(first), len(second)) == (6, 5)
     assert max(first) <= 2 < max(second)
 
 
 def go_on(case: PostCase, kept: dict[str, torch.Tensor] | None = None) -> None:
-    """After each step another loader takes up what the first one (or `kept`) has, and has the same batches then."""
+    """After each step, load the first loader's state (or `kept`) into another one and compare their next batches."""
     straight, again = open_loader(case), open_loader(case)
     world = straight.sampler.dims.world
     straight.step(0, BATCH)
@@ -199,7 +200,7 @@ def go_on(case: PostCase, kept: dict[str, torch.Tensor] | None = None) -> None:
 
 
 @pytest.mark.parametrize("post", [LATER, dataclasses.replace(PPO, num_mini_batches=2)])
-def test_a_buffer_goes_on_where_a_checkpoint_has_left_it(post):
+def test_buffer_resumes_from_a_checkpoint(post):
     ranks(2).run(go_on, PostCase(post=post, micro_batch_size=2))
 
 
@@ -209,14 +210,14 @@ def kept_by(case: PostCase) -> dict[str, torch.Tensor]:
     return loader.tensors()
 
 
-def test_a_buffer_of_two_ranks_goes_on_on_one():
+def test_buffer_of_two_ranks_resumes_on_one():
     case = PostCase(post=LATER, micro_batch_size=2)
     one, other = ranks(2).run(kept_by, case)
     ranks(1).run(go_on, case, one | other)
 
 
 def go_on_with_half_the_batch(case: PostCase, steps: int) -> tuple[list[list[int]], list[str], list[bool]]:
-    """Prompts of each generation, notes of the loader that resumes with half the batch size, and where it draws."""
+    """Return prompts of each generation, notes after resuming with half the batch, and which steps generate."""
     before, after = open_loader(case), open_loader(case)
     after.global_batch_size, after.start = BATCH // 2, (steps, steps * BATCH)
     used = list[list[int]]()
@@ -241,12 +242,12 @@ def go_on_with_half_the_batch(case: PostCase, steps: int) -> tuple[list[list[int
     ("post", "steps", "before", "after", "draws"),
     [
         (GRPO, 3, [[0, 1], [2, 3], [4, 5]], [[6], [7], [8], [9]], [True] * 4),
-        # four steps to a generation of four prompts; the second one ends early, and goes on with two others
+        # a generation of four prompts serves four steps; the second one is dropped early, and two other prompts follow
         (LATER, 5, [[0, 1, 2, 3], [4, 5, 6, 7]], [[4, 5], [6, 7]], [True, False, False, True]),
         (LATER, 4, [[0, 1, 2, 3]], [[4, 5]], [True, False, False, False]),
     ],
 )
-def test_rollouts_go_on_with_the_next_prompts_at_another_batch_size(post, steps, before, after, draws):
+def test_rollouts_resume_with_the_next_prompts_at_another_batch_size(post, steps, before, after, draws):
     ((used, notes, drawn),) = ranks(1).run(go_on_with_half_the_batch, PostCase(post=post, micro_batch_size=4), steps)
     order = PromptDataset(PROMPTS, num_samples=99, seed=1)
     expected = [[order[number].columns["number"] for number in numbers] for numbers in before + after]
@@ -260,18 +261,19 @@ def go_through(case: PostCase) -> None:
     loader = open_loader(case)
     for index in range(6):
         (batch,) = loader.step(index * BATCH, BATCH)
-        assert batch.tokens.shape[1] == 16  # of 24: 7 and 8 of prompt and completion are the most
+        # rows of 24 are cut to 16: prompt and completion have at most 7 and 8 tokens
+        assert batch.tokens.shape[1] == 16
         rows = loader._buffer.batch.tokens[:, : batch.tokens.shape[1]]
         assert torch.equal(batch.tokens, rows.view(2, BATCH, -1)[index % 2])
 
 
-def test_each_pass_goes_through_the_slices_in_turn():
+def test_each_pass_visits_all_slices_in_order():
     post = dataclasses.replace(PPO, num_ppo_epochs=3, num_mini_batches=2)
     ranks(1).run(go_through, PostCase(post=post, micro_batch_size=8))
 
 
 def fill(case: PostCase) -> RolloutBatch:
-    """A buffer of which every second completion is told to have ended by itself, and the others not."""
+    """Fill a buffer in which every second completion is marked as ended by itself."""
     loader = open_loader(case)
     draw = loader.sampler.draw
 
@@ -288,20 +290,20 @@ def filled(post: PostTrainingConfig, **flags: Any) -> RolloutBatch:
     return ranks(1).run(fill, PostCase(post=dataclasses.replace(post, **flags), micro_batch_size=8))[0]
 
 
-def test_completions_drawn_a_few_at_once_are_those_that_are_drawn_together():
+def test_completions_do_not_depend_on_how_many_are_sampled_at_once():
     together, few = (filled(GRPO, rollouts_at_once=count).tokens for count in (None, 3))
     assert torch.equal(together, few)
 
 
-def test_completions_that_the_limit_has_cut_are_left_out_of_the_loss_on_demand():
+def test_truncated_completions_are_masked_if_asked():
     plain, masked = (filled(LATER, mask_truncated_completions=each).loss_mask for each in (False, True))
     assert torch.equal(masked[::2], plain[::2])
     assert plain[1::2].any(dim=1).all()
     assert not masked[1::2].any()
 
 
-def test_completions_that_the_limit_has_cut_cost_the_penalty_once():
-    """Undiscounted, a row's return at its first place is the sum of its rewards."""
+def test_truncated_completions_get_the_penalty_once():
+    """Without discounting, a row's return at its first place is the sum of its rewards."""
     post = dataclasses.replace(PPO, whiten_rewards=False, gamma=1.0, lam=1.0)
     plain, penalized = (filled(post, missing_eos_penalty=penalty) for penalty in (None, 0.75))
     first = plain.loss_mask.argmax(dim=1, keepdim=True)
@@ -316,11 +318,11 @@ def fail_to_judge(case: PostCase) -> None:
         loader.step(0, BATCH)
 
 
-def test_a_failing_reward_function_ends_all_ranks_with_the_sample_s_line():
+def test_failing_reward_function_ends_all_ranks_with_the_sample_line():
     ranks(2).run(fail_to_judge, PostCase(post=GRPO))
 
 
-def test_rows_are_picked_by_their_own_numbers_as_often_as_their_probabilities_say():
+def test_pick_rows_samples_by_its_numbers_and_probabilities():
     generator = torch.Generator().manual_seed(1)
     logits, uniform = torch.randn(50, 11, generator=generator), torch.rand(50, generator=generator, dtype=torch.float64)
     config = SampleConfig(sample_temperature=0.5, sample_top_k=4, sample_top_p=0.7)
@@ -334,7 +336,7 @@ def test_rows_are_picked_by_their_own_numbers_as_often_as_their_probabilities_sa
 
 
 def draw_together_and_alone(case: PostCase) -> None:
-    """Row i ends with its token 1 + 2i, so that the batch shrinks."""
+    """Compare rows sampled together and alone; row i ends with token 1 + 2i, so the batch shrinks."""
     (model, sharding), dims = build(case)
     rows, asked = [prompt.tokens for prompt in PROMPTS], collections.Counter()
     config = SampleConfig(sample_tokens=12, sample_top_k=0, sample_temperature=1.0)
@@ -354,12 +356,12 @@ def draw_together_and_alone(case: PostCase) -> None:
             torch.testing.assert_close(together.logps[row, :length], alone.logps[0, :length], atol=1e-5, rtol=0)
 
 
-def test_rows_that_are_over_leave_the_batch_and_the_others_go_on_as_if_alone():
+def test_finished_rows_leave_the_batch_without_changing_others():
     ranks(1).run(draw_together_and_alone, PostCase(post=GRPO))
 
 
 def draw_by_graphs(case: PostCase) -> None:
-    """Two draws, between which the weights are freed, by recorded steps and eagerly."""
+    """Compare recorded and eager steps in two rounds of sampling, between which weights are freed."""
     with pytest.MonkeyPatch.context() as patch:
         record_steps(patch)
         patch.setattr(sampler, "may_capture", lambda model: True)
@@ -376,12 +378,12 @@ def draw_by_graphs(case: PostCase) -> None:
         assert (eager.graphs.capture, eager.graphs.replayed) == (False, 0)
 
 
-def test_sharded_policies_draw_the_same_by_graphs_and_eagerly():
+def test_sharded_policies_sample_the_same_with_graphs_and_eagerly():
     ranks(2).run(draw_by_graphs, PostCase(post=GRPO))
 
 
 def draw_both_ways(case: PostCase) -> None:
-    """Greedy texts, of which the first four are over at once, so that the batch shrinks."""
+    """Compare greedy texts of both samplers; the first four end at once, so the batch shrinks."""
     (model, sharding), dims = build(case)
     rows, nothing = [prompt.tokens for prompt in PROMPTS], torch.zeros(6, 12, dtype=torch.float64)
     for penalty in (1e6, 1.0):
@@ -396,5 +398,5 @@ def draw_both_ways(case: PostCase) -> None:
         assert any(repeated) == (penalty == 1.0)
 
 
-def test_a_penalty_keeps_both_ways_to_draw_from_repeating_the_prompt_and_the_text():
+def test_repetition_penalty_works_in_both_samplers():
     ranks(2).run(draw_both_ways, PostCase(post=GRPO, tp=2))

@@ -1,4 +1,4 @@
-"""Every default of TRL's configs, as write_trl_goldens.py has them: ours is the same, or here is why it is not."""
+"""Compare our defaults with every default of TRL's configs from write_trl_goldens.py, or give the reason."""
 
 import dataclasses
 import fnmatch
@@ -12,7 +12,7 @@ from megazpp.post_training.config import DEFAULT_RATE, DEFAULTS, PostTrainingCon
 from megazpp.post_training.setup import EXTRA
 from megazpp.run.arguments import run_configs, section_configs
 
-OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {  # TRL's config -> ours, and some that have to be the same
+OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {  # TRL's config -> our flags, and defaults that must be equal
     "SFTConfig": ({"objective": "sft"}, "max_length packing"),
     "RewardConfig": ({"objective": "reward"}, "center_rewards_coefficient"),
     "DPOConfig": ({"objective": "dpo"}, "beta loss_type ref_model_sync_steps"),
@@ -40,13 +40,13 @@ RENAMED = {  # TRL's name -> ours, where they differ
     **{name: f"sample_{name}" for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
 }
 
-# (config or "", TRL's name) -> ours, TRL's, why they differ
+# (config or "", TRL's name) -> our default, TRL's default, reason
 DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
     ("", "gradient_checkpointing"): (None, True, "recomputation changes no result; it is chosen by memory (--plan)"),
-    ("", "bf16"): (False, None, "the precision is that of the checkpoint"),
+    ("", "bf16"): (False, None, "the checkpoint decides the precision"),
     ("", "logging_steps"): (100, 10, "Megatron's; changes no result"),
     ("", "save_steps"): (None, 500, "Megatron's; there is always one at the end"),
-    ("", "eval_steps"): (1000, None, "Megatron's; held-out data is what switches evaluation on"),
+    ("", "eval_steps"): (1000, None, "Megatron's; evaluation is on if there is held-out data"),
     ("", "per_device_train_batch_size"): (None, 8, "one of the batch sizes has to be given"),
     ("", "max_steps"): (None, -1, "the run's length has to be given, TRL has three epochs"),
     ("", "seed"): (1234, 42, "Megatron's"),
@@ -56,13 +56,13 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
     ("RLOOConfig", "steps_per_generation"): (1, None, "the same"),
     ("GRPOConfig", "log_completions"): (2, False, "a number of completions; changes no result"),
     ("RLOOConfig", "log_completions"): (2, False, "the same"),
-    ("RLOOConfig", "num_generations"): (8, 2, "RLOO is an estimator of advantages here, beside GRPO's settings"),
+    ("RLOOConfig", "num_generations"): (8, 2, "RLOO is an advantage estimator here, and uses GRPO's settings"),
     ("RLOOConfig", "beta"): (0.0, 0.05, "the same; the divergence is in the loss and not in the reward"),
-    ("PPOConfig", "response_length"): (512, 53, "one limit for all that is drawn; 53 cuts most answers"),
-    ("PPOConfig", "temperature"): (1.0, 0.7, "what is drawn is the policy that will be used, as with GRPO"),
+    ("PPOConfig", "response_length"): (512, 53, "one limit for all completions; 53 cuts most answers"),
+    ("PPOConfig", "temperature"): (1.0, 0.7, "completions are sampled from the policy as it will be used, as in GRPO"),
 }
 
-# what is always so here, as TRL has it by default
+# fixed behavior here, which is TRL's default
 FIXED: dict[str, Any] = {
     "optim": "adamw_torch_fused",
     "average_tokens_across_devices": True,
@@ -81,7 +81,7 @@ FIXED: dict[str, Any] = {
     ("RLOOConfig", "shuffle_dataset"): True,
 }
 
-# there is no such thing here, and TRL has it off
+# features that we do not have and that TRL turns off by default
 OFF = """
     lr_scheduler_kwargs optim_args optim_target_modules label_smoothing_factor neftune_noise_alpha auto_find_batch_size
     router_aux_loss_coef dataset_kwargs ld_alpha use_weighting cast_lm_head_to_fp32 num_generations_eval
@@ -92,9 +92,9 @@ OFF = """
     ignore_data_skip generation_batch_size
 """
 
-# there is no such flag here, and the reason why its default need not be ours
+# TRL's flags that we do not have, by the reason why their defaults need no counterpart
 UNMATCHED = {
-    "of what is off (OFF)": """
+    "part of a feature that is off (OFF)": """
         f_alpha_divergence_coef discopop_tau sapo_* vespo_* entropy_coef_* entropy_target vllm_* liger_kernel_config
     """,
     "GPT-2's dropout is always off here, whatever the objective": "disable_dropout",
@@ -108,7 +108,7 @@ UNMATCHED = {
         use_cpu accelerator_config parallelism_config ddp_* fsdp* deepspeed world_size
         dataloader_* remove_unused_columns label_names length_column_name
     """,
-    "nor on files, the Hub, the log, and held-out data": """
+    "no result depends on files, the Hub, the log, and held-out data": """
         output_dir logging_* log_* include_num_input_tokens_seen disable_tqdm report_to run_name project trackio_*
         save_* enable_jit_checkpoint push_to_hub hub_* metric_for_best_model greater_is_better debug
         skip_memory_metrics restore_callback_states_from_checkpoint resume_from_checkpoint num_completions_to_print
@@ -118,11 +118,14 @@ UNMATCHED = {
     "names of models, of an example's command line": "sft_model_path reward_model_path *_adapter_name",
     "set by the trainer": "batch_size local_batch_size mini_batch_size local_mini_batch_size",
 }
-OTHER_THING = {"micro_batch_size": "set by the trainer", "local_rank": "torchrun says it"}  # of the same name
+OTHER_THING = {
+    "micro_batch_size": "set by the trainer",
+    "local_rank": "torchrun says it",
+}  # the same name, another meaning
 
 
 def ours(post: PostTrainingConfig) -> dict[str, Any]:
-    """Our defaults of all flags under an objective, by their names."""
+    """Return our defaults of all flags under an objective, by name."""
     assert post.objective is not None
     parts = [*run_configs().values(), *section_configs(FEATURES), *EXTRA]
     found = {field.name: field.default for part in parts for field in dataclasses.fields(part)}
@@ -132,7 +135,7 @@ def ours(post: PostTrainingConfig) -> dict[str, Any]:
 
 
 def reason(config: str, name: str, theirs: Any, own: dict[str, Any]) -> str | None:
-    """Why this default is what it is; None where nothing says so or what says so is not true."""
+    """Return why a default is right, or None if there is no reason or the reason is not true."""
     fixed = FIXED.get((config, name), FIXED.get(name, ...))  # type: ignore[call-overload]
     if fixed is not ...:
         return "always so" if fixed == theirs else None
@@ -150,7 +153,7 @@ def reason(config: str, name: str, theirs: Any, own: dict[str, Any]) -> str | No
     return next((why for why, names in UNMATCHED.items() if any(fnmatch.fnmatch(name, x) for x in names.split())), None)
 
 
-def test_every_default_is_trl_s_or_has_a_reason():
+def test_every_trl_default_is_ours_or_has_a_reason():
     for config, (settings, same) in OBJECTIVES.items():
         own = ours(PostTrainingConfig(**settings))
         reasons = {name: reason(config, name, theirs, own) for name, theirs in TRL[config].items()}
@@ -160,7 +163,7 @@ def test_every_default_is_trl_s_or_has_a_reason():
     assert {*OBJECTIVES} == {*TRL}
 
 
-def test_the_written_defaults_are_those_of_the_installed_version():
+def test_stored_defaults_match_the_installed_trl():
     trl = pytest.importorskip("trl")
     if trl.__version__ not in FILES:
         pytest.skip(f"TRL {trl.__version__} has not been compared: write_trl_goldens.py")

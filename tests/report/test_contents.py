@@ -1,4 +1,4 @@
-"""Curves keep extremes and break at a restart; tables say what the folders hold, and nothing else."""
+"""Test a report's contents: curves keep extremes and break at a restart, and tables show the run folders' values."""
 
 import math
 from pathlib import Path
@@ -29,16 +29,17 @@ def read(folder: Path, *rows: dict[str, Any], **files: Any) -> Run:
     return read_runs([make_run(folder, rows, **files)])[0]
 
 
-def test_training_time_counts_every_step_also_those_that_a_restart_does_again(tmp_path):
+def test_training_time_includes_steps_that_a_restart_repeats(tmp_path):
     for name, steps, seconds in (
         ("said", (10, 10, 5), [10, 20, 35]),
-        ("not said", (None, None, None), [10, 20, 23]),  # those since the line before; one if they go back
+        # without a step count: iterations since the previous line, or one if the iteration decreased
+        ("not said", (None, None, None), [10, 20, 23]),
     ):
         rows = [row(i, steps=n, step_seconds=x) for i, n, x in zip((10, 20, 15), steps, (1.0, 1.0, 3.0), strict=True)]
         assert times(read(tmp_path / name, *rows)).tolist() == [[10, 20, 15], [1000, 2000, 1500], seconds], name
 
 
-def test_a_curve_breaks_where_iterations_go_back_and_validations_stand_on_steps_not_done_again(tmp_path):
+def test_curve_breaks_at_a_restart_and_validations_keep_their_steps(tmp_path):
     rows = [row(i, lm_loss=float(i)) for i in (2, 4, 6, 4, 6, 8)]
     found = curves(read(tmp_path / "run", *rows, validation=[{"iteration": 5, "lm_loss": 7.0}]), 100)
     assert found["lm_loss"] == [
@@ -48,18 +49,18 @@ def test_a_curve_breaks_where_iterations_go_back_and_validations_stand_on_steps_
     assert found["validation"] == [[[5], [500], [9], [7]]]
 
 
-def test_values_that_are_not_finite_are_kept_as_gaps_and_missing_ones_are_left_out(tmp_path):
+def test_non_finite_values_become_gaps_and_missing_ones_are_left_out(tmp_path):
     rows = [row(1, grad_norm=None), row(2, lm_loss=math.nan), row(3, grad_norm=math.inf)]
     found = curves(read(tmp_path / "run", *rows), 100)
     assert [segment[3] for segment in found["lm_loss"]] == [[5, None, 5]]
     assert [(segment[0], segment[3]) for segment in found["grad_norm"]] == [([2, 3], [1, None])]
-    # in the unit of their axis; wires that are not used have no curve
+    # values are in the unit of their axis, and unused links have no curve
     assert (found["cross_bytes"][0][3], found["peak_memory_bytes"][0][3]) == ([4] * 3, [3] * 3)
     assert not {"tp_bytes", "local_bytes", "validation"} & set(found)
 
 
 @pytest.mark.parametrize("length", [1000, 100_003])
-def test_thinning_keeps_ends_spikes_and_what_is_not_finite(length):
+def test_thinning_keeps_ends_spikes_and_non_finite_values(length):
     values = np.random.default_rng(0).normal(size=length)
     low, high, bad = length // 7, length // 3, length // 2
     values[[low, high, bad]] = -100.0, 100.0, math.nan
@@ -73,7 +74,7 @@ def test_thinning_keeps_ends_spikes_and_what_is_not_finite(length):
 # ---- tables -----------------------------------------------------------------------------------------------------
 
 
-def test_the_summary_says_what_came_out_of_each_run(tmp_path):
+def test_summary_table_shows_the_result_of_each_run(tmp_path):
     whole = make_run(
         tmp_path / "whole",
         [row(2, tokens_per_second=100.0), row(4, lm_loss=4.5, skipped=1, tokens_per_second=300.0)],
@@ -101,7 +102,7 @@ def test_the_summary_says_what_came_out_of_each_run(tmp_path):
     }
 
 
-def test_only_flags_that_differ_are_shown_and_a_legend_names_the_first_of_them(tmp_path):
+def test_only_differing_flags_are_shown_and_legend_names_them(tmp_path):
     flags = {"lr": 0.1, "seed": 1, "zeropp": True, "run_dir": "a", "save": None}
     one = read(tmp_path / "one", row(2), args=flags)
     other = read(tmp_path / "other", row(2), args=flags | {"lr": 0.2, "run_dir": "b", "save": "x"})
@@ -111,11 +112,12 @@ def test_only_flags_that_differ_are_shown_and_a_legend_names_the_first_of_them(t
         ["--lr", "0.1", "0.2", "0.1"],
         ["--save", "none", "x", "-"],
     ]
-    assert differences_in_words([one, other]) == ["--lr 0.1", "--lr 0.2"]  # places say little of a run
+    # paths are left out, since they do not describe a run
+    assert differences_in_words([one, other]) == ["--lr 0.1", "--lr 0.2"]
     assert differences_in_words([one]) == [""]
 
 
-def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(tmp_path):
+def test_bytes_are_shown_by_axis_and_compared_with_zero_3(tmp_path):
     traffic = [{"collective": "all_gather", "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 12_000_000}]
     summary = {"iterations": 4, "traffic": traffic, "zero3": {"cross_bytes": 90_000_000, "formula": "3 k M"}}
     run = read(tmp_path / "run", row(2), row(4), summary=summary)
@@ -130,7 +132,7 @@ def test_bytes_are_shown_by_axis_beside_what_zero_3_would_have_sent(tmp_path):
     assert ("MFU, median", "50.0 %") in tiles(read(tmp_path / "known", row(2, mfu=0.25), row(4, mfu=0.5)))
 
 
-def test_the_latest_completions_are_shown_with_their_rewards(tmp_path):
+def test_latest_completions_are_shown_with_rewards(tmp_path):
     drawn = {"iteration": 3, "prompt": "p", "completion": ["a"], "rewards": {"right": 0.5, "long": None}}
     run = read(tmp_path / "run", row(2), completions=[{"iteration": 2}, *[drawn] * 16])
     assert completions_table(run)[1:] == [["3", "p", '["a"]', "right 0.5, long nan"]] * 16

@@ -1,4 +1,4 @@
-"""The page holds everything it needs and nothing that a run's text could break; a browser draws it without errors."""
+"""Test the HTML page: it is self-contained, escapes text from runs, and renders in a browser without errors."""
 
 import datetime
 import json
@@ -26,14 +26,14 @@ def data_of(html: str) -> dict[str, Any]:
 
 
 def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
-    """`row` with values that change from line to line, but for the bytes inside a node."""
+    """Return `row` with values that depend on `i`, except the bytes sent inside a node."""
     changing = ("tokens_per_second", "grad_norm", "learning_rate", "cross_bytes", "peak_memory_bytes")
     return {**row, **{key: (row.get(key) or 1) * (1 + i / 100) for key in changing}}
 
 
 @pytest.fixture
 def folders(tmp_path) -> list[Path]:
-    """A run with everything; one that crashed with NaN and a cut line; one with a line alone; one without any."""
+    """Make four runs: a complete one, a crashed one with NaN and a cut line, one with a single line, an empty one."""
     traffic = [{"collective": BAD, "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 1}]
     whole = make_run(
         tmp_path / "whole",
@@ -49,7 +49,7 @@ def folders(tmp_path) -> list[Path]:
     return [whole, crashed, make_run(tmp_path / "line", [row(7)]), make_run(tmp_path / "none", args={"lr": 2})]
 
 
-def test_no_text_of_a_run_becomes_markup_and_the_page_asks_for_nothing_outside_itself(folders):
+def test_page_escapes_run_text_and_loads_nothing_external(folders):
     html = report_html(read_runs(folders), NOW)
     assert "<img" not in html
     assert html.count("<script") == html.count("</script>") == 2
@@ -59,7 +59,7 @@ def test_no_text_of_a_run_becomes_markup_and_the_page_asks_for_nothing_outside_i
     assert not re.search(r"@import|url\(|<link|\bsrc=(?!x onerror)", html.replace("src=x", ""))
 
 
-def test_the_curves_and_tables_of_all_runs_are_in_the_page(folders):
+def test_page_holds_curves_and_tables_of_all_runs(folders):
     html = report_html(read_runs(folders), NOW)
     data = data_of(html)
     assert [run["name"] for run in data["runs"]] == ["whole", BAD.replace("/", ""), "line", "none"]
@@ -72,7 +72,7 @@ def test_the_curves_and_tables_of_all_runs_are_in_the_page(folders):
     assert data_of(alone)["runs"][0]["curves"] == {}
 
 
-def test_a_report_replaces_a_report(folders, tmp_path):
+def test_report_overwrites_an_older_report(folders, tmp_path):
     for run in read_runs(folders[:2]):
         write_report([run], tmp_path / "report.html", NOW)
         assert (tmp_path / "report.html").read_text() == report_html([run], NOW)
@@ -80,7 +80,7 @@ def test_a_report_replaces_a_report(folders, tmp_path):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The system's Chromium under Playwright: a new profile, nothing downloaded."""
+    """Start the system's Chromium under Playwright with a new profile; nothing is downloaded."""
     playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: pip install '.[test]'")
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
@@ -91,7 +91,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_report(browser, folders, tmp_path) -> Iterator[Callable[..., Any]]:
-    """Opens the report of `folders` on a screen of 390 x 844 pixels, after `script`; no script of the page may fail."""
+    """Open the report of `folders` on a 390 x 844 screen, after running `script`; any script error fails the test."""
     context = browser.new_context(viewport={"width": 390, "height": 844})
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(error))
@@ -108,19 +108,19 @@ def open_report(browser, folders, tmp_path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.mark.slow
-def test_a_browser_draws_every_chart_once_the_page_is_loaded(open_report):
-    page = open_report("window.ResizeObserver = class { observe() {} }")  # that of a page which nobody resizes
+def test_browser_renders_every_chart_after_the_page_has_loaded(open_report):
+    page = open_report("window.ResizeObserver = class { observe() {} }")  # the page must render without resize events
     drawn = page.content()
     charts = re.findall(r'<svg viewBox="[^"]*" height="\d+" role="img" aria-label="(\w+)', drawn)
     assert charts == ["Loss", "Throughput", "Gradient", "Learning", "Sent", "Peak"]
     assert len(re.findall(r'<path d="M[\d.]+ [\d.]+L[^"]*" class="curve colour0 dash0"', drawn)) == 6
-    assert drawn.count(" throughout</p>") == 2  # what never changes is one number
-    assert drawn.count('class="bad colour1 dash0"') == 1  # the loss that is not finite
+    assert drawn.count(" throughout</p>") == 2  # a constant value is shown as one number instead of a chart
+    assert drawn.count('class="bad colour1 dash0"') == 1  # marks the non-finite loss
     assert "NaN" not in "".join(re.findall(r"<(?:path|circle|text)[^>]*>", drawn))
 
 
 @pytest.mark.slow
-def test_a_browser_draws_again_when_the_width_or_the_axis_changes(open_report):
+def test_browser_redraws_when_width_or_axis_changes(open_report):
     page = open_report()
     fits = """() => [...document.querySelectorAll(".plot")].every(
         (plot) => plot.firstChild.viewBox.baseVal.width === plot.clientWidth)"""
@@ -134,7 +134,7 @@ def test_a_browser_draws_again_when_the_width_or_the_axis_changes(open_report):
 
 
 @pytest.mark.slow
-def test_a_browser_shows_the_values_under_the_pointer(open_report):
+def test_browser_shows_values_under_the_pointer(open_report):
     page = open_report()
     page.locator(".plot").first.hover()
     assert page.locator(".tip").first.inner_text().startswith("step 16\n5\n")

@@ -1,4 +1,4 @@
-"""Run folders are read as they are: whole, cut short, damaged; what is no run folder is refused."""
+"""Test reading of run folders: complete, cut short and damaged ones; other folders are rejected."""
 
 import pytest
 from helpers.refusals import not_refused
@@ -9,7 +9,7 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import layout_record, plan_layout
 
 
-def test_all_that_a_run_has_recorded_is_read(tmp_path):
+def test_all_records_of_a_run_are_read(tmp_path):
     layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1)
     folder = make_run(
         tmp_path / "run",
@@ -36,12 +36,12 @@ def test_all_that_a_run_has_recorded_is_read(tmp_path):
         ([], {"summary": {"iteration": 0}}, "finished"),
     ],
 )
-def test_how_a_run_stands_follows_from_its_summary_and_its_last_line(iterations, files, state, tmp_path):
+def test_run_state_follows_from_summary_and_last_line(iterations, files, state, tmp_path):
     (run,) = read_runs([make_run(tmp_path / "run", [row(i) for i in iterations], **files)])
     assert run.state == state
 
 
-def test_what_is_damaged_is_left_out_with_a_note(tmp_path):
+def test_damaged_files_are_left_out_with_a_note(tmp_path):
     folder = make_run(tmp_path / "run", [row(2)], tail='{"iteration": 4, "lm_l', summary={}, topology={"tp": "?"})
     (folder / "summary.json").write_text('{"iteration"')
     (folder / "args.json").write_bytes(b"\xff\xfe\x00")
@@ -55,13 +55,13 @@ def test_what_is_damaged_is_left_out_with_a_note(tmp_path):
     assert read_runs([folder])[0].notes[0].startswith("metrics.jsonl: 4 line(s) are cut or damaged")
 
 
-def test_names_are_as_short_as_tells_the_runs_apart_and_a_folder_counts_once(tmp_path):
+def test_run_names_are_shortest_unique_and_a_folder_counts_once(tmp_path):
     one, other = make_run(tmp_path / "a/run", [row(2)]), make_run(tmp_path / "b/run", [row(2)])
     assert [run.name for run in read_runs([one, other, one / ".." / "run"])] == ["a/run", "b/run"]
     assert [run.name for run in read_runs([one])] == ["run"]
 
 
-def test_what_is_no_run_folder_is_refused(tmp_path):
+def test_folder_without_a_run_is_rejected(tmp_path):
     texts = ("\x00\x01binary", "[1, 2]\n", '{"loss": 1}\nmore\n')
     rows = [
         *(

@@ -1,4 +1,4 @@
-"""All flags of a run together: parsed, and compared with Megatron's."""
+"""Test all flags of a run together: parsing, precedence, and defaults equal to Megatron's."""
 
 import dataclasses
 import typing
@@ -23,7 +23,7 @@ from megazpp.topology.cluster import Cluster
 
 CLASSES = (*run_configs().values(), *section_configs(FEATURES))
 
-# where our default is not Megatron's: {flag: why}
+# flags whose default differs from Megatron's, and the reason
 OTHER_DEFAULTS = {
     "--distributed-backend": "nccl needs GPUs; without the flag the device decides",
     **{f"--{use}data-path": "an empty list instead of None" for use in ("", "train-", "valid-", "test-")},
@@ -34,7 +34,7 @@ OTHER_DEFAULTS = {
 }
 
 
-# Megatron's most used flags and their defaults
+# Megatron's most common flags and their defaults
 MEGATRON = dict(
     line.split(maxsplit=1)
     for line in (ROOT / "tests/helpers/megatron_defaults.txt").read_text(encoding="utf-8").splitlines()
@@ -45,7 +45,7 @@ MEGATRON = dict(
 # ---- names and defaults -----------------------------------------------------------------------------------------
 
 
-def test_another_word_than_a_field_has_is_refused_in_python_too():
+def test_invalid_literal_is_rejected_when_a_config_is_built_in_python():
     rows = []
     for config in (*CLASSES, *EXTRA, PreprocessConfig, TrainTokenizerConfig, ConvertConfig):
         for field in dataclasses.fields(config):
@@ -57,18 +57,19 @@ def test_another_word_than_a_field_has_is_refused_in_python_too():
     assert not not_refused(rows, lambda config, values: config(**values))
 
 
-def test_megatrons_most_used_flags_are_known_and_none_is_both_ours_and_in_the_table():
+def test_every_common_megatron_flag_is_ours_or_listed_but_not_both():
     ours, others = FlagParser(CLASSES, program="x").spellings, read_megatron_flags().keys()
     assert not ours & others
     assert not MEGATRON.keys() - ours - others
 
 
-def test_our_defaults_are_megatrons():
+def test_defaults_equal_megatrons():
     fields, compared = [field for config in CLASSES for field in dataclasses.fields(config)], 0
     ours = {name: field.default for field in fields for name in (flag_name(field), *field.metadata["flag"].aliases)}
     for name, megatron in MEGATRON.items():
         if name.startswith("--no-") and (switch := name.replace("--no-", "--")) in ours:
-            assert (megatron.removesuffix("(off)"), ours[switch]) == ("flag", True)  # what it turns off is on
+            # the default that --no-FLAG turns off is True
+            assert (megatron.removesuffix("(off)"), ours[switch]) == ("flag", True)
         elif name in ours and name not in OTHER_DEFAULTS:
             compared += 1
             assert same_default(ours[name], megatron), (name, ours[name], megatron)
@@ -86,8 +87,8 @@ def same_default(ours: Any, megatron: str) -> bool:
 # ---- parsing ----------------------------------------------------------------------------------------------------
 
 
-def test_values_and_origins_come_from_the_last_place_that_gives_them():
-    """Without flag file and model from the tiny config."""
+def test_last_place_that_gives_a_flag_sets_value_and_origin():
+    """Without a flag file, and without flags of a model, the tiny config is used."""
     parsed = parse("@configs/gpt_125m.args --lr 1e-4")
     config, origins, values = parsed.config, parsed.origins, parsed.values()
     assert (config.schedule.lr, config.model.num_layers, config.data.seq_length) == (1e-4, 12, 2048)
@@ -101,8 +102,8 @@ def test_values_and_origins_come_from_the_last_place_that_gives_them():
     assert small.config.data.text_path == ()
 
 
-def test_the_args_txt_of_4e7c419_still_repeats_its_run():
-    """With a line for each flag that had an effect then and has none now."""
+def test_args_txt_of_version_4e7c419_still_parses_to_its_run():
+    """Flags that have no effect any more are ignored, with a notice for each."""
     parsed = parse(f"@{ROOT}/tests/fixtures/args_4e7c419.txt")
     assert (parsed.config.section(DilocoConfig).diloco_steps, parsed.config.model.hidden_size) == (2, 16)
     assert parsed.config.stop.exit_interval is None
@@ -118,7 +119,7 @@ def test_former_spellings_of_flags_are_aliases():
     assert (weights.weights_device, prompts.kv_cache_device) == ("host", "host")
 
 
-def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path):
+def test_report_parses_back_to_the_same_config_without_print_config(tmp_path):
     parsed = parse("@configs/llama_8b.args --print-config --data-path 0.3 a 0.7 'b c' --no-bf16")
     (tmp_path / "flags.args").write_text(parsed.report())
     again = parse(f"@{tmp_path}/flags.args")
@@ -126,7 +127,7 @@ def test_print_config_is_told_apart_and_the_report_repeats_the_run(tmp_path):
     assert again.config == parsed.config
 
 
-def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path):
+def test_megatron_script_flags_work_in_a_flag_file(tmp_path):
     (tmp_path / "pasted.args").write_text(
         """
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --sequence-parallel \\
@@ -147,7 +148,7 @@ def test_the_flags_of_a_megatron_script_can_be_pasted_into_a_flag_file(tmp_path)
     assert len(parsed.notices) == 4
 
 
-EXCLUDED = [  # a file's flags, and those by hand that take their place
+EXCLUDED = [  # flags from a file, and flags of the command line that exclude and replace them
     ("--lr-warmup-fraction 0.06", "--lr-warmup-iters 0"),
     ("--train-samples 640 --lr-decay-samples 64 --rampup-batch-size 2 2 8", "--train-iters 10"),
     ("--lr-decay-iters 10 --lr-warmup-iters 3", "--lr-decay-samples 64 --train-samples 640"),
@@ -168,11 +169,12 @@ EXCLUDED = [  # a file's flags, and those by hand that take their place
 ]
 
 
-def test_by_hand_a_flag_takes_the_place_of_flags_from_a_file_that_exclude_it(tmp_path):
+def test_command_line_flag_replaces_file_flags_that_it_excludes(tmp_path):
     base = SMALL.replace("--mock-data", "").replace("--train-iters 10", "")
     for file, hand in EXCLUDED:
         (tmp_path / "a.args").write_text(f"{base}\n{file}\n")
-        (tmp_path / "b.args").write_text(f"@a.args\n{hand}\n")  # as one file does of a file that it includes
+        # a file's flags replace flags of a file that it includes in the same way
+        (tmp_path / "b.args").write_text(f"@a.args\n{hand}\n")
         wanted = parse(f"{base} {hand}")
         for text in (f"@{tmp_path}/a.args {hand}", f"{hand} @{tmp_path}/a.args", f"@{tmp_path}/b.args"):
             found = parse(text)
@@ -181,13 +183,13 @@ def test_by_hand_a_flag_takes_the_place_of_flags_from_a_file_that_exclude_it(tmp
             assert f"a.args:2: {file.split(' --')[0]} gives way to {hand.split(' --')[0]}" in found.notices[0]
 
 
-def test_a_flag_that_asks_for_nothing_takes_no_place(tmp_path):
+def test_flag_set_to_off_replaces_no_flag_of_a_file(tmp_path):
     (tmp_path / "a.args").write_text(f"{SMALL} --bf16 --swiglu --lr-warmup-fraction 0.1")
     found = parse(f"@{tmp_path}/a.args --no-fp16 --no-squared-relu --data-path --lr-warmup-fraction none")
     assert (found.config.precision.bf16, found.config.model.swiglu, found.notices) == (True, True, ())
 
 
-def test_a_finetuning_without_a_flag_file_names_the_file_that_is_implied():
+def test_finetuning_without_a_flag_file_names_the_implied_file():
     def notices(*words: str) -> str:
         return "\n".join(parse_run_config([*words], ROOT, features=FEATURES).notices)
 

@@ -1,4 +1,4 @@
-"""Flags of a tool that uses a checkpoint: given ones first, then the checkpoint's, then the defaults."""
+"""Test flags of a tool that loads a checkpoint: given flags come first, then the checkpoint's, then defaults."""
 
 import itertools
 from pathlib import Path
@@ -39,28 +39,29 @@ def settle(argv: str = "", *, take: Any = with_checkpoint_flags, **flags: Any) -
     return take(parse(argv), record(**flags), CheckpointFolder("ck", "--load"))
 
 
-def test_what_the_model_is_comes_from_the_checkpoint_and_where_and_how_the_tool_runs_does_not():
+def test_model_flags_come_from_checkpoint_and_launch_flags_do_not():
     config = settle().config
     assert (config.model.num_layers, config.model.hidden_size, config.data.seq_length) == (3, 64, 48)
     assert (config.precision.bf16, config.launch.seed, config.data.text_path) == (True, 77, ("a.txt", "b.txt"))
     assert (config.launch.nproc, config.parallel.tensor_model_parallel_size, config.zero.stage) == (None, 1, 3)
     assert config.section(SampleConfig).sample_tokens == 0
-    earlier = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")  # none beside the checkpoint
+    # saved without a copy of the tokenizer
+    earlier = settle(tokenizer_type="SentencePieceTokenizer", tokenizer_model="/my.model")
     assert earlier.config.tokenizer.tokenizer_model == "/my.model"
 
 
-def test_given_flags_win_also_over_those_that_they_exclude_and_the_report_says_where_values_come_from():
+def test_given_flags_override_the_checkpoints_and_flags_they_exclude():
     parsed = settle("--seq-length 24 --seed 3 --no-bf16")
     assert (parsed.config.data.seq_length, parsed.config.launch.seed, parsed.config.precision.bf16) == (24, 3, False)
     assert (parsed.origins["num_layers"], parsed.origins["seq_length"]) == ("checkpoint", "command line")
     assert "nproc" not in parsed.origins
     config = settle("--fp16 --mock-data", grad_reduce_in_bf16=True).config
     assert (config.precision.fp16, config.precision.bf16, config.data.sources) == (True, False, ["--mock-data"])
-    assert settle(fp8_format="hybrid").config.model.fp8_format is None  # not every device has it
+    assert settle(fp8_format="hybrid").config.model.fp8_format is None  # dropped, since some devices do not support it
     assert settle("--fp8-format e4m3", fp8_format="hybrid").config.model.fp8_format == "e4m3"
 
 
-def test_a_saved_value_of_another_type_is_refused_by_name():
+def test_saved_flag_of_wrong_type_is_rejected_by_name():
     rows = [
         ({"seq_length": "48"}, "seq_length is '48', not "),
         ({"text_path": [1]}, "text_path is [1], not tuple"),
@@ -84,11 +85,11 @@ def folder(tmp_path) -> CheckpointFolder:
 
 @pytest.fixture
 def beside(folder) -> str:
-    """The name of the tokenizer beside the checkpoints of the folder."""
+    """Write a tokenizer next to the checkpoints and return its folder's name."""
     return write_tokenizer(folder.path, HFTokenizer(definition(WORDS.to_str())).files)
 
 
-def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_trained_with(folder, beside):
+def test_copied_tokenizer_is_preferred_to_the_training_path(folder, beside):
     saved = record(beside, tokenizer_type="SentencePieceTokenizer", tokenizer_model="/gone.model")
     parsed = with_checkpoint_flags(parse(), saved, folder)
     path, found = f"{folder.path}/{beside}", parsed.config.tokenizer
@@ -99,7 +100,7 @@ def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_traine
         assert lines == (f"the tokenizer is that of --load {folder.path}: {beside}",)
 
 
-def test_a_tokenizer_that_flags_name_is_taken_whole(folder, beside):
+def test_tokenizer_given_by_flags_replaces_the_checkpoints_entirely(folder, beside):
     saved = record(beside, vocab_file="v", merge_file="m", tokenizer_type="GPT2BPETokenizer")
     WORDS.save(f"{folder.path}/other.json")
     for argv in (f"--tokenizer-model {folder.path}/other.json", "--tokenizer-type NullTokenizer"):
@@ -108,8 +109,11 @@ def test_a_tokenizer_that_flags_name_is_taken_whole(folder, beside):
             assert (parsed.config.tokenizer, parsed.notices) == (given.config.tokenizer, ())
 
 
-def test_special_tokens_and_rows_are_the_checkpoint_s_unless_flags_say_otherwise(folder):
-    """A record that says nothing was made without, and that is said; so with a tokenizer that flags name once more."""
+def test_special_tokens_and_vocab_size_come_from_checkpoint_or_flags(folder):
+    """A checkpoint that does not record --add-special-tokens was made without them, which a notice says.
+
+    The same holds if flags name the checkpoint's own tokenizer.
+    """
     marking = tokenizers.Tokenizer.from_str(WORDS.to_str())
     marking.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     for recorded, named in itertools.product((None, True, False), (False, True)):
@@ -127,7 +131,7 @@ def test_special_tokens_and_rows_are_the_checkpoint_s_unless_flags_say_otherwise
         assert (settled.add_special_tokens, settled.model_vocab_size) == (not recorded, 300)
 
 
-def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(folder, beside):
+def test_vocab_size_flag_alone_gives_way_to_checkpoint_with_a_notice(folder, beside):
     parsed = with_checkpoint_tokenizer(parse("--vocab-size 8000"), record(beside), folder)
     assert parsed.config.tokenizer.tokenizer_model == f"{folder.path}/{beside}"
     assert parsed.notices[1:] == ("--vocab-size 8000 gives way to the checkpoint's 300",)
@@ -135,10 +139,10 @@ def test_a_vocabulary_size_alone_names_no_tokenizer_and_gives_way_with_a_word(fo
     assert len(same.notices) == 1
 
 
-# ---- islands ----
+# ---- local steps between islands ----
 
 
-def test_what_was_chosen_for_the_outer_optimizer_stays_unless_flags_say_otherwise():
+def test_outer_optimizer_flags_are_kept_on_resume_unless_given():
     def rates(argv: str, **chosen: Any) -> tuple[Any, ...]:
         settled = settle(argv, take=with_resumed_features, **chosen)
         islands = settled.config.section(DilocoConfig)
@@ -147,6 +151,7 @@ def test_what_was_chosen_for_the_outer_optimizer_stays_unless_flags_say_otherwis
     chosen = {"diloco_outer_lr": 1.0, "diloco_outer_momentum": 0.0}
     assert rates("--diloco-steps 10", **chosen) == (1.0, 0.0, "checkpoint")
     assert rates("--diloco-steps 10 --diloco-outer-momentum 0.5", **chosen) == (1.0, 0.5, "checkpoint")
-    assert rates("", **chosen) == rates("--diloco-steps 10") == (None, None, None)  # no islands now, or none before
+    # no local steps now, or none in the checkpoint
+    assert rates("", **chosen) == rates("--diloco-steps 10") == (None, None, None)
     with pytest.raises(DamagedError, match=r"run\.json: .*outer.lr"):
         rates("--diloco-steps 10", diloco_outer_lr="a lot")

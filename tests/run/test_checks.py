@@ -1,4 +1,4 @@
-"""The plan of a run's flags and a cluster, and flags that do not fit together."""
+"""Test the plan made from flags and a cluster, and the errors for flags that do not fit together."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster, Link, Links
 from megazpp.zero.config import CommPlan, ZeroConfig, plan_comm
 
-# ranks of the one node, flags, message
+# ranks on one node | flags | message
 REFUSED = """
 2 | --tensor-model-parallel-size 2 --num-attention-heads 7 --kv-channels 8 | --num-attention-heads 7 is not divisible by
 4 | --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2 | --num-query-groups 2 is not
@@ -77,17 +77,17 @@ REFUSED = """
 """
 
 
-def test_flags_that_do_not_fit_are_refused_by_name_and_value():
+def test_incompatible_flags_are_rejected_by_name_and_value():
     assert not not_refused(table(REFUSED), lambda ranks, flags: check(flags, ranks_per_node=int(ranks)))
 
 
-def test_all_missing_flags_are_named_at_once():
+def test_all_missing_flags_are_named_in_one_error():
     missing = "--hidden-size, --num-attention-heads, --max-position-embeddings, --seq-length, --micro-batch-size, --lr"
     with pytest.raises(ValueError, match=f"flags are missing: {missing}, --train-iters .*, --data-path "):
         check_run_config(parse("--num-layers 2").config, Cluster(num_nodes=1, ranks_per_node=1), device_type="cpu")
 
 
-def test_a_run_that_fits_gives_its_layout_batches_schedule_wire_formats_and_notices():
+def test_plan_holds_layout_batches_schedule_wire_formats_and_notices():
     flags = "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 32 --lr-warmup-iters 3 --hsdp"
     plan = check(flags, nodes=2, ranks_per_node=4)
     assert (plan.layout.tp, plan.layout.shard, plan.layout.replicate, plan.layout.data) == (2, 2, 2, 4)
@@ -100,13 +100,13 @@ def test_a_run_that_fits_gives_its_layout_batches_schedule_wire_formats_and_noti
     spanning = check_run_config(parse(f"{SMALL} --tensor-model-parallel-size 4").config, cluster, device_type="cpu")
     assert spanning.notices[0] == "hosts: a, b"
     assert spanning.notices[1].startswith("warning: --tensor-model-parallel-size 4 spans 2 nodes")
-    links = Links(network=Link(12.5, 3.0, "measured"))  # filled in once they are measured
+    links = Links(network=Link(12.5, 3.0, "measured"))  # set after the links have been measured
     known = plan.with_links(links)
     assert known.layout.cluster.links == links
     assert known._replace(layout=plan.layout) == plan
 
 
-def test_observers_that_record_something_are_fine():
+def test_profiling_and_timeline_flags_that_record_something_pass():
     profile = "--profile --profile-step-start 1"
     check(f"{profile} --timeline-step 4 --timing-log-level 2 --profile-ranks 0")
     check("--profile-step-start 99 --skip-train")
@@ -130,7 +130,7 @@ def test_exit_interval_ends_a_resumed_run_at_the_next_multiple():
     assert not not_refused(rows, lambda at: check_at(*at))
 
 
-def test_a_resumed_run_of_samples_says_what_no_step_takes():
+def test_resumed_run_of_samples_reports_the_samples_left_over():
     config = parse(f"{SMALL} --train-samples 21".replace("--train-iters 10", "")).config
     plan = check_run_config(
         config, Cluster(num_nodes=1, ranks_per_node=2), device_type="cpu", start=TrainingProgress(3, 6)

@@ -1,4 +1,4 @@
-"""Product and cross entropy in chunks against torch's over the whole, real vocabulary."""
+"""Compare the chunked output layer and cross entropy with torch's over the whole unpadded vocabulary."""
 
 import functools
 import itertools
@@ -19,20 +19,20 @@ from megazpp.tensor_parallel.cross_entropy import BLOCKS, linear_cross_entropy
 
 SEQ, BATCH = 13, 3  # odd, and 39 tokens are enough for every label of the small vocabularies
 TOKENS = SEQ * BATCH
-# bytes of a chunk: of all columns; of all, five tokens at a time in fp32; of 128 columns, one token at a time
+# bytes of a chunk: all columns, all columns of five tokens at a time (fp32), or 128 columns of all tokens
 WHOLE, _, SMALL = CHUNKS = 1 << 29, BLOCKS * 4 * 384 * 5, 4 * TOKENS * 128
-REAL, PADDED = 300, 384  # on one rank three chunks, on two two and one
-# then: no padding; on 4 ranks, padding on two, and twice ranks of nothing else; the only token is certain
+REAL, PADDED = 300, 384  # SMALL chunks: three on one rank, two and one on two ranks
+# more sizes: no padding; on 4 ranks, padding on two ranks; ranks with only padding; a vocabulary of one token
 VOCABULARIES = [(REAL, PADDED), (16, 16), (11, 16), (7, 16), (3, 24), (1, 4)]
 
 
 def labels_of(vocab_size: int) -> torch.Tensor:
-    """[S, B], each token of the vocabulary at least once (while there is room), not contiguous."""
+    """Return labels [S, B], not contiguous, that cover the vocabulary as far as there are enough tokens."""
     return (torch.arange(TOKENS) * 7 % vocab_size).view(BATCH, SEQ).t()
 
 
 def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, fuse: bool) -> None:
-    """Losses, entropy (where there is a temperature), gradients and bytes of this rank."""
+    """Compare losses, entropy (if the temperature is not 1), gradients and sent bytes of this rank with torch's."""
     row, with_entropy = f"{vocab_size} of {padded}, {chunk_bytes} bytes, {temperature}", temperature != 1.0
     tp, labels, loss_grad = tp_axis(), labels_of(vocab_size), draw(9, SEQ, BATCH)
     whole_x, whole_weight = draw(1, SEQ, BATCH, 5).requires_grad_(), draw(2, padded, 5).requires_grad_()
@@ -48,7 +48,7 @@ def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, 
     sent = tp.counter.sent_bytes("tp")
     _, backward = counted(tp, losses.backward, loss_grad.float())
 
-    # logits are never gathered: a maximum, and a sum of two or three numbers, fp32, per token
+    # logits are never gathered: per token, ranks reduce an fp32 maximum and a sum of two or three fp32 numbers
     assert (forward, backward) == ({"all_reduce": 2} if tp.size > 1 else {}, {}), row
     assert sent == sum(2 * (4 * numbers * TOKENS * (tp.size - 1) // tp.size) for numbers in (1, 2 + with_entropy)), row
     pairs = [(losses, expected), (tp.all_reduce_(x.grad), whole_x.grad)]
@@ -60,7 +60,7 @@ def compare(vocab_size: int, padded: int, chunk_bytes: int, temperature: float, 
         assert found.dtype == torch.float32
         assert_near(row, found.double(), exact, rtol=5e-6, atol=5e-6)
     padding = torch.arange(padded) >= vocab_size
-    assert not weight.grad[part(padding, 0, tp)].any(), row  # exactly: AdamW would make steps of any noise
+    assert not weight.grad[part(padding, 0, tp)].any(), row  # exactly zero, since AdamW would turn any noise into steps
 
 
 def compare_all() -> None:
@@ -69,16 +69,16 @@ def compare_all() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_losses_entropy_gradients_and_bytes_are_those_of_the_real_vocabulary(size):
+def test_chunked_loss_entropy_gradients_and_bytes_match_torch(size):
     ranks(size).run(compare_all)
 
 
 @pytest.mark.slow  # waits for the compiler
-def test_those_of_fused_kernels_are_the_same():
+def test_fused_kernels_match_torch():
     ranks(2).run(compare, REAL, PADDED, SMALL, 0.7, fuse=True)
 
 
-def test_fused_kernels_take_all_tokens_of_a_chunk_at_once(monkeypatch):
+def test_fused_kernels_process_all_tokens_of_a_chunk_at_once(monkeypatch):
     def counting(function: Any) -> Any:
         def counted(logits: torch.Tensor, *args: Any) -> Any:
             calls.append((function.__name__, len(logits)))
@@ -105,9 +105,10 @@ def test_fused_kernels_take_all_tokens_of_a_chunk_at_once(monkeypatch):
 def from_logits(
     full: torch.Tensor, labels: torch.Tensor, vocab_size: int, chunk_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses of given logits and the gradient of this rank's columns: x are the logits, and the product picks them.
+    """Return losses of the given logits and the gradient of this rank's columns.
 
-    So does an identity where nothing is infinite.
+    The input is the logits, and a patched product selects this rank's columns. An identity matrix as the weight
+    would only work for finite logits.
     """
     tp = tp_axis()
     x, weight = full.clone().requires_grad_(), part(torch.eye(full.shape[-1], dtype=full.dtype), 0, tp)
@@ -120,21 +121,21 @@ def from_logits(
 
 
 def special_logits() -> Iterator[tuple[str, torch.Tensor, int, tuple[float, float], tuple[float, float] | None]]:
-    """Logits and the size of the vocabulary; tolerances (rtol, atol) of losses, and of gradients if they are finite."""
+    """Yield name, logits, vocabulary size, and (rtol, atol) of losses and of gradients (None if not finite)."""
     clean, near = draw(1, SEQ, BATCH, PADDED, dtype=torch.float32), (2e-6, 2e-6)
     for dtype in (torch.bfloat16, torch.float16):
         # losses are as exact as from fp32 logits of the same values; gradients are rounded once to 16 bits, and
-        # subnormals of fp16 are 6e-8 apart
+        # fp16 subnormals are 6e-8 apart
         yield f"{dtype}", (3 * clean).to(dtype), REAL, near, (1.01 * torch.finfo(dtype).eps / 2, 2e-6)
     for dtype in (torch.float32, torch.bfloat16):
-        # naive exponentials are inf or 0, the right losses are 0 and 2e4 and everything between; one fp32 step at 1e4
-        # is 1e-3: log-normaliser and score are each rounded to it before they are subtracted
+        # naive exponentials overflow or vanish here; exact losses range from 0 to 2e4. One fp32 step at 1e4 is 1e-3, to
+        # which both the log-normalizer and the score are rounded before their subtraction
         extreme = 1e4 * draw(1, SEQ, BATCH, 16).sign()
-        extreme[0], extreme[1] = -1e4, 1e4  # all equal: log(11)
+        extreme[0], extreme[1] = -1e4, 1e4  # all logits are equal, so the loss is log(11)
         yield f"1e4 in {dtype}", extreme.to(dtype), 11, (1e-6, 2e-3), (2**-8, 2e-3)
     for where, value in (
-        ((..., 7), float("-inf")),  # an impossible token: its loss is infinite where it is the label
-        ((3, 1, 0), float("nan")),  # one token's loss is NaN, whichever rank holds the logit
+        ((..., 7), float("-inf")),  # an impossible token: the loss is infinite where it is the label
+        ((3, 1, 0), float("nan")),  # only this token's loss is NaN, whichever rank holds the logit
         ((3, 1, 130), float("nan")),
         ((3, 1, 299), float("inf")),
         ((2, 0), float("-inf")),
@@ -160,7 +161,7 @@ def compare_special_logits() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_is_rounded_extreme_or_not_finite_shows_in_its_tokens_losses_and_in_no_others(size):
+def test_rounded_extreme_or_non_finite_logits_affect_only_their_tokens(size):
     ranks(size).run(compare_special_logits)
 
 
@@ -175,24 +176,24 @@ def check_labels_outside() -> None:
         assert int(losses.isfinite().sum()) == TOKENS - 1
 
 
-def test_a_label_outside_the_vocabulary_is_never_a_silent_number():
-    """Wrong tokenizer, wrong data: the loss has to show it, and the gradient norm too."""
+def test_label_outside_the_vocabulary_gives_nan_loss_and_gradient():
+    """A wrong tokenizer or wrong data must show in the loss and in the gradient norm."""
     ranks(2).run(check_labels_outside)
 
 
-def test_the_gradient_of_x_is_summed_over_chunks_in_fp32():
-    """64 chunks of 128 columns: 16 from the label's, 1/64 from each, which bf16 would lose one after the other."""
+def test_input_gradient_is_summed_over_chunks_in_fp32():
+    """The label's chunk adds 16 and each of 64 chunks adds 1/64, which a bf16 sum would lose."""
     x, weight = torch.zeros(1, 1, 4, dtype=torch.bfloat16).requires_grad_(), torch.ones(8192, 4, dtype=torch.bfloat16)
     weight[-1] = -16.0
     labels = torch.tensor([[8191]])
     losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=8192, chunk_bytes=256)
     losses.sum().backward()
-    assert weight.grad is None  # frozen
+    assert weight.grad is None  # the weight is frozen
     assert x.grad.tolist() == [[[17.0] * 4]]
 
 
-def test_a_second_backward_gives_the_same_again():
-    """The first one left gradients where the logits were."""
+def test_second_backward_gives_the_same_gradients():
+    """The first backward overwrites the stored logits with gradients."""
     x, weight = draw(1, 5, 2, 3).requires_grad_(), draw(2, 8, 3).requires_grad_()
     labels = torch.zeros(5, 2, dtype=torch.int64)
     losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=7)
@@ -204,7 +205,7 @@ Products = list[tuple[int, int, int]]
 
 
 def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes: Any) -> tuple[Products, Any, Any]:
-    """The products of one forward and backward in bf16 without memory, and what it recorded of each."""
+    """Trace a forward and backward in bf16 on the meta device; return matrix products and both recorded segments."""
     x, weight = (
         torch.empty(size, channels, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for size in (num_tokens, rows)
@@ -221,8 +222,8 @@ def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes
     return products, recorder.segments[FORWARD, 0], recorder.segments[BACKWARD, 0]
 
 
-def test_a_step_has_three_products_of_aligned_columns_and_little_more_memory_than_its_16_bit_logits():
-    """Logits, and the gradients of both factors, of the whole padded vocabulary each; memory beside the latter's."""
+def test_unchunked_loss_needs_three_products_and_memory_for_16_bit_logits():
+    """The backward's peak also holds the weight gradient of the whole padded vocabulary, which is subtracted."""
     for num_tokens, channels, vocab_size, rows in (
         (16384, 768, 50257, 50304),  # configs/gpt_125m.args
         (8192, 4096, 128256, 128256),
@@ -235,8 +236,8 @@ def test_a_step_has_three_products_of_aligned_columns_and_little_more_memory_tha
         assert logits < forward.kept + backward.peak - 2 * rows * channels < 1.2 * logits, vocab_size
 
 
-def test_chunks_of_any_number_end_at_multiples_of_128_columns():
-    """One at a time is in memory, and all but the last are multiplied again."""
+def test_chunks_end_at_multiples_of_128_columns():
+    """One chunk at a time is in memory, and all but the last are recomputed in the backward."""
     for num_tokens in (66, 96):
         products, forward, _ = traced(num_tokens, 64, 50257, 50304, chunk_bytes=1 << 21)
         widths = [n for m, n, k in products if k == 64]

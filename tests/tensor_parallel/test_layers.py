@@ -1,4 +1,4 @@
-"""Split layers against torch's whole ones: outputs, every gradient, and the collectives their docstrings promise."""
+"""Compare tensor-parallel layers with torch's full layers: outputs, all gradients and documented collectives."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from megazpp.tensor_parallel.layers import (
     column_parallel,
 )
 
-S, B, NARROW, WIDE = 8, 3, 7, 12  # S and WIDE are split over 2 and 4 ranks, B and NARROW are not
+S, B, NARROW, WIDE = 8, 3, 7, 12  # S and WIDE are divisible by 4 ranks, B and NARROW are not
 ENTER = {False: ({}, {"all_reduce": 1}), True: ({"all_gather": 1}, {"all_gather": 1, "reduce_scatter": 1})}
 LEAVE = {False: ({"all_reduce": 1}, {}), True: ({"reduce_scatter": 1}, {"all_gather": 1})}
 
@@ -36,7 +36,7 @@ def check_linear() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_column_and_row_parallel_layers_are_slices_of_whole_ones(size):
+def test_column_and_row_parallel_layers_match_full_layers(size):
     ranks(size).run(check_linear)
 
 
@@ -60,14 +60,16 @@ def check_what_columns_keep() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_columns_of_one_input_enter_once_keep_their_slice_and_if_frozen_do_not_gather_it_again(size):
+def test_columns_sharing_an_input_communicate_once_and_save_its_slice(size):
+    """If all their weights are frozen, the backward does not gather the input again."""
     ranks(size).run(check_what_columns_keep)
 
 
 def check_embedding() -> None:
-    """The first row is infinite, which nothing of another rank's lookup may show: it is looked up once."""
-    rows, vocab_size = 16, 11  # on 4 ranks: 4 + 4 + 3 tokens and a rank of padding
-    tokens = torch.cat([torch.arange(vocab_size), torch.tensor([10, 10, 3, 3, 7])]).view(8, 2)  # some of them twice
+    """Compare the embedding with torch's. Row 0 is infinite, so a lookup of it on another rank would show."""
+    rows, vocab_size = 16, 11  # on 4 ranks: 4 + 4 + 3 tokens, and one rank with only padding
+    # some tokens occur twice
+    tokens = torch.cat([torch.arange(vocab_size), torch.tensor([10, 10, 3, 3, 7])]).view(8, 2)
     tp, table, y_grad = tp_axis(), draw(5, rows, NARROW), draw(6, 8, 2, NARROW)
     table[0] = float("inf")
     whole = F.embedding(tokens, table.requires_grad_())
@@ -78,11 +80,11 @@ def check_embedding() -> None:
         layer.weight.data = part(table.detach(), 0, tp)
         y, forward = counted(tp, layer, tokens)
         _, backward = counted(tp, y.backward, part(y_grad, sequence, tp))
-        assert torch.equal(y, part(whole.detach(), sequence, tp))  # one term and zeros: exact
+        assert torch.equal(y, part(whole.detach(), sequence, tp))  # the sum has one nonzero term, so it is exact
         torch.testing.assert_close(layer.weight.grad, part(table.grad, 0, tp), rtol=1e-12, atol=1e-12)
         assert (forward, backward) == (LEAVE[split] if tp.size > 1 else ({}, {}))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_vocab_parallel_embedding_looks_up_the_whole_table(size):
+def test_vocab_parallel_embedding_matches_full_table(size):
     ranks(size).run(check_embedding)

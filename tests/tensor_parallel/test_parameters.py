@@ -1,4 +1,4 @@
-"""Initial weights, specs, and the order in which FSDP2 lays parameters out."""
+"""Test initial weights, parameter specs, and FSDP2's flat parameter order."""
 
 import contextlib
 import dataclasses
@@ -57,8 +57,8 @@ def weights_on_ranks(case: Case) -> dict[str, torch.Tensor]:
     slow(4, "llama", 2, 3, 1, 1),
     slow(4, "gpt2", 1, 1, 1, 8),
 ])  # fmt: skip
-def test_initial_weights_are_those_of_one_process(size, style, tp, stage, replicas, blocks):
-    """Bitwise, whatever the tp size, the stage, the number of data ranks and the padding; padding rows are zero."""
+def test_initial_weights_match_one_process(size, style, tp, stage, replicas, blocks):
+    """Weights are bit-identical for any tp size, stage, number of data ranks and padding; padding rows are zero."""
     model = dataclasses.replace(STYLES[style], make_vocab_size_divisible_by=blocks)
     expected = one_process_weights(STYLES[style])
     case = Case(model=model, tp=tp, stage=stage, replicas=replicas)
@@ -75,7 +75,7 @@ def drawn(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: weight for name, weight in weights.items() if weight.dim() == 2}
 
 
-def test_every_weight_follows_from_the_seed_and_its_name_and_not_from_the_default_generator_which_is_left_alone():
+def test_weights_depend_on_seed_and_name_not_on_default_generator():
     torch.manual_seed(1)
     model = GPTModel(GPT2_STYLE, vocab_size=VOCAB, tp=MeshAxis("tp"))
     state = torch.get_rng_state()
@@ -83,20 +83,24 @@ def test_every_weight_follows_from_the_seed_and_its_name_and_not_from_the_defaul
     assert torch.equal(torch.get_rng_state(), state)
     one, other = one_process_weights(GPT2_STYLE), one_process_weights(GPT2_STYLE, seed=6)
     firsts = [tuple(weight.flatten()[:8].tolist()) for weight in drawn(one).values()]
-    scaled = [tuple(round(x / abs(first[0]), 4) for x in first) for first in firsts]  # also not alike up to scale
+    # weights differ by more than a factor too
+    scaled = [tuple(round(x / abs(first[0]), 4) for x in first) for first in firsts]
     assert len(set(scaled)) == len(firsts) == 10
     for name, parameter in model.named_parameters():
         assert one[name].isfinite().all()
         assert torch.equal(parameter, one[name])
         changed = (parameter != other[name]).float().mean()
-        assert changed > 0.9 if parameter.dim() == 2 else changed == 0.0, name  # constants stay
+        assert changed > 0.9 if parameter.dim() == 2 else changed == 0.0, name  # constants do not depend on the seed
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"init_method_std": 0.01, "swiglu": True, "untie_embeddings_and_output_weights": True}], ids=str
 )
-def test_each_weight_is_normal_with_megatron_s_standard_deviation(changes):
-    """3 layers: what is added to the residual stream is scaled by 1/sqrt(2 x 3). Within 5 standard errors."""
+def test_initial_weights_are_normal_with_megatrons_standard_deviation(changes):
+    """Weights that write to the residual stream of 3 layers are scaled by 1/sqrt(2 x 3).
+
+    Tolerance: 5 standard errors.
+    """
     inputs = changes.get("init_method_std", 0.02)
     outputs = inputs / math.sqrt(6)
     sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 192}
@@ -108,7 +112,7 @@ def test_each_weight_is_normal_with_megatron_s_standard_deviation(changes):
         n = values.numel()
         assert float(values.mean()) == pytest.approx(0.0, abs=5 * std / math.sqrt(n)), name
         assert float(values.std()) == pytest.approx(std, rel=5 / math.sqrt(2 * n)), name
-        beyond = float((values.abs() > 2 * std).float().mean())  # 4.55 % of a normal distribution
+        beyond = float((values.abs() > 2 * std).float().mean())  # 4.55 % for a normal distribution
         assert beyond == pytest.approx(0.0455, abs=5 * math.sqrt(0.0455 / n)), name
     constants = {name: set(weight.tolist()) for name, weight in weights.items() if weight.dim() == 1}
     assert {name for name, value in constants.items() if value == {1.0}} == {
@@ -117,7 +121,7 @@ def test_each_weight_is_normal_with_megatron_s_standard_deviation(changes):
     assert all(value == {0.0} for name, value in constants.items() if name.endswith("bias"))
 
 
-def test_padding_rows_and_constants_are_drawn_as_their_spec_says():
+def test_padding_rows_and_constants_follow_their_spec():
     spec = ParameterSpec(split=0, std=0.5, rows=3)
     wide, narrow = (draw_parameter("w", (rows, 5), spec, seed=1, device=CPU) for rows in (9, 4))
     assert torch.equal(wide[:3], narrow[:3])
@@ -127,8 +131,8 @@ def test_padding_rows_and_constants_are_drawn_as_their_spec_says():
     assert not torch.equal(wide, draw_parameter("w2", (9, 5), spec, seed=1, device=CPU))
 
 
-def test_every_parameter_has_a_spec_and_lives_on_a_leaf_module():
-    """Only then is FSDP2's flat order that of `named_parameters()`."""
+def test_every_parameter_has_a_spec_and_is_on_a_leaf_module():
+    """FSDP2's flat order equals that of `named_parameters()` only if no parameter is on a module with children."""
     for style in STYLES.values():
         model = GPTModel(style, vocab_size=VOCAB, tp=MeshAxis("tp"))
         owned = list(owned_parameters(model))
@@ -142,13 +146,13 @@ def test_every_parameter_has_a_spec_and_lives_on_a_leaf_module():
 
 
 def units_on_ranks(case: Case) -> list[list[str]]:
-    """The names of each sharding unit in FSDP2's flat order."""
+    """Return the parameter names of each sharding unit in FSDP2's flat order."""
     _, sharding, _ = build_on_ranks(case)
     return [[parameter.name for parameter in unit.parameters] for unit in sharding.units]
 
 
 @pytest.mark.parametrize(("style", "tp"), [("gpt2", 1), ("llama", 2)])
-def test_fsdp2_s_flat_order_is_that_of_named_parameters(style, tp):
+def test_fsdp2_flat_order_equals_named_parameters(style, tp):
     model = GPTModel(STYLES[style], vocab_size=VOCAB, tp=MeshAxis("tp"))
     names = {parameter: name for name, parameter in model.named_parameters()}
     units = [[names.pop(p) for module in unit for p in module.parameters()] for unit in model.sharding_units()]
@@ -158,14 +162,15 @@ def test_fsdp2_s_flat_order_is_that_of_named_parameters(style, tp):
 
 
 def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[bool, Any, torch.Tensor]]:
-    """Of each placement: whether the gradient is contiguous, its placements, its local tensor."""
+    """Return for each placement: if the gradient is contiguous, its placements, and its local tensor."""
     found = []
     for placement in (Shard(0), Shard(1), Replicate()):
         wrapped = nn.Parameter(DTensor.from_local(torch.arange(6.0).view(2, 3), tp_mesh(), [placement]))
-        for _ in range(2):  # a second backward adds to the first's gradient
+        for _ in range(2):  # the second backward adds to the gradient of the first
             inside = read(wrapped)
             assert not isinstance(inside, DTensor)
-            (inside.sum() + (inside.t() @ torch.full((2, 3), 4.0)).sum()).backward()  # expanded, and transposed
+            # one gradient is expanded, the other transposed
+            (inside.sum() + (inside.t() @ torch.full((2, 3), 4.0)).sum()).backward()
             inside[0].sum().backward()
         found.append((wrapped.grad._local_tensor.is_contiguous(), wrapped.grad.placements, wrapped.grad.to_local()))
         frozen = wrapped.detach()
@@ -176,7 +181,7 @@ def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[boo
 
 
 def registered(parameter: DTensor) -> torch.Tensor:
-    """What a module holds inside `local_parameters`; afterwards it holds the parameter again, also after an error."""
+    """Return a module's parameter inside `local_parameters`, and check that it is restored after an error."""
     module = nn.Module()
     module.inner = nn.Module()
     module.inner.bias = None
@@ -189,7 +194,7 @@ def registered(parameter: DTensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("read", [local, registered])
-def test_local_is_the_local_tensor_and_its_gradients_are_those_of_torch_s_to_local(read):
+def test_local_returns_the_local_tensor_with_gradients_of_to_local(read):
     assert read(plain := torch.ones(3)) is plain
     ours = ranks(2).run(gradients_through, read)
     assert all(contiguous for found in ours for contiguous, _, _ in found)
@@ -200,7 +205,10 @@ def test_local_is_the_local_tensor_and_its_gradients_are_those_of_torch_s_to_loc
 
 
 def weights_of_another_device_on_each_rank(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, int], bool]:
-    """Local shards by name, where the rank is, and whether gathered weights agree, if no two ranks draw alike."""
+    """Build weights on ranks whose devices generate different numbers, and verify them.
+
+    Returns local shards by name, this rank's coordinates, and True if verification counted no traffic.
+    """
 
     def draw(name: str, shape: tuple[int, ...], spec: ParameterSpec, *, seed: int, device: torch.device) -> Any:
         return draw_parameter(name, shape, spec, seed=seed + torch.distributed.get_rank(), device=device)
@@ -209,20 +217,20 @@ def weights_of_another_device_on_each_rank(case: Case) -> tuple[dict[str, torch.
         model, sharding, dims = build_on_ranks(case)
     place = {name: getattr(dims, name).rank for name in ("tp", "shard")}
     shards = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
-    verify_weights(sharding, dims)  # raises where they do not
+    verify_weights(sharding, dims)  # raises if the ranks' gathered weights differ
     return shards, place, not dims.counter.table()
 
 
 SHARING = {
     "stage 0": (2, Case(stage=0, model=GPT2_STYLE)),
     "HSDP": (4, Case(replicas=2, model=GPT2_STYLE)),  # 101 rows over 2 ranks
-    "tp": (2, Case(tp=2, model=GPT2_STYLE)),  # learned positions are whole on each tp rank
+    "tp": (2, Case(tp=2, model=GPT2_STYLE)),  # learned positions are replicated over tp ranks
     "tp, HSDP": (4, Case(tp=2, replicas=2, model=LLAMA_STYLE)),
 }
 
 
 @pytest.mark.parametrize(("size", "case"), SHARING.values(), ids=SHARING)
-def test_copies_start_with_the_same_weights_also_where_devices_draw_other_numbers(size, case):
+def test_replicas_start_with_equal_weights_if_devices_generate_others(size, case):
     first: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
     found = ranks(size).run(weights_of_another_device_on_each_rank, case)
     for shards, place, nothing_counted in found:

@@ -1,4 +1,4 @@
-"""Each region against its formula over all ranks, forward and backward.
+"""Compare each region with its formula over all ranks, forward and backward.
 
 Values are small integers, so sums are exact in any order and every comparison is bitwise.
 """
@@ -27,7 +27,7 @@ def integers(seed: int, *shape: int) -> torch.Tensor:
 
 
 def formula(collective: str, given: list[torch.Tensor], tp: MeshAxis) -> tuple[torch.Tensor, dict[str, int]]:
-    """What this rank gets of what each rank gives, and the calls that it takes."""
+    """Return this rank's result of `collective` on all ranks' inputs, and the expected calls."""
     match collective:
         case "identity":
             return given[tp.rank], {}
@@ -46,7 +46,7 @@ def check_regions() -> None:
         xs = [integers(rank, *(sliced if forward == "all_gather" else shape)) for rank in range(tp.size)]
         grads = [integers(100 + rank, *(sliced if backward == "all_gather" else shape)) for rank in range(tp.size)]
         x, grad = xs[tp.rank].clone(), grads[tp.rank].clone()
-        if strided:  # the same values in memory of another order
+        if strided:  # the same values in a non-contiguous layout
             x, grad = x.mT.contiguous().mT, grad.mT.contiguous().mT
         x.requires_grad_()
         given = x.clone(memory_format=torch.contiguous_format) if name.endswith("_") else x
@@ -62,12 +62,12 @@ def check_regions() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_region_does_what_its_row_of_the_table_says(size):
+def test_region_communicates_as_its_row_in_the_table(size):
     ranks(size).run(check_regions)
 
 
 def check_two_branches() -> None:
-    """`a` goes through the region and beside it, `b` beside it, and autograd hands one gradient tensor to all."""
+    """Sum `a`, a region of 2 `a`, and `b`; autograd passes one gradient tensor to all three."""
     tp = tp_axis()
     for name in ("copy_to_region", "reduce_from_region_"):
         inputs, grads = ([integers(first + rank, 8, 3) for rank in range(2)] for first in (0, 20))
@@ -83,12 +83,12 @@ def check_two_branches() -> None:
         assert torch.equal(a.grad, own + 2 * back)
 
 
-def test_inputs_and_gradients_that_another_branch_shares_are_left_alone():
-    """An all-reduce in place must not reach the gradient of the other branch, nor what it reads."""
+def test_region_leaves_inputs_and_gradients_of_other_branches_unchanged():
+    """An in-place all-reduce must change neither the other branch's gradient nor its input."""
     ranks(2).run(check_two_branches)
 
 
-def test_on_an_axis_of_one_rank_a_region_returns_its_argument():
+def test_region_on_one_rank_returns_its_argument():
     alone, x = MeshAxis("tp"), integers(0, 8, 3)
     for name in REGIONS:
         assert torch.equal(getattr(regions, name)(x, alone), x)

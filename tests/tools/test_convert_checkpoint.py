@@ -1,4 +1,4 @@
-"""convert_checkpoint.py: a model from outside is generated from, trained on, and goes out again."""
+"""Test convert_checkpoint.py: import a model, generate from it, train it, and export it."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ def generate_there(folder: Path, prompt: str, count: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_model_from_outside_is_generated_from_and_trained_on_and_goes_out_with_its_tokenizer(converted, tmp_path):
+def test_imported_model_generates_trains_and_exports_with_its_tokenizer(converted, tmp_path):
     theirs, ours, out = converted / "theirs", converted / "ours", tmp_path / "out"
     say = ["--prompt", "Call me", "--temperature", "0", "--sample-tokens", "12", "--tensor-model-parallel-size", "2"]
     code, output = run_tool("generate", "--load", ours, *say, world=2)
@@ -53,13 +53,13 @@ def test_a_model_from_outside_is_generated_from_and_trained_on_and_goes_out_with
     before, after = file_tensors(theirs), file_tensors(out)
     assert {name: x.shape for name, x in before.items()} == {name: x.shape for name, x in after.items()}
     change = max(float((before[name] - after[name]).abs().max()) for name in before)
-    assert 1e-4 < change < 1e-2  # two steps of Adam
+    assert 1e-4 < change < 1e-2  # about two steps of Adam
     assert generate_there(out, "Call me", 3).startswith("Call me")
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_first_run_is_all_that_another_machine_needs(tmp_path):
-    """The tokenizer was trained on the shipped text and lay in a cache: neither is there now."""
+def test_checkpoint_of_the_first_run_works_on_another_machine(tmp_path):
+    """The tokenizer was trained on the shipped text and cached; the cache is removed before the checkpoint is used."""
     flags = f"@configs/gpt_tiny.args --num-layers 1 --hidden-size 32 --train-iters 1 --save {tmp_path}/save {BRIEF}"
     Home(tmp_path).pretrain(*flags.split(), run="run")
     shutil.rmtree(tmp_path / "cache")
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_the_first_run_is_all_that_another_machine_needs(tmp_pat
     assert generate_there(tmp_path / "out", "Call me", 3) in output
 
 
-def test_the_format_is_found_or_said_and_the_iteration_chosen(tmp_path, capsys):
+def test_source_format_is_detected_or_given_and_iteration_is_chosen(tmp_path, capsys):
     sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "max_position_embeddings": 16}
     config = GPTConfig(**sizes, openai_gelu=True)
     weights, ours, out = make_weights(config), tmp_path / "ours", tmp_path / "out"
@@ -100,12 +100,12 @@ def truncate(file: Path) -> None:
 
 
 def index_alone(folder: Path, text: str) -> None:
-    """Leave an index of shards as the only description of the weights."""
+    """Leave a shard index as the only description of the weights."""
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
 
 
-# What is done to a copy of theirs/ or ours/, the flags, and what is said.
+# folder to copy, change to the copy, flags, expected message
 # fmt: off
 BAD: list[tuple[str, Any, str, str]] = [
     ("theirs", None, "--output /usr", "is not empty"),
@@ -129,7 +129,7 @@ BAD: list[tuple[str, Any, str, str]] = [
 # fmt: on
 
 
-def test_bad_input_gives_one_line_and_writes_nothing(converted, tmp_path, capsys):
+def test_bad_input_gives_a_one_line_error_and_writes_nothing(converted, tmp_path, capsys):
     source = tmp_path / "source"
     for kind, spoil, flags, message in BAD:
         shutil.copytree(converted / kind, source)
@@ -143,7 +143,7 @@ def test_bad_input_gives_one_line_and_writes_nothing(converted, tmp_path, capsys
         shutil.rmtree(source, ignore_errors=True)
 
 
-def test_what_ends_half_way_leaves_nothing(converted, tmp_path, monkeypatch, capsys):
+def test_interrupted_conversion_leaves_no_output(converted, tmp_path, monkeypatch, capsys):
     read, calls = torch.Tensor.contiguous, itertools.count(1)
 
     def fail(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -163,12 +163,12 @@ def test_what_ends_half_way_leaves_nothing(converted, tmp_path, monkeypatch, cap
     ("source", "module", "name", "limit"),
     [("theirs", safetensors_file, "_read", 4), ("ours", SafeReader, "read_whole", 2)],
 )
-def test_few_tensors_are_in_memory_at_a_time(source, module, name, limit, converted, tmp_path, monkeypatch):
-    """At most what makes one of ours (queries, keys and values), and the one before that a variable still names."""
+def test_conversion_keeps_few_tensors_in_memory(source, module, name, limit, converted, tmp_path, monkeypatch):
+    """The limit is the number of sources of one target tensor (queries, keys, values), and the last target tensor."""
     buffers, counts, read = [], [], getattr(module, name)
 
     def counted(*args: Any) -> torch.Tensor:
-        array = read(*args).numpy().copy()  # lives as long as anything looks at its bytes
+        array = read(*args).numpy().copy()  # lives as long as any view of its bytes
         buffers.append(weakref.ref(array))
         counts.append(sum(buffer() is not None for buffer in buffers))
         return torch.from_numpy(array)

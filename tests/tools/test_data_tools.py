@@ -1,4 +1,4 @@
-"""The tools for data and reports: what they write and say."""
+"""Test the files and the output of the data tools and of the report tool."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ def tokens(prefix: str | Path) -> list[int]:
     return IndexedDataset(Path(prefix)).tokens.tolist()
 
 
-def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run_main):
+def test_inspect_dataset_counts_tokens_and_decodes_a_document(run_main):
     write("my", [[[*b"Hello, "], [*b"world", 256]], [], [[*b"x" * 1000]], [[*b"end"]]])
     _, out, _ = run_main(inspect_dataset.main, "--input", "my", *NULL)
     for said in (
@@ -59,13 +59,13 @@ def test_sizes_lengths_and_ends_are_counted_and_a_document_is_decoded(run_main):
     assert "eod" not in out
 
 
-def test_a_merged_pair_is_the_one_written_in_one_go(run_main):
+def test_merged_pair_equals_one_written_in_one_go(run_main):
     Path("parts").mkdir()
     for name, documents in (("b", B), ("a.1", A), ("c", C)):
         write(f"parts/{name}", documents)
     for other in ("notes.txt", "d.bin.unfinished"):
         Path("parts", other).touch()
-    # a folder stands for its pairs in the order of their names
+    # a folder is replaced by its pairs in the order of their names
     code, out, err = run_main(merge_datasets.main, "--input", "parts", "--output-prefix", "all")
     assert (code, out) == (0, "all\n")
     assert err.splitlines()[1] == "2 of 3: parts/b, 3 tokens"
@@ -75,7 +75,7 @@ def test_a_merged_pair_is_the_one_written_in_one_go(run_main):
     assert tokens("parts/b") == [5, 6, 7]
 
 
-def test_a_megatron_command_line_works_as_it_is_and_skipped_lines_are_counted(run_main):
+def test_preprocess_data_accepts_megatron_flags_and_counts_bad_lines(run_main):
     documents = "".join(json.dumps({"text": text, "title": text[0]}) + "\n" for text in ("one", "two"))
     Path("a.jsonl").write_text(f"{documents}x\ny\n")
     flags = ["--input", "a.jsonl", "--output-prefix", "my", *NULL, "--append-eod", "--on-error", "skip"]
@@ -89,14 +89,14 @@ def test_a_megatron_command_line_works_as_it_is_and_skipped_lines_are_counted(ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_again(tmp_path, how):
+def test_stopped_preprocessing_leaves_no_dataset_and_can_be_repeated(tmp_path, how):
     corpus = tmp_path / "a.jsonl"
-    corpus.write_text((json.dumps({"text": "x" * 100_000}) + "\n") * 1000)  # 100 blocks, of which 8 are read ahead
+    corpus.write_text((json.dumps({"text": "x" * 100_000}) + "\n") * 1000)  # 100 blocks; 8 blocks are read ahead
     flags = ["--input", str(corpus), "--output-prefix", f"{tmp_path}/my", *NULL, "--workers", "2"]
     program = Program("tools/preprocess_data.py", *flags, "--log-interval", "1", folder=tmp_path)
     program.wait_for("Processed")
     program.process.send_signal(how)
-    assert program.seconds_until_all_are_gone(30) < 30  # the workers, too
+    assert program.seconds_until_all_are_gone(30) < 30  # the workers end too
     output = program.finish()
     left = {path.name: path.stat().st_size > 0 for path in tmp_path.glob("my*")}
     killed = (-signal.SIGKILL, {"my_text_document.bin.unfinished": True})
@@ -109,7 +109,7 @@ def test_a_run_that_is_stopped_in_the_middle_leaves_no_dataset_and_can_be_run_ag
     assert tokens(tmp_path / "my_text_document") == list(b"one")
 
 
-def test_a_trained_tokenizer_gives_text_back(run_main):
+def test_trained_tokenizer_decodes_to_the_original_text(run_main):
     Path("a.txt").write_text(TEXT)
     Path("b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "Zanzibar! " * 50}).encode()))
     flags = ["--input", "a.txt", "b.jsonl.gz", "--vocab-size", 292, "--output-prefix", "my", "--overwrite"]
@@ -122,11 +122,11 @@ def test_a_trained_tokenizer_gives_text_back(run_main):
         assert (tokenizer.vocab_size, tokenizer.eod) == (292, 1)
         for example in (TEXT, "Zanzibar", "  naïve—日本語 🐳\n\n", "<eod>"):
             assert tokenizer.decode(tokenizer.encode(example)) == example
-        assert len(tokenizer.encode("Zanzibar")) < 8  # of 8 letters of which Z, z and b are only in the second file
+        assert len(tokenizer.encode("Zanzibar")) < 8  # merged pieces, although Z, z and b occur only in the second file
         assert {path.name for path in Path().iterdir()} == {"a.txt", "b.jsonl.gz", "my.model"}
 
 
-def test_characters_beyond_the_coverage_get_bytes_and_no_pieces(run_main):
+def test_characters_beyond_the_coverage_are_encoded_as_bytes(run_main):
     Path("a.txt").write_text("abc " * 99 + "z")
     sizes = []
     for coverage in ("0.99", "1.0"):
@@ -134,10 +134,10 @@ def test_characters_beyond_the_coverage_get_bytes_and_no_pieces(run_main):
         code, _, err = run_main(train_tokenizer.main, *flags, "--character-coverage", coverage)
         assert code == 0, err
         sizes.append(load_tokenizer(MY_MODEL).piece_bytes(load_tokenizer(MY_MODEL).encode("z")[-1]))
-    assert sizes == [1, None]  # a byte, and a piece
+    assert sizes == [1, None]  # first a byte, then a piece
 
 
-def test_every_file_gives_an_equal_part_of_the_text_and_sentencepiece_speaks_if_it_is_asked_to(run_main):
+def test_tokenizer_reads_equal_parts_of_files_and_logs_if_asked(run_main):
     for name, letters in (("a", "qq "), ("b", "zz ")):
         Path(f"{name}.jsonl").write_text((json.dumps({"body": letters * 100}) + "\n") * 100)
     inputs = ["--input", "a.jsonl", "b.jsonl", "--max-characters", 3000, "--json-key", "body", "--minloglevel", 0]
@@ -148,7 +148,7 @@ def test_every_file_gives_an_equal_part_of_the_text_and_sentencepiece_speaks_if_
     assert len(tokenizer.encode("qq")) == len(tokenizer.encode("zz")) < 3
 
 
-def test_the_page_is_in_the_first_folder_or_where_it_was_asked_for(run_main):
+def test_report_is_written_to_the_first_folder_or_the_given_path(run_main):
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 5.0}\n')
     for flags, page in ((["run"], "run/report.html"), (["run", "--output", "my.html"], "my.html")):

@@ -1,4 +1,4 @@
-"""Nodes as network namespaces: real rates, torchrun's variables, and nothing left however it ends."""
+"""Test nodes emulated by network namespaces: link rates, torchrun's variables, and cleanup."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from megazpp.base.program import UserError
 CAN_EMULATE = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
 needs_root = pytest.mark.skipif(not CAN_EMULATE, reason="needs root and iproute2")
 
-# node 0 sends a megabyte to node 1 over plain sockets: no torch, so that a job takes tenths of seconds
+# node 0 sends a megabyte to node 1 over sockets; without torch, a job takes only tenths of a second
 SEND = """
 import os, sys, time
 from multiprocessing.connection import Client, Listener
@@ -55,7 +55,7 @@ def seconds_of(output: str) -> float:
 
 @pytest.mark.slow
 @needs_root
-def test_a_job_crosses_the_uplinks_at_their_rate_and_the_links_of_this_machine_stay(send, monkeypatch, capfd):
+def test_job_uses_uplinks_at_their_rate_and_host_links_stay_unchanged(send, monkeypatch, capfd):
     monkeypatch.setattr(emulate_cluster, "exit_on_signals", lambda: None)
     links = subprocess.check_output(["ip", "link"], text=True)
     flags = "--nodes 2 --ranks-per-node 1 --rate 10mbit --"
@@ -63,17 +63,17 @@ def test_a_job_crosses_the_uplinks_at_their_rate_and_the_links_of_this_machine_s
     output = capfd.readouterr().out
     uplinks = re.findall(r"^uplink of node \d: sent (\S+) MB, received (\S+) MB", output, re.MULTILINE)
     (sent, few), (back, received) = ([float(words) for words in uplink] for uplink in uplinks)
-    assert 1.048 < sent < 1.048 * 1.05  # and headers
+    assert 1.048 < sent < 1.048 * 1.05  # plus headers
     assert 0 < back < 0.05
-    assert [received, few] == pytest.approx([sent, back], abs=0.01)  # less what was asked of all, and rounding
-    # 8.39 Mbit, of which the burst of 1.02 Mbit goes at once, and not much less than that
+    assert [received, few] == pytest.approx([sent, back], abs=0.01)  # less the traffic before the job, and rounding
+    # 8.39 Mbit minus a burst of 1.02 Mbit that is sent at once, with some margin
     assert seconds_of(output) > 0.6
     assert subprocess.check_output(["ip", "link"], text=True) == links
 
 
 @pytest.mark.slow
 @needs_root
-def test_the_rate_changes_under_a_running_cluster_and_when_one_rank_fails_all_end(send, capfd):
+def test_rate_can_change_during_a_job_and_one_failed_rank_ends_all(send, capfd):
     with EmulatedCluster(nodes=2, ranks_per_node=1, rate="4mbit") as cluster:
         assert cluster.start([sys.executable, send]).wait() == 0
         slow = seconds_of(capfd.readouterr().out)
@@ -93,12 +93,12 @@ def test_the_rate_changes_under_a_running_cluster_and_when_one_rank_fails_all_en
 @pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_a_run_ends_nothing_of_it_stays(tmp_path, send, number):
-    """The namespaces are there as long as their processes."""
+def test_no_process_or_namespace_is_left_however_a_run_ends(tmp_path, send, number):
+    """A namespace exists only as long as its processes."""
     flags = ("--nodes", "2", "--ranks-per-node", "1", "--", send, "stay")
     tool = Program("tools/emulate_cluster.py", *flags, folder=tmp_path)
     tool.wait_for("seconds")
-    assert len(tool.left_behind()) == 1 + 2 + 3  # the tool, its ranks, and what holds three namespaces
+    assert len(tool.left_behind()) == 1 + 2 + 3  # the tool, its ranks, and the holders of three namespaces
     tool.process.send_signal(number)
     assert tool.process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
     assert tool.seconds_until_all_are_gone(10) < 10
@@ -106,7 +106,7 @@ def test_however_a_run_ends_nothing_of_it_stays(tmp_path, send, number):
 
 @pytest.mark.slow
 @needs_root
-def test_ranks_see_what_torchrun_would_tell_them_and_the_hosts_and_links_of_their_node(tmp_path):
+def test_ranks_get_torchruns_variables_hosts_and_links_of_their_node(tmp_path):
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
     program = (
         "import os, socket\n"
@@ -120,7 +120,7 @@ def test_ranks_see_what_torchrun_would_tell_them_and_the_hosts_and_links_of_thei
     assert (tmp_path / "2").read_text() == "2 0 6 2 1 10.88.0.1 29500 1 eth0 10.88.0.2 eth0,lo"
 
 
-def test_without_root_or_iproute2_nothing_is_made_and_the_message_says_why(monkeypatch):
+def test_missing_root_or_iproute2_is_an_error_before_any_change(monkeypatch):
     cluster = EmulatedCluster(nodes=2, ranks_per_node=1)
     monkeypatch.setenv("PATH", "/nowhere")
     for user, said in ((1000, "needs root"), (0, "needs iproute2, but ip and tc cannot be found")):
@@ -129,7 +129,7 @@ def test_without_root_or_iproute2_nothing_is_made_and_the_message_says_why(monke
             cluster.__enter__()
 
 
-def test_rates_are_bits_per_second():
+def test_rates_are_parsed_as_bits_per_second():
     assert [parse_rate(rate) for rate in ("500mbit", "1.5gbit", "8kbit", "unlimited")] == [5e8, 1.5e9, 8e3, None]
     wrong = ("0mbit", "500", "fast", "-1mbit", "1mbit 2mbit")
     assert not_refused([(rate, f"--rate {rate} is neither") for rate in wrong], parse_rate) == []

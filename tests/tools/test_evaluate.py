@@ -1,4 +1,4 @@
-"""The training's own validation again, weights on disk, and losses of transformers."""
+"""Test evaluate.py: it repeats the training's validation, reads weights from disk, and agrees with transformers."""
 
 import convert_checkpoint
 import evaluate
@@ -15,12 +15,12 @@ from megazpp.run.ranks import Job
 
 
 def losses(output: str) -> list[str]:
-    """The lines of the validation and the test set."""
+    """Return the lines with the losses on the validation and test sets."""
     return [line for line in output.splitlines() if line.startswith(" validation loss at iteration 12")]
 
 
 @pytest.mark.slow
-def test_the_numbers_are_those_that_the_training_ended_with(trained):
+def test_evaluation_repeats_the_final_losses_of_training(trained):
     same = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--nproc", "2"]
     code, output = run_forked("tools/evaluate.py", "--load", f"{trained.folder}/save", *same, folder=trained.folder)
     assert code == 0, output
@@ -30,7 +30,7 @@ def test_the_numbers_are_those_that_the_training_ended_with(trained):
 
 
 def numbers(trained: Run, *flags: object, world: int = 1) -> tuple[list[str], list[float]]:
-    """The lines of losses, and bits per byte on both held-out sets."""
+    """Evaluate and return the lines of losses, and bits per byte on both held-out sets."""
     code, output = run_tool("evaluate", "--load", trained.folder / "save", *flags, world=world)
     assert code == 0, output
     per_byte = [float(line.split(":")[1].split()[0]) for line in output.splitlines() if "bits per byte:" in line]
@@ -40,8 +40,8 @@ def numbers(trained: Run, *flags: object, world: int = 1) -> tuple[list[str], li
 
 
 @pytest.mark.slow
-def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(trained, tmp_path):
-    """8 bits change a byte's share by little, 4 bits by more, none by much."""
+def test_weights_on_disk_give_the_losses_of_resident_weights(trained, tmp_path):
+    """Packing to 8 bits changes bits per byte by less than 0.01, and to 4 bits by more, but less than 0.1."""
     _, exact = numbers(trained)
     off = {}
     for bits in (8, 4):
@@ -49,13 +49,13 @@ def test_weights_on_disk_give_the_losses_of_resident_ones_in_the_same_bits(train
         resident = numbers(trained, "--weight-bits", bits)
         assert numbers(trained, *stored) == resident
         _, per_byte = numbers(trained, *stored, "--tensor-model-parallel-size", 2, world=2)
-        assert per_byte == pytest.approx(resident[1], abs=0.01)  # other blocks of the split matrices
+        assert per_byte == pytest.approx(resident[1], abs=0.01)  # split matrices have other blocks
         off[bits] = max(abs(one - other) for one, other in zip(resident[1], exact, strict=True))
     assert off[8] < 0.01
     assert off[8] < off[4] < 0.1
 
 
-def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(converted, monkeypatch):
+def test_cpu_uses_one_process_per_tp_rank_unless_nproc_is_given(converted, monkeypatch):
     jobs: list[Job] = []
     monkeypatch.setattr(on_checkpoint, "run_on_ranks", lambda prepare: jobs.append(prepare()))
     monkeypatch.setattr(on_checkpoint, "device_type", lambda: "cpu")
@@ -66,16 +66,19 @@ def test_a_cpu_has_one_process_per_tensor_parallel_rank_unless_nproc_says_more(c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more_rows", [5, -1])
-def test_an_imported_model_has_the_loss_of_transformers_with_more_rows_than_ids_and_with_fewer(more_rows, tmp_path):
-    """Every row counts, and no other: logits near -35 show a row that is left out or made up. <s> begins the text."""
+def test_imported_model_has_the_loss_of_transformers_for_any_row_count(more_rows, tmp_path):
+    """The vocabulary has more or fewer rows than the tokenizer has IDs.
+
+    Logits are near -35, so an omitted or added row would change the loss. The text begins with <s>.
+    """
     theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
     text = "Call me Ishmael. Some years ago never mind how long precisely having little or no money\n"
     write_llama_tokenizer(theirs, text, pad_token="[PAD]")
     tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
-    tokenizer.save_pretrained(theirs)  # [PAD] in tokenizer.json
+    tokenizer.save_pretrained(theirs)  # writes [PAD] to tokenizer.json
     model = make_llama(vocab_size=len(tokenizer) + more_rows, max_position_embeddings=64)
     ids = torch.tensor([tokenizer("Call me money")["input_ids"] + [2]])
-    with torch.no_grad():  # each logit minus 35: a channel that is the same everywhere is subtracted
+    with torch.no_grad():  # shift each logit by -35 through a channel that is constant
         model.model.embed_tokens.weight[:, 0] = 30.0
         model.lm_head.weight[:, 0] = -7.0
         expected = float(model(ids, labels=ids).loss)

@@ -1,4 +1,4 @@
-"""The examples of ZeRO++ in other people's trainings, each by torchrun on 2 emulated nodes x 2 ranks."""
+"""Test the ZeRO++ examples for other frameworks, each started by torchrun on 2 emulated nodes x 2 ranks."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_l
 
 
 def losses(mode: str, path: str, folder: Path) -> list[float]:
-    """What the example prints as losses, sorted: ranks print in any order."""
+    """Run the example and return its printed losses, sorted, since ranks print in any order."""
     runner = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python")
     command = (str(forked_python()), str(ROOT / "tests/helpers/on_cpu.py"), mode, path)
     code, output = run_forked(*runner, *command, folder=folder)
@@ -23,8 +23,8 @@ def losses(mode: str, path: str, folder: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
-def test_an_example_trains_as_without_its_line_where_nothing_is_quantized(path, tmp_path, monkeypatch):
-    """To the four digits that the frameworks print; TRL's sums are in bf16."""
+def test_example_without_quantization_matches_training_without_zeropp(path, tmp_path, monkeypatch):
+    """Losses are compared to the four digits that the frameworks print; TRL sums in bf16."""
     monkeypatch.setenv("MEGAZPP_RANKS_PER_NODE", "2")
     pytest.importorskip(NEEDS.get(path.stem, "trl" if "trl" in path.stem else "torch"))
     without = losses("off", str(path), tmp_path)
@@ -33,7 +33,7 @@ def test_an_example_trains_as_without_its_line_where_nothing_is_quantized(path, 
     assert len(without) >= 4
 
 
-def test_an_example_has_at_most_forty_lines_and_begins_with_its_command():
+def test_example_has_at_most_40_lines_and_documents_its_command():
     for path in EXAMPLES:
         text = path.read_text()
         assert text.count("\n") <= 40, path.name

@@ -1,4 +1,4 @@
-"""Prompts in, texts out: the same for 1 and 2 tp ranks, from packed weights and from a store."""
+"""Test generate.py: texts are equal for 1 and 2 tp ranks, and for packed and stored weights."""
 
 import io
 import json
@@ -40,25 +40,25 @@ def load(converted) -> Path:
 
 
 @pytest.mark.slow
-def test_greedy_texts_are_the_same_for_1_and_2_tp_ranks_and_drawn_ones_for_any_batches(load, tmp_path):
+def test_texts_are_equal_for_1_and_2_tp_ranks_and_any_batch_size(load, tmp_path):
     alone = run(load, "--prompt", *PROMPTS, *GREEDY, "--sample-tokens", 25)
     assert re.search(r"with the cache: 75 tokens in .* s, then \S+ tokens/s", alone)
     assert len(texts(alone)) == 3
-    (tmp_path / "prompts").write_text("\n".join([PROMPTS[0], "", *PROMPTS[1:]]))  # an empty line is no prompt
+    (tmp_path / "prompts").write_text("\n".join([PROMPTS[0], "", *PROMPTS[1:]]))  # the empty line is ignored
     from_file = ["--prompt-file", tmp_path / "prompts", "--sample-tokens", 25, "--prompts-at-once"]
     split = run(load, *from_file, 2, *GREEDY, world=2)
     assert texts(split) == texts(alone)
-    assert split.count("with the cache: ") == 2  # batches
+    assert split.count("with the cache: ") == 2  # one line per batch
     assert split.count("loading weights") == 1
     drawn = [texts(run(load, *from_file, size, "--seed", 5)) for size in (1, 2, 3)]
     assert drawn[0] == drawn[1] == drawn[2] != texts(alone)
     assert texts(run(load, *from_file, 2, "--seed", 6)) != drawn[0]
-    empty = run(load, "--prompt", "", *GREEDY, "--sample-tokens", 5)  # is continued from nothing
+    empty = run(load, "--prompt", "", *GREEDY, "--sample-tokens", 5)  # generation starts from nothing
     assert "with the cache: 5 tokens in" in empty
 
 
 def peak_bytes(load: Path, *flags: str) -> int:
-    """The most memory of a process of the real program."""
+    """Return the peak memory in bytes of a process that runs the program."""
     tool = [sys.executable, "tools/generate.py", "--load", str(load), "--prompt", "a", "--sample-tokens", "3", *flags]
     measure = f"subprocess.run({tool}, check=True); print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     code, output = run_program("-c", f"import resource, subprocess; {measure}", folder=load)
@@ -67,8 +67,8 @@ def peak_bytes(load: Path, *flags: str) -> int:
 
 
 @pytest.mark.slow
-def test_weights_are_in_memory_once_in_the_dtype_that_is_computed_in(tmp_path):
-    """Models of 1 and 25 layers of 4.3 million fp32 weights."""
+def test_weights_are_in_memory_once_in_the_compute_dtype(tmp_path):
+    """Compares models with 1 and 25 layers, each of 4.3 million fp32 weights."""
     for layers in (1, 25):
         model = make_llama(vocab_size=300, hidden_size=512, intermediate_size=2304, num_hidden_layers=layers)
         places = ["--input", str(save(model, tmp_path / f"hf{layers}")), "--output", str(tmp_path / str(layers))]
@@ -79,7 +79,7 @@ def test_weights_are_in_memory_once_in_the_dtype_that_is_computed_in(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_asked_for(load, tmp_path):
+def test_damaged_checkpoint_falls_back_to_an_earlier_one_if_asked(load, tmp_path):
     spoilt = shutil.copytree(load, tmp_path / "load")
     (good,) = spoilt.glob("iter_*")
     record = shutil.copytree(good, spoilt / "iter_0000099") / "run.json"
@@ -96,9 +96,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it_if_that_is_as
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory_with_as_many_prompts_at_once_as_fit(
-    load, tmp_path, tp
-):
+def test_texts_from_a_disk_store_match_resident_packed_weights(load, tmp_path, tp):
+    """As many prompts as fit are generated at once."""
     flags = ["--prompt", *PROMPTS * 4, "--prompts-at-once", "auto", *GREEDY, "--sample-tokens", 12, "--weight-bits", 8]
     resident = run(load, *flags, "--weights-device", "device", world=tp)
     disk = [*flags, "--kv-cache-device", "host", "--weights-device", "disk", "--weight-store"]
@@ -108,9 +107,9 @@ def test_texts_from_a_store_on_disk_are_those_of_packed_weights_in_memory_with_a
     assert texts(first) == texts(second) == texts(resident)
     assert (first.count(" wrote "), second.count(" wrote ")) == (1, 0)
     (per_pass,) = re.findall(r"(\d+) bytes are fetched per pass", second)
-    assert f" 12 passes fetched {12 * int(per_pass)} bytes; " in second  # one batch
+    assert f" 12 passes fetched {12 * int(per_pass)} bytes; " in second  # all prompts are in one batch
     assert len(list(tmp_path.glob("*.weights"))) == tp
-    # a store that cannot be written is named by its flag
+    # the error for a store that cannot be written names the flag
     code, output = run_tool("generate", "--load", load, *disk, "/proc/x", "--tensor-model-parallel-size", tp, world=tp)
     assert code == 2
     assert "error: rank 0: --weight-store /proc/x: /proc/x: No such file or directory\n" in output
@@ -122,7 +121,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ tone }}\
 
 
 def starts(prompts: list[Any], *, length: int = 64, tokens: int = 8, **flags: Any) -> tuple[list[str], list[str]]:
-    """Texts that are continued, and notes about them, for a tokenizer of bytes."""
+    """Return the texts to be continued and the notes about them, with a byte tokenizer."""
     sample = SampleConfig(sample_tokens=tokens)
     config: Any = SimpleNamespace(data=SimpleNamespace(seq_length=length), section=lambda kind: sample)
     notes, tokenizer = list[str](), ByteTokenizer()
@@ -130,7 +129,7 @@ def starts(prompts: list[Any], *, length: int = 64, tokens: int = 8, **flags: An
     return [bytes(each for each in made.make(prompt).ids if each < 256).decode() for prompt in prompts], notes
 
 
-def test_chat_renders_prompts_and_messages_and_takes_their_columns(tmp_path):
+def test_chat_renders_prompts_and_messages_with_record_fields(tmp_path):
     (tmp_path / "t.jinja").write_text(CHAT_TEMPLATE)
     chat = {"chat": True, "chat_template": str(tmp_path / "t.jinja")}
     rows: list[tuple[Any, dict[str, Any], str]] = [
@@ -147,7 +146,7 @@ def test_chat_renders_prompts_and_messages_and_takes_their_columns(tmp_path):
     assert starts(["Who?"], chat=True)[0] == ["<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"]
 
 
-def test_a_prompt_that_is_too_long_is_refused_or_cut_and_reported():
+def test_too_long_prompt_is_rejected_or_truncated_with_a_note():
     assert starts(["a" * 56], truncate_prompt=True) == (["a" * 56], [])
     cut = "note: prompt 2 is truncated from 70 tokens to its last 56"
     assert starts(["a", "b" * 14 + "c" * 56], truncate_prompt=True) == (["a", "c" * 56], [cut])
@@ -175,7 +174,7 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_and_reported():
     assert not not_refused(rows, lambda prompts, flags: starts(prompts, **flags))
 
 
-def test_prompt_files_of_json_hold_records(tmp_path):
+def test_json_prompt_files_hold_records(tmp_path):
     lines, whole, bad = tmp_path / "p.jsonl", tmp_path / "p.json", tmp_path / "bad.json"
     lines.write_text('{"prompt": "a"}\n\n{"messages": []}\n{"prompt": "b"}\n')
     assert list(read_prompts((), str(lines), 2)) == [[{"prompt": "a"}, {"messages": []}], [{"prompt": "b"}]]
@@ -189,7 +188,7 @@ def test_prompt_files_of_json_hold_records(tmp_path):
 
 
 @pytest.mark.slow
-def test_chat_answers_as_the_rendered_prompt_is_continued(load, tmp_path):
+def test_chat_answer_equals_continuation_of_the_rendered_prompt(load, tmp_path):
     (tmp_path / "talk.json").write_text(json.dumps(ASKED))
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
     flags = [*GREEDY, "--sample-tokens", 9]
@@ -204,7 +203,7 @@ def test_chat_answers_as_the_rendered_prompt_is_continued(load, tmp_path):
     assert "loading weights" not in output
 
 
-def test_prompts_come_from_the_flag_a_file_or_stdin_and_from_a_terminal_as_they_are_typed(tmp_path, monkeypatch):
+def test_prompts_come_from_flag_file_stdin_or_terminal(tmp_path, monkeypatch):
     (tmp_path / "prompts").write_text("a\r\n\nb\nc")
     for given, batches in (
         (["p", "q\nq"], [["p", "q\nq"]]),

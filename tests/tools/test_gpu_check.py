@@ -1,4 +1,4 @@
-"""gpu_check.py: parts that fail, hang or are killed, what a budget has, and every part at its smallest on a CPU."""
+"""Test gpu_check.py: failing, hanging and killed parts, time budgets, and each part at its smallest size on a CPU."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def raising(check: Check) -> None:
 
 @pytest.fixture
 def run_parts(tmp_path, monkeypatch):
-    """Runs parts, and returns the exit code and what each has found."""
+    """Return a function that runs parts and returns the exit code and each part's results."""
     monkeypatch.setattr(gpu_check, "exit_on_signals", lambda: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.chdir(ROOT)
@@ -51,7 +51,7 @@ def run_parts(tmp_path, monkeypatch):
     return run
 
 
-def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(run_parts, capsys):
+def test_failed_part_keeps_its_rows_and_other_parts_run(run_parts, capsys):
     parts = tuple(Part(part.__name__, "A title", part, (60, 60), 1) for part in (failing, raising, good))
     code, found = run_parts((*parts, Part("late", "", good, (60, 60), 1000)))
     assert code == 1
@@ -64,7 +64,7 @@ def test_parts_that_fail_or_raise_leave_their_rows_and_the_others_run(run_parts,
     assert "## failing: A title (failed, 0 s)\n\n| figure |\n|---|\n| 2 |\n\n- FAILED: the bits differ\n" in shown
 
 
-def test_a_budget_has_its_parts_which_fill_it_and_only_what_ran_counts(run_parts):
+def test_budget_selects_parts_that_fill_it(run_parts):
     for long, minutes in ((False, 8), (True, 30)):
         assert sum(part.seconds[long] for part in gpu_check.PARTS) == 60 * minutes
     parts = (Part("good", "", good, (60, 60), 1), Part("failing", "", failing, (0, 60), 1))
@@ -95,12 +95,12 @@ gpu_check.main()
 
 
 @pytest.mark.slow
-def test_what_hangs_is_ended_with_what_it_has_started_and_a_run_that_is_killed_keeps_what_was_found(tmp_path):
+def test_hanging_part_is_ended_and_a_killed_run_keeps_its_results(tmp_path):
     out = tmp_path / "out"
     flags = ["--out", str(out), "--device", "cpu", "--budget-minutes", "1"]
     program = Program("-c", HANGING, *flags, folder=tmp_path)
     program.wait_for("waiting: at most 59 of 59 s")
-    program.wait_until(lambda: len(program.left_behind()) > 1)  # its program has begun
+    program.wait_until(lambda: len(program.left_behind()) > 1)  # the part's program has started
     program.process.kill()
     assert program.seconds_until_all_are_gone(10) < 10
     hung, killed = json.loads((out / "results.json").read_text())["parts"]
@@ -116,7 +116,7 @@ def check(tmp_path) -> Check:
 
 @pytest.fixture
 def forking_check(check, tmp_path, monkeypatch) -> Check:
-    """Its programs start in milliseconds."""
+    """Return a check whose programs start in milliseconds."""
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "tools", "tools/benchmarks", "tests"))
     env = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": f"{tmp_path}/cache"}
     for name, value in env.items():
@@ -127,7 +127,7 @@ def forking_check(check, tmp_path, monkeypatch) -> Check:
 
 
 def ending(check: Check, code: int | None, text: str) -> None:
-    """Have its programs end so, with this in their log."""
+    """Make the check's programs end with `code` and write `text` to their log."""
     check.run = lambda words, log, *more, **options: log.write_text(text) and code
 
 
@@ -139,7 +139,7 @@ tests/model/test_b.py::test_y SKIPPED (no)                               [ 99%]
 tests/model/test_b.py::test_z """
 
 
-def test_tests_are_counted_also_if_they_were_ended(check):
+def test_finished_tests_are_counted_after_a_timeout(check):
     ending(check, None, LOG)
     gpu_check_parts.correct(check)
     assert check.found["rows"] == [{"passed": 2, "failed": 1, "error": 0, "skipped": 1}]
@@ -154,7 +154,7 @@ def test_gpu_tests_begin_with_cuda_graphs_and_large_offsets(monkeypatch):
     assert "tests/data/test_loader.py" in files[2:]
 
 
-def test_only_float8_may_be_refused(check):
+def test_only_float8_may_be_skipped_for_a_missing_package(check):
     for side, flags, code in (("a", FLOAT8, EXIT_USER_ERROR), ("b", FLOAT8, 1), ("c", "", EXIT_USER_ERROR)):
         ending(check, code, "needs torchao\n")
         assert train(check, side, f"pretrain_gpt.py @configs/gpt_125m.args {flags}", 60) == []
@@ -162,7 +162,7 @@ def test_only_float8_may_be_refused(check):
     assert check.found["failures"] == ["b: exit code 1, needs torchao", "c: exit code 2, needs torchao"]
 
 
-def test_the_baseline_is_of_the_same_size():
+def test_baseline_has_as_many_parameters_as_our_model():
     for name in ("gpt_125m", "llama_1b", "llama_8b"):
         config = parse_run_config([f"@configs/{name}.args"], ROOT, features=FEATURES).config
         with torch.device("meta"):
@@ -174,7 +174,7 @@ def test_the_baseline_is_of_the_same_size():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["ours", "baseline", "pretended --zeropp"])
-def test_a_side_trains_and_logs(forking_check, side):
+def test_each_side_of_the_comparison_trains_and_logs(forking_check, side):
     kind, _, flags = side.partition(" ")
     program = "pretrain_gpt.py" if kind == "ours" else f"-m gpu_check_workers {kind}"
     lines = train(forking_check, side, f"{program} @configs/llama_1b.args --mock-data {flags}", 300)
@@ -184,7 +184,7 @@ def test_a_side_trains_and_logs(forking_check, side):
 
 
 @pytest.mark.slow
-def test_kernels_are_timed_beside_a_copy_and_saves_and_generation_from_the_host_are_measured(forking_check):
+def test_kernel_save_and_generation_parts_report_their_rows(forking_check):
     gpu_check_parts.kernels(forking_check)
     gpu_check_parts.checkpoint(forking_check)
     rows = forking_check.found["rows"]
@@ -200,7 +200,7 @@ def test_kernels_are_timed_beside_a_copy_and_saves_and_generation_from_the_host_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "same"), [("gpu_check_workers streams", True), ("helpers.broken_overlap", False)])
-def test_disturbances_change_no_bit_unless_something_does_not_wait(forking_check, program, same):
+def test_disturbances_change_results_only_if_a_wait_is_missing(forking_check, program, same):
     ways = [f"{way} --num-layers 2" for way in (OVERLAP_OFF, "--zeropp --disturbed")]
     off, on = on_two_nodes(forking_check, f"-m {program}", ways)
     assert len(off) == len(on) == 4

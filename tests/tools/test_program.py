@@ -1,4 +1,4 @@
-"""How programs end: with whom, above all where nobody reads on, and with a sentence about the user's input."""
+"""Test how programs end: exit codes, one-line errors, a closed output pipe, and a launcher that was killed."""
 
 import os
 import re
@@ -16,13 +16,13 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
 MISSING = OSError(2, "no", "/proc/x")
-ENDS: list[tuple[str, Any, int, str]] = [  # flags, what main returns or raises, exit code, stderr
+ENDS: list[tuple[str, Any, int, str]] = [  # flags, value that main returns or raises, exit code, stderr
     ("", None, 0, ""),
     ("", 2, 2, ""),
     ("", ValueError("no"), 2, "error: no"),
     ("", JobError("no"), 1, "error: no"),
     ("", KeyboardInterrupt(), 130, "interrupted"),
-    # a file that cannot be made is named with its flag
+    # the error names the flag of a file that cannot be created
     ("--to /proc/x", MISSING, 2, "error: --to /proc/x: /proc/x: no"),
     ("--to=/proc/x/y", MISSING, 2, "error: --to /proc/x/y: /proc/x: no"),
     ("--many a /proc --to b", MISSING, 2, "error: --many /proc: /proc/x: no"),
@@ -30,7 +30,7 @@ ENDS: list[tuple[str, Any, int, str]] = [  # flags, what main returns or raises,
 ]
 
 
-def test_a_program_ends_with_the_status_of_its_main_and_a_mistake_or_an_interrupt_is_one_line(capsys):
+def test_program_ends_with_mains_status_or_a_one_line_error(capsys):
     @program
     def main(argv: list[str]) -> int | None:
         if isinstance(end, BaseException):
@@ -43,7 +43,7 @@ def test_a_program_ends_with_the_status_of_its_main_and_a_mistake_or_an_interrup
 
 
 def unread(*command: object, folder: Path) -> tuple[int, str]:
-    """(exit code, stderr) of a program whose stdout is a pipe that nobody reads."""
+    """Run a program whose stdout is a pipe without a reader, and return (exit code, stderr)."""
     reads, writes = os.pipe()
     os.close(reads)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
@@ -54,7 +54,7 @@ def unread(*command: object, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_tool_or_a_worker_whose_reader_has_gone_ends_without_a_word(converted, tmp_path):
+def test_program_with_a_closed_output_pipe_ends_silently(converted, tmp_path):
     assert unread("tools/show_topology.py", "--nodes", 2, "--ranks-per-node", 4, folder=tmp_path) == (141, "")
     flags = ["--load", converted / "ours", "--prompt", "Call me", "--sample-tokens", 30, "--nproc", 2]
     code, error = unread("tools/generate.py", *flags, folder=tmp_path)
@@ -63,21 +63,21 @@ def test_a_tool_or_a_worker_whose_reader_has_gone_ends_without_a_word(converted,
     assert "BrokenPipe" not in error
 
 
-def test_every_tool_ends_that_way():
+def test_every_tool_uses_the_program_decorator():
     texts = {path.name: path.read_text() for path in (ROOT / "tools").glob("**/*.py") if "examples" not in path.parts}
     tools = [name for name, text in texts.items() if 'if __name__ == "__main__":' in text]
     assert len(tools) > 15
     assert [name for name in tools if "\n@program" not in texts[name]] == ["benchmark_cluster_ranks.py"]
 
 
-def test_tools_for_data_start_without_torch(tmp_path):
-    """Every worker process of theirs begins with the same imports, which torch would make ten times as long."""
+def test_data_tools_start_without_torch(tmp_path):
+    """Their worker processes import the same modules, and torch would make the start ten times as long."""
     tools = "preprocess_data, train_tokenizer, merge_datasets, inspect_dataset, report"
     program = f"import sys; sys.path.append('tools'); import {tools}; sys.exit('torch' in sys.modules)"
     assert run_program("-c", program, folder=tmp_path) == (0, "")
 
 
-def test_errors_are_in_words_and_reach_all_ranks_as_value_errors():
+def test_errors_are_put_in_words_and_raised_on_all_ranks():
     for fails, said in (
         (lambda: "a\ud800".encode(), r"'\ud800' is half of a surrogate pair, and no text"),
         (lambda: Path("/proc/x/y").read_text(), "/proc/x/y: No such file or directory"),
@@ -95,7 +95,7 @@ LAUNCHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHIL
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux keeps the promise")
-def test_a_child_ends_when_its_launcher_is_killed(tmp_path):
+def test_child_ends_when_its_launcher_is_killed(tmp_path):
     launcher = Program("-c", LAUNCHER, folder=tmp_path)
     launcher.wait_for("runs")
     assert len(launcher.left_behind()) == 2
@@ -103,7 +103,7 @@ def test_a_child_ends_when_its_launcher_is_killed(tmp_path):
     assert launcher.seconds_until_all_are_gone(10) < 10
 
 
-def test_a_child_whose_launcher_is_gone_already_ends_at_once(tmp_path):
+def test_child_ends_at_once_if_its_launcher_is_already_gone(tmp_path):
     program = "from megazpp.base.program import end_with; end_with(1 << 30); print('still here')"
     assert run_program("-c", program, folder=tmp_path) == (1, "")
 
@@ -112,7 +112,7 @@ RUN_BY_OTHERS = {"gpu_check_workers", "benchmark_cluster_ranks", "write_trl_gold
 TOOLS = sorted(path.relative_to(ROOT) for path in ROOT.glob("tools/**/*.py") if "examples" not in path.parts)
 
 
-def test_tools_find_a_checkout_that_is_not_installed_before_they_import_it():
+def test_tools_add_the_checkout_to_the_path_before_importing_it():
     for path in TOOLS:
         text = (ROOT / path).read_text()
         first = re.search(r"^(?:from|import) megazpp", text, re.M)
@@ -126,5 +126,6 @@ def test_tool_runs_from_a_checkout_that_is_not_installed(tmp_path, monkeypatch, 
     for absent in ("wandb", "torchao"):
         (tmp_path / f"{absent}.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(torch.__file__).parents[1]}")
-    command = [sys.executable, "-S", f"tools/{tool}.py", "--help"]  # without site no .pth file leads to the checkout
+    # -S disables site, so no .pth file leads to the checkout
+    command = [sys.executable, "-S", f"tools/{tool}.py", "--help"]
     assert "usage:" in subprocess.check_output(command, cwd=ROOT, text=True)

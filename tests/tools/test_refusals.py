@@ -1,4 +1,4 @@
-"""What a tool cannot do is said in one line, before anything is made: the folder stays as it was."""
+"""Test that tools reject bad input with a one-line error and without changing any file."""
 
 import importlib
 import shlex
@@ -89,7 +89,7 @@ benchmark_cluster --nodes 1 --variants zero3 diloco-10 | --diloco-steps 10 needs
 
 
 def make_bad_input(ours: Path) -> None:
-    """In the working folder, as `REFUSED` names it."""
+    """Write the bad input files that `REFUSED` names to the working folder."""
     files = {"junk": b"\xff\xfe", "empty.jsonl": b"", "blank": b"\n\n", "there.model": b"mine", "half/x.bin": b"1"}
     files |= {f"junk{suffix}": b"\xff\xfe junk" for suffix in (".jsonl", ".bin", ".idx")}
     files |= {"lone.idx": bytes(range(256)), "junk_run/metrics.jsonl": b"\x00\xff junk", "run/results.json": b"{}"}
@@ -106,7 +106,7 @@ def make_bad_input(ours: Path) -> None:
         index.write(b"\x00")
 
 
-def test_bad_input_is_refused_in_one_line_and_the_folder_stays_as_it_was(converted, run_main, monkeypatch):
+def test_bad_input_is_rejected_in_one_line_and_changes_no_file(converted, run_main, monkeypatch):
     make_bad_input(converted / "ours")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(EmulatedCluster, "__enter__", lambda cluster: pytest.fail("made a cluster"))
@@ -125,5 +125,5 @@ def test_bad_input_is_refused_in_one_line_and_the_folder_stays_as_it_was(convert
         assert not progress or tool == "train_tokenizer", command
         assert line.startswith(f"{tool}.py: error: "), command
         assert message in line
-        assert "--text-path" not in line, command  # where the library's own flag is another
+        assert "--text-path" not in line, command  # the tool's own flag is named instead of the library's
         assert content() == before, command

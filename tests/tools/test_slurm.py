@@ -1,4 +1,4 @@
-"""The batch script on a Slurm of one machine: saved before the limit, requeued, continued."""
+"""Test the batch script on a fake Slurm with one machine: save before the time limit, requeue and resume."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from helpers.program import Program
 
 pytestmark = pytest.mark.slow
 
-# Slurm's commands as far as the script uses them: srun starts two tasks with the variables that Slurm gives them, notes
-# their process ids and returns an exit code that is not 0 if there is one; scontrol notes what is requeued.
+# The parts of Slurm's commands that the script uses: srun starts two tasks with Slurm's variables, writes their
+# process ids and returns the last nonzero exit code; scontrol writes the requeued job.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 for rank in 0 1; do
@@ -33,7 +33,7 @@ requeue*) echo "$2" >> "$(dirname "$0")/requeued.txt" ;;
 *) exit 1 ;;
 esac
 """
-BATCH = (  # what Slurm sets for a batch script on one node, which is a task, too
+BATCH = (  # the variables that Slurm sets for a batch script on one node, which is also a task
     "SLURM_JOB_NAME=toy SLURM_JOB_NODELIST=localhost SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "
     "SLURM_CPUS_PER_TASK=1 SLURM_PROCID=0"
 )
@@ -41,7 +41,7 @@ BATCH = (  # what Slurm sets for a batch script on one node, which is a task, to
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch):
-    """Starts the script as a job."""
+    """Return a function that starts the batch script as a job."""
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -57,7 +57,7 @@ def submit(tmp_path, monkeypatch):
     return start
 
 
-def test_at_the_time_limit_the_run_is_saved_and_requeued_and_the_next_submission_finishes_it(submit, tmp_path):
+def test_run_is_saved_and_requeued_at_the_time_limit_and_then_resumed(submit, tmp_path):
     first = submit("--train-iters", "100000", job_id=7, python=sys.executable)
     first.wait_for(" iteration        3/")
     for task in (tmp_path / "bin/tasks.txt").read_text().split():
@@ -80,7 +80,7 @@ def test_at_the_time_limit_the_run_is_saved_and_requeued_and_the_next_submission
     assert (tmp_path / "bin/requeued.txt").read_text() == "7\n"
 
 
-def test_what_the_user_has_to_mend_is_not_tried_again(submit):
+def test_user_error_is_not_retried(submit):
     job = submit("--train-iters", "4", "--hidden-size", "17", job_id=9, python=forked_python())
     output = job.finish()
     assert job.process.returncode == 2
@@ -88,7 +88,7 @@ def test_what_the_user_has_to_mend_is_not_tried_again(submit):
     assert output.endswith("a wrong flag or file, see above; not tried again\n")
 
 
-def test_a_run_that_fails_again_and_again_is_given_up(submit, tmp_path, monkeypatch):
+def test_run_that_keeps_failing_is_given_up(submit, tmp_path, monkeypatch):
     (tmp_path / "bin/srun").write_text("#!/bin/sh\necho started\nexit 3\n")
     monkeypatch.setenv("MAX_RESTARTS", "2")
     job = submit(job_id=10, python=sys.executable)

@@ -1,4 +1,4 @@
-"""The tools that start nothing: env.py on a machine, show_topology.py on a cluster, plan.py on runs."""
+"""Test the tools that only print: env.py, show_topology.py and plan.py."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from megazpp.kernels.c_library import CLibraryError
 SECTIONS = ["versions", "devices", "back ends", "environment", "missing"]
 
 
-def test_the_report_on_a_machine_has_its_sections_as_text_and_as_json(run_main, monkeypatch):
+def test_env_report_has_its_sections_as_text_and_json(run_main, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     report = json.loads(run_main(env_report.main, "--json")[1])
     assert list(report) == SECTIONS
@@ -26,7 +26,7 @@ def test_the_report_on_a_machine_has_its_sections_as_text_and_as_json(run_main, 
     assert [line for line in out.splitlines() if line and line[0] != " "] == SECTIONS
 
 
-def test_of_several_ranks_only_the_first_prints(run_main, monkeypatch):
+def test_only_the_first_rank_prints_the_env_report(run_main, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     for launcher in ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_PROCID": "0", "RANK": "1"}):
         for name, value in launcher.items():
@@ -34,7 +34,7 @@ def test_of_several_ranks_only_the_first_prints(run_main, monkeypatch):
         assert run_main(env_report.main) == (0, "", "")
 
 
-def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatch):
+def test_missing_packages_are_listed_with_the_command_that_installs_them(monkeypatch):
     monkeypatch.setattr(env_report, "_version", lambda name: None if name in ("wandb", "pyarrow", "triton") else "1")
     monkeypatch.setattr(env_report.native, "library", lambda: CLibraryError("no C compiler found"))
     monkeypatch.setattr(env_report.torch, "__version__", "2.9.1")
@@ -44,17 +44,17 @@ def test_what_slows_a_run_down_is_missing_with_the_line_that_mends_it(monkeypatc
     assert "apt install gcc" in report["missing"]["C compiler"]
     assert "pip install 'torch>=2.11,<2.14'" in report["missing"]["torch >=2.11,<2.14"]
     assert report["back ends"]["C library"] == "no: no C compiler found"
-    assert "triton" not in report["missing"]  # of no use without a GPU
+    assert "triton" not in report["missing"]  # not needed without a GPU
 
 
-def test_a_part_that_breaks_says_so_and_the_others_go_on(monkeypatch):
+def test_failing_section_reports_its_error_and_others_continue(monkeypatch):
     monkeypatch.setattr(env_report, "devices", Mock(side_effect=RuntimeError("the driver is gone")))
     report = collect()
     assert report["devices"] == {"not available": "RuntimeError: the driver is gone"}
     assert report["versions"]["torch version"]
 
 
-def test_variables_that_matter_are_shown_and_secrets_are_not(monkeypatch):
+def test_relevant_variables_are_shown_without_secrets(monkeypatch):
     shown = {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "", "SLURM_PROCID": "0", "RANK": "0"}
     env = {**shown, "WANDB_API_KEY": "abc", "HOME": "/root", "AWS_SECRET": "abc"}
     monkeypatch.setattr(env_report.os, "environ", env)
@@ -65,7 +65,7 @@ PAIRS = f"--cluster-file {Path(__file__).parents[2]}/configs/clusters/nvlink_pai
 LARGE = "@configs/gpt_13b.args --nodes 2 --ranks-per-node 8 --rank-order cyclic"
 ISLANDS = "--nodes 4 --ranks-per-node 2 --diloco-steps 30 --diloco-islands 2"
 SPLIT = "--nodes 2 --ranks-per-node 8 --tensor-model-parallel-size 2 --context-parallel-size 4"
-MAPS = [  # flags, a pattern of what is shown
+MAPS = [  # flags, pattern of the output
     (
         f"{PAIRS} --tensor-model-parallel-size 2",
         r"^4 node.* x 4 rank.* \(fastest links among 2\): tensor parallel 2, shards 8",
@@ -77,7 +77,7 @@ MAPS = [  # flags, a pattern of what is shown
 ]
 
 
-def test_a_cluster_is_shown_as_its_file_or_the_flags_describe_it(run_main):
+def test_topology_is_shown_from_a_cluster_file_or_flags(run_main):
     for flags, pattern in MAPS:
         code, out, _ = run_main(show_topology.main, *flags.split())
         assert code == 0, flags
@@ -94,7 +94,7 @@ PLANNED = "@configs/gpt_tiny.args --num-layers 2 --seq-length 16 --micro-batch-s
 PLANNED += " --nodes 1 2 64 --cluster-file cluster.yaml"
 
 
-def test_a_plan_keeps_the_work_per_gpu_on_more_nodes_and_has_what_does_not_fit_in_brackets(run_main):
+def test_plan_scales_work_with_gpus_and_brackets_entries_that_do_not_fit(run_main):
     def rows(gigabytes: float) -> list[dict[str, str]]:
         Path("cluster.yaml").write_text(CLUSTER % gigabytes)
         _, out, _ = run_main(plan.main, *PLANNED.split())
@@ -103,7 +103,7 @@ def test_a_plan_keeps_the_work_per_gpu_on_more_nodes_and_has_what_does_not_fit_i
 
     one, two, many = rows(1.0)
     assert [row["GPUs"] for row in (one, two, many)] == ["2", "4", "128"]
-    assert one["HSDP"] == "-"  # one node has no copies
-    assert float(two["ZeRO-3"]) > float(many["ZeRO-3"]) > 0  # by a ring's latency
+    assert one["HSDP"] == "-"  # one node has no second copy
+    assert float(two["ZeRO-3"]) > float(many["ZeRO-3"]) > 0  # the difference is the ring's latency
     assert float(many["--zeropp"]) > float(many["ZeRO-3"])
     assert all(row["ZeRO-3"].startswith("(") for row in rows(0.001))

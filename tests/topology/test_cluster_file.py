@@ -1,4 +1,4 @@
-"""A cluster comes from a file, an emulation or the launcher; files read as they were written, mistakes have names."""
+"""Test cluster detection from a file, an emulation or the launcher, and the errors and round trip of cluster files."""
 
 import textwrap
 from pathlib import Path
@@ -26,7 +26,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-# ---- which cluster it is ----------------------------------------------------------------------------------------
+# ---- detection ----------------------------------------------------------------------------------------------------
 
 
 def detect(world: int = 8, file: Any = None, nodes: Any = None, env: Any = {}, *, tp: int = 1) -> Cluster:  # noqa: B006
@@ -34,7 +34,7 @@ def detect(world: int = 8, file: Any = None, nodes: Any = None, env: Any = {}, *
     return detect_cluster(world, config, env, tp=tp)
 
 
-def test_the_cluster_comes_from_the_launcher_or_is_emulated():
+def test_cluster_comes_from_launcher_or_emulation():
     assert detect() == Cluster(num_nodes=1, ranks_per_node=8)
     assert detect(env={"LOCAL_WORLD_SIZE": "4"}) == Cluster(num_nodes=2, ranks_per_node=4)
     assert detect(env={"SLURM_NTASKS_PER_NODE": "2"}) == Cluster(num_nodes=4, ranks_per_node=2)
@@ -47,7 +47,7 @@ def test_the_cluster_comes_from_the_launcher_or_is_emulated():
     assert (several, several.notices) == (Cluster(num_nodes=4, ranks_per_node=2), ())
 
 
-def test_emulate_nodes_auto_makes_two_nodes_of_one_machine_where_they_fit_and_says_so():
+def test_emulate_nodes_auto_makes_two_nodes_if_they_fit_with_notice():
     for world, tp, nodes in ((4, 1, 2), (4, 2, 2), (2, 1, 2), (1, 1, 1), (2, 2, 1), (3, 1, 1), (4, 4, 1)):
         cluster = detect(world, nodes="auto", tp=tp)
         assert cluster == Cluster(num_nodes=nodes, ranks_per_node=world // nodes), (world, tp)
@@ -64,13 +64,13 @@ def test_emulate_nodes_auto_keeps_one_node_if_no_flag_distinguishes_nodes():
     assert detect_cluster(4, config, {"LOCAL_WORLD_SIZE": "2"}, distinguishes_nodes=False).num_nodes == 2
 
 
-def test_a_cluster_file_describes_the_job_whatever_the_launcher_and_the_tiny_config_say(path):
+def test_cluster_file_overrides_launcher_and_auto_emulation(path):
     written(path, "nodes: 2\nranks_per_node: 4\nfast_domain: 2\nrank_order: cyclic\n")
     expected = Cluster(num_nodes=2, ranks_per_node=4, domain_size=2, order=CYCLIC)
     assert detect(file=path, nodes="auto") == detect(file=path, env={"LOCAL_WORLD_SIZE": "8"}) == expected
 
 
-def test_a_cluster_that_is_not_the_job_s_is_refused(path):
+def test_cluster_that_does_not_match_the_jobs_ranks_is_rejected(path):
     written(path, "nodes: 2\nranks_per_node: 4\n")
     three = {"LOCAL_WORLD_SIZE": "3"}
     rows = [
@@ -87,7 +87,7 @@ def test_a_cluster_that_is_not_the_job_s_is_refused(path):
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def test_the_docstring_example(path):
+def test_cluster_file_docstring_example(path):
     written(path, textwrap.dedent(cluster_file.__doc__.partition("\n")[2]))
     assert read_cluster(path) == Cluster(
         num_nodes=2,
@@ -111,12 +111,12 @@ def test_the_docstring_example(path):
         [[5, 4, 0], [1, 2, 3]]   | 5 4 0 1 2 3
     """),
 )
-def test_an_order_has_three_forms(order, expected, path):
+def test_rank_order_may_be_block_cyclic_or_a_list_per_node(order, expected, path):
     cluster = read_cluster(written(path, f"nodes: 2\nranks_per_node: 3\nrank_order: {order}\n"))
     assert " ".join(str(cluster.rank_at(position)) for position in range(6)) == expected
 
 
-def test_every_shipped_file_names_its_device_and_network_and_every_figure_its_source():
+def test_shipped_cluster_files_name_device_network_and_sources():
     shipped = {path: read_cluster(path) for path in (ROOT / "configs/clusters").glob("*.yaml")}
     for path, cluster in shipped.items():
         comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
@@ -129,7 +129,7 @@ def test_every_shipped_file_names_its_device_and_network_and_every_figure_its_so
     assert (rack.ranks_per_node, rack.local_domain_size, pairs.ranks_per_domain) == (4, 72, 2)
 
 
-WHOLE_FILES = [  # text, words of the message
+WHOLE_FILES = [  # text | words of the message
     ("ranks_per_node: 2", "key nodes is missing"),
     ("nodes: 0\nranks_per_node: 2", "nodes 0 is not a positive whole number"),
     ("nodes: 1000000000000\nranks_per_node: 8\nrank_order: cyclic", "nodes 1000000000000 x ranks_per_node 8"),
@@ -161,13 +161,13 @@ LINES = """
 """
 
 
-def test_a_mistake_names_the_file_the_key_and_the_value(path):
+def test_cluster_file_error_names_file_key_and_value(path):
     lines = [(f"nodes: 2\nranks_per_node: 2\n{line}", message) for line, message in table(LINES)]
     named = [(text, f"--cluster-file {path}") for text, _ in (*WHOLE_FILES, *lines)]
     assert not not_refused([*WHOLE_FILES, *lines, *named], lambda text: read_cluster(written(path, text + "\n")))
 
 
-def test_a_file_that_is_not_there_or_not_text_is_a_users_error(path):
+def test_missing_or_binary_cluster_file_is_a_value_error(path):
     path.write_bytes(b"\xff\xfe\x00")
     nowhere = "--cluster-file nowhere.yaml cannot be read: [Errno 2] No such file"
     assert not not_refused([("nowhere.yaml", nowhere), (path, f"--cluster-file {path} cannot be read")], read_cluster)
@@ -177,7 +177,7 @@ GPU = Device("a GPU", 989.0, 80.0, 3350.0, "its maker")
 LINKS = Links(domain=Link(450.0, 3.25, "measured over local"), network=Link(0.0125, None, "measured over cross"))
 
 
-def test_a_cluster_is_read_back_as_it_was(path):
+def test_cluster_text_round_trips(path):
     for fields in (
         {},
         {"domain_size": 2, "order": CYCLIC, "links": LINKS, "device": GPU},
@@ -190,7 +190,7 @@ def test_a_cluster_is_read_back_as_it_was(path):
         assert (NO_DEVICE in text) == ("device" not in fields)
 
 
-def test_a_latency_too_short_to_tell_is_left_out(path):
+def test_unmeasurably_short_latency_is_left_out(path):
     links = Links(network=Link(1.0, 0.0, "measured over cross"))
     written(path, cluster_text(Cluster(num_nodes=2, ranks_per_node=1, links=links)))
     assert read_cluster(path).links == Links(network=Link(1.0, None, "measured over cross"))

@@ -1,4 +1,4 @@
-"""From what the ranks say of their machines to the cluster."""
+"""Test how a cluster is built from the ranks' reports about their machines."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def hosts(names: str, size: int, make: Callable[[str, int], HostInfo]) -> list[H
 
 
 def racks(numbers: str) -> list[HostInfo]:
-    """Nodes of two ranks, by the number of the rack that each is in."""
+    """Return two ranks per node, where the i-th character of `numbers` is the rack of node i."""
     placed = itertools.product(enumerate(numbers), (0, 1))
     return [switched(f"n{node}", index, fabric=f"cluster/{number}") for (node, number), index in placed]
 
@@ -53,40 +53,43 @@ CLUSTERS: dict[str, tuple[list[HostInfo], Cluster]] = {
     "block order": (hosts("ab", 4, cpu), cluster(2, 4)),
     "cyclic order": ([cpu("ab"[rank % 2], rank // 2) for rank in range(6)], cluster(2, 3, order=(0, 2, 4, 1, 3, 5))),
     "network namespaces are nodes": ([cpu("vm", rank % 4, namespace=rank // 4) for rank in range(8)], cluster(2, 4)),
-    "containers that share one are not": ([replace(cpu("vm"), host=name) for name in "abcd"], cluster(1, 4)),
-    "equal names of two machines": ([replace(cpu(name), host="localhost") for name in "ab"], cluster(2, 1)),
-    "without a boot id the name decides": ([replace(cpu(name), boot_id="") for name in "aabb"], cluster(2, 2)),
-    # every task sees one GPU as device 0, and the launcher gave them out from the last to the first
-    "isolated GPUs stand by bus address": (
+    "containers that share a namespace are one node": (
+        [replace(cpu("vm"), host=name) for name in "abcd"],
+        cluster(1, 4),
+    ),
+    "two machines of the same name": ([replace(cpu(name), host="localhost") for name in "ab"], cluster(2, 1)),
+    "without a boot id the host name decides": ([replace(cpu(name), boot_id="") for name in "aabb"], cluster(2, 2)),
+    # every task sees one GPU as device 0, and the launcher assigned the GPUs from the last to the first
+    "isolated GPUs are sorted by bus address": (
         [gpu("a", index, peers=(SWITCH,), local_rank=0) for index in (3, 2, 1, 0)],
         cluster(1, 4, order=(3, 2, 1, 0)),
     ),
     "no NVLink": (hosts("a", 4, gpu), cluster(1, 4)),
-    "single GPUs of pairs": ([paired("a", 0), paired("a", 2)], cluster(1, 2)),
+    "one GPU of each pair": ([paired("a", 0), paired("a", 2)], cluster(1, 2)),
     "NVSwitches": (hosts("ab", 8, switched), cluster(2, 8)),
     "NVLink pairs": (hosts("a", 4, paired), cluster(1, 4, 2)),
-    "pairs that are apart come to stand side by side": (
+    "separated pairs become adjacent": (
         [gpu("a", index, peers=(pci((index + 2) % 4),)) for index in range(4)],
         cluster(1, 4, 2, order=(0, 2, 1, 3)),
     ),
-    "links that one end reports": (
+    "links that only one end reports": (
         [gpu("a", 0, peers=(pci(1),)), gpu("a", 1), gpu("a", 2, peers=(pci(3),)), gpu("a", 3)],
         cluster(1, 4, 2),
     ),
-    "unused GPUs join nobody": ([gpu("a", 0, peers=(pci(1),)), gpu("a", 2, peers=(pci(1),))], cluster(1, 2)),
-    "equal bus addresses of two hosts": (hosts("ab", 2, paired), cluster(2, 2)),
+    "unused GPUs connect no ranks": ([gpu("a", 0, peers=(pci(1),)), gpu("a", 2, peers=(pci(1),))], cluster(1, 2)),
+    "the same bus addresses on two hosts": (hosts("ab", 2, paired), cluster(2, 2)),
     "racks": (racks("0011"), cluster(4, 2, 4)),
-    "the nodes of a rack come to stand side by side": (racks("0101"), cluster(4, 2, 4, order=(0, 1, 4, 5, 2, 3, 6, 7))),
+    "the nodes of a rack become adjacent": (racks("0101"), cluster(4, 2, 4, order=(0, 1, 4, 5, 2, 3, 6, 7))),
 }
 
 
 @pytest.mark.parametrize(("infos", "expected"), CLUSTERS.values(), ids=CLUSTERS)
-def test_the_cluster_that_hosts_are(infos, expected):
+def test_cluster_from_hosts_finds_nodes_domains_and_order(infos, expected):
     assert cluster_from_hosts(infos) == expected
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_any_shuffled_order_puts_each_rank_on_its_host_and_equal_positions_on_equal_slots(nodes, size, rng):
+def test_shuffled_ranks_keep_their_host_and_slot(nodes, size, rng):
     infos = [switched(f"host{node}", index) for node in range(nodes) for index in range(size)]
     rng.shuffle(infos)
     found = cluster_from_hosts(infos)
@@ -97,7 +100,7 @@ def test_any_shuffled_order_puts_each_rank_on_its_host_and_equal_positions_on_eq
         assert info.gpu.pci == pci(position % size)
 
 
-def test_what_does_not_fit_is_named_with_its_hosts_and_what_would():
+def test_inconsistent_hosts_are_rejected_by_name_with_advice():
     uneven = [*hosts("ab", 4, cpu), cpu("short"), cpu("short")]
     thousand = [*(cpu(f"host{n}", i) for n in range(1000) for i in range(8)), cpu("last")]
     twice = [switched("a", 0), switched("b", 0), switched("b", 0), switched("a", 1)]

@@ -1,4 +1,4 @@
-"""Who gets which rank: every axis covers the ranks once, on the wires it should; a layout survives its record."""
+"""Test layouts: each axis partitions the ranks and uses the expected links, and a layout survives JSON."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ CYCLIC = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """Up to 48 ranks in block, cyclic or any other order, with domains smaller, as large and larger than a node."""
+    """Generate up to 48 ranks in block, cyclic or random order, with domains below, equal to or above a node."""
     num_nodes, ranks_per_node = draw(st.integers(1, 6)), draw(st.integers(1, 8))
     world = num_nodes * ranks_per_node
     cyclic = tuple(index * num_nodes + node for node in range(num_nodes) for index in range(ranks_per_node))
@@ -33,7 +33,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Every tp and every number of replicas that fits."""
+    """Generate layouts with every valid tensor-parallel size, context-parallel size and number of replicas."""
     cluster = draw(clusters())
     tp = draw(st.sampled_from(nested_sizes(cluster.local_domain_size, cluster.world_size)))
     per_domain, data = max(cluster.local_domain_size // tp, 1), cluster.world_size // tp
@@ -44,10 +44,10 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @settings(max_examples=50)
 @given(layouts())
-def test_every_axis_partitions_the_ranks_into_groups_that_differ_in_that_coordinate_only(layout):
+def test_axis_groups_partition_ranks_and_differ_in_one_coordinate(layout):
     world = range(layout.cluster.world_size)
     place = {rank: {axis: layout.axis_ranks(axis, rank).index(rank) for axis in AXES} for rank in world}
-    others = {  # cross and replica peers share tp and local index: one rail
+    others = {  # cross and replica peers share tp and local index, so they are on one rail
         "tp": ("cp", "local", "cross", "replicate"),
         "cp": ("tp",),
         "local": ("tp", "cross", "replicate"),
@@ -73,7 +73,7 @@ def test_every_axis_partitions_the_ranks_into_groups_that_differ_in_that_coordin
 
 @settings(max_examples=50)
 @given(layouts())
-def test_peers_are_as_near_as_the_cluster_allows_and_only_links_between_local_domains_are_cross(layout):
+def test_axis_peers_are_as_near_as_possible_and_wires_match_links(layout):
     cluster, size, tp = layout.cluster, layout.cluster.local_domain_size, layout.tp
     domains = {"tp": -(-tp // size), "cp": max(tp * layout.cp // max(size, tp), 1), "local": 1, "cross": layout.cross}
     for axis in AXES:
@@ -95,7 +95,7 @@ def test_peers_are_as_near_as_the_cluster_allows_and_only_links_between_local_do
     assert len(layout.notices) == slow_tp + ("network" in layout.links("cp"))
 
 
-def test_the_docstring_example():
+def test_layout_docstring_example():
     for order, expected in (
         (None, {"tp": "01 23 45 67", "local": "02 13 46 57", "cross": "04 15 26 37", "shard": "0246 1357"}),
         (CYCLIC, {"tp": "02 46 13 57", "local": "04 26 15 37", "cross": "01 23 45 67", "shard": "0415 2637"}),
@@ -105,10 +105,10 @@ def test_the_docstring_example():
             assert {"".join(map(str, ranks)) for ranks in layout.axis_groups(axis)} == {*groups.split()}, (order, axis)
 
 
-def test_local_takes_what_tp_leaves_of_a_node_or_rack_and_replicas_are_groups_or_even_parts_of_nodes():
+def test_local_axis_fills_nodes_or_racks_and_replicas_are_even_parts():
     for nodes, ranks_per_node, domain, tp, replicas, sizes in (
-        (2, 8, 2, 2, 1, (1, 2, 4)),  # inside pairs
-        (36, 4, 72, 8, 1, (1, 2, 9)),  # racks
+        (2, 8, 2, 2, 1, (1, 2, 4)),  # tensor parallelism within pairs
+        (36, 4, 72, 8, 1, (1, 2, 9)),  # domains that are racks of 18 nodes
         (3, 4, None, 4, 1, (1, 3, 1)),
         (1, 4, None, 1, 2, (2, 1, 2)),
         (4, 2, None, 1, 2, (2, 2, 2)),
@@ -118,7 +118,7 @@ def test_local_takes_what_tp_leaves_of_a_node_or_rack_and_replicas_are_groups_or
         assert (layout.replicate, layout.cross, layout.local, layout.notices) == (*sizes, ()), cluster
 
 
-def test_tp_beyond_the_fastest_wire_is_laid_out_with_a_notice_that_gives_the_price():
+def test_tensor_parallelism_beyond_fastest_links_adds_a_priced_notice():
     [notice] = plan_layout(Cluster(num_nodes=2, ranks_per_node=8, domain_size=2), tp=4, replicas=1).notices
     assert notice.startswith(
         "--tensor-model-parallel-size 4 does not fit into the 2 ranks that the fastest links connect"
@@ -128,21 +128,21 @@ def test_tp_beyond_the_fastest_wire_is_laid_out_with_a_notice_that_gives_the_pri
     assert (layout.local, layout.cross, layout.links("tp")) == (1, 2, {"domain": 12, "network": 4})
     [notice] = layout.notices
     assert notice.startswith("warning: --tensor-model-parallel-size 8 spans 2 nodes of 4 ranks")
-    sent = 4 * 2 * 7 / 8 * 2  # four all-reduces of a ring of 8, of two bytes for each channel and token
+    sent = 4 * 2 * 7 / 8 * 2  # four ring all-reduces over 8 ranks, of two bytes per channel and token
     assert f"each rank sends {sent:g} x --hidden-size bytes per token and layer in 16 bit" in notice
 
 
-def test_samples_are_split_inside_a_node_unless_that_is_asked_for():
+def test_context_parallelism_stays_in_a_node_unless_allowed_across():
     assert [*SPLIT.axis_groups("cp")] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert (SPLIT.data, SPLIT.shard, SPLIT.notices) == (2, 4, ())
     assert "tensor parallel 2, context parallel 2, shards 4 (2 across" in SPLIT.describe()
     across = plan_layout(SPLIT.cluster, tp=2, replicas=1, cp=4, cp_across=True)
     assert across.links("cp") == {"domain": 4, "network": 4}
-    sent = 2 * 4 * 2 * 3 / 4 / 2  # queries, keys, values, outputs; there and back; two bytes; to 3 of 4 ranks; tp 2
+    sent = 2 * 4 * 2 * 3 / 4 / 2  # queries, keys, values and outputs; both directions; two bytes; to 3 of 4 ranks; tp 2
     assert f"each rank sends {sent:g} x --hidden-size bytes per layer and local token" in across.notices[0]
 
 
-# nodes, ranks of each, tp, replicas, cp
+# nodes | ranks per node | tp | replicas | cp | message
 REFUSED = """
     2 | 4 | 3  | 1 | 1 | --tensor-model-parallel-size 3 must divide the 4 ranks of a node
     2 | 4 | 3  | 1 | 1 | 1, 2, 4, 8 would fit, or a mult
@@ -156,7 +156,7 @@ REFUSED = """
 """
 
 
-def test_degrees_that_do_not_fit_name_the_flag_and_what_would():
+def test_invalid_parallel_sizes_are_rejected_with_valid_ones():
     def plan(nodes: str, ranks_per_node: str, tp: str, replicas: str, cp: str) -> None:
         cluster = Cluster(num_nodes=int(nodes), ranks_per_node=int(ranks_per_node))
         plan_layout(cluster, tp=int(tp), replicas=int(replicas), cp=int(cp))
@@ -165,22 +165,23 @@ def test_degrees_that_do_not_fit_name_the_flag_and_what_would():
 
 
 @given(clusters(), st.integers(1, 60))
-def test_what_the_message_says_would_fit_fits_and_nothing_else(cluster, tp):
+def test_sizes_suggested_by_the_error_are_exactly_the_valid_ones(cluster, tp):
     fits = tp in nested_sizes(cluster.local_domain_size, cluster.world_size)
     with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="would fit"):
         plan_layout(cluster, tp=tp, replicas=1)
 
 
-def test_a_hundred_thousand_ranks_in_any_order_are_planned():
+def test_layout_of_131072_ranks_in_any_order_is_planned():
     world = 131_072
-    order = tuple(rank * 48_271 % world for rank in range(world))  # odd, so a permutation
+    # the factor is odd and the number of ranks a power of two, so this is a permutation
+    order = tuple(rank * 48_271 % world for rank in range(world))
     layout = plan_layout(Cluster(num_nodes=world // 8, ranks_per_node=8, order=order), tp=4, replicas=16)
     assert sum(map(len, layout.axis_groups("local"))) == len(layout.mesh_ranks()) == world
     assert [len(layout.axis_ranks(axis, 77_777)) for axis in AXES] == [4, 1, 2, 1024, 2048, 16, 1]
     assert [layout.wire(axis, 77_777) for axis in AXES][:4] == ["tp", "local", "local", "cross"]
 
 
-def test_the_links_of_a_million_ranks_follow_without_a_look_at_each():
+def test_links_of_a_million_ranks_need_no_loop_over_ranks():
     layout = plan_layout(Cluster(num_nodes=1 << 17, ranks_per_node=8, domain_size=2), tp=4, replicas=16, islands=2)
     with mock.patch.object(Cluster, "position_of", return_value=0) as asked:
         links = {axis: layout.links(axis) for axis in AXES}
@@ -202,7 +203,7 @@ WRONG = {
 }
 
 
-def test_a_layout_comes_back_from_json_as_it_was_and_what_does_not_fit_together_is_refused():
+def test_layout_record_survives_json_and_invalid_records_are_rejected():
     for layout in (ON_PAIRS, RACKS, SPLIT):
         assert layout_from_record(json.loads(json.dumps(layout_record(layout)))) == layout
     rows = [(layout_record(ON_PAIRS) | {name: value}, "") for name, values in WRONG.items() for value in values]

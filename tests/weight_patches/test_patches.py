@@ -1,4 +1,4 @@
-"""Weight patches: an anchor and what follows it are the weights of the next step, bit for bit."""
+"""Test weight patches: an anchor file plus the patches after it equals each step's weights, bit for bit."""
 
 import shlex
 from pathlib import Path
@@ -25,7 +25,7 @@ Bits = dict[str, torch.Tensor]
 
 
 def train(case: Case, folder: Path, restart_after: int) -> list[Bits]:
-    """By step the weights as a conversion of a checkpoint in 16 bits has them, as patches are written meanwhile."""
+    """Train and write patches. Return each step's weights as a checkpoint converted to 16 bits holds them."""
     step, dims = build_step(case)
     pieces, expected, patches = choose_architecture(case.model).pieces(case.model), [], None
     for index in range(case.steps):
@@ -41,7 +41,7 @@ def train(case: Case, folder: Path, restart_after: int) -> list[Bits]:
 
 
 def follow(folder: Path, steps: int) -> list[Bits]:
-    """By step what comes out of the newest anchor and the patches behind it."""
+    """Return the weights at each step, rebuilt from the newest anchor and the patches after it."""
     weights, found = Bits(), []
     for step in range(1, steps + 1):
         anchor, patch = (folder / f"{kind}-{step:06d}.safetensors" for kind in ("anchor", "patch"))
@@ -65,14 +65,14 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("world", "case"), CASES)
-def test_patches_on_an_anchor_are_the_next_weights_bit_for_bit(world, case, tmp_path):
-    """And an anchor comes first, every so many iterations, and first again in a run that goes on."""
+def test_patches_after_an_anchor_rebuild_weights_bit_for_bit(world, case, tmp_path):
+    """An anchor is written first, then at a fixed interval, and first again after a restart."""
     expected = ranks(world).run(train, Case(**case, precision=PrecisionConfig(bf16=True), steps=6), tmp_path, 5)[0]
     assert sorted(path.stem for path in tmp_path.glob("anchor*")) == ["anchor-000001", "anchor-000004", "anchor-000006"]
     torch.testing.assert_close(follow(tmp_path, 6), expected, rtol=0, atol=0)
 
 
-def test_weights_that_no_patch_can_say_are_refused_by_flag():
+def test_unsupported_weights_are_rejected_by_flag():
     rows = [
         ("", "--save-weight-patches needs --bf16 or --fp16"),
         ("--bf16 --zeropp", "--zero-weight-delta lossless"),
@@ -84,7 +84,7 @@ def test_weights_that_no_patch_can_say_are_refused_by_flag():
 
 
 @pytest.mark.slow
-def test_a_run_writes_patches_as_flags_say(tmp_path):
+def test_run_writes_anchors_and_patches_at_the_interval(tmp_path):
     flags = "--bf16 --nproc 1 --save-weight-patches patches --weight-anchor-interval 3 --train-iters 4"
     words = shlex.split(f"{SMALL} {flags} --num-layers 1 --tokenizer-type NullTokenizer --vocab-size 256")
     code, output = run_forked(str(ROOT / "pretrain_gpt.py"), *words, folder=tmp_path, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Calls of `megazpp.zeropp`: a further call for the same model, and the process groups that it makes."""
+"""Test calls of `megazpp.zeropp`: repeated calls for one model, process groups, and frozen weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def call_again(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
         megazpp.zeropp(nn.ModuleList([model, nn.Linear(2, 2)]), ranks_per_node=2)
 
 
-def test_a_second_call_returns_the_handle_or_names_what_differs():
+def test_second_call_returns_the_handle_or_names_the_difference():
     ranks(4).run(call_again)
 
 
@@ -80,7 +80,7 @@ def call_bare_again() -> None:
         megazpp.zeropp(model, ranks_per_node=2)
 
 
-def test_a_second_call_for_a_model_that_zeropp_has_wrapped():
+def test_second_call_for_a_model_wrapped_by_zeropp_returns_the_handle():
     ranks(4).run(call_bare_again)
 
 
@@ -93,12 +93,12 @@ PLACES: dict[str, tuple[str, Callable[[nn.Module, Any], Any]]] = {
 
 
 def call_in_a_pass(place: str) -> None:
-    """The call is refused, the passes end as without it, and a later call succeeds."""
+    """Call `zeropp` inside a pass: it raises, the pass still completes, and a later call succeeds."""
     exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
     model, (where, register), refused = wrapped(), PLACES[place], []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support mean reductions
 
     def call(*_: Any) -> None:
         with pytest.raises(ValueError, match=f"was called inside a {where}: call it between steps"):
@@ -110,7 +110,7 @@ def call_in_a_pass(place: str) -> None:
     handle.remove()
     assert refused == [where]
     expected = model[0][0].weight.grad.full_tensor()
-    with pytest.raises(ArithmeticError), fails(model[1]):  # FSDP2 remains in the state of a forward
+    with pytest.raises(ArithmeticError), fails(model[1]):  # FSDP2 keeps its state of an unfinished forward
         model(torch.ones(2, 16))
     megazpp.zeropp(model, ranks_per_node=2, config=exact)
     model.zero_grad()
@@ -120,7 +120,7 @@ def call_in_a_pass(place: str) -> None:
 
 @contextmanager
 def fails(module: nn.Module) -> Iterator[None]:
-    """Have the next forward of `module` raise ArithmeticError."""
+    """Raise ArithmeticError in the next forward of `module`."""
 
     def fail(*_: Any) -> None:
         raise ArithmeticError
@@ -133,12 +133,12 @@ def fails(module: nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_call_inside_a_forward_or_a_backward_is_refused(place):
+def test_call_inside_a_forward_or_backward_is_rejected(place):
     ranks(4).run(call_in_a_pass, place)
 
 
 def groups_of(ranks_per_node: int) -> dict[str, float]:
-    """The timeouts of the groups that `zeropp` has made, by name, after two models were trained in turn."""
+    """Train two models in turn and return the timeouts in seconds of the groups that `zeropp` made, by name."""
     first = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     pairs = []
     before = len(dist.distributed_c10d._world.pg_map)
@@ -162,9 +162,9 @@ def groups_of(ranks_per_node: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("ranks_per_node", "axes"), [(2, ("local", "cross")), (1, ("cross",))])
-def test_models_share_groups_that_have_the_first_group_s_timeout(ranks_per_node, axes):
+def test_models_share_groups_with_the_first_groups_timeout(ranks_per_node, axes):
     expected = {f"megazpp {name}" for axis in axes for name in (axis, f"hosts of {axis}")}
-    workers = ranks.__wrapped__(4)  # new ones: other tests change the timeout of the first group
+    workers = ranks.__wrapped__(4)  # new workers, since other tests change the timeout of the first group
     try:
         for found in workers.run(groups_of, ranks_per_node):
             assert expected <= set(found)
@@ -176,7 +176,7 @@ def test_models_share_groups_that_have_the_first_group_s_timeout(ranks_per_node,
 
 
 def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]:
-    """Bytes of weights that this rank sends to other nodes in each of four steps of AdamW."""
+    """Return the weight bytes that this rank sends to other nodes in each of four AdamW steps."""
     model = wrapped(frozen=frozen, width=width)
     handle = megazpp.zeropp(model, ranks_per_node=2, config=config(zero_weight_bits=bits))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -194,14 +194,14 @@ def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]
     return sent
 
 
-def test_frozen_weights_cross_nodes_once():
-    """To one other node, a rank sends 4 bytes an element of a quarter of the parameters."""
+def test_frozen_weights_cross_nodes_only_once():
+    """A rank sends 4 bytes per element of its quarter of the parameters to the one other node."""
     matrix, bias = 4 * 16 * 16 // 4, 4 * 16 // 4
     whole = 4 * (matrix + bias)
     for frozen, trained in {
         "": whole,
-        ".0.": whole // 2,  # half of each unit
-        "0.": matrix + bias,  # the first unit, and half of the second one
+        ".0.": whole // 2,  # half of each unit is frozen
+        "0.": matrix + bias,  # the first unit and half of the second one are trained
         "weight": 4 * bias,
         "bias": 4 * matrix,
         ".": 0,
@@ -209,8 +209,8 @@ def test_frozen_weights_cross_nodes_once():
         assert ranks(4).run(bytes_per_step, frozen) == [[whole, trained, trained, trained]] * 4
 
 
-def test_the_trained_part_of_quantized_weights_crosses_alone():
-    """8 bits: a block of 256 elements has a scale of 2 bytes, and biases have 4 bytes an element."""
+def test_only_the_trained_part_of_quantized_weights_crosses_nodes():
+    """An 8-bit block of 256 elements has a 2-byte scale, and biases take 4 bytes per element."""
     for sent in ranks(4).run(bytes_per_step, ".0.", width=64, bits=8):
         matrix, bias = 64 * 64 // 4 // 256 * (256 + 2), 4 * 64 // 4
         assert sent[1:] == [2 * (matrix + bias)] * 3

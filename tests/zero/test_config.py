@@ -1,4 +1,4 @@
-"""What the flags of ZeRO++ and precision come to, and which combinations are refused."""
+"""Test the communication plan made from the ZeRO++ and precision flags, and rejected combinations."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def plan(layout: Layout | None = None, dtype: torch.dtype = torch.bfloat16, **fl
     return plan_comm(ZeroConfig(**flags), layout or layout_of(), dtype)
 
 
-def test_each_switch_can_be_set_or_unset_alone():
+def test_each_zeropp_switch_can_be_set_or_unset_alone():
     quantized = ReducePlan(INT8, CLIPPED)
     for flags, gather, reduce in [
         ({}, None, None),
@@ -47,7 +47,7 @@ def test_each_switch_can_be_set_or_unset_alone():
         assert (found.gather, found.reduce, found.notices) == (gather, reduce, ()), flags
 
 
-def test_impossible_combinations_name_the_flags():
+def test_impossible_zero_flags_are_rejected_by_name():
     lossless: dict[str, Any] = {"zeropp": True, "zero_weight_delta": "lossless"}
     wrong: list[Any] = [
         ({"zeropp": True, "zero_stage": 2}, "--zeropp needs --zero-stage 3, not 2"),
@@ -88,7 +88,7 @@ UNUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_flags_that_change_nothing_without_zeropp_are_noted_and_have_their_effect_with_it():
+def test_flags_without_effect_give_a_notice_unless_zeropp_is_set():
     for stage in range(4):
         (notice,) = plan(zero_stage=stage, **{name: value for name, (value, _) in UNUSED.items()}).notices
         assert notice.endswith(", ".join(words for _, words in UNUSED.values())), stage
@@ -97,7 +97,7 @@ def test_flags_that_change_nothing_without_zeropp_are_noted_and_have_their_effec
         assert plan(zeropp=True, zero_weight_delta=delta, **{name: value}).notices == (), name
 
 
-def test_what_one_switch_alone_does_not_use_is_noted():
+def test_flags_that_one_switch_alone_ignores_give_a_notice():
     for flags, name in [
         ({"zero_quantized_weights": True, "zero_accumulate_in_bf16": True}, "--zero-accumulate-in-bf16"),
         ({"zero_quantized_weights": True, "zero_weight_bits": 16}, "--zero-quantized-weights"),
@@ -111,7 +111,7 @@ def test_what_one_switch_alone_does_not_use_is_noted():
         assert notice.split(": ")[-1].split(", ")[-1].startswith(name), notice
 
 
-def test_a_combination_that_cannot_pay_says_what_it_does_instead():
+def test_layout_without_inter_node_traffic_falls_back_with_a_notice():
     for where in ({"nodes": 1}, {"replicas": 2}):
         found = plan(layout_of(**where), zeropp=True)
         assert (found.gather, found.reduce) == (None, None), where
@@ -124,7 +124,7 @@ def test_a_combination_that_cannot_pay_says_what_it_does_instead():
     assert copies.notices[0].endswith("--overlap-grad-reduce")
 
 
-def test_the_table_of_back_ends_names_block_quantization_where_something_is_quantized():
+def test_backend_table_lists_block_quantization_if_used():
     for flags, quantizes in [
         ({}, False),
         ({"zeropp": True, "zero_weight_delta": "lossless", "zero_quantized_gradients": False}, True),
@@ -136,14 +136,14 @@ def test_the_table_of_back_ends_names_block_quantization_where_something_is_quan
         assert [row[0] for row in wire_backends(plan(**flags), "cpu")] == ["block quantization"] * quantizes, flags
 
 
-def test_the_stage_follows_from_the_flags_and_is_at_most_two_on_one_rank():
+def test_zero_stage_follows_flags_and_is_at_most_two_on_one_rank():
     assert [ZeroConfig(zero_stage=stage).stage_over(1) for stage in (0, 1, 2, 3)] == [0, 1, 2, 2]
     assert [ZeroConfig(zero_stage=stage).stage_over(2) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
     assert (ZeroConfig().stage, ZeroConfig(use_distributed_optimizer=True).stage) == (3, 1)
     assert ZeroConfig(zero_stage=2, use_distributed_optimizer=True).stage == 2
 
 
-def test_the_flags_choose_compute_and_reduction_formats():
+def test_precision_flags_choose_compute_and_reduction_dtypes():
     fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
     for flags, compute, reduce in [
         ({}, fp32, fp32),
@@ -157,7 +157,7 @@ def test_the_flags_choose_compute_and_reduction_formats():
         assert (config.param_dtype, config.reduce_dtype) == (compute, reduce), flags
 
 
-def test_contradictory_formats_name_the_flags():
+def test_contradictory_precision_flags_are_rejected_by_name():
     wrong: list[Any] = [
         (["fp16", "bf16"], "--fp16 and --bf16"),
         (["grad_reduce_in_bf16"], "--grad-reduce-in-bf16 needs --bf16"),

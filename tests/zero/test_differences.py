@@ -1,4 +1,4 @@
-"""Weights that cross nodes as lossless differences from the resident secondary partition."""
+"""Test lossless weight deltas: nodes exchange only changes to the resident secondary partition."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -28,8 +28,8 @@ def lossless(*, interval: int | None = None, **given: Any) -> Case:
 
 
 def take_step(step: TrainStep, case: Case, index: int) -> tuple[StepRecord, int]:
-    """Also the bytes of weights that this rank has sent to other nodes."""
-    rate = case.learning_rate * min(index / 4, 1.0)  # a warm-up from nothing
+    """Take a step and return its record and the weight bytes that this rank sent to other nodes."""
+    rate = case.learning_rate * min(index / 4, 1.0)  # a warm-up from zero
     before = step.dims.counter.table()
     record = step(case.batches(index, step.dims), learning_rate=rate, weight_decay=0.01, iteration=index + 1)
     key = ("cross", "cross", "all_gather")
@@ -37,12 +37,12 @@ def take_step(step: TrainStep, case: Case, index: int) -> tuple[StepRecord, int]
 
 
 def shards_of(step: TrainStep, case: Case) -> list[torch.Tensor]:
-    """[S] w of each unit."""
+    """Return this rank's shard [S] of each unit."""
     return [gather.unit.shard_reader(case.precision.param_dtype)() for gather in step.sharding._gathers]
 
 
 def used(gather: Any, dims: Any) -> torch.Tensor:
-    """[N L, S] what a use would hand to FSDP2, out of the messages that are kept."""
+    """Decode the kept messages to the weights [N L, S] that the next use would pass to FSDP2."""
     messages = gather.secondary.messages
     received = dims.local.all_gather(messages).view(dims.local.size, *messages.shape)
     out = torch.empty(dims.cross.size, dims.local.size, gather._codec.layout.size, dtype=gather._codec.dtype)
@@ -55,9 +55,10 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def expected_bytes(size: int, needed: list[int]) -> int:
-    """Whole weights, then room for all in the first two, then an eighth more than the last one needed plus its growth.
+    """Return the expected message bytes: full weights first, then two messages with room for every change.
 
-    `needed` are the bytes of the longest body of each difference until now, 0 for whole weights.
+    Later messages have room for the previous delta, an eighth more, and its growth. `needed` holds the bytes of the
+    longest body of each delta so far, and 0 for full weights.
     """
     if len(needed) < 3:
         return message_bytes(size) if needed else -(-2 * size // 16) * 16
@@ -66,7 +67,7 @@ def expected_bytes(size: int, needed: list[int]) -> int:
 
 
 def train_and_look(case: Case, evaluate_after: tuple[int, ...]) -> list[float]:
-    """Look at what each step has computed with and sent; evaluations send nothing of their own and change nothing."""
+    """Train and check each step's weights and sent bytes; evaluations must send nothing and change nothing."""
     step, dims = build_step(case)
     gathers, losses, left_out = step.sharding._gathers, [], 0.0
     needed: list[list[int]] = [[] for _ in gathers]
@@ -83,10 +84,11 @@ def train_and_look(case: Case, evaluate_after: tuple[int, ...]) -> list[float]:
                 assert torch.equal(bits(gather.resident().weights), bits(of_nodes))
                 assert torch.equal(bits(used(gather, dims)), bits(of_all))
                 lengths.append(int(gather.lossless().recent[0]))
-        if index in evaluate_after:  # its first use is the next step's message
+        if index in evaluate_after:  # the evaluation receives the message that the next step would have received
             batches = FixedBatches(case.batches(0, dims))
             Evaluator(step.model, step.sharding, batches, dims, iterations=1, batch_size=1)()
-    assert left_out + step.sharding.metrics()["weights_left_out"] == 0  # the last step's is not recorded yet
+    # the record of the last step does not contain its value yet
+    assert left_out + step.sharding.metrics()["weights_left_out"] == 0
     return losses
 
 
@@ -95,7 +97,7 @@ def train(case: Case) -> list[float]:
     return [take_step(step, case, index)[0].loss for index in range(case.steps)]
 
 
-CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, training, the steps to evaluate after
+CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, case, indices of the steps to evaluate after
     "bf16": (4, {"micro_batches": 2}, ()),
     "fp16, tp 2, one rank per node": (4, {"tp": 2, "precision": PrecisionConfig(fp16=True)}, ()),
     "3 nodes, evaluations": (3, {"nodes": 3, "global_batch": 12}, (1, 3)),
@@ -106,7 +108,7 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {  # ranks, trai
 
 
 @pytest.mark.parametrize("setting", chosen(CASES, "bf16", "fp16, tp 2, one rank per node", "3 nodes, evaluations"))
-def test_every_rank_computes_with_the_owners_weights_and_losses_are_those_of_16_bits(setting):
+def test_lossless_deltas_match_owners_weights_and_16_bit_losses(setting):
     world, given, evaluate_after = setting
     case = lossless(**given)
     sixteen = dataclasses.replace(case, zero=ZeroConfig(zeropp=True, zero_weight_bits=16))
@@ -114,7 +116,10 @@ def test_every_rank_computes_with_the_owners_weights_and_losses_are_those_of_16_
 
 
 def with_little_room(case: Case) -> tuple[bool, list[int]]:
-    """Messages are short in step 3: was R then what the owners have; what each step computed with, summed up."""
+    """Train with too little room in step 3.
+
+    Returns True if R equals the owners' weights after step 3, and a checksum of each step's gathered weights.
+    """
     step, dims = build_step(case)
     gathers, complete, left_out, sums = step.sharding._gathers, [], [], []
     for index in range(8):
@@ -129,7 +134,7 @@ def with_little_room(case: Case) -> tuple[bool, list[int]]:
         rows = [gather.resident().weights[dims.cross.rank] for gather in gathers]
         complete.append(all(torch.equal(bits(a), bits(b)) for a, b in zip(rows, shards, strict=True)))
         for gather in gathers:
-            gather.lossless()  # waits for the numbers that the host reads in the next step
+            gather.lossless()  # blocks until the counters that the next step needs are on the host
         left_out.append(int(step.sharding.metrics()["weights_left_out"]))
         sums.append(sum(int(bits(used(gather, dims)).long().sum()) for gather in gathers))
     assert all([*complete[:3], complete[-1]])
@@ -138,13 +143,13 @@ def with_little_room(case: Case) -> tuple[bool, list[int]]:
     return complete[3], sums
 
 
-def test_what_a_message_has_no_room_for_waits_and_all_ranks_compute_with_the_same():
+def test_blocks_without_room_are_delayed_equally_on_all_ranks():
     answers = ranks(4).run(with_little_room, lossless())
     assert not all(complete for complete, _ in answers)
     assert all(sums == answers[0][1] for _, sums in answers)
 
 
-# ---- what crosses when ----------------------------------------------------------------------------------------------
+# ---- choice of message ----------------------------------------------------------------------------------------------
 
 
 def see_what_crosses_next(case: Case) -> None:
@@ -180,7 +185,7 @@ def see_what_crosses_next(case: Case) -> None:
         assert {gather.next_crossing() for gather in gathers} == expected, what
 
 
-def test_a_step_sends_a_difference_any_other_write_whole_weights_and_nothing_else_anything():
+def test_step_sends_a_delta_and_other_writes_send_full_weights():
     ranks(4).run(see_what_crosses_next, lossless(model=LLAMA_STYLE))
 
 
@@ -199,7 +204,7 @@ def with_a_bad_weight(case: Case) -> None:
         shard[0] = float("nan")
     assert units_with_a_bad_row() == 1
     shard[:1] = good
-    for _ in range(2):  # the first message may have no room for a block of which all bits change
+    for _ in range(2):  # the first message may lack room for a block in which all bits change
         for parameter in step.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         torch.optim.SGD(step.model.parameters(), lr=0.0).step()
@@ -209,7 +214,7 @@ def with_a_bad_weight(case: Case) -> None:
     assert units_with_a_bad_row() == 0
 
 
-def test_what_is_not_finite_arrives_and_goes_again():
+def test_non_finite_weights_are_sent_and_later_replaced():
     ranks(4).run(with_a_bad_weight, lossless())
 
 
@@ -217,14 +222,15 @@ def test_what_is_not_finite_arrives_and_goes_again():
 
 
 def with_a_flipped_bit(case: Case) -> None:
-    """A bit is flipped in step 3 in what rank 3 keeps of the weights that rank 1 has sent."""
+    """Flip a bit in step 3 in rank 3's copy of rank 1's weights, and check when verification reports it."""
     step, dims = build_step(case)
     said: list[str] = []
 
     def allows(iteration: int, *others: object) -> bool:
         if iteration == 3 and dims.world.rank == 3:
             gather = step.sharding._gathers[1]
-            place = max(gather.unit.segments, key=lambda segment: segment.size).start  # 1-D ones are replaced
+            # the largest segment, since 1-D segments are replaced in every message
+            place = max(gather.unit.segments, key=lambda segment: segment.size).start
             gather.resident().weights[0, place : place + 1].view(torch.uint8)[0] ^= 16
         try:
             verify_weights(step.sharding, dims)
@@ -240,13 +246,13 @@ def with_a_flipped_bit(case: Case) -> None:
     assert sent[0] == sent[4] == sent[8] > max(sent[i] for i in (3, 5, 6, 7))
 
 
-def test_a_flipped_bit_in_the_resident_weights_is_found_and_lives_until_the_keyframe_of_the_interval():
-    """Whole weights cross after iterations 4 and 8, in the next step."""
+def test_flipped_bit_in_resident_weights_lasts_until_the_next_keyframe():
+    """With an interval of 4, full weights are sent in the steps after iterations 4 and 8."""
     ranks(4).run(with_a_flipped_bit, lossless(interval=4, learning_rate=1e-5))
 
 
 def restore(case: Case) -> None:
-    """A new model computes with the same weights, out of what was kept after a use."""
+    """Check that a new model with the restored secondary partition computes with the same weights."""
     (step, dims), (again, again_dims) = build_step(case), build_step(case)
     for index in range(2):
         take_step(step, case, index)
@@ -259,7 +265,7 @@ def restore(case: Case) -> None:
         assert torch.equal(bits(used(one, dims)), bits(used(other, again_dims)))
 
 
-def test_restored_resident_weights_are_sent_inside_a_node_as_before():
+def test_restored_resident_weights_are_gathered_without_change():
     ranks(4).run(restore, lossless())
 
 
@@ -269,5 +275,5 @@ def step_without_begin_step(case: Case) -> None:
         step.optimizer.step()
 
 
-def test_a_keyframe_interval_needs_to_know_the_iteration():
+def test_keyframe_interval_needs_the_iteration():
     ranks(2).run(step_without_begin_step, lossless(interval=9))

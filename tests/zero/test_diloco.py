@@ -1,4 +1,4 @@
-"""Local steps between islands do on ranks what a plain simulator of them does in one process."""
+"""Compare local steps between islands on several ranks with a simulator in one process."""
 
 import copy
 import dataclasses
@@ -29,13 +29,13 @@ from megazpp.zero.wire import plan_message
 BF16 = PrecisionConfig(bf16=True)
 WIDE = dataclasses.replace(GPT2_STYLE, hidden_size=64, ffn_hidden_size=256)
 SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0)
-ADAM = OptimizerConfig(adam_eps=1e-4)  # of gradients near 0 the rest is rounding, which Adam would make a step of
+ADAM = OptimizerConfig(adam_eps=1e-4)  # a larger eps, since Adam would amplify the rounding of gradients near 0
 
 Weights = dict[str, torch.Tensor]
 
 
 def exact(steps: int, **flags: Any) -> DilocoConfig:
-    """Nothing is quantized."""
+    """Return flags of local steps without quantization."""
     given = {f"diloco_{name}": value for name, value in flags.items()}
     return DilocoConfig(diloco_steps=steps, diloco_weight_bits=16, diloco_gradient_bits=16, **given)
 
@@ -43,7 +43,7 @@ def exact(steps: int, **flags: Any) -> DilocoConfig:
 def train_islands(
     case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP
 ) -> Iterator[tuple[TrainStep, Islands, float]]:
-    """This rank's model and islands after each step, and the step's loss."""
+    """Train, and yield this rank's step, its islands and the loss after each step."""
     step, dims = build_step(case)
     step.optimizer = build_optimizer(list(step.model.named_parameters()), config, CPU)
     step.clip_grad = clip
@@ -67,12 +67,12 @@ def full(tensors: Weights) -> Weights:
 
 
 class Seen(NamedTuple):
-    common: list[Weights]  # R, as the next two after each step
+    common: list[Weights]  # R after each step; so are the next two
     outer: list[Weights]
     inner: list[Weights]
     losses: list[float]
     feeds_back: list[bool]
-    fragments: list[list[str]]  # names of parameters
+    fragments: list[list[str]]  # parameter names
 
 
 def seen_on_islands(case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP) -> Seen:
@@ -93,7 +93,7 @@ def first_model(case: Case) -> GPTModel:
     return model
 
 
-def test_averaging_every_step_of_sgd_is_data_parallel_sgd():
+def test_averaging_after_every_sgd_step_matches_data_parallel_sgd():
     flags = exact(1, outer_lr=1.0, outer_momentum=0.0)
     case = Case(nodes=2, diloco=flags, learning_rate=0.3, steps=4)
     model = first_model(case)
@@ -110,7 +110,7 @@ def test_averaging_every_step_of_sgd_is_data_parallel_sgd():
 
 
 def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], list[list[float]]]:
-    """R after each step, and the losses of each island."""
+    """Simulate islands in one process. Return R after each step and each island's losses."""
     first, count = first_model(case), case.islands
     models = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]
@@ -139,7 +139,7 @@ PAIRS = exact(2, islands=2, outer_momentum=0.5, outer_lr=0.9)
 EXACT = ZeroConfig(zeropp=True, zero_weight_bits=16, zero_gradient_bits=(16, 16))
 SIMULATED = {
     "momentum, documents": (4, Case(nodes=2, documents=True, diloco=MOMENTUM)),
-    # of 112 rows of the vocabulary tp 2 pads none
+    # with 112 rows of the vocabulary, tp 2 needs no padding
     "fragments, delay, tp 2": (4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=FRAGMENTS)),
     "3 islands": (
         3,
@@ -156,7 +156,7 @@ SIMULATED = {
 
 
 @pytest.mark.parametrize("given", chosen(SIMULATED, "fragments, delay, tp 2", "momentum, documents"))
-def test_it_is_the_simulator_of_islands(given):
+def test_local_steps_match_the_simulator(given):
     world, case = given
     case = dataclasses.replace(case, steps=7, learning_rate=3e-3)
     results = ranks(world).run(seen_on_islands, case)
@@ -177,7 +177,8 @@ def test_it_is_the_simulator_of_islands(given):
         slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_islands=2))),
     ],
 )
-def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights(world, case):
+def test_four_bit_synchronization_keeps_islands_identical(world, case):
+    """The shared weights stay close to the outer weights, which are not quantized."""
     case = dataclasses.replace(case, steps=4, learning_rate=3e-3)
     sixteen = dataclasses.replace(case.diloco, diloco_weight_bits=16, diloco_gradient_bits=16)
     exact = ranks(world).run(seen_on_islands, dataclasses.replace(case, diloco=sixteen))[0]
@@ -186,7 +187,7 @@ def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights
     for seen in results:
         torch.testing.assert_close(seen.common, results[0].common, rtol=0, atol=0)
         torch.testing.assert_close(seen.inner[-1], common, rtol=0, atol=0)
-        assert seen.feeds_back[-1]  # what was lost goes into the next outer gradients
+        assert seen.feeds_back[-1]  # rounding errors are added to the next outer gradients
     for name, weight in exact.outer[-1].items():
         change = (weight - exact.common[0][name]).norm()
         if weight.ndim > 1 and change:
@@ -194,7 +195,7 @@ def test_four_bits_leave_the_same_bits_on_all_islands_close_to_the_outer_weights
             assert (common[name] - outer[name]).norm() < 0.25 * change, name
 
 
-def test_islands_with_no_tokens_send_finite_numbers():
+def test_island_without_tokens_sends_finite_numbers():
     unit = mock.Mock()
     send_fragment([unit], MeshAxis("island"), mock.Mock(tokens=8.0), torch.zeros((), dtype=torch.float64))
     weight, correction = unit.send.call_args.args
@@ -211,7 +212,7 @@ def count_what_is_sent(case: Case, bits: int) -> None:
     assert messages == pytest.approx(elements * (bits / 8 if bits < 16 else 4), rel=0.2)
 
 
-def test_each_synchronization_sends_two_messages_of_each_unit_and_the_tokens():
+def test_synchronization_sends_two_messages_per_unit_and_token_counts():
     for bits, nodes in ((16, 4), (8, 3), (4, 3)):
         config = DilocoConfig(diloco_steps=1, diloco_weight_bits=bits, diloco_gradient_bits=bits)
         case = Case(model=WIDE, nodes=nodes, global_batch=12, steps=2, diloco=config)
@@ -219,8 +220,9 @@ def test_each_synchronization_sends_two_messages_of_each_unit_and_the_tokens():
 
 
 def look_at_outer_weights(case: Case) -> float:
-    """The model computes with R inside, and with its own weights again after it, bit for bit; the loss inside."""
-    *_, (step, islands, _) = itertools.islice(train_islands(case), 3)  # sent after the second, under way at the third
+    """Return the loss inside `outer_weights`, and check that R is used there and the own weights are restored."""
+    # R is sent after the second step and still in flight at the third
+    *_, (step, islands, _) = itertools.islice(train_islands(case), 3)
     shards = [shard for unit in islands.units for shard in unit.unit.shards()]
     own = [shard.clone() for shard in shards]
     common = [x.to_local() for x in islands.common().values()]
@@ -237,7 +239,7 @@ def look_at_outer_weights(case: Case) -> float:
     return loss
 
 
-def test_an_evaluation_sees_the_islands_common_weights_and_leaves_their_own():
+def test_evaluation_uses_the_islands_shared_weights_and_restores_own():
     flags = DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)
     case = Case(nodes=2, tp=2, precision=BF16, diloco=flags)
     assert len({*ranks(4).run(look_at_outer_weights, case)}) == 1
@@ -251,12 +253,12 @@ def plan(*, iterations: int = 60, **flags: Any) -> DilocoPlan:
     return plan_islands(DilocoConfig(**flags), ZeroConfig(), **given)
 
 
-def test_fragments_take_turns_and_nobody_waits_for_one_that_has_not_come():
+def test_fragments_are_sent_in_turn_at_equal_distances():
     found = plan(diloco_steps=6, diloco_fragments=3)
     assert [found.sends_at(t) for t in range(1, 13)] == [None, 0, None, 1, None, 2, None, 0, None, 1, None, 2]
 
 
-def test_outer_momentum_is_for_many_synchronizations_far_apart():
+def test_outer_momentum_needs_many_synchronizations_far_apart():
     for steps, iterations, lr, momentum in ((10, 1990, 1.0, 0.0), (10, 2000, 0.4, 0.9), (9, 99_999, 1.0, 0.0)):
         found = plan(iterations=iterations, diloco_steps=steps)
         assert (found.outer_lr, found.outer_momentum, bool(found.notices)) == (lr, momentum, momentum == 0.0), steps
@@ -265,7 +267,7 @@ def test_outer_momentum_is_for_many_synchronizations_far_apart():
         assert (found.outer_lr, found.outer_momentum, found.notices) == (0.5, 0.3, ()), steps
 
 
-def test_what_means_nothing_is_refused():
+def test_invalid_local_step_flags_are_rejected():
     wrong = [
         (
             {"diloco_steps": 4, "diloco_fragment_sync_delay": 4},

@@ -1,4 +1,4 @@
-"""Error feedback: what rounding has lost shares the fate of the gradient that it was lost from."""
+"""Test error feedback: the stored error is clipped, skipped and rescaled with the gradients that it belongs to."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ EVERY = dataclasses.replace(FEEDBACK, zero_cross_every_microbatch=True)
 
 
 def watched_steps(case: Case, clip: float) -> dict[str, Any]:
-    """Gradient norms, and of each `end_step` the factor and the buffers before and after it."""
+    """Return gradient norms, and for each `end_step` the factor and the error buffers before and after it."""
     step, dims = build_step(case)
     step.clip_grad, noted, original = clip, [], step.sharding.end_step
 
@@ -37,8 +37,8 @@ def watched_steps(case: Case, clip: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(AVERAGED, 2), (EVERY, 2)])
-def test_what_is_fed_back_is_clipped_with_its_gradients_once_per_step(zero, micro_batches):
-    """The same factor, and between micro-batches none: `end_step` finds there what the last cross hop has left."""
+def test_stored_errors_are_clipped_with_gradients_once_per_step(zero, micro_batches):
+    """Errors and gradients get the same factor. No factor is applied between micro-batches."""
     case = Case(nodes=2, zero=zero, micro_batches=micro_batches, steps=3)
     for result in ranks(4).run(watched_steps, case, 0.25):
         assert len(result["noted"]) == 3
@@ -51,8 +51,8 @@ def test_what_is_fed_back_is_clipped_with_its_gradients_once_per_step(zero, micr
                 assert torch.equal(after[name], expected)
 
 
-def test_of_what_the_first_step_lost_all_but_beta_is_kept():
-    """To the rounding of two bf16 scales."""
+def test_first_steps_error_is_averaged_with_beta():
+    """The tolerance covers the rounding of two bf16 scales."""
     cases = [Case(nodes=2, zero=zero, steps=1) for zero in (FEEDBACK, AVERAGED)]
     for of_ranks in zip(*(ranks(4).run(watched_steps, case, 0.25) for case in cases), strict=True):
         all_of_it, share = (result["noted"][0][1] for result in of_ranks)
@@ -62,12 +62,12 @@ def test_of_what_the_first_step_lost_all_but_beta_is_kept():
 
 class Seen(NamedTuple):
     skipped: bool
-    moved: bool  # the weights
+    moved: bool  # the weights changed
     nothing_to_feed_back: bool
 
 
 def skipped_and_reset(case: Case) -> dict[str, Seen]:
-    """What six steps have done; in the second, rank 3 alone computes a NaN."""
+    """Take six steps and return their results by name. In the second one, only rank 3 computes a NaN."""
     step, dims = build_step(case)
     seen, factor = {}, 1.0
     step.model.final_norm.register_forward_hook(lambda module, inputs, output: output * factor)
@@ -82,7 +82,7 @@ def skipped_and_reset(case: Case) -> dict[str, Seen]:
 
 
 @pytest.mark.parametrize("weights", [{}, slow({"zero_quantized_weights": True, "zero_hpz_partition_size": "auto"})])
-def test_a_step_skipped_because_of_one_rank_and_the_reset_interval_leave_nothing_to_feed_back(weights):
+def test_skipped_step_and_reset_interval_clear_stored_errors(weights):
     zero = dataclasses.replace(FEEDBACK, zero_error_feedback_reset=3, **weights)
     taken, reset = Seen(False, True, False), Seen(False, True, True)
     expected = {"taken": taken, "skipped": Seen(True, False, True), "reset": reset}
@@ -92,7 +92,7 @@ def test_a_step_skipped_because_of_one_rank_and_the_reset_interval_leave_nothing
 
 def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
     step, dims = build_step(case)
-    if growing:  # doubles after every step
+    if growing:  # the loss scale doubles after every step
         step.scaler = build_loss_scaler(LossScaleConfig(initial_loss_scale=2.0**8, loss_scale_window=1.0), fp16=True)
     taken = [step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0) for index in range(case.steps)]
     assert [record.loss_scale for record in taken] == [2.0 ** (8 + index) if growing else 1.0 for index in range(6)]
@@ -100,14 +100,14 @@ def losses_with_scale(case: Case, growing: bool) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("zero", "model"), [(FEEDBACK, GPT2_STYLE), slow(AVERAGED, LLAMA_STYLE)])
-def test_a_loss_scale_that_grows_changes_no_bit(zero, model):
-    """In fp32 powers of two are exact, so an error that stayed in units of an older scale would show at once."""
+def test_growing_loss_scale_changes_no_bit(zero, model):
+    """Powers of two are exact in fp32, so an error kept in units of an older scale would change the losses."""
     case = Case(nodes=2, zero=zero, model=model, steps=6)
     plain, scaled = (ranks(4).run(losses_with_scale, case, growing) for growing in (False, True))
     assert plain == scaled
 
 
-def test_factors_of_any_kind_scale_every_error():
+def test_rescale_multiplies_every_stored_error():
     fmt = BlockFormat(4, 32)
     errors = [Feedback.zeros((2,), range_table(plan_row(n, fmt), torch.float32)) for n in (1, 63, 257)]
     for error in errors:

@@ -1,4 +1,4 @@
-"""Trainings in the frameworks that people use end as in plain FSDP2 where nothing is quantized."""
+"""Compare ZeRO++ without quantization in popular training frameworks with plain FSDP2."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[dict[int, Ranks]]:
-    """Workers by their number, which end with this file: its imports take memory."""
+    """Return workers by their number. They end with this module, because the imported frameworks take much memory."""
     found: dict[int, Ranks] = {}
     yield found
     for each in found.values():
@@ -21,8 +21,8 @@ def workers() -> Iterator[dict[int, Ranks]]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_framework_s_training_ends_as_in_plain_fsdp2(framework, scenario, workers):
-    """Bit for bit on two nodes of one rank, except where sums wait for a step's last backward (own loop)."""
+def test_framework_training_matches_plain_fsdp2(framework, scenario, workers):
+    """Results are bit-identical on two nodes of one rank, except in our own loop, which sums in another order."""
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed, or not for torch {torch.__version__}")
     for size in (2, 4) if framework == "own loop" else (2,):

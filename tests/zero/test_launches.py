@@ -1,7 +1,7 @@
-"""How many kernels ZeRO++ launches for a layer in an optimizer step: on small batches launches are what a step costs.
+"""Count the kernels that ZeRO++ launches per layer and optimizer step, which limit the speed of small batches.
 
-Counted on one rank that pretends, of 2 and 16 nodes x 8 ranks: every operation of torch that would launch a kernel
-on CUDA, and every launch of the Triton back end. ZeRO-3's count of the same model is taken off, with FSDP2's own in it.
+One rank pretends to be among 2 or 16 nodes x 8 ranks. The count includes every torch operation that would launch a
+kernel on CUDA, and every launch of the Triton back end. ZeRO-3's count for the same model is subtracted.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ ZEROPP, LOSSLESS = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_
 
 
 class PretendedAxis(MeshAxis):
-    """An axis whose other ranks send zeros; nothing of it is counted."""
+    """An axis whose other ranks send zeros, and whose collectives are not counted."""
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         with _disable_current_modes():
@@ -47,7 +47,7 @@ class PretendedAxis(MeshAxis):
 
 
 class Launches(TorchDispatchMode):
-    """Counts by operation."""
+    """Dispatch mode that counts launches by operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Launches(TorchDispatchMode):
         return result
 
     def kernel(self, name: str) -> Any:
-        """Stands for a Triton kernel: `kernel[grid](...)` is a launch, and computes nothing."""
+        """Return a fake Triton kernel: `kernel[grid](...)` counts a launch and computes nothing."""
 
         def launched(grid: object) -> Any:
             return lambda *args, **constants: self.found.update([name])
@@ -70,13 +70,13 @@ class Launches(TorchDispatchMode):
 
 
 def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of the third step: by then everything that is made once is there."""
+    """Count the launches of the third step, when everything that is created once exists."""
     triton, native = block_quant.TRITON, block_quant.native
     assert triton is not None
 
     def both(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> None:
-            getattr(triton, name)(*args, **kwargs)  # counted
+            getattr(triton, name)(*args, **kwargs)  # counts
             getattr(native, name)(*args, **kwargs)  # computes
 
         return call
@@ -86,7 +86,7 @@ def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypat
     launches = Launches()
     with monkeypatch.context() as patch, fake_ranks(0, nodes * RANKS_PER_NODE), simulated_streams():
         patch.setattr(block_quant, "_implementation", lambda tensor: counted)
-        patch.setattr(weight_delta, "_implementation", lambda tensor: differences)  # counted, and computes nothing
+        patch.setattr(weight_delta, "_implementation", lambda tensor: differences)  # counts, and computes nothing
         for name in ("_pack_kernel", "_unpack_sum_kernel"):
             patch.setattr(triton, name, launches.kernel(name))
         for name in ("_measure_kernel", "_start_kernel", "_place_kernel", "_find_kernel", "_decode_kernel"):
@@ -105,7 +105,7 @@ def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypat
 
 
 def launches_per_layer(nodes: int, style: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """What one more layer adds with `zero` that it does not add with ZeRO-3."""
+    """Return the launches that another layer adds with `zero` beyond those that it adds with ZeRO-3."""
 
     def of_a_layer(zero: ZeroConfig) -> Counter[str]:
         many, few = (
@@ -121,7 +121,7 @@ def launches_per_layer(nodes: int, style: GPTConfig, zero: ZeroConfig, monkeypat
 
 
 @pytest.mark.parametrize(("nodes", "zero"), [(2, ZEROPP), slow(16, LOSSLESS)])
-def test_a_layer_of_twelve_parameters_launches_at_most_25_kernels_on_any_number_of_nodes(nodes, zero, monkeypatch):
+def test_layer_of_12_parameters_launches_at_most_25_kernels(nodes, zero, monkeypatch):
     launches = launches_per_layer(nodes, GPT2_STYLE, zero, monkeypatch)
     assert launches["_pack_kernel"] == (3 if zero is ZEROPP else 2)
     assert launches["_unpack_sum_kernel"] == 4

@@ -1,4 +1,7 @@
-"""Training loops that change what is trained or give gradients up end as in plain FSDP2 where nothing is quantized."""
+"""Compare unusual training loops under ZeRO++ without quantization with plain FSDP2.
+
+The loops change the trained parameters, discard gradients, or use unusual models.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,14 +28,14 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
-        self.scale = nn.Parameter(torch.ones(1, WIDTH))  # most ranks have nothing of it
+        self.scale = nn.Parameter(torch.ones(1, WIDTH))  # one row, so most ranks have an empty shard
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.scale * self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
-    """Three blocks, each a unit, and two heads in the root's unit."""
+    """Three blocks, each a sharding unit, and two heads in the root's unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """One training on this rank; `mode` is "plain", or the name of a setting of `zeropp`."""
+    """One training run on this rank; `mode` is "plain" or the name of a setting of `zeropp`."""
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class Run:
         if mode == "plain":
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+                    module.set_force_sum_reduction_for_comms(True)  # gloo does not support mean reductions
         else:
             self.connect(mode)
 
@@ -80,7 +83,7 @@ class Run:
 
     @staticmethod
     def adam(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
-        """Weight decay and moments move every parameter whose gradient is not None."""
+        """Return AdamW whose weight decay and moments change every parameter with a gradient that is not None."""
         return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5, **how)
 
     def backward(self, sample: int, *, factor: float = 1.0, last: bool = True, **how: Any) -> None:
@@ -123,12 +126,12 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-# ---- what is trained ----------------------------------------------------------------------------------------------
+# ---- trained parameters-------------------------------------------------------------------------------------------
 
 
 @scenario
 def unfrozen_halfway(mode: str) -> Run:
-    """A whole unit and a part of another are frozen at the call."""
+    """Freeze a whole unit and a part of another before `zeropp` is called, and unfreeze them halfway."""
     run = Run(mode, lambda model: (model.blocks[0].requires_grad_(False), model.blocks[1].up.requires_grad_(False)))
     for step in range(4):
         if step == 2:
@@ -152,7 +155,7 @@ def frozen_halfway_with_zeroed_gradients(mode: str) -> Run:
 
 @scenario
 def swapped_blocks(mode: str) -> Run:
-    """Block-coordinate training: another block each step, each with an optimizer of its own."""
+    """Train another block in each step with its own optimizer (block-coordinate training)."""
     run = Run(mode)
     optimizers = [run.adam(block) for block in run.model.blocks]
     for step in range(5):
@@ -165,7 +168,7 @@ def swapped_blocks(mode: str) -> Run:
 
 @scenario
 def swapped_matrices_of_a_block_while_accumulating(mode: str) -> Run:
-    """What was trained in an earlier micro-batch of the step keeps its gradient."""
+    """Freeze parameters between micro-batches; their earlier gradients of the step are kept."""
     run = Run(mode)
     for step in range(3):
         for micro_batch in range(3):
@@ -178,7 +181,7 @@ def swapped_matrices_of_a_block_while_accumulating(mode: str) -> Run:
 
 
 def backwards_of_a_forward(mode: str, *, first_is_last: bool) -> Run:
-    """Two losses of one forward, each with its backward, and before them a gradient of the input alone."""
+    """Run two backwards for two losses of one forward, after a gradient with respect to the input only."""
     run = Run(mode)
     for step in range(3):
         generator = torch.Generator().manual_seed(RANKS * step + dist.get_rank())
@@ -202,7 +205,7 @@ SCENARIOS["several backwards of a forward, one of them last"] = lambda mode: bac
 
 @scenario
 def called_between_passes(mode: str) -> Run:
-    """`zeropp` is called between a forward and its backward, when another backward's gradients are there."""
+    """Call `zeropp` between a forward and its backward, when gradients of another backward exist."""
     run = Run("plain")
     run.backward(0)
     losses = run.model(torch.ones(1, WIDTH)).square().mean()
@@ -250,7 +253,7 @@ def a_block_twice(mode: str) -> Run:
 
 @scenario
 def used_in_some_micro_batches(mode: str) -> Run:
-    """The first, the middle or the last of a step; two of the blocks in no micro-batch of the second step."""
+    """Use blocks in the first, middle or last micro-batch, and leave two blocks out of the second step."""
     run = Run(mode)
     for step in range(3):
         for micro_batch, order in enumerate([(0,), (0, 1), (2,)]):
@@ -272,12 +275,12 @@ def used_in_some_micro_batches_without_communication(mode: str) -> Run:
     return run
 
 
-# ---- gradients that are given up ----------------------------------------------------------------------------------
+# ---- discarded gradients ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def failing(module: nn.Module, *, backward: bool) -> Iterator[None]:
-    """Raise on every rank where the forward comes to `module`, or where the backward leaves it."""
+    """Raise on every rank when the forward enters `module`, or when the backward leaves it."""
 
     def fail(*_: Any) -> None:
         raise ArithmeticError
@@ -357,7 +360,7 @@ def skipped_steps(mode: str) -> Run:
 
 @scenario
 def given_up_without_communication(mode: str) -> Run:
-    """FSDP2 keeps these gradients itself: they do come back."""
+    """Discard gradients that FSDP2 has not reduced: FSDP2 keeps them and adds them to the next step's."""
     run = Run(mode)
     for step in range(3):
         run.model.set_requires_gradient_sync(False)
@@ -370,7 +373,7 @@ def given_up_without_communication(mode: str) -> Run:
 
 
 def aborted(mode: str, *, backward: bool, first: bool, clear: bool = True) -> Run:
-    """An exception ends a forward or a backward, in the first or the last micro-batch of a step."""
+    """Raise an exception in a forward or a backward, in the first or the last micro-batch of a step."""
     run = Run(mode)
     for step in range(4):
         run.backward(2 * step, last=False)
@@ -378,7 +381,7 @@ def aborted(mode: str, *, backward: bool, first: bool, clear: bool = True) -> Ru
             with failing(run.model.blocks[1].up, backward=backward):
                 run.backward(100 + step, last=not first, factor=50.0)
             run.model.reset_iter_state()
-            for module in run.model.modules():  # FSDP2 keeps these, too
+            for module in run.model.modules():  # FSDP2 also keeps the unsharded gradients
                 if isinstance(module, FSDPModule):
                     for p in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
                         p._unsharded_param.grad = None
@@ -397,11 +400,11 @@ for backward in (False, True):
 SCENARIOS["aborted in backward, kept"] = lambda mode: aborted(mode, backward=True, first=False, clear=False)
 
 
-# ---- what models are made of --------------------------------------------------------------------------------------
+# ---- unusual parameters ------------------------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trained adapter, as PEFT makes them: bf16 beside fp32."""
+    """A frozen bf16 linear layer with a trained fp32 adapter, like PEFT's."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -422,7 +425,7 @@ def adapt(model: Net) -> None:
 
 @scenario
 def adapters_in_fp32_on_a_base_in_bf16(mode: str) -> Run:
-    """One block has bf16 alone, so units have different dtypes."""
+    """Train adapters on a frozen base; one block has only bf16 parameters, so dtypes differ between units."""
     run = Run(mode, adapt)
     for step in range(3):
         run.backward(2 * step, last=False)
@@ -432,7 +435,7 @@ def adapters_in_fp32_on_a_base_in_bf16(mode: str) -> Run:
 
 
 def with_odd_parameters(model: Net) -> None:
-    """Integers (a QLoRA base), fp64, none at all, and a unit that is computed in another dtype."""
+    """Add integer (as in a QLoRA base), fp64 and empty parameters to each block."""
     for index, block in enumerate(model.blocks):
         block.codes = nn.Parameter(torch.arange(13 + index).to(torch.uint8), requires_grad=False)
         block.table = nn.Parameter(torch.arange(7.0, dtype=torch.float64), requires_grad=False)
@@ -487,7 +490,7 @@ def made_on_meta_and_cast_after_the_call(mode: str) -> Run:
 
 @scenario
 def called_after_an_evaluation(mode: str) -> Run:
-    """The root's parameters are still gathered."""
+    """Call `zeropp` while the root's parameters are still gathered."""
     run = Run(mode, evaluate_first=True)
     for step in range(3):
         run.backward(step)
@@ -500,51 +503,54 @@ def results(name: str, modes: tuple[str, ...]) -> list[Result]:
 
 
 def assert_alike(found: Result, expected: Result) -> None:
-    """Gradients are None for the same parameters; sums of fp32 in another order, through Adam: 1e-4."""
+    """Compare two results. Gradients are None for the same parameters; sums in another order differ by up to 1e-4."""
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], rel=1e-4)
     torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-5)
 
 
 def with_marks(name: str) -> Any:
-    """The scenario as a parameter, skipped where the FSDP2 of this torch cannot do it."""
+    """Return the scenario as a parameter that is skipped if this torch's FSDP2 does not support it."""
     if name.startswith("aborted") or "reset" in name:
         return pytest.param(name, marks=needs_reset)
     return pytest.param(name, marks=needs_integers) if name.startswith("odd") else name
 
 
 @pytest.mark.parametrize("name", map(with_marks, SCENARIOS))
-def test_a_training_ends_as_in_plain_fsdp2(name):
+def test_training_loop_matches_plain_fsdp2(name):
     for plain, *others in ranks(RANKS).run(results, name, ("plain", "exact", "exact, no overlap")):
         assert all(torch.isfinite(weight).all() for weight in plain[2].values())
         for found in others:
             assert_alike(found, plain)
 
 
-# ---- what one process of FSDP2 does not show ------------------------------------------------------------------------
+# ---- behavior that differs from plain FSDP2 -------------------------------------------------------------------------
 
 
 def use_by_rank() -> list[tuple[bool, ...]]:
-    """By step whether the gradients of the heads are None: odd ranks use the second one, then nobody does."""
+    """Return per step if the heads' gradients are None. Odd ranks use the second head first, then all use the same."""
     run = Run("exact")
     found = []
     for heads in ((0, 1), (0, 0), (1, 1)):
         run.backward(0, head=heads[dist.get_rank() % 2])
         found.append(tuple(head.weight.grad is None for head in run.model.heads))
-        if heads == (0, 1):  # the mean over ranks, of whom two have zeros
+        if heads == (0, 1):  # the mean over ranks; two ranks contribute zeros
             mine = run.model.heads[0].bias.grad.full_tensor()
             assert mine.abs().sum() > 0
         run.step()
     return found
 
 
-def test_a_gradient_of_some_ranks_is_one_for_all_of_them():
+def test_gradient_on_some_ranks_exists_on_all_ranks():
     for found in ranks(RANKS).run(use_by_rank):
         assert found == [(False, False), (False, True), (True, False)]
 
 
 def bytes_of_steps(order: tuple[int, ...]) -> tuple[int, int]:
-    """Bytes that this rank sends inside the node and across nodes in the second step of two micro-batches."""
+    """Return the bytes that this rank sends inside the node and across nodes in the second step.
+
+    A step has two micro-batches.
+    """
     run = Run("exact")
     counts = []
     for step in range(2):
@@ -555,18 +561,21 @@ def bytes_of_steps(order: tuple[int, ...]) -> tuple[int, int]:
     return tuple(after - before for before, after in zip(*counts, strict=True))
 
 
-def test_a_block_that_nobody_uses_sends_nothing_and_flags_take_sixteen_bytes():
+def test_unused_block_sends_nothing_and_flags_take_16_bytes():
     whole, without = (ranks(RANKS).run(bytes_of_steps, order)[0] for order in ((0, 1, 2), (0, 2)))
-    # shards of a block: up 2 x 10 + 2, down 3 x 7, scale 1 x 10 elements of four bytes, in messages of 16 x n bytes
+    # shard of a block: up 2 x 10 + 2, down 3 x 7, scale 1 x 10 elements of four bytes, padded to 16 bytes
     message = -(-4 * (20 + 2 + 21 + 10) // 16) * 16
     weights, gradients = message, message + 16
-    # each micro-batch: two uses, one reduction. To the other node one message, in the node one for either node
+    # each micro-batch has two uses and one reduction: one message to the other node, two inside the node
     assert whole[1] - without[1] == weights + gradients
     assert whole[0] - without[0] == 2 * (2 * 2 * weights + 2 * gradients)
 
 
 def gradients_between_backwards() -> None:
-    """Until a step's last backward they are zeros, but for the first element of each shard; then those of FSDP2."""
+    """Check that gradients are zeros, except for each shard's first element, until the step's last backward.
+
+    After the last backward they equal FSDP2's.
+    """
     plain, exact = Run("plain"), Run("exact")
     for sample in range(6):
         last = sample % 3 == 2
@@ -581,14 +590,14 @@ def gradients_between_backwards() -> None:
             plain.step()
             exact.step()
             continue
-        for expected, found in pairs:  # one that no rank has is not None, but zeros
+        for expected, found in pairs:  # a gradient that no rank has is zeros instead of None
             local = found.to_local().view(-1)
             assert not local[1:].any()
             assert (local[:1].abs() <= 2.0**-90).all()
             assert expected is None or expected.full_tensor().any()
 
 
-def test_gradients_that_wait_are_read_as_zeros():
+def test_unfinished_gradients_read_as_zeros():
     ranks(RANKS).run(gradients_between_backwards)
 
 
@@ -597,22 +606,22 @@ def steps_too_early() -> None:
     run.backward(0, last=False)
     probe = nn.Parameter(torch.ones(1))
     probe.grad = torch.ones(1)
-    torch.optim.SGD([probe], lr=0.1).step()  # of another optimizer
+    torch.optim.SGD([probe], lr=0.1).step()  # a step of another optimizer is allowed
     with pytest.raises(RuntimeError, match=r"heads.0.weight have not .*set_is_last_backward\(True\)"):
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=False)
-    run.optimizer.step()  # gradients of zero
+    run.optimizer.step()  # gradients are zero, so this step is allowed
     run.optimizer.zero_grad()
     run.backward(1)
     run.optimizer.step()
 
 
-def test_a_step_on_gradients_that_wait_is_refused():
+def test_step_on_unfinished_gradients_is_rejected():
     ranks(RANKS).run(steps_too_early)
 
 
 def feedback_after_giving_up(clear: str) -> tuple[Weights, Weights]:
-    """The gradients of a backward with and without one that was given up before it."""
+    """Return the gradients of a backward, without and with a discarded backward before it."""
     found = []
     for give_up in (False, True):
         torch.manual_seed(0)
@@ -631,7 +640,7 @@ def feedback_after_giving_up(clear: str) -> tuple[Weights, Weights]:
 
 
 @pytest.mark.parametrize("clear", ["none", "zeroed"])
-def test_errors_of_a_backward_that_was_given_up_are_not_fed_back(clear):
+def test_errors_of_a_discarded_backward_are_not_fed_back(clear):
     for without, given_up in ranks(RANKS).run(feedback_after_giving_up, clear):
         torch.testing.assert_close(given_up, without, rtol=0, atol=0)
 

@@ -1,4 +1,4 @@
-"""`megazpp.zeropp` on models that are not ours, against the same training in one process."""
+"""Compare `megazpp.zeropp` on models from elsewhere with the same training in one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    """Predicts the next word from the present one."""
+    """A model that predicts the next word from the current one."""
 
     checkpointing = False
 
@@ -54,7 +54,7 @@ class Words(nn.Module):
 
 
 def llama() -> nn.Module:
-    import transformers  # takes each rank half a second, and the slow tier alone needs it
+    import transformers  # takes half a second per rank, and only the slow tier needs it
 
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 36, "max_position_embeddings": 16}
@@ -79,10 +79,11 @@ def train(
     bare: bool = False,
     divisor: float | None = None,
 ) -> tuple[list[float], int]:
-    """The losses of `STEPS` steps, of 4 samples x `accumulate`, and the bytes that crossed nodes.
+    """Train and return the losses of `STEPS` steps and the bytes sent across nodes.
 
-    In one process without `config`. `signal` is the method that announces a step's last backward; a `bare` model is not
-    wrapped before; `divisor` is what the sum of gradients over ranks is divided by in place of their number.
+    Each step takes 4 samples x `accumulate`. Without `config`, train in one process. `signal` is the method that
+    announces a step's last backward. A `bare` model is not wrapped beforehand. `divisor` replaces the number of
+    ranks by which the summed gradients are divided.
     """
     model = llama() if kind == "llama" else Words(tied=kind == "tied")
     model.checkpointing = kind == "checkpointing"
@@ -104,7 +105,7 @@ def train(
         if divisor:
             for module in (*model.blocks, model):
                 module.set_gradient_divide_factor(divisor)
-    # steps of SGD have the length of the gradients, which Adam's and clipped ones would hide
+    # SGD's steps are proportional to gradients, so wrong scales show; Adam and clipping would hide them
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     scale = RANKS / divisor if divisor and sharding is None else 1.0
     losses = []
@@ -142,27 +143,27 @@ def train(
     ids=str,
 )
 def test_exact_hops_change_no_loss(case):
-    """Means of means over ranks; fp32 sums in another order, 1e-5 over 4 steps."""
+    """Sums run in another order, which changes losses by up to 1e-5 over 4 steps in fp32."""
     expected, _ = train(**case)
     for losses, sent in ranks(RANKS).run(train, EXACT, **case):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert sent > 0
 
 
-def test_gradients_wait_for_the_last_backward():
-    """Weights and gradients of one crossing per step, whatever is accumulated before; without a signal one each."""
+def test_gradients_cross_nodes_once_at_the_last_backward():
+    """A step sends weights and gradients once for any number of micro-batches, if the last backward is announced."""
     signal = "set_is_last_backward"
     once, kept, each = (
         sum(sent for _, sent in ranks(RANKS).run(train, EXACT, **case))
         for case in ({}, {"accumulate": 3, "signal": signal}, {"accumulate": 3})
     )
     assert kept == once
-    flags = STEPS * RANKS * 3 * 16  # a message of gradients has 16 bytes more; three units
-    assert each == 2 * once + flags  # weights once, gradients three times
+    flags = STEPS * RANKS * 3 * 16  # each of three units' gradient messages has 16 bytes more
+    assert each == 2 * once + flags  # weights cross once, gradients three times
 
 
-def test_bf16_weights_of_eight_bits_and_fewer_bytes():
-    """Not wrapped before: blocks are found. 8-bit weights, 8- and 4-bit gradients: 0.5 % of the loss over 4 steps."""
+def test_quantized_training_of_an_unwrapped_bf16_model_sends_fewer_bytes():
+    """`zeropp` finds the blocks itself. 8-bit weights and 8- and 4-bit gradients change losses by at most 0.5 %."""
     expected, _ = train()
     exact = ranks(RANKS).run(train, EXACT, bf16=True)
     quantized = ranks(RANKS).run(train, {"zero_error_feedback": False}, bf16=True, bare=True)
@@ -172,7 +173,7 @@ def test_bf16_weights_of_eight_bits_and_fewer_bytes():
 
 
 def resume(folder: str, config: dict[str, Any]) -> None:
-    """Two more steps, and the same after a checkpoint of torch's own calls was read anew."""
+    """Check that two steps equal the same steps after a checkpoint was saved and loaded by torch's own functions."""
     policy, zero = MixedPrecisionPolicy(torch.bfloat16, torch.float32), megazpp.ZeroConfig(zeropp=True, **config)
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -200,7 +201,7 @@ def resume(folder: str, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("delta", ["none", "lossless"])
-def test_a_checkpoint_of_torch_s_own_calls_goes_on_bit_for_bit(delta, tmp_path):
+def test_training_from_a_torch_checkpoint_resumes_bit_for_bit(delta, tmp_path):
     ranks(RANKS).run(resume, str(tmp_path), {"zero_weight_delta": delta, "zero_error_feedback": delta == "lossless"})
 
 
@@ -250,7 +251,7 @@ def shared_by_two_blocks(model: nn.Module) -> None:
 
 
 class Gathered(TwoTensor):
-    """A tensor that gathers itself, as float8 weights do."""
+    """A tensor with its own all-gather, like float8 weights."""
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any: ...
 
@@ -317,12 +318,12 @@ def refuse_all() -> None:
     assert not wrong, wrong
 
 
-def test_what_cannot_be_is_refused_on_every_rank():
+def test_unsupported_models_are_rejected_on_every_rank():
     ranks(RANKS).run(refuse_all)
 
 
 def compiled_after_fully_shard() -> None:
-    """A wrapped model may be compiled already: FSDP2's hooks are on the module inside."""
+    """Use a model that was compiled after `fully_shard`, whose hooks are on the inner module."""
     model = Words()
     fully_shard(model)
     compiled = torch.compile(model, backend="eager")
@@ -331,5 +332,5 @@ def compiled_after_fully_shard() -> None:
     assert sharding.counter.sent_bytes("cross") > 0
 
 
-def test_a_wrapped_model_may_be_compiled():
+def test_wrapped_model_may_be_compiled():
     ranks(RANKS).run(compiled_after_fully_shard)

@@ -1,4 +1,4 @@
-"""Overlap changes when hops run and nothing else: same bits, bytes and order on every rank, whatever the delays."""
+"""Test the overlap schedule: results, bytes and the order of collectives do not depend on overlap or delays."""
 
 import dataclasses
 import random
@@ -46,21 +46,21 @@ OVERLAPS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("setting", chosen(OVERLAPS, "ZeRO-3", "zeropp", "lossless", "tp"))
-def test_overlap_changes_neither_bits_nor_bytes(setting):
+def test_overlap_changes_neither_results_nor_bytes(setting):
     world, given = setting
     given = {"zero": ALL, "nodes": 2, "steps": 3, **given}
     overlapped, plain = (
         ranks(world).run(train_on_ranks, Case(**{**given, "zero": dataclasses.replace(given["zero"], **flags)}))[0]
         for flags in (ON, OFF)
     )
-    assert overlapped == plain  # losses, norms, bytes on every wire
+    assert overlapped == plain  # losses, norms and bytes on every wire
 
 
 # ---- the order of collectives -------------------------------------------------------------------------------------
 
 
 def train_with_delays(case: Case) -> dict[str, Any]:
-    """Every collective of the two hops starts late by a time of its own on each rank; the order of calls is kept."""
+    """Train while each rank delays every hop's collective by a random time and records the calls."""
     called: dict[str, list[str]] = defaultdict(list)
     clock = random.Random(torch.distributed.get_rank())
 
@@ -80,19 +80,19 @@ def train_with_delays(case: Case) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [ALL, LOSSLESS], ids=["zeropp", "lossless"])
-def test_random_delays_on_every_rank_change_neither_the_order_of_collectives_nor_the_result(zero):
+def test_random_delays_change_neither_collective_order_nor_results(zero):
     case = Case(nodes=2, tp=2, micro_batches=2, steps=3, model=LLAMA_STYLE, zero=zero, precision=BF16)
     expected = ranks(8).run(train_on_ranks, case)[0]
     results = ranks(8).run(train_with_delays, case)
     assert [r["loss"] for r in results] == [expected["loss"]] * 8
-    # ranks that share a tensor-parallel index have messages of one size; so do all
-    # here, as tp splits evenly, but for differences, whose size follows from the weights
+    # tp splits evenly here, so all ranks send messages of the same size, except for deltas, whose size depends on
+    # the weights
     called = [{k: calls if zero is ALL else len(calls) for k, calls in r["called"].items()} for r in results]
     assert called == called[:1] * 8
 
 
 def order_of_cross_hops(case: Case) -> tuple[list[int], int]:
-    """Sizes of the cross gathers of the second step; how many had started when the first layer's forward began."""
+    """Return the second step's cross gather sizes, and how many had started before the first layer's forward."""
     step, dims = build_step(case)
     cross, started = dims.cross, []
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
@@ -105,17 +105,17 @@ def order_of_cross_hops(case: Case) -> tuple[list[int], int]:
     return [call.args[0].numel() for call in gather.call_args_list], started[0]
 
 
-def test_after_a_step_all_cross_gathers_start_with_the_first_use_in_forward_order():
+def test_first_use_after_a_step_starts_all_cross_gathers_in_order():
     for (embedding, *layers, output), started in ranks(4).run(
         order_of_cross_hops, Case(nodes=2, model=LLAMA_STYLE, zero=ALL)
     ):
         assert layers == [layers[0]] * 2  # each unit crosses once
         assert layers[0] not in (embedding, output)
-        assert started == 4  # although only the embedding has been used yet
+        assert started == 4  # although only the embedding has been used so far
 
 
-def test_on_cuda_each_use_starts_two_cross_hops_and_a_step_forgets_those_that_have_not_started():
-    """They would send weights of before the step."""
+def test_cuda_use_starts_two_cross_hops_and_a_step_cancels_pending_ones():
+    """Hops that have not started would send the weights from before the step."""
     gathers = [mock.Mock(**{"start_early.return_value": True}) for _ in range(5)]
     schedule = GatherSchedule(overlap=True, queue=mock.Mock(blocks_host=False))
     for gather in gathers:
@@ -126,11 +126,11 @@ def test_on_cuda_each_use_starts_two_cross_hops_and_a_step_forgets_those_that_ha
     assert [gather.start_early.called for gather in gathers] == [False, True, True, False, False]
 
 
-# ---- other people's models ----------------------------------------------------------------------------------------
+# ---- models from elsewhere ----------------------------------------------------------------------------------------
 
 
 class Skipping(nn.Module):
-    """Three layers; the middle one is skipped when told so."""
+    """Three layers; the middle one can be skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def build_skipping(flags: dict[str, Any], *, units: bool = True) -> tuple[Skippi
 
 
 def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[float]:
-    """Between steps the model is evaluated in inference mode, written to by hand, and saved and loaded."""
+    """Train, and between steps evaluate in inference mode, write to weights, and save and load."""
     model, sharding, dims = build_skipping(flags, units=units)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
@@ -187,7 +187,7 @@ def train_while_skipping(flags: dict[str, Any], units: bool = True) -> list[floa
     ("delta", "units"),
     [("none", True), ("none", False), ("lossless", True)],
 )
-def test_a_layer_that_is_skipped_now_and_then_is_never_used_stale(delta, units):
+def test_sometimes_skipped_layer_never_uses_stale_weights(delta, units):
     on, off = (ranks(4).run(train_while_skipping, {**flags, "zero_weight_delta": delta}, units) for flags in (ON, OFF))
     assert on == off
 
@@ -199,13 +199,13 @@ def gradient_hook(flags: dict[str, bool]) -> str:
     try:
         model(torch.ones(2, 64)).backward()
     except RuntimeError as error:
-        for axis in (dims.local, dims.cross):  # what the other units have in flight
+        for axis in (dims.local, dims.cross):  # wait for the other units' tasks in flight
             axis.queue.submit(lambda: None).wait()
         return str(error)
     return ""
 
 
-def test_a_hook_that_wants_reduced_gradients_early_is_refused():
+def test_hook_on_reduced_gradients_is_rejected_with_overlap():
     for said in ranks(4).run(gradient_hook, ON):
         assert "layers.1.weight" in said
         assert "--no-overlap-grad-reduce" in said

@@ -1,4 +1,4 @@
-"""`shard_model` on a model that is not ours: frozen and unused parameters, what is freed when, quantized and not."""
+"""Test `shard_model` on a model from elsewhere: frozen and unused parameters, freeing of weights, quantization."""
 
 from collections import Counter
 from unittest import mock
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Partly(nn.Module):
-    """Trained, partly and wholly frozen units, and a parameter that no output depends on; 37 rows divide nothing."""
+    """Trained, partly frozen and frozen units, and an unused parameter; 37 rows divide evenly by nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def build(
 
 
 def train(zero: ZeroConfig | None, micro_batches: int, nodes: int = 2) -> Weights:
-    """Without `zero` in one process."""
+    """Train in one process if `zero` is None, and return the weights."""
     bf16 = zero is not None and zero.zero_weight_delta == "lossless"
     model, sharding, dims = build(zero, nodes=nodes, bf16=bf16) if zero else (Partly(), None, None)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.5)
@@ -94,7 +94,7 @@ def train(zero: ZeroConfig | None, micro_batches: int, nodes: int = 2) -> Weight
 
 
 def assert_trained_alike(found: list[Weights], expected: Weights) -> None:
-    """Sums over ranks and samples in another order, over 4 steps: 1e-5 in fp32."""
+    """Compare weights. Sums over ranks and samples in another order differ by up to 1e-5 over 4 steps in fp32."""
     torch.testing.assert_close(found, [expected] * len(found), rtol=1e-5, atol=1e-5)
 
 

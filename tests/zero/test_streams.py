@@ -1,4 +1,4 @@
-"""On CUDA streams nothing races and no memory is used again too early; found without a GPU (see stream_races.py)."""
+"""Check CUDA stream use for races and early reuse of memory, simulated without a GPU (see stream_races.py)."""
 
 import dataclasses
 from typing import Any
@@ -71,7 +71,7 @@ SETTINGS: dict[str, tuple[int, Case]] = {
 
 
 @pytest.mark.parametrize("setting", chosen(SETTINGS, "lossless"))
-def test_nothing_races_and_no_memory_is_reused_early(setting):
+def test_streams_have_no_races_and_no_early_memory_reuse(setting):
     world, case = setting
     if case.diloco.diloco_steps is None:
         case = dataclasses.replace(case, micro_batches=2, steps=3 if case.precision.bf16 else 2)
@@ -79,12 +79,12 @@ def test_nothing_races_and_no_memory_is_reused_early(setting):
 
 
 @pytest.mark.parametrize("breakage", ["waiting for a work does not wait", *map(slow, [*BREAKAGES][1:])])
-def test_what_is_broken_is_found(breakage):
+def test_injected_stream_errors_are_found(breakage):
     case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
     assert ranks(4).run(train, case, breakage)[0]
 
 
-def test_a_task_that_is_given_a_moment_waits_for_what_came_before_it_and_for_nothing_else():
+def test_task_with_an_event_waits_only_for_earlier_work():
     with simulated_streams() as streams:
         queue, before, after = comm_queue.StreamQueue(), torch.empty(4), torch.empty(4)
         before.fill_(1.0)
@@ -97,7 +97,7 @@ def test_a_task_that_is_given_a_moment_waits_for_what_came_before_it_and_for_not
 
 
 def hops_of_a_forward(case: Case) -> str:
-    """The queues to which the second step's forward gives tasks: c, the cross hops', or l, those inside nodes."""
+    """Return the queues used by the second step's forward, in order: c for cross hops, l for local hops."""
     with simulated_streams():
         step, dims = build_step(case)
         batch, submitted, seen = [case.batch(0, dims.data_rank * 4, 4)], mock.Mock(), []
@@ -110,10 +110,10 @@ def hops_of_a_forward(case: Case) -> str:
 
 
 @pytest.mark.parametrize("zero", [ALL, slow(LOSSLESS)])
-def test_a_use_launches_its_own_hops_and_then_a_few_others_and_the_cross_queue_is_never_empty(zero):
-    """The host launches: after the step's sync the GPU must not wait until it has launched every unit's cross hop."""
+def test_use_launches_its_hops_then_two_others_and_keeps_cross_queue_busy(zero):
+    """After the step's synchronization, the GPU must not wait for the host to launch every unit's cross hop."""
     case = Case(nodes=2, zero=zero, model=dataclasses.replace(LLAMA_STYLE, num_layers=4), precision=BF16)
-    # of 6 units each crosses once; the first waits for its own, then each use starts two, which are units ahead of it
+    # each of 6 units crosses once: the first use submits its own hop, then each use starts two later units' hops
     assert ranks(4).run(hops_of_a_forward, case) == ["c" + "lcc" * 2 + "lc" + "l" * 3] * 4
 
 
@@ -125,5 +125,5 @@ def race_while_skipping(delta: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delta", ["none", "lossless"])
-def test_nothing_races_when_layers_are_skipped_and_weights_are_written_between_steps(delta):
+def test_streams_have_no_races_with_skipped_layers_and_weight_writes(delta):
     assert ranks(4).run(race_while_skipping, delta) == [[]] * 4

@@ -1,4 +1,4 @@
-"""Gathered weights are compared across ranks: a broken bit names the unit and the ranks, a good run is left alone."""
+"""Test verification of gathered weights: a wrong bit is reported by unit and ranks, and a good run is unchanged."""
 
 from typing import Any
 
@@ -32,18 +32,21 @@ GOOD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", chosen(GOOD, "zeropp, tp, bf16"))
-def test_a_good_run_passes_and_its_losses_do_not_change(case):
+def test_verification_passes_and_changes_no_loss(case):
     assert ranks(4).run(steps, Case(**case), True) == ranks(4).run(steps, Case(**case), False)
 
 
 def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
-    """Flip one bit of the secondary partition that `rank` keeps of layers.0, in the part that came from node `slot`."""
+    """Flip a bit in rank `rank`'s secondary partition of layers.0, in the part received from node `slot`.
+
+    Returns the reports before and after the next step.
+    """
     step, dims = build_step(case)
     step._forward_backward(case.batches(0, dims))
     if dims.world.rank == rank:
         step.sharding._gathers[1].secondary.messages[slot, 7] ^= 16
     broken = _error(step, dims)
-    step.optimizer.step()  # after which all secondary partitions are new
+    step.optimizer.step()  # replaces all secondary partitions
     return broken, _error(step, dims)
 
 
@@ -58,14 +61,14 @@ def _error(step: Any, dims: Any) -> str:
 @pytest.mark.parametrize(
     ("world", "tp", "rank", "said"),
     [
-        (4, 1, 3, "layers.0, shard of rank 1: other weights on rank 2, 3"),  # of node 1; local rank 1 keeps rank 1's
-        slow(8, 2, 6, "layers.0, shard of rank 2: other weights on rank 4, 6"),  # only ranks of one index are compared
+        # node 1's ranks; its local rank 1 keeps rank 1's shard
+        (4, 1, 3, "layers.0, shard of rank 1: other weights on rank 2, 3"),
+        # only ranks with the same tp index are compared
+        slow(8, 2, 6, "layers.0, shard of rank 2: other weights on rank 4, 6"),
     ],
 )
-def test_a_flipped_bit_in_the_secondary_partition_of_one_rank_names_the_unit_and_the_ranks_that_got_it(
-    world, tp, rank, said
-):
-    """The rank keeps what one of node 0 has sent, and hands it to its whole node; all ranks learn of it."""
+def test_flipped_bit_in_secondary_partition_is_reported_by_unit_and_ranks(world, tp, rank, said):
+    """The rank's corrupted copy reaches its whole node, and all ranks raise the error."""
     for broken, afterwards in ranks(world).run(corrupt, Case(nodes=2, tp=tp, zero=ZEROPP), rank, 0):
         assert broken.splitlines()[1:] == [said]
         assert afterwards == "no error"
@@ -79,20 +82,20 @@ def write_past_one_replica(case: Case) -> str:
     return _error(step, dims)
 
 
-def test_copies_of_the_model_are_compared_too():
-    """Rank 2 holds the same shard as rank 0, and gathers together with rank 3."""
+def test_replicas_are_compared_by_verification():
+    """Rank 2 holds the same shard as rank 0 and gathers together with rank 3."""
     answers = ranks(4).run(write_past_one_replica, Case(nodes=2, replicas=2))
     assert answers[0].splitlines()[1].startswith("layers.0, shard of rank 0, 2: other weights on rank ")
     assert answers[0].splitlines()[1][-4:] in ("0, 1", "2, 3")
 
 
-def test_most_ranks_are_right_and_the_owner_where_it_is_even():
+def test_minority_is_blamed_or_non_owners_if_ranks_split_evenly():
     minority = [(0, rank, {("layers.3", 0): 5 + (rank == 2)}) for rank in range(4)]
     assert describe(minority).splitlines()[1] == "layers.3, shard of rank 0: other weights on rank 2"
     even = [(0, rank, {("layers.3", 2): 5 + (rank in (0, 1))}) for rank in range(4)]
     assert describe(even).splitlines()[1] == "layers.3, shard of rank 2: other weights on rank 0, 1"
 
 
-def test_an_interval_that_is_not_positive_is_refused():
+def test_non_positive_verify_interval_is_rejected():
     with pytest.raises(ValueError, match="--zero-verify-interval 0 is not positive"):
         VerifyConfig(zero_verify_interval=0)

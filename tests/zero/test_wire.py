@@ -1,6 +1,6 @@
-"""Messages: every element is in one range, sizes are what the formats say; exact where exact, else half a step off.
+"""Test message layouts: every element is in one range, sizes follow the formats, and errors are bounded.
 
-Sums, differences, errors that are fed back and other orders of peers are the kernels': tests/kernels.
+Sums, differences, error feedback and peer orders are tested in tests/kernels.
 """
 
 import itertools
@@ -23,7 +23,7 @@ def plan(shapes: list[tuple[int, ...]], ranks: int, fmt: BlockFormat | None, ite
 
 
 @given(shapes, st.integers(1, 7), formats, st.sampled_from([2, 4]))
-def test_every_element_is_in_one_range_and_no_two_ranges_share_a_byte(shapes, ranks, fmt, itemsize):
+def test_every_element_is_in_one_range_and_ranges_share_no_byte(shapes, ranks, fmt, itemsize):
     layout = plan(shapes, ranks, fmt, itemsize)
     elements = sorted((p.start, p.stop) for p in layout.ranges)
     assert sum(stop - start for start, stop in elements) == layout.size
@@ -44,7 +44,7 @@ def test_every_element_is_in_one_range_and_no_two_ranges_share_a_byte(shapes, ra
             assert part.scales[0] % 2 == 0
 
 
-def test_the_example_of_the_docstring():
+def test_wire_docstring_example():
     segments = plan_segments([("norm", (6,)), ("weight", (6, 100))], 4)
     assert [(s.start, s.size, s.exact) for s in segments] == [(0, 2, True), (2, 200, False)]
     layout = plan_message(segments, BlockFormat(8, 128), exact_itemsize=2)
@@ -54,15 +54,15 @@ def test_the_example_of_the_docstring():
     assert layout.message_bytes == 288
 
 
-def test_ranks_beyond_the_last_row_have_none():
+def test_ranks_beyond_the_last_row_own_no_rows():
     assert [own_rows(5, 4, rank) for rank in range(4)] == [2, 2, 1, 0]
     assert [own_rows(2, 5, rank) for rank in range(5)] == [1, 1, 0, 0, 0]
 
 
-def test_one_dimensional_and_tiny_parameters_travel_exact():
+def test_1d_and_tiny_parameters_are_sent_unquantized():
     layout = plan([(4096,), (4, 8), (64, 64)], 1, BlockFormat(8, 256), 2)
     exact = [(p.start, p.stop) for p in layout.ranges if p.scales is None]
-    assert exact == [(0, 4096 + 32)]  # neighbours travel as one run
+    assert exact == [(0, 4096 + 32)]  # adjacent segments are sent as one range
 
 
 # ---- the codec ----
@@ -71,7 +71,7 @@ SHAPES = [("norm", (10,)), ("weight", (12, 33)), ("bias", (7,)), ("head", (5, 12
 
 
 def there_and_back(fmt: BlockFormat | None, dtype: torch.dtype) -> tuple[Codec, Tensor, Tensor, Tensor]:
-    """The codec, what was sent by all peers, their messages, and what was received."""
+    """Pack and unpack random data. Return the codec, the data, the messages and the unpacked data."""
     wire = Codec(plan_message(plan_segments(SHAPES, 3), fmt, exact_itemsize=dtype.itemsize), dtype)
     sent = torch.randn(2, 4, wire.layout.size, generator=torch.Generator().manual_seed(1)).to(dtype)
     messages, out = wire.empty(2, 4, device=sent.device), torch.full_like(sent, torch.nan)
@@ -80,7 +80,7 @@ def there_and_back(fmt: BlockFormat | None, dtype: torch.dtype) -> tuple[Codec, 
     return wire, sent, messages, out
 
 
-def test_without_a_format_the_message_is_exact():
+def test_message_without_a_format_is_exact():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         wire, sent, messages, out = there_and_back(None, dtype)
         assert torch.equal(out, sent), dtype
@@ -88,10 +88,10 @@ def test_without_a_format_the_message_is_exact():
         assert wire.new_errors(4, device=sent.device) is None
 
 
-def test_quantized_runs_are_within_a_step_and_the_rest_is_exact():
+def test_quantized_ranges_have_bounded_error_and_others_are_exact():
     for fmt in (BlockFormat(8, 32), BlockFormat(4, 32)):
         wire, sent, _, out = there_and_back(fmt, torch.float32)
-        step = sent.abs().max() / (127 if fmt.bits == 8 else 7)  # no block has a larger step than this
+        step = sent.abs().max() / (127 if fmt.bits == 8 else 7)  # no block has a larger step
         assert (out - sent).abs().max() <= step * 1.02, fmt
         exact = [slice(part.start, part.stop) for part in wire.layout.ranges if part.scales is None]
         assert exact

@@ -1,4 +1,4 @@
-"""Writes to weights under `megazpp.zeropp`: every result is that of FSDP2 without it, bit for bit."""
+"""Test writes to weights under `megazpp.zeropp`: results are bit-identical to FSDP2's."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from megazpp.zero.checksum import checksum, mixed_sum
 from megazpp.zero.writes import WriteWatch
 
 RANKS, WIDTH = 4, 12
-# FSDP2's own reduction, because two hops add gradients in another order
+# keep FSDP2's own reduction, because the two hops add gradients in another order
 EXACT: dict[str, Any] = {"zero_weight_bits": 16, "zero_quantized_gradients": False}
 TWO_HOPS: dict[str, Any] = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}
 LOSSLESS: dict[str, Any] = {"zero_weight_delta": "lossless", "zero_quantized_gradients": False}
@@ -28,7 +28,7 @@ Write = Callable[[nn.Module, dict[str, Any]], Any]
 def build(
     config: dict[str, Any] | None, *, frozen: tuple[str, ...] = (), bf16: bool = False, adam: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """A model of three blocks whose parameters are frozen if their names contain one of `frozen`."""
+    """Build three blocks; parameters whose names contain one of `frozen` are frozen."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
@@ -43,7 +43,7 @@ def build(
     if config is None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no means
+                module.set_force_sum_reduction_for_comms(True)  # gloo does not support mean reductions
     else:
         zero = megazpp.ZeroConfig(zeropp=True, zero_error_feedback=False, **config)
         handle = megazpp.zeropp(model, ranks_per_node=2, config=zero)
@@ -89,7 +89,7 @@ def local_of_detach(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def local_of_state_dict(model: nn.Module, saved: dict[str, Any]) -> None:
-    for name, tensor in list(model.state_dict().items())[:12]:  # without what `zeropp` adds
+    for name, tensor in list(model.state_dict().items())[:12]:  # without the entries that `zeropp` adds
         tensor.to_local().copy_(saved[name].to_local())
 
 
@@ -109,14 +109,14 @@ def merged(model: nn.Module, saved: dict[str, Any]) -> None:
 
 
 def flipped(model: nn.Module, saved: dict[str, Any]) -> None:
-    """The same values in another order."""
+    """Write the same values in reverse order."""
     for parameter in model.parameters():
         local = parameter.detach().to_local().view(-1)
         local.copy_(local.flip(0).clone())
 
 
 def one_sign(model: nn.Module, saved: dict[str, Any]) -> None:
-    """One bit, on one rank."""
+    """Flip a single sign bit on one rank."""
     local = model[1][2].weight.detach().to_local().view(-1)
     if dist.get_rank() == 3:
         local[-1:].neg_()
@@ -161,7 +161,7 @@ WRITES = {
 
 
 def write_and_train(config: dict[str, Any] | None, name: str, folder: str, options: dict[str, Any]) -> list[float]:
-    """Every loss of: a step, a write, two evaluations, a write after a step, two steps."""
+    """Return all losses of a sequence of steps, writes to the weights and evaluations."""
     model, optimizer, _ = build(config, **options)
     saved: dict[str, Any] = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     if name == "read_in_place":
@@ -172,7 +172,7 @@ def write_and_train(config: dict[str, Any] | None, name: str, folder: str, optio
     losses += [evaluate(model), evaluate(model), step(model, optimizer, 2)]
     WRITES[name](model, saved)
     losses += [step(model, optimizer, sample) for sample in (3, 4)]
-    loss_of(model, 5).backward()  # a forward with gradients after another one
+    loss_of(model, 5).backward()  # a forward with gradients that follows another one
     model.reshard()
     WRITES[name](model, saved)
     return [*losses, step(model, optimizer, 6), evaluate(model)]
@@ -185,7 +185,7 @@ def same_as_fsdp2(name: str, folder: str, options: dict[str, Any], configs: tupl
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_reaches_the_next_forward(name, tmp_path):
+def test_write_reaches_the_next_forward(name, tmp_path):
     ranks(RANKS).run(same_as_fsdp2, name, str(tmp_path), {}, (EXACT,))
 
 
@@ -193,13 +193,13 @@ def test_a_write_reaches_the_next_forward(name, tmp_path):
 @pytest.mark.parametrize(
     "options", [{"frozen": ("2.",)}, {"frozen": ("0.0.", "1.", "weight"), "adam": True}, {"bf16": True}], ids=str
 )
-def test_a_write_reaches_the_next_forward_of_a_model_frozen_in_part(name, options, tmp_path):
+def test_write_reaches_the_next_forward_of_a_partly_frozen_model(name, options, tmp_path):
     configs = (EXACT, LOSSLESS) if "bf16" in options else (EXACT,)
     ranks(RANKS).run(same_as_fsdp2, name, str(tmp_path), options, configs)
 
 
 def average_weights(config: dict[str, Any] | None) -> list[float]:
-    """An exponential moving average is swapped in for each evaluation, through views without version counters."""
+    """Swap in an exponential moving average for each evaluation, through views that share no version counter."""
     model, optimizer, _ = build(config, adam=True)
     average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -227,12 +227,12 @@ def averages_as_fsdp2() -> None:
     assert average_weights(EXACT) == average_weights(None)
 
 
-def test_a_swapped_average_of_weights_is_evaluated_and_swapped_back():
+def test_swapped_weight_average_is_evaluated_and_swapped_back():
     ranks(RANKS).run(averages_as_fsdp2)
 
 
 def votes_of(kind: str) -> list[int]:
-    """The number of votes in each of three forwards, the second under `torch.no_grad`, of a root without parameters."""
+    """Count votes in each of three forwards of a root without parameters; the second one is under `torch.no_grad`."""
     votes: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         exchange = WriteWatch._exchange
@@ -249,12 +249,12 @@ def votes_of(kind: str) -> list[int]:
         return found
 
 
-def test_a_forward_has_one_vote_also_where_the_root_has_no_parameters():
+def test_forward_has_one_vote_even_if_the_root_has_no_parameters():
     assert ranks(RANKS).run(votes_of, "of the model") == [[1, 1, 1]] * RANKS
     assert ranks(RANKS).run(votes_of, "of a block") == [[1]] * RANKS
 
 
-# ---- facts of one rank ----------------------------------------------------------------------------------------------
+# ---- actions on one rank --------------------------------------------------------------------------------------------
 
 
 def probe(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Any) -> None:
@@ -299,7 +299,7 @@ def act_alone(config: dict[str, Any] | None, name: str, acting: int) -> list[flo
 
 @pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("acting", [0, 3])
-def test_what_one_rank_does_reaches_all_ranks(name, acting):
+def test_action_on_one_rank_reaches_all_ranks(name, acting):
     ranks(RANKS).run(alone_as_fsdp2, name, acting)
 
 
@@ -310,7 +310,7 @@ def alone_as_fsdp2(name: str, acting: int) -> None:
 
 
 def find_late() -> None:
-    """Rank 2 has found, as on CUDA one forward later, that a forward has used weights which were written to."""
+    """Pretend that rank 2 detects a write one forward late, as on CUDA, and check that all ranks raise."""
     model, optimizer, _ = build(EXACT)
     losses = [step(model, optimizer, sample) for sample in (1, 2)]
     with pytest.MonkeyPatch.context() as patch:
@@ -324,7 +324,7 @@ def find_late() -> None:
     ]
 
 
-def test_all_ranks_raise_what_one_rank_has_found_too_late():
+def test_late_detection_on_one_rank_raises_on_all_ranks():
     ranks(RANKS).run(find_late)
 
 
@@ -334,11 +334,12 @@ def test_all_ranks_raise_what_one_rank_has_found_too_late():
 @pytest.mark.parametrize("function", [checksum, mixed_sum])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("sizes", [[1], [0, 63, 257], [4099, 0, 5]])
-def test_a_checksum_sees_each_bit_and_the_order_of_elements(function, dtype, sizes):
+def test_checksum_changes_with_any_bit_and_with_element_order(function, dtype, sizes):
     generator = torch.Generator().manual_seed(1)
     shards = [torch.randint(-100, 100, (size,), generator=generator).to(dtype) for size in sizes]
     before = int(function(shards))
-    assert int(function([torch.cat([shard[:1], shard])[1:] for shard in shards])) == before  # at another alignment
+    # the same data at another alignment
+    assert int(function([torch.cat([shard[:1], shard])[1:] for shard in shards])) == before
 
     def is_seen(write: Callable[[torch.Tensor], Any]) -> bool:
         written = [shard.clone() for shard in shards]
@@ -351,7 +352,7 @@ def test_a_checksum_sees_each_bit_and_the_order_of_elements(function, dtype, siz
             assert is_seen(lambda shard, at=index, bit=bit: shard.view(torch.uint8)[at : at + 1].bitwise_xor_(bit))
     assert is_seen(torch.Tensor.neg_)
     if len(sizes) > 1:
-        assert is_seen(lambda shard: shard[1::2].neg_())  # the top bit of an even number of words
+        assert is_seen(lambda shard: shard[1::2].neg_())  # flips the top bit of an even number of words
         assert is_seen(lambda shard: shard.copy_(shard.flip(0)))
         assert is_seen(lambda shard: shard.copy_(shard.roll(2)))
         assert int(function(shards[::-1])) != before

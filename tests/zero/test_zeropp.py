@@ -1,4 +1,4 @@
-"""ZeRO++ in training: what is exact is equal, what is kept is never stale, what is counted is what is sent."""
+"""Test ZeRO++ in training: exact settings match FSDP2, kept weights are never stale, and byte counts are right."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ def run(world: int, **case: Any) -> dict[str, Any]:
 
 RECOMPUTE = dataclasses.replace(GPT2_STYLE, recompute_granularity="full")
 LLAMA = {"model": LLAMA_STYLE, "micro_batches": 1}
-EXACT_CASES: dict[str, dict[str, Any]] = {  # 1, 2, 3 and 5 nodes; 1, 2, 3 and 4 data ranks per node; tp 1, 2, 4
+EXACT_CASES: dict[str, dict[str, Any]] = {  # 1, 2, 3 and 5 nodes; 1, 2, 3 and 4 data ranks per node; tp 1, 2 and 4
     "2 x 2, tp 2": {"nodes": 2, "ranks": 4, "tp": 2, **LLAMA},
     "1 x 4": {"nodes": 1, "ranks": 4},
     "3 x 2": {"nodes": 3, "ranks": 6, "global_batch": 24},
@@ -46,10 +46,10 @@ EXACT_CASES: dict[str, dict[str, Any]] = {  # 1, 2, 3 and 5 nodes; 1, 2, 3 and 4
 
 
 @pytest.mark.parametrize("case", chosen(EXACT_CASES, "2 x 2, tp 2", "1 x 4", "sequence parallel"))
-def test_without_quantization_two_hops_equal_plain_fsdp2(case):
-    """The same sums in another order, at a rate at which AdamW does not blow up their rounding.
+def test_two_hops_without_quantization_match_plain_fsdp2(case):
+    """Sums run in another order, at a learning rate at which AdamW does not amplify their rounding.
 
-    1e-5 over 4 steps in fp32, 1 % in 16-bit formats.
+    Losses differ by up to 1e-5 over 4 steps in fp32 and by 1 % in 16-bit formats.
     """
     case, rel = {"micro_batches": 2, "steps": 4, "learning_rate": 1e-3, **case}, 1e-2 if "precision" in case else 1e-5
     world = case.pop("ranks")
@@ -60,8 +60,8 @@ def test_without_quantization_two_hops_equal_plain_fsdp2(case):
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "tp", "classic"), [(2, 2, 2, True), slow(3, 2, 1, False)])
-def test_quantized_training_follows_the_exact_one(nodes, per_node, tp, classic):
-    """8-bit weights and 8/4-bit gradients move the loss of a tiny model by less than 1 % in 4 steps."""
+def test_quantized_training_follows_exact_training(nodes, per_node, tp, classic):
+    """8-bit weights and 8/4-bit gradients change a tiny model's loss by less than 1 % in 4 steps."""
     case = {"nodes": nodes, "tp": tp, "micro_batches": 2, "learning_rate": 1e-3, "steps": 4}
     case["global_batch"] = nodes * per_node // tp * 4
     plain = run(nodes * per_node, **case)
@@ -70,17 +70,17 @@ def test_quantized_training_follows_the_exact_one(nodes, per_node, tp, classic):
     assert quantized["loss"] != plain["loss"]
 
 
-def test_copies_of_the_model_talk_once_per_optimizer_step():
-    """HSDP: what crosses nodes is the all-reduce of shards, whose number is the same for 1 and 4 micro-batches."""
+def test_replicas_communicate_once_per_optimizer_step():
+    """With HSDP only all-reduces of shards cross nodes, equally often for 1 and 4 micro-batches."""
     once, four = (run(4, nodes=2, replicas=2, steps=1, micro_batches=k)["sent"]["cross"] for k in (1, 4))
     assert once == four > 0
 
 
-# ---- hpZ changes nothing ------------------------------------------------------------------------------------------
+# ---- secondary partition ------------------------------------------------------------------------------------------
 
 
 def train_with_evaluation_and_load(case: Case) -> list[float]:
-    """8 steps with an evaluation after the 3rd and the weights of after the 2nd loaded after the 6th."""
+    """Take 8 steps, evaluate after the 3rd, and load the 2nd step's weights after the 6th."""
     step, dims = build_step(case)
     losses = []
     for index in range(8):
@@ -103,16 +103,16 @@ def test_hpz_is_bit_identical_to_no_hpz(quantized, micro_batches):
     without = dataclasses.replace(case, zero=ZeroConfig(zero_quantized_weights=quantized))
     found, expected = (ranks(4).run(train_with_evaluation_and_load, each)[0] for each in (case, without))
     assert found == expected
-    assert expected[7] > expected[5]  # the load did take the weights back
+    assert expected[7] > expected[5]  # loading restored the old weights
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------
 
 
 class Sent(NamedTuple):
-    by: dict[tuple[str, str], int]  # axis and collective -> bytes
-    planned: tuple[int, int, int]  # of all units' messages: weights, gradients inside and across nodes
-    elements: int  # of the model, padded
+    by: dict[tuple[str, str], int]  # bytes by axis and collective
+    planned: tuple[int, int, int]  # message bytes of all units: weights, gradients inside nodes and across nodes
+    elements: int  # elements of the padded model
 
 
 def bytes_of_one_step(case: Case) -> Sent:
@@ -129,31 +129,32 @@ def bytes_of_one_step(case: Case) -> Sent:
     return Sent(sent, (weights, sum(inside), sum(across)), elements)
 
 
-@pytest.mark.slow  # the next test is the default tier's
+@pytest.mark.slow  # the next test covers this in the default tier
 @pytest.mark.parametrize(("nodes", "tp", "micro_batches"), [(2, 1, 8), (2, 2, 1), (4, 1, 1), (4, 2, 8)])
-def test_bytes_are_a_function_of_the_layout_and_on_the_cross_axis_not_of_the_micro_batches(nodes, tp, micro_batches):
+def test_bytes_follow_the_layout_and_cross_bytes_ignore_micro_batches(nodes, tp, micro_batches):
     case = Case(nodes=nodes, tp=tp, micro_batches=micro_batches, zero=ALL, model=LLAMA_STYLE, global_batch=64)
-    others = 8 // nodes // tp - 1  # data ranks of the node
+    others = 8 // nodes // tp - 1  # other data ranks of the node
     for sent in ranks(8).run(bytes_of_one_step, case):
         weights, inside, across = sent.planned
         expected = {("cross", "all_gather"): (nodes - 1) * weights, ("cross", "all_to_all"): (nodes - 1) * across}
-        if others:  # every use of the weights, and every micro-batch's gradients
+        if others:  # weights at every use, and gradients in every micro-batch
             expected["local", "all_gather"] = 2 * micro_batches * others * nodes * weights
             expected["local", "all_to_all"] = micro_batches * others * nodes * inside
         assert sent.by == expected
 
 
-def test_a_large_enough_model_moves_three_quarters_of_its_16_bit_bytes_between_nodes():
-    """0.5 M + 0.25 M and the scales, times (N - 1) / N, whatever k; the padding of a tiny model comes on top."""
+def test_wide_model_sends_three_quarters_of_its_16_bit_size_across_nodes():
+    """Weights take 0.5 M and gradients 0.25 M plus scales, times (N - 1) / N, for any number of micro-batches."""
     wide = dataclasses.replace(LLAMA_STYLE, hidden_size=256, ffn_hidden_size=512, kv_channels=32)
     results = ranks(4).run(bytes_of_one_step, Case(nodes=2, micro_batches=4, zero=ALL, model=wide, vocab_size=512))
     of_a_node = sum(sent for result in results for (axis, _), sent in result.by.items() if axis == "cross") / 2
     share = of_a_node / (2 * results[0].elements)
-    assert share / (1 / 2) == pytest.approx(0.766, abs=0.012)  # (8.0625 + 4.125) / 16, 1-D exact
+    # (8.0625 + 4.125) / 16, and 1-D parameters are not quantized
+    assert share / (1 / 2) == pytest.approx(0.766, abs=0.012)
 
 
-def test_flags_of_the_cross_hop_change_its_bytes():
-    """Not quantized, of two micro-batches: crossing with each doubles the gradients' bytes, bf16 halves them."""
+def test_cross_hop_flags_change_its_bytes():
+    """With two micro-batches, crossing in each one doubles the gradients' bytes, and bf16 sums halve them."""
 
     def sent(**flags: Any) -> int:
         case = Case(nodes=2, micro_batches=2, zero=dataclasses.replace(EXACT, **flags))
@@ -161,21 +162,22 @@ def test_flags_of_the_cross_hop_change_its_bytes():
 
     once = sent()
     assert sent(zero_cross_every_microbatch=True) == 2 * once
-    assert sent(zero_accumulate_in_bf16=True) == pytest.approx(once / 2, rel=0.01)  # padding to 16 bytes
+    # the tolerance covers padding to 16 bytes
+    assert sent(zero_accumulate_in_bf16=True) == pytest.approx(once / 2, rel=0.01)
 
 
-# ---- kernels that are compiled ahead --------------------------------------------------------------------------------
+# ---- ahead-of-time compilation -----------------------------------------------------------------------------------
 
 
 def traits(x: Any) -> Any:
-    """What decides which kernel is compiled: types, strides, alignment, switches."""
+    """Return the properties of an argument that select a compiled kernel: type, strides, alignment, switches."""
     if isinstance(x, torch.Tensor):
         return x.dtype, tuple(x.shape), x.stride(), x.storage_offset() * x.element_size() % 16
     return repr([traits(part) for part in x]) if isinstance(x, tuple) else repr(x)
 
 
 def compiled(case: Case) -> tuple[bool, set[Any]]:
-    """Whether kernels compiled before each of two steps change nothing, and calls of kernels that were not foreseen."""
+    """Return True if compiling kernels before each of two steps changes no result, and calls that were not foreseen."""
     calls: set[Any] = set()
 
     def noted(kernel: Any) -> Any:
@@ -204,7 +206,7 @@ def compiled(case: Case) -> tuple[bool, set[Any]]:
 
 
 @pytest.mark.parametrize("delta", ["none", "lossless"])
-def test_every_kernel_of_a_step_is_compiled_ahead_which_sends_nothing_and_changes_nothing(delta):
+def test_kernels_are_compiled_ahead_without_sending_or_changing_results(delta):
     zero, bf16 = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=delta == "lossless")
     case = Case(nodes=2, micro_batches=2, zero=zero, precision=bf16)
     assert ranks(4).run(compiled, case) == [(True, set())] * 4

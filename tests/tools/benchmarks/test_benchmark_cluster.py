@@ -24,8 +24,8 @@ def sample(variant: str, seconds: float, *, rate: str = "100mbit", index: int = 
     return Sample(**{**defaults, **fields}, variant=variant, seconds=seconds, rate=rate, round=index)
 
 
-def test_ratios_are_taken_within_a_round_at_the_same_rate():
-    # the machine was four times as slow in round 1; medians of all seconds would say 8 / 2.5
+def test_speedup_compares_samples_of_one_round_and_rate():
+    # the machine was four times as slow in round 1; a ratio of overall medians would be 8 / 2.5
     samples = [sample("zero3", 2.0), sample("zeropp", 1.0)]
     samples += [sample("zero3", 8.0, index=1), sample("zeropp", 4.0, index=1)]
     samples += [sample("zero3", 8.0, index=2)]
@@ -35,7 +35,7 @@ def test_ratios_are_taken_within_a_round_at_the_same_rate():
     assert speedup(apart, "zeropp") is None
 
 
-def test_the_tables_show_medians_the_slowest_link_first_and_bytes_beside_our_counters():
+def test_tables_show_medians_slowest_link_first_and_counted_bytes():
     samples = [sample("zeropp", 1.0, rate="1gbit"), sample("zero3", 1.5, rate="1gbit")]
     samples += [sample(name, seconds, index=i) for name, times in {"zero3": (9, 10, 12), "zeropp": (2, 4, 3)}.items()
                 for i, seconds in enumerate(times)]  # fmt: skip
@@ -51,7 +51,7 @@ def test_the_tables_show_medians_the_slowest_link_first_and_bytes_beside_our_cou
     assert "| hsdp | 0.005 | 2.562 | 0.005 | +2.50 % |" in lines
 
 
-def test_an_interrupted_benchmark_goes_on_with_what_is_missing_and_samples_of_another_model_are_not_mixed_in(tmp_path):
+def test_interrupted_benchmark_resumes_with_missing_samples_of_its_model(tmp_path):
     path = tmp_path / "out" / "samples.json"
     results = Results(path, SHAPE_OF_TWO)
     assert results.missing("1gbit", 0, ["zero3", "zeropp"]) == ["zero3", "zeropp"]
@@ -81,14 +81,14 @@ def ring_case() -> tuple[bool, bool, tuple[int, int]]:
     return mine is poisoned, torch.equal(mine, expected), counted
 
 
-def test_the_ring_sums_like_gloos_reduce_scatter_and_is_counted_the_same():
-    # integers below 256: bf16 sums are exact
+def test_ring_reduce_scatter_matches_gloo_in_sums_and_counted_bytes():
+    # integers below 256 have exact bf16 sums
     assert ranks(4).run(ring_case) == [(True, True, (3 * 63 * 2, 3 * 63 * 2))] * 4
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> tuple[list[Sample], int, str]:
-    """All variants with a small model on 2 x 2 ranks of this machine, twice: samples, parameters and the table."""
+    """Run all variants twice with a small model on 2 x 2 local ranks. Return samples, parameters and the table."""
     folder = tmp_path_factory.mktemp("measured")
     small = "--local --nodes 2 --ranks-per-node 2 --hidden-size 64 --num-layers 1 --vocab-size 64 --seq-length 8"
     names = [*FLAT, "diloco-10", "diloco-10-delay"]
@@ -101,23 +101,24 @@ def measured(tmp_path_factory) -> tuple[list[Sample], int, str]:
     return samples, results["parameters"], (folder / "out" / "table.md").read_text()
 
 
-def test_all_variants_train_alike_on_emulated_nodes_of_one_machine(measured):
+def test_all_variants_reach_similar_losses_on_emulated_nodes(measured):
     samples, _, table = measured
     flat = [s for s in samples if s.variant in FLAT and s.round == 0]
     losses = {s.variant: s.loss for s in flat}
-    # every variant has made one step before; bf16 and 4-bit gradients move the second loss by less than a step does
+    # each variant has taken one step before; bf16 and 4-bit gradients change the second loss by less than a step
     assert max(losses.values()) - min(losses.values()) < 1e-3, losses
     cross = {s.variant: s.cross_bytes[0] for s in flat}
     assert cross["zeropp"] == cross["zeropp-overlap"] < cross["hsdp"] < cross["qgz"] < cross["zero3"]
     assert " zeropp |" in table
 
 
-def test_local_steps_are_measured_by_the_cycle_with_or_without_a_delay(measured):
+def test_local_steps_are_measured_per_cycle_with_or_without_delay(measured):
     samples, parameters, _ = measured
     local = [s for s in samples if s.variant not in FLAT]
-    # a cycle sends all that a synchronization does, and nothing of it is left to the next one's
+    # a cycle sends one whole synchronization and leaves nothing to the next cycle
     ((sent, _),) = {tuple(s.cross_bytes) for s in local}
-    message = parameters / 2 * (1 / 2 + 1 / 2)  # 4 bits, half of them to the other island, and back
-    assert message < 10 * sent < 1.5 * message  # scales, and norms and biases in 16 and 32 bits
+    # 4 bits per parameter, half of them to the other island, in both directions
+    message = parameters / 2 * (1 / 2 + 1 / 2)
+    assert message < 10 * sent < 1.5 * message  # plus scales, and norms and biases in 16 and 32 bits
     last = {s.variant: s.loss for s in samples}
-    assert max(last["diloco-10"], last["diloco-10-delay"]) < last["zero3"] - 0.1  # 30 steps have been taken, not 3
+    assert max(last["diloco-10"], last["diloco-10-delay"]) < last["zero3"] - 0.1  # 30 steps were taken instead of 3

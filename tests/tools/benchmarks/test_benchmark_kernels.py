@@ -5,13 +5,13 @@ import torch
 from benchmark_kernels import Piece, gpu_seconds, time_on
 
 
-def test_a_time_is_the_median_of_the_rounds_after_the_first(monkeypatch):
+def test_time_is_the_median_of_rounds_after_the_first(monkeypatch):
     monkeypatch.setattr(benchmark_kernels, "host_seconds", lambda run, clock: next(run))
     times = ((900.0, 1.0, 3.0, 2.0), (900.0, 5.0, 4.0, 70.0))
     assert time_on("cpu", [Piece("", 1, 1.0, iter(each)) for each in times], rounds=3) == [2.0, 5.0]
 
 
-def test_a_gpu_is_busy_until_the_piece_and_the_events_around_it_are_launched(monkeypatch):
+def test_gpu_is_kept_busy_until_kernel_and_events_are_launched(monkeypatch):
     cuda = Mock()
     cuda.Event.return_value.elapsed_time.return_value = 3.0  # milliseconds
     monkeypatch.setattr(torch, "cuda", cuda)

@@ -6,7 +6,7 @@ from compare_wire_formats import LAST_STEPS, read, steps_to, table
 
 
 def read_run(folder: Path, *, valid: float, sent: int = 0, above: float = 0.0, **fields: Any) -> dict[str, Any]:
-    """A run whose training loss falls by 1 per step, down to 4, and is `above` that in every other step."""
+    """Make a run whose loss falls by 1 per step to 4, plus `above` in every other step, and read it."""
     folder.mkdir(exist_ok=True)
     summary = {"validation_loss": valid, "cross_bytes_per_step": sent, "cpu_seconds_per_token": 1e-4, **fields}
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -15,19 +15,19 @@ def read_run(folder: Path, *, valid: float, sent: int = 0, above: float = 0.0, *
     return read(folder)
 
 
-def test_differences_are_paired_by_seed_and_an_islands_own_losses_are_not_shown(tmp_path):
+def test_differences_are_paired_by_seed_and_island_losses_left_out(tmp_path):
     zero3 = [read_run(tmp_path, valid=4.0 + i, sent=2_000_000) for i in range(3)]
     local_steps = [read_run(tmp_path, valid=4.0 + 1.1 * i, sent=50_000, synchronizations=10) for i in range(3)]
     rows = table({"ZeRO-3": zero3, "local steps": local_steps}).splitlines()
     train = sum(range(4, 4 + LAST_STEPS)) / LAST_STEPS
     assert rows[2] == f"| ZeRO-3 | {train:.4f} | 0.0000 | 5.0000 | +0.0000 ± 0.0000 (+0.00 %) | 2.000 | - |"
-    # differences 0, 0.1 and 0.2: standard deviation 0.1, and that of their mean 0.1 / sqrt(3)
+    # differences 0, 0.1 and 0.2: their standard deviation is 0.1, and their mean's is 0.1 / sqrt(3)
     assert rows[3] == "| local steps | - | - | 5.1000 | +0.1000 ± 0.0577 (+1.96 %) | 0.050 | - |"
 
 
-def test_steps_to_a_loss_are_those_of_the_first_validation_that_has_it_in_every_seed(tmp_path):
+def test_steps_to_a_loss_need_a_validation_that_every_seed_has(tmp_path):
     runs = []
-    for valid, losses in ((4.0, (6.0, 4.0, 3.0)), (5.0, (6.0, 5.5, 5.0))):  # at every tenth step
+    for valid, losses in ((4.0, (6.0, 4.0, 3.0)), (5.0, (6.0, 5.5, 5.0))):  # a validation at every tenth step
         lines = [json.dumps({"iteration": 10 * i, "lm_loss": loss}) for i, loss in enumerate(losses, 1)]
         (tmp_path / "validation.jsonl").write_text("\n".join(lines))
         runs.append(read_run(tmp_path, valid=valid))
@@ -36,7 +36,7 @@ def test_steps_to_a_loss_are_those_of_the_first_validation_that_has_it_in_every_
     assert steps_to(runs, runs) == "-"
 
 
-def test_the_distance_of_losses_does_not_cancel_over_steps_or_seeds(tmp_path):
+def test_loss_distance_does_not_cancel_over_steps_or_seeds(tmp_path):
     zero3 = [read_run(tmp_path, valid=4.0) for _ in range(2)]
     other = [read_run(tmp_path, valid=4.0, above=above) for above in (0.2, -0.2)]
     distance = 0.2 * (LAST_STEPS // 2) / (LAST_STEPS + 1)
