@@ -96,7 +96,7 @@ def test_the_tokenizer_beside_the_checkpoint_comes_before_the_path_it_was_traine
     assert (found.add_special_tokens, found.model_vocab_size) == (False, 300)
     assert parsed.origins["tokenizer_model"] == "checkpoint"
     for lines in (parsed.notices, with_checkpoint_tokenizer(parse(), saved, folder).notices):
-        assert lines == (f"the tokenizer is that of --load {folder.path}: {beside}",)
+        assert lines == (f"using the tokenizer of --load {folder.path}: {beside}",)
 
 
 def test_a_tokenizer_that_flags_name_is_taken_whole(folder, beside):
