@@ -120,7 +120,7 @@ class RunConfig:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All configs, first those of the core in the order of the fields, then the sections of features."""
+        """All configs: first the core's, in the order of the fields, then the sections of features."""
         own = [field.name for field in dataclasses.fields(self) if field.name not in ("features", "sections")]
         return (*(getattr(self, name) for name in own), *self.sections)
 
@@ -214,7 +214,7 @@ class ParsedRun(NamedTuple):
         Args:
             names: fields that have the checkpoint's values. Their origin becomes "checkpoint".
             notices: additional lines to show the user.
-            **parts: configs that replace those of `config`, by field name of `RunConfig`.
+            **parts: new configs, by field name of `RunConfig`.
         """
         return self._replace(
             config=dataclasses.replace(self.config, **parts),
