@@ -1,7 +1,8 @@
 """Start of every distributed program: this process becomes a worker, or it launches the workers.
 
-The functions for the cluster describe it from flags and environment variables only, because workers that could discover
-it have not started. Training programs continue in run/training.py. Programs that use the model of a checkpoint continue in inference/on_checkpoint.py.
+The functions for the cluster use only flags and environment variables, because the workers that could discover it have
+not started. Training programs continue in run/training.py. Programs that use the model of a checkpoint continue in
+inference/on_checkpoint.py.
 """
 
 from __future__ import annotations

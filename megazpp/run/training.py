@@ -70,9 +70,7 @@ def run_training(
         if cluster != plan.layout.cluster:  # the environment did not say which ranks share a node
             start = start_of(source, earlier)
             plan = check_run_config(config, cluster, device_type=worker.device.type, start=start)
-        find_product(
-            parsed.config.model, worker.device
-        )  # raises ValueError if the device does not support --fp8-format
+        find_product(parsed.config.model, worker.device)  # checks that the device supports --fp8-format
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop, answers=worker.rank == 0) as stops:

@@ -213,7 +213,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_name_and_line(folder):
 MEGATRON_REFUSED = """
 --pretrained-checkpoint ckpt | is a Megatron flag that is not supported: use --load with --finetune
 --num-layers-per-virtual-pipeline-stage 2 | is not supported: there is no pipeline parallelism
---nccl-cross-min-ctas 2 | --nccl-cross-min-ctas is gone: set NCCL's own variable NCCL_MIN_CTAS
+--nccl-cross-min-ctas 2 | --nccl-cross-min-ctas was removed: set NCCL's own variable NCCL_MIN_CTAS
 --expert-tensor-parallel-size 2 | is not supported, only 1: experts are whole
 --DDP-impl | --DDP-impl takes one value, not 0
 --mmap-warmup 5 | --mmap-warmup takes no value, not 1
@@ -258,7 +258,7 @@ def test_all_mistakes_are_reported_together_and_a_megatron_line_ends_with_a_tabl
         "command line: --checkpoint-activations is a",
         "taken: --num-layers --keep-last",
         "ignored: --DDP-impl",
-        "not here, see above: --moe-min-capacity",
+        "not supported, see above: --moe-min-capacity",
         "command line: --num-layers: invalid int",
         "--keep-last needs --save",
     ]
