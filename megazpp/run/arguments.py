@@ -166,6 +166,7 @@ class RunConfig:
 
 
 def _values(parts: Iterable[Any]) -> dict[str, Any]:
+    """Return the fields of several configs in one dict; their names are unique."""
     return {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
 
 

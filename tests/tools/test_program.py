@@ -79,7 +79,7 @@ def test_tools_for_data_start_without_torch(tmp_path):
 
 def test_errors_are_in_words_and_reach_all_ranks_as_value_errors():
     for fails, said in (
-        (lambda: "a\ud800".encode(), r"'\ud800' is half of a surrogate pair, and no text"),
+        (lambda: "a\ud800".encode(), r"'\ud800' is half of a surrogate pair, which is not valid text"),
         (lambda: Path("/proc/x/y").read_text(), "/proc/x/y: No such file or directory"),
         (lambda: int("x"), "invalid literal for int() with base 10: 'x'"),
     ):
