@@ -63,7 +63,7 @@ def speed() -> str:
 
 
 def tiers() -> str:
-    """From which rate on the bytes of each tier hide behind the compute."""
+    """Return a chart of the uplink rate above which each tier's communication overlaps completely with compute."""
 
     def at(gigabits: float) -> float:
         return 270 + 130 * (math.log10(gigabits) + 1.5)

@@ -96,6 +96,7 @@ class FlagParser:
         shown: Sequence[type] | None = None,
         mutually_exclusive: Sequence[tuple[str, str]] = (),
     ) -> None:
+        # ---- argparse, used for single flags and for the text of --help
         self.configs, self._shown, self._mutually_exclusive = tuple(configs), shown, mutually_exclusive
         self._argparse = _RaisingParser(
             prog=program,
@@ -107,6 +108,8 @@ class FlagParser:
             add_help=False,
             argument_default=argparse.SUPPRESS,
         )
+
+        # ---- one argparse group per config, one action per field
         self._actions: dict[str, argparse.Action] = {}
         self._may_be_none: set[str] = set()
         names = [field.name for config in self.configs for field in dataclasses.fields(config)]

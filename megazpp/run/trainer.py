@@ -117,12 +117,15 @@ class Trainer:
     def __init__(
         self, build_parts: BuildParts, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None
     ) -> None:
+        # ---- parts of the program
         config, dims = parsed.config, run.dims
         self.config, self.plan, self.run = config, plan, run
         self.profiler = Profiler(config.profiler, run)  # created first, so that it records all allocations
         with user_errors():
             self.parts = parts = build_parts(parsed, plan, run)
         self.built = model, sharding = parts.built
+
+        # ---- optimizer, loss scale, guard
         matrices = build_orthogonalizer(model, config.optimizer, dims, config.precision.param_dtype)
         named = list(model.named_parameters())
         optimizer = build_optimizer(named, config.optimizer, run.device, orthogonalizer=matrices)

@@ -147,6 +147,7 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
 
     def tool(name: str) -> str:
+        """Return the command that runs a tool, in a checkout or with an installed package."""
         script = home / "tools" / f"{name}.py"
         return f"python {os.path.relpath(script)}" if script.exists() else f"python -m megazpp.tools.{name}"
 
