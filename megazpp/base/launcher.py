@@ -118,7 +118,7 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
     if alone and not sizes:
         given = f"{alone[0]}={env[alone[0]]}"
         raise ValueError(
-            f"{given}: a launcher has started this process, but no variable has the number of ranks. Set RANK, "
+            f"{given}: a launcher has started this process, and no variable says how many it has started. Set RANK, "
             f"WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, or unset {alone[0]}"
         )
     return None
@@ -145,8 +145,8 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
     if missing:
         started = f"{launched.launcher} has started {launched.world_size} ranks ({launched.variable})"
         raise ValueError(
-            f"{started}, but does not set {missing}: export the host of rank 0 as MASTER_ADDR and a free port of it as "
-            f"MASTER_PORT on all ranks, or use torchrun. If {launched.launcher} has not started this program, unset "
+            f"{started}, and lacks {missing}: export the host of rank 0 as MASTER_ADDR and a free port of it as "
+            f"MASTER_PORT on all ranks, or use torchrun. Where {launched.launcher} has not started this program, unset "
             f"{launched.variable}"
         )
     return known

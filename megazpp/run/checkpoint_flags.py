@@ -29,7 +29,7 @@ def with_checkpoint_flags(
 ) -> ParsedRun:
     """Return `parsed` with the checkpoint's flags about model, data, tokenizer, precision, evaluation, and the seed.
 
-    Flags that are set explicitly keep their values, and so do flags that they exclude.
+    A flag that is set explicitly keeps its value. Recorded flags that exclude such a flag (`RIVALS`) are not taken.
 
     Args:
         parsed: command line of this program.
@@ -98,11 +98,13 @@ def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder:
 
 
 def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
-    """Return `parsed` with the tokenizer that is stored in the checkpoint folder, if no flags name a tokenizer.
+    """Return `parsed` with the tokenizer of a checkpoint and its settings.
 
-    The checkpoint decides whether texts get special tokens, unless --add-special-tokens or --no-add-special-tokens is
-    set. A checkpoint without this setting was trained without special tokens. If the tokenizer is the checkpoint's own,
-    its vocabulary size becomes the one that the checkpoint records. A different tokenizer is left unchanged.
+    Without flags that name a tokenizer, this is the tokenizer stored in the checkpoint folder. A tokenizer that flags
+    name gets the checkpoint's settings if both are identical. Otherwise `parsed` is returned unchanged.
+
+    The settings are the vocabulary size, and whether texts get special tokens. --add-special-tokens and
+    --no-add-special-tokens override the latter. An old checkpoint without this setting used no special tokens.
     """
     # ---- find the tokenizer
     given = found = parsed.config.tokenizer

@@ -128,7 +128,7 @@ def check_run_config(
         global_batch_size=batches.global_batch_size,
     )
     left = batches.dataset_samples - batches.total_samples
-    if left > 0 and batches.start_iteration > 0:  # otherwise dropped without a notice, as in Megatron-LM
+    if left > 0 and batches.start_iteration > 0:  # other runs drop this rest without a notice, as in Megatron-LM
         notices += (
             f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
@@ -268,7 +268,8 @@ def _check_observers(
 ) -> None:
     """Raise a ValueError for timeline and profiler flags that would record nothing in this run.
 
-    Such flags name steps that a run from iteration `start` does not reach, ranks that do not exist, or another device.
+    Such flags name steps that a run from iteration `start` does not reach or ranks that do not exist, or need a device
+    of another type.
     """
     timeline, profiler, interval = config.timing.timeline_step, config.profiler, config.stop.exit_interval
     first, last = profiler.profile_step_start, total_iterations

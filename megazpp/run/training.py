@@ -214,8 +214,8 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
 def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: CheckpointMetadata | None) -> Tracker:
     """Open the run folder and the other sinks for records, such as wandb; write flags and layout to the folder.
 
-    Only rank 0 calls this. A resumed run continues the run folder and the wandb run of `continued`, the metadata of its
-    checkpoint, unless --run-dir names another folder.
+    Only rank 0 calls this. A resumed run continues the wandb run named in `continued`, the metadata of its checkpoint.
+    It also continues that run's folder, unless --run-dir names another folder.
     """
     tracking = parsed.config.tracking
     before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None

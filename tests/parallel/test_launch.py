@@ -74,9 +74,9 @@ REFUSED = [
     (
         {},
         mpi("OMPI_COMM_WORLD"),
-        "mpirun has started 8 ranks (OMPI_COMM_WORLD_SIZE), but does not set MASTER_ADDR and MASTER_",
+        "mpirun has started 8 ranks (OMPI_COMM_WORLD_SIZE), and lacks MASTER_ADDR and MASTER_",
     ),
-    ({}, {**HYDRA, "MASTER_ADDR": "host0"}, "mpiexec has started 8 ranks (PMI_SIZE), but does not set MASTER_PORT"),
+    ({}, {**HYDRA, "MASTER_ADDR": "host0"}, "mpiexec has started 8 ranks (PMI_SIZE), and lacks MASTER_PORT"),
     ({}, {**HYDRA, "MPI_LOCALNRANKS": "8"}, "unset PMI_SIZE"),  # one node, but no number of a job for a port
     ({}, {"PMIX_RANK": "3"}, "PMIX_RANK=3: a launcher has started this process, and no variable says how many"),
     ({}, {"ALPS_APP_PE": "0"}, "ALPS_APP_PE=0: a launcher"),
