@@ -24,7 +24,7 @@ STYLE = (
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
-    """The body of the first table below a line that begins with `heading`, its cells without markup."""
+    """Return the rows of the first table below a line that begins with `heading`, with cells as plain text."""
     text = (ROOT / page).read_text(encoding="utf-8").partition(f"\n{heading}")[2]
     lines = re.search(r"(?m)^\|.*\n\|[-|]+\n((?:\|.*\n)+)", text)
     assert lines is not None, f"{page} has no table below {heading!r}"
@@ -32,7 +32,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 
 
 def svg(width: int, height: int, title: str, parts: list[str]) -> str:
-    """A whole file."""
+    """Return a complete SVG file with the given elements `parts`."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
     return "\n".join([head, f"<title>{escape(title)}</title><style>{STYLE}</style>", *parts, "</svg>\n"])
 
@@ -63,7 +63,7 @@ def speed() -> str:
 
 
 def tiers() -> str:
-    """From which rate on the bytes of each tier hide behind the compute."""
+    """Return a chart of the uplink rate above which each tier's communication overlaps completely with compute."""
 
     def at(gigabits: float) -> float:
         return 270 + 130 * (math.log10(gigabits) + 1.5)
@@ -81,7 +81,7 @@ def tiers() -> str:
 
 
 def step(path: Path) -> str:
-    """What rank 0 did in the recorded step, one track per row."""
+    """Return a picture of rank 0's activity in the recorded step of the trace `path`, one track per row."""
     events = json.loads(path.read_text())
     events = [event for event in (events["traceEvents"] if isinstance(events, dict) else events) if event["pid"] == 0]
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}

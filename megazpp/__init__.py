@@ -1,4 +1,7 @@
-"""MegaZ++: GPT pretraining with tensor parallelism and ZeRO++ sharding, and ZeRO++ in one line for any FSDP2 model."""
+"""MegaZ++: GPT training with tensor parallelism and ZeRO++ sharding.
+
+`megazpp.zeropp` adds ZeRO++ to any FSDP2 model with one line.
+"""
 
 import importlib
 from typing import Any
@@ -8,7 +11,7 @@ __all__ = ["ZeroConfig", "trainer_callback", "zeropp"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what this page names on use: tools for data start without torch."""
+    """Import the names in `__all__` on first use, so that data tools start without importing torch."""
     if name not in __all__:
         raise AttributeError(f"module 'megazpp' has no attribute {name!r}")
     return getattr(importlib.import_module("megazpp.zero"), name)

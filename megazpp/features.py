@@ -1,7 +1,7 @@
-"""The optional features, one line each, with the features whose code they use.
+"""List of the optional features, each with the features that it imports.
 
-Removing a line and its folder removes the feature, and those that need it are left out. Features with a feature.py
-enter pretraining through its hooks; the others enter through their own programs only.
+To remove a feature, delete its line and its folder. Features that need it are then disabled. Features with a feature.py
+extend pretraining through the hooks of run/feature.py. The others only have separate programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def _load_features() -> tuple[Feature, ...]:
-    """Return the hooks of the listed features in their order."""
+    """Return the `FEATURE` of each feature.py, in the order of the list, without features that lack one they need."""
     names = [name for name, needed in NEEDS.items() if all(other in NEEDS for other in needed)]
     modules = [f"megazpp.{name}.feature" for name in names]
     return tuple(import_module(module).FEATURE for module in modules if find_spec(module) is not None)

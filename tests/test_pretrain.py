@@ -252,7 +252,7 @@ REFUSED = """
 --dry-run PLANNED --tensor-model-parallel-size 8 | --tensor-model-parallel-size 8
 --dry-run PLANNED --micro-batch-size 3 | --global-batch-size
 --plan PLANNED --num-attention-heads 3 | --num-attention-heads
---plan PLANNED --price-per-gpu-hour 2 | --price-per-gpu-hour is gone: give the device
+--plan PLANNED --price-per-gpu-hour 2 | --price-per-gpu-hour was removed: give the device
 """
 
 
@@ -316,7 +316,7 @@ def test_ctrl_c_saves_leaves_no_process_and_prints_a_working_command(home):
     code, output = interrupted(home, 20, 1, "--save", str(home.path / "kept"))
     assert code == 0
     assert "stopped by SIGINT\n" in output
-    (command,) = re.findall("^to go on: python (.*)$", output, re.MULTILINE)
+    (command,) = re.findall("^to resume: python (.*)$", output, re.MULTILINE)
     assert command.endswith(f"--load {home.path / 'kept'}")
     following = max(map(int, re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE))) + 1
     goes_on = home.pretrain(*shlex.split(command)[1:], "--exit-interval", str(following), run="goes on", nproc=None)
@@ -333,7 +333,7 @@ def test_second_ctrl_c_ends_the_run_and_wandb_at_once(home):
 
 def test_run_stopped_without_save_says_that_nothing_was_saved(tmp_path):
     said = what_next(parse(shlex.join([*TOY, "--train-iters", "4"])), tmp_path, stopped=True, generates=True)
-    assert said == "nothing was saved: a run with --save FOLDER goes on from where it was stopped"
+    assert said == "nothing was saved: only a run with --save FOLDER can be resumed"
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_terminal_output_starts_at_once_and_has_short_lines(tmp_path):
     assert program.wait() == 0
     lines = said.decode().replace("\r", "\n").splitlines()
     assert lines[0] == "MegaZ++ 0.1.0 starts: importing torch"
-    assert "starting 2 workers, of which each imports torch" in lines
+    assert "starting 2 workers; each imports torch" in lines
     steps = [line for line in lines if re.match(r"iteration +\d+/4  loss", line)]
     assert len(steps) == 4
     assert max(map(len, steps)) <= 100
@@ -360,9 +360,9 @@ def test_terminal_output_starts_at_once_and_has_short_lines(tmp_path):
 
 @pytest.mark.slow
 def test_commands_printed_at_the_end_of_a_run_work(main_job):
-    for label in ("see its curves", "let it write"):
+    for label in ("see its curves", "generate text"):
         (command,) = re.findall(f"^{label}: python (.*)$", main_job.output, re.MULTILINE)
-        small = ["--sample-tokens", "4"] if label == "let it write" else []
+        small = ["--sample-tokens", "4"] if label == "generate text" else []
         code, output = run_forked(*shlex.split(command), *small, folder=main_job.folder)
         assert code == 0, output
     assert "Call me" in output

@@ -1,1 +1,1 @@
-"""Layers that everything imports: flags and their parser, command lines of programs, files and errors."""
+"""The lowest layer, which all others import: flags, command lines, launcher detection, files, and errors."""

@@ -1,16 +1,23 @@
-"""A command line, read in four steps into configs (flags.py); one file, for words keep their origin through all four.
+"""Parser that reads a command line into config dataclasses (flags.py) in four steps.
 
-    expand    `@path` is replaced by the flags that the file holds; every word remembers where it was written
-    split     a flag and the words up to the next flag belong together
-    sift      Megatron's flags that we do not have are ignored with a notice, or refused with a reason
-    parse     values get the types of their fields; what comes later wins, by hand also over what it excludes in files
+    expand    replaces each `@path` by the words of that flag file
+    split     groups each flag with the words up to the next flag
+    sift      ignores Megatron-LM's other flags with a notice, or rejects them with a reason
+    parse     converts values to the types of their fields, and resolves flags that exclude each other
 
-A flag file has shell-style lines (quotes, `#` comments, a backslash at the end does no harm) and may itself include
-files with `@path`. Because words remember their place, every later message can say `configs/gpt_125m.args:7`.
+Each word carries its origin through all steps, so that messages can name it, for example `configs/gpt_125m.args:7`.
+If a flag is given several times, the last value counts.
 
-`megatron_flags.txt` holds one of Megatron's other flags per line: name, number of values (as argparse writes it),
-verdict, reason. The verdict is `ignored` (nothing here depends on it), `unsupported`, or `only=V`: ignored with the
-value V, which asks for nothing, and unsupported with any other. `removed` are flags of our own that are gone.
+A flag file has shell-style lines with quotes and `#` comments, and may include other files with `@path`. A backslash at
+the end of a line is accepted but not necessary.
+
+Each line of `megatron_flags.txt` describes a flag of Megatron-LM that this program does not implement: name, number of
+values as in argparse, verdict, reason. The verdicts are:
+
+    ignored       the flag has no effect here
+    unsupported   the flag is an error
+    only=V        the flag is ignored with value V and an error with any other value
+    removed       an earlier version of this program had the flag; it is an error now
 """
 
 from __future__ import annotations
@@ -35,11 +42,11 @@ HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
 MEGATRON_TABLE = Path(__file__).with_name("megatron_flags.txt")
 
 
-Word = tuple[str, str]  # with its origin, `COMMAND_LINE` or "file:line"
+Word = tuple[str, str]  # (text, origin); the origin is `COMMAND_LINE` or "file:line"
 
 
 class Given(NamedTuple):
-    """One flag as it was written: its words up to the next flag, and its origin."""
+    """One flag of the command line or of a flag file: its name, the words up to the next flag, and its origin."""
 
     name: str
     values: tuple[str, ...]
@@ -47,32 +54,36 @@ class Given(NamedTuple):
 
 
 class MegatronFlag(NamedTuple):
-    """One line of the table."""
+    """One line of `megatron_flags.txt`; this module's docstring explains the verdicts."""
 
     name: str
-    arity: str  # a number, "?", "*" or "+"
+    arity: str  # number of values as in argparse: a number, "?", "*" or "+"
     verdict: str
     reason: str
 
 
 class Parsed(NamedTuple):
-    """The configs of a command line, one of each class."""
+    """The result of parsing: one config of each class, in the order of the classes."""
 
     configs: tuple[Any, ...]
-    origins: dict[str, str]  # of each field that is given, by its name
-    notices: tuple[str, ...] = ()  # a line for each flag that was ignored
+    origins: dict[str, str]  # field name -> origin, for each flag that is set
+    notices: tuple[str, ...] = ()  # one line per ignored or overridden flag
 
 
 class FlagParser:
-    """Reads flags into config dataclasses, by which --help groups them.
+    """Parser for the flags of several config dataclasses.
 
-    With `shown`, --help leaves out what a first run does not need, and --help-all shows all flags.
+    --help groups the flags by class. With `shown` it lists only a selection, and --help-all lists all flags.
 
     Args:
-        configs: config classes; no two may share a field name or a spelling.
-        program, description, epilog: name, first line and last lines of --help.
-        shown: config classes whose flags --help shows beside the common flags of the others; None: all flags.
-        mutually_exclusive: pairs of fields: the first, by hand or in a later file, takes the place of the second.
+        configs: config classes. Field names and flags must be unique among them.
+        program: program name in --help.
+        description: first line of --help.
+        epilog: last lines of --help.
+        shown: config classes whose flags --help lists completely. For other classes it lists only common flags. None:
+            --help lists all flags of all classes.
+        mutually_exclusive: pairs of field names (a, b). Flag `a`, on the command line or in a later file, overrides `b`
+            in an earlier file.
     """
 
     def __init__(
@@ -85,6 +96,7 @@ class FlagParser:
         shown: Sequence[type] | None = None,
         mutually_exclusive: Sequence[tuple[str, str]] = (),
     ) -> None:
+        # ---- argparse, used for single flags and for the text of --help
         self.configs, self._shown, self._mutually_exclusive = tuple(configs), shown, mutually_exclusive
         self._argparse = _RaisingParser(
             prog=program,
@@ -96,6 +108,8 @@ class FlagParser:
             add_help=False,
             argument_default=argparse.SUPPRESS,
         )
+
+        # ---- one argparse group per config, one action per field
         self._actions: dict[str, argparse.Action] = {}
         self._may_be_none: set[str] = set()
         names = [field.name for config in self.configs for field in dataclasses.fields(config)]
@@ -110,11 +124,11 @@ class FlagParser:
 
     @property
     def spellings(self) -> frozenset[str]:
-        """Every accepted flag, aliases and `--no-` forms included."""
+        """All accepted flags, including aliases, `--no-` forms and --help."""
         return frozenset(self._actions) | HELP | {HELP_ALL}
 
     def help_text(self, *, everything: bool) -> str:
-        """Return the text of --help, or that of --help-all if `everything`."""
+        """Return the text of --help-all if `everything` is true, otherwise the text of --help."""
         fields = [(config, field) for config in self.configs for field in dataclasses.fields(config)]
         if everything or self._shown is None:
             return self._argparse.format_help()
@@ -129,27 +143,38 @@ class FlagParser:
         return f"{text}{HELP_ALL} shows all {len(fields)} flags.\n"
 
     def read(self, argv: Sequence[str], script_dir: Path, megatron_flags: Mapping[str, MegatronFlag]) -> Parsed:
-        """Take all four steps; see the functions of each.
+        """Parse a command line: expand, split, sift and parse, as this module's docstring describes.
+
+        Args:
+            argv: command line without the program name.
+            script_dir: folder in which flag files are searched if the working directory does not contain them.
+            megatron_flags: Megatron-LM's flags that this program ignores or rejects, by name.
 
         Raises:
-            ValueError: one line per problem, each with the place where the flag was written; or a config's own.
-            SystemExit: after --help or --help-all.
+            ValueError: flags are wrong. The message has one line per problem, with the origin of the flag.
+            SystemExit: the command line has --help or --help-all.
         """
+        # ---- expand, split, help
         flags = split_into_flags(expand_flag_files(argv, script_dir))
         asked = {given.name for given in flags} & {*HELP, HELP_ALL}
         if asked:
             print(self.help_text(everything=HELP_ALL in asked), end="")
             raise SystemExit(0)
+        # ---- sift
         kept, notices, problems = sift_flags(flags, self.spellings, megatron_flags)
+
+        # ---- convert values; the last occurrence of a flag counts
         values: dict[str, Any] = {}
         words: dict[str, Given] = {}
         for given in kept:
             try:
                 for name, value in self._read(given).items():
-                    words.pop(name, None)  # the order is that of the last place
+                    words.pop(name, None)  # a repeated flag moves to its last position
                     values[name], words[name] = value, given
             except ValueError as error:
                 problems.append(f"{given.origin}: {error}")
+
+        # ---- exclusive flags: the command line overrides files, and a later file an earlier one
         rank = {name: (given.origin == COMMAND_LINE, at) for at, (name, given) in enumerate(words.items())}
         file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
         for one, other in self._mutually_exclusive:
@@ -158,6 +183,8 @@ class FlagParser:
                 del values[other]
                 stays, goes = (" ".join([words[name].name, *words[name].values]) for name in (one, other))
                 notices.append(f"{words[other].origin}: {goes} gives way to {stays} ({words[one].origin})")
+
+        # ---- build the configs, which check their own fields
         configs = []
         for config in self.configs:
             own = {field.name: values[field.name] for field in dataclasses.fields(config) if field.name in values}
@@ -172,7 +199,7 @@ class FlagParser:
         return parsed
 
     def _read(self, given: Given) -> dict[str, Any]:
-        """{field name: value} of one flag."""
+        """Return {field name: value} of one flag; a ValueError reports a wrong value."""
         action = self._actions[given.name]
         if given.values == ("none",) and action.dest in self._may_be_none:
             return {action.dest: None}
@@ -182,16 +209,16 @@ class FlagParser:
             raise ValueError(f"{given.name} takes one value, not {len(given.values)}")
         argv = [given.name, *given.values]
         if len(given.values) == 1:
-            argv = [f"{given.name}={given.values[0]}"]  # the = keeps argparse from reading -1e-3 as a flag
+            argv = [f"{given.name}={given.values[0]}"]  # without the =, argparse would read -1e-3 as a flag
         read = vars(self._argparse.parse_args(argv, argparse.Namespace()))
         return {name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
 
 
 def _refuse_without_effect(parsed: Parsed) -> None:
-    """Raises ValueError for each flag given by hand whose feature, what it `needs`, is off.
+    """Raise a ValueError for flags that have no effect because the flag that they need is off (`FlagSpec.needs`).
 
-    Where the command line turns off a feature of a flag file, the rest of the file's flags of it may stay; so may all
-    flags at their defaults, which a run's args.txt has.
+    Two kinds of such flags in flag files are accepted. If the command line itself sets the needed flag, a file's
+    dependent flags may remain. Flags with their default values may remain too, because the args.txt of a run has them.
     """
     origins, problems = parsed.origins, []
     fields = {flag_name(field): (config, field) for config in parsed.configs for field in dataclasses.fields(config)}
@@ -215,15 +242,20 @@ def _refuse_without_effect(parsed: Parsed) -> None:
 
 
 def expand_flag_files(argv: Sequence[str], script_dir: Path) -> list[Word]:
-    """Replace every `@path` of `argv` by the words of that file; raises ValueError if a file cannot be read.
+    """Return the words of `argv`, with every `@path` replaced by the words of that file.
 
-    Paths are relative to the working directory or, failing that, to `script_dir`; inside a file, to that file.
+    A path in `argv` is relative to the working directory, or to `script_dir` if the working directory lacks the file. A
+    path inside a file is relative to the folder of that file.
+
+    Raises:
+        ValueError: a file cannot be read, or files include each other in a circle.
     """
     folders = (Path.cwd(), script_dir)
     return [word for text in argv for word in _expand((text, COMMAND_LINE), folders, ())]
 
 
 def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Iterator[Word]:
+    """Yield `word`, or the words of its flag file; `chain` has the files that are being expanded."""
     text, origin = word
     if not text.startswith("@") or text == "@":
         yield word
@@ -241,16 +273,17 @@ def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Ite
 
 
 def _read_words(path: Path) -> Iterator[Word]:
+    """Yield the words of a flag file; a ValueError names the file and line of an error."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # line breaks inside quotes as they are
+        with path.open(encoding="utf-8", newline="") as file:  # keep line breaks inside quotes
             lines = file.read().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{_shown(path)}: cannot be read: {error}") from None
-    first = 0  # of the lines that are read together, because quotes reach over several
+    first = 0  # first line of a group that is split together, because a quoted word may span lines
     for last in range(len(lines)):
         origin, text = f"{_shown(path)}:{first + 1}", "\n".join(lines[first : last + 1])
         try:
-            # words of neighbouring lines follow each other anyway, so a continuation needs no joining
+            # a flag's values may be on the next lines anyway, so a backslash at the end of a line can be dropped
             words = shlex.split(text.rstrip().removesuffix("\\"), comments=True)
         except ValueError as error:
             if last + 1 < len(lines):
@@ -261,12 +294,12 @@ def _read_words(path: Path) -> Iterator[Word]:
 
 
 def _shown(path: Path) -> str:
-    """`path` as a message shows it: relative to the working directory if it lies below."""
+    """Return `path` for a message, relative to the working directory if that contains it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def split_into_flags(words: Sequence[Word]) -> list[Given]:
-    """Put each flag together with its values (`--name=value` is one); raises ValueError at a value before any flag."""
+    """Group each flag with its values, also from `--name=value`; raise a ValueError for a value before any flag."""
     flags: list[Given] = []
     for text, origin in words:
         if text == "-h" or re.match(r"--[A-Za-z]", text):
@@ -284,7 +317,7 @@ def split_into_flags(words: Sequence[Word]) -> list[Given]:
 
 @functools.cache
 def read_megatron_flags() -> Mapping[str, MegatronFlag]:
-    """The table by flag name."""
+    """Return the flags of `megatron_flags.txt` by name."""
     lines = [line for line in MEGATRON_TABLE.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
     return {flag.name: flag for flag in (MegatronFlag(*line.split(maxsplit=3)) for line in lines)}
 
@@ -292,11 +325,16 @@ def read_megatron_flags() -> Mapping[str, MegatronFlag]:
 def sift_flags(
     flags: Sequence[Given], supported: Collection[str], known: Mapping[str, MegatronFlag]
 ) -> tuple[list[Given], list[str], list[str]]:
-    """Take out Megatron's flags that have no effect here.
+    """Separate this program's flags from Megatron-LM's other flags and from unknown flags.
+
+    Args:
+        flags: all flags of the command line.
+        supported: names of this program's flags.
+        known: Megatron-LM's other flags by name.
 
     Returns:
-        Our flags; a line for each one that is ignored; one for each that is refused or neither `supported` nor
-        `known`, and where several of Megatron's are among them a table of all.
+        the supported flags; one notice per ignored flag; one problem per rejected or unknown flag. If several known
+        flags are rejected, the problems end with a summary of all flags by verdict.
     """
     kept, notices, problems, refused, ignored = list[Given](), list[str](), list[str](), list[str](), list[str]()
     for given in flags:
@@ -311,23 +349,23 @@ def sift_flags(
             hint = next((f"; did you mean {match[0]}?" for match in near if match), "")
             problems.append(f"{given.origin}: {given.name} is not a flag{hint}")
         elif given.values == ("none",):
-            continue  # of a run's args.txt, which has every flag that the program had then
+            continue  # an older run's args.txt has all flags of that version, and `none` sets nothing
         elif (problem := _refusal(given, flag)) is not None:
             problems.append(f"{given.origin}: {problem}")
             refused.append(given.name)
         else:
             notices.append(f"{given.origin}: {given.name} is ignored: {flag.reason}")
             ignored.append(given.name)
-    if len(refused) > 1:  # a command line of Megatron's
-        table = {"taken": [given.name for given in kept], "ignored": ignored, "not here, see above": refused}
+    if len(refused) > 1:  # probably a complete command line of Megatron-LM
+        table = {"taken": [given.name for given in kept], "ignored": ignored, "not supported, see above": refused}
         problems += [f"{verdict}: {' '.join(dict.fromkeys(names))}" for verdict, names in table.items() if names]
     return kept, notices, problems
 
 
 def _refusal(given: Given, flag: MegatronFlag) -> str | None:
-    """Give the reason that `given` cannot be ignored; None if it can."""
+    """Return the reason why the Megatron-LM flag `given` is an error; None if it can be ignored."""
     if flag.verdict == "removed":
-        return f"{given.name} is gone: {flag.reason}"
+        return f"{given.name} was removed: {flag.reason}"
     if flag.verdict == "unsupported":
         return f"{given.name} is a Megatron flag that is not supported: {flag.reason}"
     count, arity = len(given.values), flag.arity
@@ -344,7 +382,7 @@ def _refusal(given: Given, flag: MegatronFlag) -> str | None:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Lines of up to 110 characters, and a switch without its `--no-` form."""
+    """Formatter of --help: lines of at most 110 characters, and switches without their `--no-` form."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=110, max_help_position=40)
@@ -356,12 +394,14 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _RaisingParser(argparse.ArgumentParser):
+    """argparse's parser, except that an error raises a ValueError instead of ending the program."""
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any) -> tuple[argparse.Action, bool]:
-    """Add the flag of a field whose annotation is `hint`; says also if it may be None."""
+    """Add a field with annotation `hint` to argparse; return the action, and whether the field may be None."""
     spec: FlagSpec = field.metadata["flag"]
     help_text = spec.help + (f"; needs {spec.needs}" if spec.needs else "")
     if field.default is not None and field.default is not False and field.default not in ("", ()):
@@ -370,7 +410,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hin
     parts = _parts(hint)
     optional = types.NoneType in parts
     if kinds := next((typing.get_args(part) for part in parts if typing.get_origin(part) is tuple), None):
-        parts = _parts(kinds[0])  # the command line always makes a tuple
+        parts = _parts(kinds[0])  # a command line always yields a tuple, also for `int | tuple[int, ...]`
         settings["nargs"] = spec.nargs or ("+" if kinds[-1] is ... else len(kinds))
     if bool in parts:
         settings["action"] = argparse.BooleanOptionalAction
@@ -381,11 +421,18 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hin
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union type, or the type itself."""
     return typing.get_args(hint) if is_union(hint) else (hint,)
 
 
 def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dict[str, Any]:
-    """Settings with which argparse reads and shows one value, of the one type or the words in `parts`."""
+    """Return argparse's settings `type` and `metavar` for one value.
+
+    Args:
+        parts: members of the field's type: at most one type, and literals.
+        optional: whether the value may be None.
+        metavar: name of the value in --help; None selects a name by type.
+    """
     words = {str(word): word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
     types_ = [part for part in parts if typing.get_origin(part) is not Literal and part is not types.NoneType]
     if len(types_) > 1:
@@ -405,7 +452,7 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dic
             raise argparse.ArgumentTypeError(f"{text!r} does not fit 64 bits")
         return value
 
-    read.__name__ = " or ".join([convert.__name__, *words])  # what argparse calls the type in its messages
+    read.__name__ = " or ".join([convert.__name__, *words])  # argparse shows this name in its messages
     kind = (metavar or {"int": "N", "float": "X", "str": "TEXT"}[convert.__name__]) if types_ else ""
     shown = [kind, *words] if types_ else allowed
     return {"type": read, "metavar": f"{{{','.join(shown)}}}" if words else kind}

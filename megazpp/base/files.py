@@ -1,7 +1,8 @@
-"""Files and folders that appear whole or not at all, are on the disk before they are seen, and have one writer.
+"""Atomic and durable writes of files and folders, and file locks.
 
-Whoever writes does so under another name, brings the bytes to the disk, renames, and brings the folder with the new
-name to the disk. A lock is the kernel's (flock): it ends with the process that holds it, however that ends.
+A writer writes under a temporary name, flushes the data to disk, renames it, and flushes the folder that has the new
+name. Readers therefore never see an incomplete file, and a visible file survives a power failure. Locks are kernel
+locks (flock), which are released when their process ends for any reason.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ from typing import IO, Any, BinaryIO
 
 
 class DamagedError(ValueError):
-    """A stored file is missing, cut short or changed; the message names it."""
+    """A stored file is missing, truncated or corrupt. The message names the file."""
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/megazpp`, or `~/.cache/megazpp`."""
+    """Return the folder for caches: `$XDG_CACHE_HOME/megazpp` or `~/.cache/megazpp`. It may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazpp"
 
 
 def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
-    """Refuse an output file before the work for it begins; `flag` is the one whose value it is, for messages.
+    """Check that an output file can be created, before the work for it begins.
+
+    Args:
+        path: the output file.
+        flag: flag whose value is `path`, for the error message.
+        overwrite: whether an existing file may be replaced. An existing folder is always an error.
 
     Raises:
-        ValueError: its directory does not exist or cannot be written to, or the file is there.
+        ValueError: the parent directory is missing or not writable, or `path` exists.
     """
     if not os.access(path.parent, os.W_OK | os.X_OK):
         reason = "cannot be written to" if path.parent.is_dir() else "is no directory"
@@ -39,12 +45,12 @@ def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
 
 
 def first_free(name: Callable[[int], Path]) -> Path:
-    """The first of `name(1)`, `name(2)`, ... where there is nothing yet."""
+    """Return the first of the paths `name(1)`, `name(2)`, ... that does not exist."""
     return next(path for number in itertools.count(1) if not (path := name(number)).exists())
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with all that is in it, if it is there."""
+    """Delete a file, or a folder with its contents; do nothing if `path` does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -52,13 +58,13 @@ def remove(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file so that a reader sees all of it or what was there before."""
+    """Write a file atomically: readers see the complete new content or the previous file."""
     with renamed_when_done(path.with_name(path.name + ".unfinished"), path) as unfinished:
         write_synced(unfinished, content)
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a small file and bring it to the disk."""
+    """Write a file and flush it to disk, without the protection against readers that `write_whole` has."""
     with path.open("wb") as file:
         file.write(content)
         sync(file)
@@ -66,10 +72,15 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def renamed_when_done(unfinished: Path, path: Path, *, synced: bool = True) -> Iterator[Path]:
-    """Write a file or folder as `unfinished`, which becomes `path` if nothing is raised meanwhile, and else is deleted.
+    """Rename `unfinished` to `path` when the block ends, or delete it if the block raises an exception.
 
-    A `path` that is a file or an empty folder is replaced. With `synced` the names are brought to the disk; the content
-    of files is their writer's to `sync`. A cache needs neither.
+    The block writes the file or folder `unfinished`. An existing file or empty folder at `path` is replaced.
+
+    Args:
+        unfinished: temporary name, in the same folder as `path`.
+        path: final name.
+        synced: whether to flush directory entries to disk. The block itself must `sync` the content of its files. A
+            cache needs neither, because it can be rebuilt.
     """
     try:
         yield unfinished
@@ -85,13 +96,13 @@ def renamed_when_done(unfinished: Path, path: Path, *, synced: bool = True) -> I
 
 
 def sync(file: BinaryIO) -> None:
-    """Bring what was written to the disk."""
+    """Flush an open file to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names of a directory's files to the disk."""
+    """Flush a directory's entries to disk, so that new and renamed files survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -101,17 +112,20 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait for the lock file `path` and hold it; it is never deleted, for then two could hold two files of one name."""
+    """Hold an exclusive lock on the file `path` during the block, after waiting for other holders.
+
+    The file is never deleted. Otherwise one process could lock a deleted file and another a new file of that name.
+    """
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file releases the lock
 
 
 def try_lock(file: IO[Any] | int) -> bool:
-    """Take the lock of an open file or folder, until it is closed; False where another process has it.
+    """Try to lock an open file or folder until it is closed; return False if another process holds the lock.
 
     Raises:
-        OSError: the file system has no locks.
+        OSError: the file system does not support locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

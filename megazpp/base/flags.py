@@ -1,14 +1,17 @@
-"""Command-line flags as fields of frozen dataclasses: defined, checked, written down.
+"""Command-line flags as fields of frozen dataclasses: definition, checks, and rendering as text.
 
-A config is a frozen dataclass whose fields are made by `flag()`; its owner is the file that uses it. One field
-is one flag: the field name with dashes (`micro_batch_size` is `--micro-batch-size`), its annotation gives the
-type (`int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]`, `tuple[int, ...]`, each possibly
-`| None`; `int | tuple[int, ...]` where in Python one value may stand for a tuple of one), its default the default. A
-bool gets both spellings, `--name` and `--no-name`, and a field that may be None accepts the word `none`, so that the
-command line can undo a flag file. A float is finite, an int fits 64 bits.
+A config is a frozen dataclass whose fields are created by `flag()`. It is defined in the file that uses it.
 
-A config checks itself in its `__post_init__`, by a ValueError that names flag and value; checks.py checks several
-together, and against the machine. command_line.py reads the flags.
+- One field is one flag. The field `micro_batch_size` is the flag `--micro-batch-size`.
+- The annotation is the type: `int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]` or
+  `tuple[int, ...]`, each optionally with `| None`. With `int | tuple[int, ...]`, Python code may pass one int as
+  well.
+- A bool has the two flags `--name` and `--no-name`.
+- A field that may be None accepts the word `none`, so that the command line can undo a flag file.
+- Floats are finite, and ints fit in 64 bits.
+
+A config checks its own fields in its `__post_init__` with a ValueError that names flag and value. run/checks.py checks
+combinations of configs and the cluster. command_line.py parses the flags.
 """
 
 from __future__ import annotations
@@ -23,20 +26,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 DEFAULT = "default"
-_WIDEST = 60  # of a line in the log, up to the origin
+_WIDEST = 60  # maximum width to which flags in the log are padded before their origin
 
 
 class FlagSpec(NamedTuple):
-    """The entry of `flag()` in a field's metadata.
+    """Description of a flag, which `flag()` stores in the field's metadata.
 
     Attributes:
-        help: one sentence: meaning, unit, cost.
-        name, aliases: the flag's spelling if it is not the field name with dashes, and further ones.
-        nargs: for tuple fields: a fixed count, "*" or "+".
-        metavar: what --help shows for a value, if not its type.
-        needs: the flag without which this one would change nothing, `--lora-r`, or with its values `--optimizer sgd`:
-            given by hand where that is off, this one is refused.
-        common: True if a first run may need the flag: `--help` shows common flags, `--help-all` shows all.
+        help: help text: meaning, unit, cost.
+        name: name of the flag; None for the field name with dashes.
+        aliases: further names of the flag.
+        nargs: number of values of a tuple field: a fixed count, "*" or "+".
+        metavar: placeholder for the value in --help; None for a placeholder by type.
+        needs: flag without which this flag has no effect, such as `--lora-r`, optionally with the values that it must
+            have, such as `--optimizer sgd`. Setting this flag is an error if the needed flag is off.
+        common: whether --help lists the flag; --help-all lists all flags.
     """
 
     help: str
@@ -49,23 +53,29 @@ class FlagSpec(NamedTuple):
 
 
 def flag(default: Any, help: str, **spec: Any) -> Any:
-    """Make a dataclass field that is a command-line flag; `spec` is the rest of a `FlagSpec`."""
+    """Return a dataclass field that is a command-line flag.
+
+    Args:
+        default: default value of the field.
+        help: help text of the flag.
+        **spec: further attributes of `FlagSpec`.
+    """
     return dataclasses.field(default=default, metadata={"flag": FlagSpec(help, **spec)})
 
 
 def flag_name(field: dataclasses.Field[Any]) -> str:
-    """The flag's main spelling, `--` included."""
+    """Return the main name of a field's flag, including `--`."""
     spec: FlagSpec = field.metadata["flag"]
     return spec.name or "--" + field.name.replace("_", "-")
 
 
 def config_title(config: type) -> str:
-    """The first line of a config's docstring."""
+    """Return the first line of a config class's docstring, which is the title of its flags in --help."""
     return (config.__doc__ or config.__name__).strip().splitlines()[0].rstrip(".")
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises ValueError for the first of these fields whose value is given and not a finite number above 0."""
+    """Raise a ValueError for the first of the fields `names` that is neither None nor a finite number above 0."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
@@ -73,7 +83,7 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_not_negative(config: Any, *names: str) -> None:
-    """Raises ValueError for the first of these fields whose value is given and not at least 0."""
+    """Raise a ValueError for the first of the fields `names` that is neither None nor at least 0."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value >= 0:
@@ -81,17 +91,17 @@ def check_not_negative(config: Any, *names: str) -> None:
 
 
 def spelling(config: Any, name: str) -> str:
-    """The flag of a config's field, as it is written."""
+    """Return the flag, such as `--micro-batch-size`, of the field `name` of a config or config class."""
     return next(flag_name(field) for field in dataclasses.fields(config) if field.name == name)
 
 
 def asks(value: Any) -> bool:
-    """True if a flag's value asks for something: a number does, also 0."""
+    """Return whether a flag's value enables something: every value except None, False and (), so also the number 0."""
     return not (value is None or value is False or value == ())
 
 
 def check_words(config: Any) -> None:
-    """Raises ValueError for the first field of words (`Literal`) whose value has another than these."""
+    """Raise a ValueError for the first field with a `Literal` type whose value is not one of the literals."""
     for name, hint in type_hints(config.__class__).items():
         value, words = getattr(config, name), _words(hint)
         if words and not _has_type(value, hint):
@@ -102,12 +112,18 @@ type_hints = functools.cache(typing.get_type_hints)
 
 
 def _words(hint: Any) -> list[Any]:
+    """Return all literals in a type annotation."""
     parts = typing.get_args(hint)
     return [*parts] if typing.get_origin(hint) is Literal else [word for part in parts for word in _words(part)]
 
 
 def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
-    """A line for each of `values`, as JSON has them, that a field of this dataclass cannot hold; others are ignored."""
+    """Return one line per value whose type does not match the dataclass field of the same name.
+
+    Args:
+        config: dataclass with annotated fields.
+        values: values decoded from JSON, by field name. Names without a field are ignored.
+    """
     hints = type_hints(config)
     return [
         f"{name} is {value!r:.80}, not {getattr(hints[name], '__name__', None) or hints[name]}"
@@ -117,7 +133,10 @@ def wrong_types(config: type, values: dict[str, Any]) -> list[str]:
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """True if `value` is of the type `hint`; an int is a float, but no bool is a number, and a list is a tuple."""
+    """Return whether `value`, decoded from JSON, has the type `hint`.
+
+    An int is accepted as a float and a list as a tuple. A bool is not accepted as a number.
+    """
     kind, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -138,14 +157,17 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 
 def is_union(hint: Any) -> bool:
-    """True for `X | Y` and `Optional[X]`."""
+    """Return whether an annotation is a union, written as `X | Y` or `Optional[X]`."""
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
-    """One line per flag, `--name value  # origin`, aligned and grouped by config; reads back as a flag file.
+    """Return the text of a flag file with all flags: one line `--name value  # origin` each, grouped by config.
 
-    `origins` has "command line" or "file:line" by field name; fields that are not in it have their default.
+    Args:
+        configs: configs to render.
+        origins: origin of each flag that is set, by field name: "command line", "file:line" or "checkpoint". Other
+            flags are marked as "default".
     """
     groups = [[(as_written(c, f), origins.get(f.name, DEFAULT)) for f in dataclasses.fields(c)] for c in configs]
     width = max((len(text) for lines in groups for text, _ in lines), default=0)
@@ -159,7 +181,10 @@ def render_flags(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
 
 
 def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -> str:
-    """The flags that differ from their defaults, `--name value  # origin`, between Megatron's two dashed lines."""
+    """Return the log's block of flags that differ from their defaults, framed by Megatron-LM's two dashed lines.
+
+    Each line is `--name value  # origin`, with `origins` as in `render_flags`.
+    """
     fields = [(config, field) for config in configs for field in dataclasses.fields(config)]
     changed = [(config, field) for config, field in fields if getattr(config, field.name) != field.default]
     lines = [(as_written(config, field), origins.get(field.name, DEFAULT)) for config, field in changed]
@@ -171,7 +196,7 @@ def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -
 
 
 def as_written(config: Any, field: dataclasses.Field[Any]) -> str:
-    """The flag of a field with its value, as a flag file has it: `--lr 0.0003`, `--no-bf16`."""
+    """Return the flag of a field with its value in flag-file syntax, such as `--lr 0.0003` or `--no-bf16`."""
     name, value = flag_name(field), getattr(config, field.name)
     if isinstance(value, bool):
         return name if value else name.replace("--", "--no-", 1)
@@ -182,7 +207,7 @@ def as_written(config: Any, field: dataclasses.Field[Any]) -> str:
 
 
 def as_words(value: Any) -> str:
-    """A value as it is written after its flag."""
+    """Return a flag's value as text, without shell quotes; None becomes `none`."""
     if value is None:
         return "none"
     return " ".join(map(as_words, value)) if isinstance(value, tuple) else str(value)

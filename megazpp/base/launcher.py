@@ -1,8 +1,10 @@
-"""The launcher of this process, as its environment describes it; nothing here imports torch.
+"""Detection of the launcher that started this process, from environment variables. This file does not import torch.
 
-| launcher                  | rank, number of ranks        | the same on this node                              |
+Supported launchers and their variables:
+
+| launcher                  | rank, number of ranks        | rank and number of ranks on this node              |
 |---------------------------|------------------------------|----------------------------------------------------|
-| torchrun, or by hand      | RANK, WORLD_SIZE             | LOCAL_RANK, LOCAL_WORLD_SIZE                       |
+| torchrun, or set by users | RANK, WORLD_SIZE             | LOCAL_RANK, LOCAL_WORLD_SIZE                       |
 | mpirun (Open MPI)         | OMPI_COMM_WORLD_RANK, _SIZE  | OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE            |
 | mpirun (MVAPICH2)         | MV2_COMM_WORLD_RANK, _SIZE   | MV2_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE             |
 | jsrun                     | JSM_NAMESPACE_RANK, _SIZE    | JSM_NAMESPACE_LOCAL_RANK, _LOCAL_SIZE              |
@@ -11,9 +13,12 @@
 | mpiexec (PALS)            | PMI_RANK, PMI_SIZE           | PMI_LOCAL_RANK, _SIZE or PALS_LOCAL_RANKID, _SIZE  |
 | srun                      | SLURM_PROCID, _STEP_NUM_TASKS| SLURM_LOCALID, SLURM_NTASKS_PER_NODE               |
 
-A launcher of one rank is none: the program then starts its own workers. The order matters. mpirun starts its daemons
-with srun on Slurm, one on each node, and its ranks inherit their SLURM_PROCID. srun's PMI plugins repeat its own
-variables as PMI_RANK and PMI_SIZE.
+A job of one rank does not count as launched, and the program then starts its own workers. Only torchrun's variables
+count with one rank too.
+
+The order of the checks matters, because variables of two launchers can be set. On Slurm, mpirun starts one daemon per
+node with srun, and its ranks inherit the daemon's SLURM_PROCID. srun's PMI plugins set PMI_RANK and PMI_SIZE to the
+same values as Slurm's variables.
 
 Sources: "Environment variables set for MPI applications" of Open MPI; "Environment Variables Not Propagated by Hydra"
 of Intel MPI; Lightning's LSFEnvironment (jsrun); the manual pages flux-run(1), srun(1) and pals(7).
@@ -27,17 +32,27 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 LOOPBACK = "127.0.0.1"
-_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE")  # of launchers that may not say how many ranks there are
-_JOB_IDS = ("PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # equal on ranks
+_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE")  # may be set without a number of ranks
+_JOB_IDS = (
+    "PMIX_NAMESPACE",
+    "FLUX_JOB_ID",
+    "PALS_APID",
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+)  # equal on all ranks
 
 
 class Launched(NamedTuple):
-    """The place of this process among those that a launcher has started.
+    """The rank of a process that a launcher has started.
 
     Attributes:
-        launcher: the command.
-        variable: the variable that has the number of ranks.
-        local_size: number of ranks on this node; None where it is not known.
+        launcher: command of the launcher, such as "mpirun".
+        variable: environment variable with the number of ranks, for messages.
+        rank: rank of this process.
+        world_size: number of ranks of the job.
+        local_rank: rank of this process among the ranks of its node.
+        local_size: number of ranks on this node; None if unknown.
     """
 
     launcher: str
@@ -49,7 +64,7 @@ class Launched(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """Variables of a launcher; the first that is set counts."""
+    """Environment variables of a launcher. Where a field has several names, the first variable that is set counts."""
 
     launcher: str
     rank: str
@@ -60,6 +75,7 @@ class _Names(NamedTuple):
 
 
 def _of_prefix(launcher: str, prefix: str) -> _Names:
+    """Return the variables PREFIX_RANK, PREFIX_SIZE, PREFIX_LOCAL_RANK and PREFIX_LOCAL_SIZE of a launcher."""
     local = f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
     return _Names(launcher, f"{prefix}_RANK", f"{prefix}_SIZE", local[:1], local[1:])
 
@@ -82,19 +98,21 @@ _MPI = (
 
 
 def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return this process's place among the ranks that a launcher has started; None where nobody has started several.
+    """Return this process's rank as its launcher set it; None if no launcher started this process as one of several.
 
     Raises:
-        ValueError: a variable is no number, or a launcher says the rank but not the number of ranks.
+        ValueError: a variable is not a number, or the environment has a rank but no number of ranks.
     """
-    if _TORCHRUN.rank in env and _TORCHRUN.size in env:  # one rank, too: whoever sets them starts the workers
+    if _TORCHRUN.rank in env and _TORCHRUN.size in env:  # a single rank counts too, unlike below
         return _read(_TORCHRUN, env)
     srun, pmi = _several(_SRUN, env), _several(_PMI, env)
     if srun is not None and pmi is not None and srun[2:4] == pmi[2:4]:
-        pmi = None  # of srun's PMI plugin
+        pmi = None  # set by srun's PMI plugin: report srun
     for found in (*(_several(names, env) for names in _MPI), pmi, srun):
         if found is not None:
             return found
+
+    # no launcher found: a rank without a number of ranks is an error
     sizes = [names.size for names in (*_MPI, _PMI, _SRUN) if names.size in env]
     alone = [name for name in _RANKS_ALONE if name in env]
     if alone and not sizes:
@@ -107,12 +125,13 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT for ranks of mpirun and its like; {} for others, who find them elsewhere.
+    """Return MASTER_ADDR and MASTER_PORT for launchers that do not set them, such as mpirun; {} for torchrun and srun.
 
-    On one node they are the loopback and a port that follows from the job's number.
+    Variables that are already set keep their values. For a job on one node, the defaults are the loopback address and a
+    port that is computed from the job id.
 
     Raises:
-        ValueError: the ranks may be on several nodes, or the job has no number, and the variables are not set.
+        ValueError: a variable is missing, because the ranks may be on several nodes or the job has no id.
     """
     if launched.launcher in ("torchrun", "srun"):
         return {}
@@ -134,11 +153,13 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _several(names: _Names, env: Mapping[str, str]) -> Launched | None:
+    """Return the rank from a launcher's variables; None if they are missing or the job has only one rank."""
     found = _read(names, env) if names.rank in env and names.size in env else None
     return None if found is None or found.world_size == 1 else found
 
 
 def _read(names: _Names, env: Mapping[str, str]) -> Launched:
+    """Return the rank from a launcher's variables, which must be set."""
     rank, world_size = _number(names.rank, env), _number(names.size, env)
     local_rank, local_size, nodes = (
         next((_number(name, env) for name in each if env.get(name)), None)
@@ -150,6 +171,7 @@ def _read(names: _Names, env: Mapping[str, str]) -> Launched:
 
 
 def _number(name: str, env: Mapping[str, str]) -> int:
+    """Return an environment variable as a number; raise a ValueError if it is not a number."""
     try:
         return int(env[name])
     except ValueError:

@@ -1,4 +1,4 @@
-"""The frame of every program: it starts, reads flags, prints figures, reports a mistake of the user and ends.
+"""Common parts of all programs: entry point, flags, exit codes, error messages, and text output.
 
     @program
     def main(argv: list[str]) -> int | None: ...
@@ -6,8 +6,8 @@
     if __name__ == "__main__":
         raise SystemExit(main())
 
-Where the flags are fields of configs, `@program_of(Config, ...)` stands over a function that takes the configs.
-Nothing here needs torch: what only starts programs uses it too, and what prints before torch is imported.
+A program whose flags are config dataclasses decorates a function of these configs with `@program_of(Config, ...)`.
+This file does not import torch, because programs use it before that slow import.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ import megazpp
 from megazpp.base.command_line import FlagParser, MegatronFlag
 from megazpp.base.launcher import find_launcher
 
-EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: some other rank failed first
-EXIT_INTERRUPTED = 128 + signal.SIGINT  # this and the next as a shell has it
+EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: another rank failed first
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # as shells report a process that SIGINT ended; the next for SIGPIPE
 EXIT_READER_GONE = 128 + signal.SIGPIPE
-LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set for the workers that we start
+LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set in the environment of workers that this program starts
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 MEGA, GIGA, TERA = 1e6, 1e9, 1e12
 
 
 def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
-    """Make a main take its words from the command line if none are given, and return the exit status.
+    """Turn a `main` function into a program's entry point, which returns the exit status.
 
-    A file or a flag that is wrong is reported in one line. Where the reader of stdout has gone, it ends without a word.
+    The entry point takes the arguments from the command line unless they are passed to it. It prints OSError,
+    ValueError and JobError as one line per problem, without a traceback. If the reader of stdout has exited, as in
+    `program | head`, it ends silently.
+
+    Args:
+        main: takes the arguments without the program name, and returns the exit status or None.
     """
     name = Path(inspect.getfile(inspect.unwrap(main))).name
 
@@ -50,7 +55,7 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
             try:
                 return main(words) or 0
             finally:
-                sys.stdout.flush()  # what is in the buffer meets the closed pipe here, not in the interpreter's exit
+                sys.stdout.flush()  # a closed pipe raises here, not later at interpreter exit
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_READER_GONE
@@ -68,10 +73,14 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
 def program_of(
     *configs: type, description: str | None = None, megatron_flags: Mapping[str, MegatronFlag] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., int]]:
-    """Make what takes one config of each class a main that reads them from the command line and writes all or nothing.
+    """Return a decorator that turns a function of configs into a program's entry point.
 
-    --help begins with `description` (default: the program's docstring). `megatron_flags` are those of Megatron's tool
-    of that name that have no effect or are refused.
+    SIGTERM and SIGHUP raise SystemExit in the function, so that it removes incomplete output.
+
+    Args:
+        *configs: config classes. The function receives one config of each class, parsed from the command line.
+        description: first lines of --help; None for the docstring of the function's module.
+        megatron_flags: flags of the Megatron-LM tool with this name that are ignored or rejected, by name.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., int]:
@@ -82,7 +91,7 @@ def program_of(
             parsed = parser.read(argv, Path.cwd(), megatron_flags or {})
             for notice in parsed.notices:
                 say(notice)
-            exit_on_signals()  # what is unfinished is removed on the way out
+            exit_on_signals()  # so that incomplete output is removed
             try:
                 work(*parsed.configs)
             except KeyboardInterrupt:
@@ -94,7 +103,7 @@ def program_of(
 
 
 def flags_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser, still without flags, whose --help begins with the program's docstring as it stands."""
+    """Return an argparse parser without flags, whose --help begins with the unformatted `description`."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -104,24 +113,27 @@ def flags_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def announce(*names: str) -> None:
-    """Print on a terminal that the program starts, where it is one of `names` and no worker of ours."""
+    """Print on a terminal that the program starts, because importing torch takes seconds.
+
+    Nothing is printed if the script is not one of `names`, or if this process is a worker or not rank 0.
+    """
     if Path(sys.argv[0]).name in names and launched_rank() == 0 and LAUNCHER_PID not in os.environ:
         say_at_terminal(f"MegaZ++ {megazpp.__version__} starts: importing torch")
 
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank as its launcher's environment has it, so that one process speaks; 0 if unclear."""
+    """Return this process's rank from its launcher's variables, so that only rank 0 prints; 0 if it is unknown."""
     if "RANK" in env:
         return int(env["RANK"])
     try:
         launched = find_launcher(env)
-    except ValueError:  # which `detect_rank_info` reports
+    except ValueError:  # `detect_rank_info` reports it later
         return 0
     return 0 if launched is None else launched.rank
 
 
 def exit_on_signals() -> None:
-    """Have SIGTERM and SIGHUP leave through `finally` and `with`, as Ctrl-C does."""
+    """Make SIGTERM and SIGHUP raise SystemExit, so that `finally` and `with` blocks run as after Ctrl-C."""
 
     def leave(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -131,10 +143,13 @@ def exit_on_signals() -> None:
 
 
 def end_with(launcher: int) -> None:
-    """Have the kernel kill this process when its launcher dies, `kill -9` included; elsewhere than on Linux nothing."""
+    """Make the kernel kill this process when its launcher, the parent process `launcher`, dies for any reason.
+
+    Only Linux supports this. Other systems only check once that the launcher still lives.
+    """
     with contextlib.suppress(OSError, AttributeError):  # other systems have no prctl
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    if os.getppid() != launcher:  # it died before the line above
+    if os.getppid() != launcher:  # the launcher died before prctl was called
         os._exit(EXIT_ERROR)
 
 
@@ -142,25 +157,25 @@ def end_with(launcher: int) -> None:
 
 
 class JobError(Exception):
-    """Something that ends the job, found by all ranks together; the message says it all, and no traceback helps."""
+    """An error that all ranks detect together and that ends the job. It is shown without a traceback."""
 
     exit_code = EXIT_ERROR
 
     def show(self, program: str = "") -> None:
-        """Print it to stderr, one line per problem; `program` is the running one where no name is given."""
+        """Print the error to stderr, one line per problem, each with the name of the program (default: the script)."""
         for line in str(self).splitlines():
             print(f"{program or Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
 
 
 class UserError(JobError):
-    """Something the user asked for cannot be done; starting again would not help either."""
+    """An error in flags or files. Restarting the job cannot help, so --max-restarts does not apply."""
 
     exit_code = EXIT_USER_ERROR
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Check flags and files inside: a ValueError becomes a UserError."""
+    """Convert a ValueError in the block, which checks flags or files, to a UserError."""
     try:
         yield
     except ValueError as error:
@@ -168,13 +183,16 @@ def user_errors() -> Iterator[None]:
 
 
 def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
-    """Describe an error to a user, where its own text is about Python.
+    """Return a message for users that describes an error.
 
-    An error about a file begins with the flag whose value is that file, a folder around it or one in it; flags are
-    looked for in `command_line` (without the program; None: this program's).
+    For an OSError about a file, the message names the flag whose value is the file or a parent or child of it.
+
+    Args:
+        error: the error.
+        command_line: arguments in which to search for that flag; None for the arguments of this program.
     """
     if isinstance(error, UnicodeEncodeError):
-        return f"{error.object[error.start : error.end]!r} is half of a surrogate pair, and no text"
+        return f"{error.object[error.start : error.end]!r} is half of a surrogate pair, which is not valid text"
     if not isinstance(error, OSError) or not isinstance(error.filename, str):
         return str(error)
     path, flag = Path(error.filename), ""
@@ -191,23 +209,23 @@ def in_words(error: BaseException, command_line: Sequence[str] | None = None) ->
 
 
 def say(line: Any) -> None:
-    """Print a line of progress, where it does not mix with results."""
+    """Print a line to stderr, so that it does not mix with results on stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
 def say_at_terminal(line: str) -> None:
-    """Print a line about the start, if somebody waits at a terminal."""
+    """Print a line to stderr if stderr is a terminal."""
     if sys.stderr.isatty():
         say(line)
 
 
 def times_fewer(sent_bytes: float, other_bytes: float) -> str:
-    """Write "7.7 x fewer" than `other_bytes`; nothing where nothing was sent, or less than 5 % was saved."""
+    """Return text such as "7.7 x fewer" for two byte counts; "" if `sent_bytes` is 0 or less than 5 % is saved."""
     return f"{other_bytes / sent_bytes:.1f} x fewer" if sent_bytes and other_bytes > 1.05 * sent_bytes else ""
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """A line for each row; every column is as wide as its widest cell."""
+    """Yield one line per row of cells, with columns padded to the width of their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -388,7 +388,7 @@ class GPTConfig:
         return self.moe_ffn_hidden_size or self.ffn_size
 
     def has_experts(self, layer: int) -> bool:
-        """True if layer `layer`, counted from 0, has a mixture of experts in place of its MLP."""
+        """Return whether layer `layer`, counted from 0, has a mixture of experts in place of its MLP."""
         pattern = _pattern("--moe-layer-freq", self.moe_layer_freq)
         if self.num_experts is None or pattern is None:
             return False

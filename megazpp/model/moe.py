@@ -1,16 +1,19 @@
-"""A mixture of experts in place of the MLP: router, dispatch over expert parallelism, products, combination.
+"""Mixture of experts in place of an MLP: router, dispatch over expert-parallel ranks, products, combination.
 
-N tokens of this rank, K experts per token, E experts in all, P expert-parallel (ep) ranks with E / P experts each, H
-channels, F channels inside an expert, R rows that a rank receives:
+Symbols: S sequence length, B batch size, T tensor-parallel ranks; N tokens of this rank, K experts per token, E experts
+per layer; P expert-parallel (ep) ranks with E / P experts each; H hidden size, F width inside an expert; R rows that
+a rank receives, where a row is a token's vector for one of its experts.
 
     x [N, H] --router--> choice [N, K] and weight [N, K]
     rows by expert [N K, H] --all-to-all over ep--> rows by source [R, H] --sort--> rows by expert [R, H]
     --gated MLP of each expert--> [R, H] --the same way back--> [N, K, H] --weighted sum over K--> [N, H]
 
-No token is dropped, and there is no capacity. Tensor parallelism does not split an expert: each tp rank dispatches a
-part of the tokens. Each matrix of all experts of a layer is one parameter [E F, H], the rows of one expert after those
-of the other, which is split over ep like a column-parallel weight over tp. Experts are a sharding unit of their own
-inside the layer, on the axes `ParallelDims.experts`.
+No token is dropped, because experts have no capacity limit. Tensor parallelism does not split experts. Instead, each tp
+rank dispatches a part of the tokens.
+
+The experts of a layer share one parameter [E F, H] per matrix, which concatenates the experts' rows. This parameter is
+split over ep as a column-parallel weight is split over tp. The experts of a layer form a separate sharding unit
+(FSDP2's parameter group) on the axes `ParallelDims.experts`.
 
 Sources: Switch Transformer (arXiv 2101.03961) for the balance loss, ST-MoE (arXiv 2202.08906) for the z-loss,
 DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores, MegaBlocks (arXiv 2211.15841) for dispatch without dropped tokens.
@@ -36,13 +39,13 @@ from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_r
 
 
 class Routing(NamedTuple):
-    """The router's decision for N tokens.
+    """The experts that the router chose for N tokens.
 
     Attributes:
-        choice: [N, K] int64, the experts of each token.
-        weight: [N, K] fp32, the factors of their outputs.
-        loss: [B] fp32, this rank's part of each sequence's balance loss and z-loss, times their coefficients; None in
-            evaluation, and where both coefficients are 0.
+        choice: [N, K] int64, experts of each token.
+        weight: [N, K] fp32, factors by which the experts' outputs are multiplied.
+        loss: [B] fp32, this rank's part of the balance loss and z-loss of each sequence, multiplied by their
+            coefficients. None in evaluation, or if both coefficients are 0.
     """
 
     choice: torch.Tensor
@@ -51,11 +54,12 @@ class Routing(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of rows, on the host.
+    """Numbers of rows in a dispatch, as Python ints on the host.
 
     Attributes:
-        send, receive: to and from each ep rank.
-        rows: of each of this rank's experts.
+        send: rows that this rank sends to each ep rank, [P].
+        receive: rows that this rank receives from each ep rank, [P].
+        rows: rows of each expert of this rank, [E / P].
     """
 
     send: list[int]
@@ -64,14 +68,14 @@ class Sizes(NamedTuple):
 
 
 class Kept:
-    """The decisions of a layer's forward that its recomputation in backward repeats.
+    """Decisions of a layer's forward pass, which activation recomputation in the backward pass must repeat.
 
-    Rounding may differ in a recomputation. A token that then went to another expert would change the shapes of saved
-    tensors, and the gradients.
+    Rounding may differ in the recomputation. If a token then chose another expert, the shapes of saved tensors and the
+    gradients would change.
 
     Attributes:
-        choice: the experts of each token; None before the forward.
-        sizes: the numbers of rows, so that the host waits for them once.
+        choice: experts of each token; None before the forward pass.
+        sizes: numbers of rows, kept so that the host waits for them only once; None before they are known.
     """
 
     choice: torch.Tensor | None = None
@@ -79,13 +83,13 @@ class Kept:
 
 
 class Routes(NamedTuple):
-    """The way of each row to its expert and back.
+    """Permutations and sizes that send each row to its expert and back.
 
     Attributes:
-        order: [N K] int64, the choices sorted by expert; choice i belongs to token i // K.
-        inverse: [N K] int64, the place of each choice in `order`.
-        received: [P, E / P] int64, rows that this rank's experts get from each ep rank.
-        sizes: returns the numbers of rows; waits for the device if they have not arrived.
+        order: [N K] int64, indices of all choices sorted by expert. Choice i belongs to token i // K.
+        inverse: [N K] int64, inverse permutation of `order`.
+        received: [P, E / P] int64, rows that each expert of this rank receives from each ep rank.
+        sizes: function that returns the numbers of rows. It blocks until they have been copied to the host.
     """
 
     order: torch.Tensor
@@ -95,13 +99,13 @@ class Routes(NamedTuple):
 
 
 class LoadTotals(NamedTuple):
-    """Sums over the tokens that a router has seen in training, on this rank.
+    """Sums over the training tokens that a router has processed on this rank.
 
     Attributes:
-        counts: [E] fp64, how many choices fell on each expert.
-        scores: [E] fp64, the sum of each expert's normalized scores.
-        tokens: number of tokens.
-        entropy: sum of the entropies of the scores, in nats.
+        counts: [E] fp64, number of times that each expert was chosen.
+        scores: [E] fp64, sum of each expert's normalized scores.
+        tokens: [] fp64, number of tokens.
+        entropy: [] fp64, sum of the entropies of the tokens' normalized scores, in nats.
     """
 
     counts: torch.Tensor
@@ -111,10 +115,10 @@ class LoadTotals(NamedTuple):
 
 
 class Router(nn.Module):
-    """Choose K experts for each token: x [S, B, H] -> `Routing`.
+    """Router that chooses K experts for each token: x [S, B, H] -> `Routing`.
 
-    Logits, scores and losses are fp32. Collectives on tp and cp: one all-reduce of [B, E] counts on each where the
-    balance loss is on, because their ranks have parts of a sequence.
+    Logits, scores and losses are fp32. In training with the balance loss, the forward pass all-reduces counts [B, E]
+    over tp and over cp, because their ranks have parts of a sequence.
     """
 
     def __init__(self, config: GPTConfig, *, tp: MeshAxis, cp: MeshAxis) -> None:
@@ -132,15 +136,19 @@ class Router(nn.Module):
         self._totals: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, kept: Kept | None = None, *, length: int) -> Routing:
-        """Choose experts.
+        """Choose the experts of each token, and compute the factors of their outputs and the router's losses.
 
         Args:
-            x: [S, B, H], this rank's tokens.
-            kept: decisions to repeat, or to fill in.
-            length: tokens of a whole sequence, over all ranks of tp and cp.
+            x: [S, B, H], tokens of this rank.
+            kept: decisions to repeat in a recomputation, or an empty `Kept` to store them in. None without
+                recomputation.
+            length: tokens of a complete sequence, over all ranks of tp and cp.
         """
+        # ---- scores
         logits = F.linear(x.float(), local(self.weight).float())  # [S, B, E]
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
+
+        # ---- choice
         recomputing = kept is not None and kept.choice is not None
         if recomputing:
             assert kept is not None
@@ -150,6 +158,8 @@ class Router(nn.Module):
             choice = self._ranked(scores.detach(), logits.detach()).topk(self.top_k, dim=-1).indices
         if kept is not None:
             kept.choice = choice
+
+        # ---- totals for the metrics, and losses
         shares = scores / scores.sum(dim=-1, keepdim=True) if self.sigmoid else scores
         if self.training and not recomputing:
             self._count(choice, shares.detach())
@@ -157,7 +167,7 @@ class Router(nn.Module):
         return Routing(choice.flatten(0, 1), self._weight(logits, scores, choice).flatten(0, 1), loss)
 
     def take_totals(self) -> LoadTotals | None:
-        """Return the sums since the last call and start again at zero; None where no token was seen."""
+        """Return the sums since the last call and reset them; None if no training tokens were processed."""
         totals, self._totals = self._totals, None
         if totals is None:
             return None
@@ -165,11 +175,15 @@ class Router(nn.Module):
         return LoadTotals(counts, scores, *rest)
 
     def _ranked(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the numbers whose largest K decide; softmax keeps the order of logits, which have no ties at 0."""
+        """Return the values [S, B, E] whose K largest select the experts.
+
+        With softmax these are the logits, which have the same order. Unlike probabilities, they do not tie at 0 by
+        underflow.
+        """
         return scores if self.sigmoid else logits
 
     def _weight(self, logits: torch.Tensor, scores: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        """Return the factors [S, B, K] of the chosen experts' outputs."""
+        """Return the factors [S, B, K] by which the outputs of the chosen experts are multiplied."""
         if self.sigmoid:
             weight = scores.gather(-1, choice)
             if self.top_k > 1:
@@ -183,10 +197,17 @@ class Router(nn.Module):
     def _loss(
         self, logits: torch.Tensor, shares: torch.Tensor, choice: torch.Tensor, length: int
     ) -> torch.Tensor | None:
-        """Return this rank's part of each sequence's losses [B], times their coefficients.
+        """Return this rank's part of each sequence's losses [B], multiplied by their coefficients; None without losses.
 
-        The balance of a sequence is E sum_i f_i P_i, with f_i the share of choices that fall on expert i, and P_i its
-        mean score. f is summed over the ranks that have parts of the sequence and has no gradient; P stays a part.
+        The balance loss of a sequence is E sum_i f_i P_i. f_i is the fraction of choices that select expert i, and P_i
+        is the mean normalized score of expert i. f is summed over the ranks that have parts of the sequence, and has no
+        gradient. P contains only this rank's tokens, so that the losses of these ranks add up to the complete loss.
+
+        Args:
+            logits: [S, B, E] fp32.
+            shares: [S, B, E] fp32, normalized scores.
+            choice: [S, B, K] int64, chosen experts.
+            length: tokens of a complete sequence.
         """
         loss: torch.Tensor | None = None
         if self.balance_coefficient > 0.0:
@@ -202,6 +223,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, choice: torch.Tensor, shares: torch.Tensor) -> None:
+        """Add the choices [S, B, K] and the normalized scores [S, B, E] of a forward pass to the totals."""
         counts = torch.zeros(self.num_experts, dtype=torch.float64, device=choice.device)
         counts.scatter_add_(0, choice.flatten(), torch.ones_like(choice, dtype=torch.float64).flatten())
         entropy = -torch.xlogy(shares, shares).sum(dtype=torch.float64)
@@ -211,14 +233,17 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of this ep rank, a sharding unit of its own: x [N, H] -> [N K, H], the rows of each token's experts.
+    """The experts of this ep rank: x [N, H] -> [N K, H], where row n K + k is the output of token n's k-th expert.
 
-    Collectives on ep: forward two all-to-alls of rows, backward two.
+    This module is a separate sharding unit (FSDP2's parameter group). Collectives on ep: two all-to-alls of rows in the
+    forward pass, and two in the backward pass.
 
     Args:
-        grouped: compute the products of all experts in one kernel (`find_grouped_product` of backends.py), which needs
-            no numbers on the host; False: expert by expert.
-        output_std: standard deviation of the initial values of fc2.
+        config: shape of the model.
+        ep: expert-parallel axis.
+        grouped: whether one grouped kernel multiplies the rows of all experts (`find_grouped_product` of backends.py).
+            It needs no row counts on the host. Otherwise a loop multiplies expert by expert.
+        output_std: standard deviation of the initial values of `fc2`.
     """
 
     gate: nn.Parameter
@@ -238,12 +263,12 @@ class Experts(nn.Module):
             self.specs[name] = ParameterSpec(split=0, std=std, expert=True, **matrices)
 
     def forward(self, x: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """Send the rows to their experts, multiply, and return them token by token.
+        """Send rows to their experts, apply the experts, and send the results back in the order of the tokens.
 
-        The result is a fresh tensor, not a view: FSDP2 hooks it.
+        The result is a new tensor and not a view, because FSDP2 attaches a backward hook to it.
         """
         order, inverse, received = routes.order, routes.inverse, routes.received
-        # ---- rows to their experts ----
+        # ---- send rows to their experts and sort them by expert
         rows = take_rows(x, order, inverse, copies=len(order) // max(len(x), 1))  # [N K, H], by expert
         if self.ep.size > 1:
             sizes = routes.sizes()
@@ -256,24 +281,35 @@ class Experts(nn.Module):
             by_expert = experts.argsort(stable=True)
             by_source = _inverse(by_expert)
             rows = take_rows(rows, by_expert, by_source)
-        # ---- their products ----
+        # ---- apply the experts
         gate, fc1, fc2 = (local(p).view(self.num_experts, self.inner, -1) for p in (self.gate, self.fc1, self.fc2))
         if self.grouped and has_values(received):
             rows = _grouped_products(rows, gate, fc1, fc2, received.sum(dim=0))
         else:
             rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows)
-        # ---- and back ----
+        # ---- send the results back
         if self.ep.size > 1:
             rows = exchange_rows(take_rows(rows, by_source, by_expert), self.ep, sizes.receive, sizes.send)
         return take_rows(rows, inverse, order)
 
 
 class MoE(nn.Module):
-    """A mixture of experts: [S, B, H] -> [S, B, H] ([S/T, B, H] at both ends with sequence parallelism).
+    """Mixture-of-experts layer: [S, B, H] -> [S, B, H], or [S/T, B, H] -> [S/T, B, H] with sequence parallelism.
 
-    Collectives on tp: without sequence parallelism one region entered and one left, as in the MLP; with it none, but
-    those of the router and of the shared MLP. On ep: one all-to-all of counts in the forward, and those of `Experts`.
-    Where ep has several ranks the host waits once per forward, for numbers of rows.
+    Collectives on tp without sequence parallelism: one all-reduce in the forward pass, one in the backward pass. With
+    sequence parallelism there are none of these. The router and the shared MLP add their own. Collectives on ep: one
+    all-to-all of counts in the forward pass, and the all-to-alls of `Experts`. If ep has several ranks, the host waits
+    once per forward pass for the numbers of rows.
+
+    Args:
+        config: shape of the model.
+        tp: tensor-parallel axis.
+        cp: context-parallel axis.
+        ep: expert-parallel axis.
+        sequence_parallel: whether activations are split along the sequence over tp outside of this layer.
+        grouped: whether one grouped kernel applies all experts; see `Experts`.
+        output_std: standard deviation of the initial values of output matrices.
+        product: matrix product of the shared MLP; None for the default 16-bit product.
     """
 
     def __init__(
@@ -305,21 +341,37 @@ class MoE(nn.Module):
     def forward(
         self, x: torch.Tensor, *, norm: Norm, kept: Kept | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output for `norm(x)`, and this rank's part of each sequence's router losses [B], or None."""
+        """Apply the layer to `norm(x)`.
+
+        Args:
+            x: [S, B, H], or [S/T, B, H] with sequence parallelism.
+            norm: norm before the layer.
+            kept: router decisions to repeat in a recomputation, or an empty `Kept` to store them in.
+
+        Returns:
+            the output in the shape of `x`; this rank's part of each sequence's router losses [B] fp32, or None.
+        """
         x = norm(x)
         tp, splits = self.tp, self.tp.size > 1 and not self.sequence_parallel
-        # ---- without sequence parallelism, all tp ranks have all tokens, and each dispatches a part ----
+
+        # ---- select the tokens that this tp rank dispatches; without sequence parallelism every tp rank has all tokens
         whole = enter_region(x, tp, sequence_parallel=False) if splits else x
         parts = whole.tensor_split(tp.size) if splits else [whole]
         mine = parts[tp.rank] if splits else whole
+
+        # ---- route, apply the experts, and combine their outputs
         routing = self.router(mine, kept, length=len(whole) * self.length_factor)
         routes = plan_routes(routing.choice, self.ep, self.experts.num_experts, kept or Kept())
         rows = self.experts(mine.flatten(0, 1), routes).view(*routing.weight.shape, x.shape[-1])  # [N, K, H]
         y = (routing.weight.to(x.dtype).unsqueeze(1) @ rows).view_as(mine)
-        if splits:  # zeros for the tokens of other ranks, which the sum over tp fills
+
+        # ---- sum over tp, where each rank has zeros for the tokens of other ranks
+        if splits:
             before = sum(len(part) for part in parts[: tp.rank])
             y = F.pad(y, (0, 0, 0, 0, before, len(whole) - before - len(mine)))
             y = leave_region(y, tp, sequence_parallel=False)
+
+        # ---- add the shared MLP, which processes every token
         if self.shared is not None:
             shared = self.shared(x)
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(x))
@@ -327,10 +379,13 @@ class MoE(nn.Module):
 
 
 class SharedGate(nn.Module):
-    """The sigmoid gate of the shared MLP: [S, B, H] -> [S, B, 1].
+    """Sigmoid gate that scales the output of the shared MLP per token: [S, B, H] -> [S, B, 1].
 
     Args:
-        split: each tp rank has other tokens, so it has a part of the gradient.
+        config: shape of the model.
+        tp: tensor-parallel axis.
+        split: whether each tp rank has different tokens (sequence parallelism). The weight's gradient on each rank is
+            then a partial sum over tp.
     """
 
     def __init__(self, config: GPTConfig, *, tp: MeshAxis, split: bool) -> None:
@@ -343,17 +398,21 @@ class SharedGate(nn.Module):
 
 
 def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-    """Return how evenly the tokens since the last call were spread over experts; {} without experts.
+    """Return metrics of how evenly routers distributed the training tokens since the last call; {} without experts.
 
-    max_expert_load: choices of the busiest expert over the mean of all experts; 1 is even. The largest of all layers.
-    idle_experts: share of experts that no token was sent to; the mean over layers, as all that follows.
-    router_entropy: entropy of a token's scores in nats; at most log(number of experts).
-    expert_balance: E sum_i f_i P_i over all tokens (see `Router`); 1 is even.
-    The same of each layer has "/layer_N" behind its name.
+    max_expert_load: choices of the busiest expert, divided by the mean over experts; 1 if balanced. The maximum over
+        layers. The other metrics are means over layers.
+    idle_experts: fraction of the experts that received no tokens.
+    router_entropy: mean entropy of the tokens' normalized scores in nats; at most log(number of experts).
+    expert_balance: E sum_i f_i P_i over all tokens, with the symbols of `Router._loss`; 1 if balanced.
+
+    Each metric also appears per layer, with the suffix "/layer_N".
 
     Args:
-        sum_over_ranks_: sums a tensor in place over all ranks and returns it.
+        model: model whose routers are read. Their sums are reset.
+        sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
     """
+    # ---- sum the totals of all routers over ranks
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
     totals = {name: router.take_totals() for name, router in routers}
     found = {name: sums for name, sums in totals.items() if sums is not None}
@@ -361,6 +420,8 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
         return {}
     flat = [torch.cat([sums.counts, sums.scores, sums.tokens[None], sums.entropy[None]]) for sums in found.values()]
     rows = sum_over_ranks_(torch.stack(flat)).tolist()
+
+    # ---- metrics of each layer
     by_layer: dict[str, dict[str, float]] = {}
     for name, (*numbers, tokens, entropy) in zip(found, rows, strict=True):
         experts = len(numbers) // 2
@@ -371,6 +432,8 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
             "router_entropy": entropy / tokens,
             "expert_balance": experts * sum(c * s for c, s in zip(counts, scores, strict=True)) / (choices * tokens),
         }
+
+    # ---- metrics of the model
     names = next(iter(by_layer.values()))
     means = {name: sum(layer[name] for layer in by_layer.values()) / len(by_layer) for name in names}
     means["max_expert_load"] = max(layer["max_expert_load"] for layer in by_layer.values())
@@ -380,12 +443,13 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
 
 
 def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept) -> Routes:
-    """Plan the way of each row, and tell each ep rank how many it gets; one all-to-all of counts.
+    """Compute the routes of all rows, and exchange their counts between ep ranks with one all-to-all.
 
     Args:
-        choice: [N, K] int64.
-        num_experts: experts of each ep rank.
-        kept: a recomputation's numbers of rows, or where to keep the forward's.
+        choice: [N, K] int64, experts of each token.
+        ep: expert-parallel axis.
+        num_experts: experts per ep rank.
+        kept: numbers of rows to reuse in a recomputation. In the forward pass they are stored there.
     """
     flat = choice.flatten()
     order = flat.argsort(stable=True)
@@ -406,12 +470,12 @@ def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Return whether a tensor has values: those of `--plan` and `--dry-run` have shapes only."""
+    """Return whether a tensor has values; in `--plan` and `--dry-run`, tensors have only shapes."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def _host_sizes(counts: torch.Tensor, received: torch.Tensor) -> Callable[[], Sizes]:
-    """Start to copy the numbers of rows to the host and return a function that waits for them."""
+    """Start an asynchronous copy of the numbers of rows to the host; return a function that waits for it."""
     ranks = len(counts)
     flat, arrived = torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]), None
     if flat.is_cuda:
@@ -428,7 +492,7 @@ def _host_sizes(counts: torch.Tensor, received: torch.Tensor) -> Callable[[], Si
 
 
 def _even_sizes(rows: int, ranks: int, num_experts: int) -> Sizes:
-    """Return the numbers of rows where all experts get as many, as far as `rows` can be divided."""
+    """Return the numbers of rows for `rows` rows divided over experts as evenly as possible, for `--plan`."""
     least, more = divmod(rows, ranks * num_experts)
     each = [least + (expert < more) for expert in range(ranks * num_experts)]
     send = [sum(each[rank * num_experts : (rank + 1) * num_experts]) for rank in range(ranks)]
@@ -438,8 +502,16 @@ def _even_sizes(rows: int, ranks: int, num_experts: int) -> Sizes:
 def _looped_products(
     rows: torch.Tensor, gate: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
-    """Return silu(rows gate^T) * (rows fc1^T) times fc2 of each expert's rows: [R, H]; weights [experts, F, H]."""
-    if not has_values(rows) and len(set(sizes)) == 1:  # the same operations in one product, for --plan
+    """Apply each expert to its rows: (silu(x gate^T) * (x fc1^T)) fc2.
+
+    Args:
+        rows: [R, H], sorted by expert.
+        gate: [experts, F, H].
+        fc1: [experts, F, H].
+        fc2: [experts, F, H], the transposed output matrices.
+        sizes: number of rows of each expert.
+    """
+    if not has_values(rows) and len(set(sizes)) == 1:  # batched products with the same operations, for --plan
         even = rows.view(len(sizes), -1, rows.shape[-1])
         return ((F.silu(even @ gate.mT) * (even @ fc1.mT)) @ fc2).flatten(0, 1)
     parts = zip(rows.split(sizes), gate, fc1, fc2, strict=True)
@@ -449,12 +521,12 @@ def _looped_products(
 def _grouped_products(
     rows: torch.Tensor, gate: torch.Tensor, fc1: torch.Tensor, fc2: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    """Return what `_looped_products` returns, by torch's grouped product; `counts` [experts] are on the device."""
+    """Compute the result of `_looped_products` with torch's grouped matmul; `counts` [experts] are on the device."""
     ends = counts.cumsum(dim=0).int()
     inside = F.silu(F.grouped_mm(rows, gate.mT, offs=ends)) * F.grouped_mm(rows, fc1.mT, offs=ends)
     return F.grouped_mm(inside, fc2, offs=ends)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """Return the permutation that undoes `order` [n]."""
+    """Return the inverse permutation of `order` [n]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

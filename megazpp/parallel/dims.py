@@ -264,7 +264,7 @@ class ParallelDims:
         return self.twin(NODE, NODE)
 
     def _name(self, axis: str) -> str:
-        """The name of an axis: experts' axes have names of their own where their ranks differ from the dense ones."""
+        """Return the name of an axis; an experts' axis has a separate name if its ranks differ from the dense axis."""
         return axis if self._dense is None else EXPERT_NAMES.get(axis, axis)
 
     @functools.cached_property

@@ -1,1 +1,1 @@
-"""The top of the program: the config of a run and its checks, the start on ranks, the trainer."""
+"""The top layer of the core: configuration of a run, its checks, the start of workers, and the trainer."""

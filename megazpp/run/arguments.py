@@ -1,4 +1,8 @@
-"""All configs of a run together, read from the command line; checks.py checks them."""
+"""The complete configuration of a run, and its parser.
+
+`RunConfig` holds one config of each class of the core, and the configs of optional features. `parse_run_config` reads
+them from the command line. run/checks.py then checks combinations of flags.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ from megazpp.zero.verify import VerifyConfig
 
 Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
-_EXCLUSIVE = (  # fields, of which one is given
+_EXCLUSIVE = (  # groups of fields that exclude each other
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
@@ -55,8 +59,8 @@ _EXCLUSIVE = (  # fields, of which one is given
     ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
     *(("data_path", "text_path", "mock_data", f"{use}_data_path") for use in ("train", "valid", "test")),
 )
-_PARTS = ("decay", "warmup", "wsd_decay")  # of the schedule, in the unit of the run's length
-RIVALS = (  # of each pair the first, given by hand, takes the place of the second in a file
+_PARTS = ("decay", "warmup", "wsd_decay")  # schedule phases, given in iterations or samples like the run's length
+RIVALS = (  # (a, b): field `a` on the command line or in a later file overrides field `b` of an earlier flag file
     *(pair for group in _EXCLUSIVE for pair in itertools.permutations(group, 2)),
     *(("train_iters", f"lr_{part}_samples") for part in _PARTS),
     *(("train_samples", f"lr_{part}_iters") for part in _PARTS),
@@ -66,26 +70,28 @@ RIVALS = (  # of each pair the first, given by hand, takes the place of the seco
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureConfig:
-    """Flags of an optional feature; the base of the sections that run/feature.py's features add to a `RunConfig`."""
+    """Base class for the flags of an optional feature (run/feature.py), a section of `RunConfig`."""
 
     @property
     def distinguishes_nodes(self) -> bool:
-        """True if the flags treat ranks of one node differently from ranks of another."""
+        """Whether these flags need to know which ranks share a node, so that the cluster must be detected exactly."""
         return False
 
     @property
     def resumed_fields(self) -> tuple[str, ...]:
-        """Fields that a resumed run takes from its checkpoint unless a flag gives them."""
+        """Names of the fields that a resumed run takes from its checkpoint if no flag sets them."""
         return ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One config of each kind; each belongs to the file that defines its class.
+    """All flags of a run, grouped into one config per class.
+
+    The file that defines a config's class documents its fields.
 
     Attributes:
-        features: the optional features (each a `Feature` of run/feature.py).
-        sections: the configs of those features that have flags.
+        features: installed optional features, each a `Feature` of run/feature.py.
+        sections: configs of the features that have flags.
     """
 
     model: GPTConfig
@@ -114,31 +120,40 @@ class RunConfig:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The configs in order."""
+        """All configs: first the core's, in the order of the fields, then the sections of features."""
         own = [field.name for field in dataclasses.fields(self) if field.name not in ("features", "sections")]
         return (*(getattr(self, name) for name in own), *self.sections)
 
     def values(self) -> dict[str, Any]:
-        """Every flag's value by field name."""
+        """Return the value of every flag, by field name."""
         return _values(self.parts)
 
     def section(self, kind: type[Section]) -> Section:
-        """Return the config of a feature; a feature that is not installed has its defaults."""
+        """Return the feature config of class `kind`, or one with default values if the feature is not installed."""
         return next((section for section in self.sections if isinstance(section, kind)), None) or kind()
 
     def with_section(self, section: FeatureConfig) -> RunConfig:
-        """Replace the config of a feature."""
+        """Return a copy in which `section` replaces the feature config of the same class."""
         sections = (section if type(section) is type(other) else other for other in self.sections)
         return dataclasses.replace(self, sections=tuple(sections))
 
     def detect_cluster(self, world_size: int, env: Mapping[str, str]) -> Cluster:
-        """Return the cluster of `world_size` ranks that the flags and the launcher's environment `env` describe."""
+        """Return the cluster of `world_size` ranks that the flags and the launcher's environment variables describe.
+
+        Raises:
+            ValueError: the flags do not fit the number of ranks or the environment variables.
+        """
         tp, nodes = self.parallel.tensor_model_parallel_size, self.parallel.hsdp or self.zero.distinguishes_nodes
         nodes = nodes or any(section.distinguishes_nodes for section in self.sections)
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
     def model_spec(self, vocab_size: int, wire: CommPlan | None = None) -> ModelSpec:
-        """Collect what the run's model is built from; `vocab_size` is the tokenizer's."""
+        """Return the arguments from which the run's model is built.
+
+        Args:
+            vocab_size: unpadded vocabulary size of the tokenizer.
+            wire: plan for replacing FSDP2's collectives; None: the plan that the ZeRO flags give for the layout.
+        """
         return ModelSpec(
             config=self.model,
             vocab_size=vocab_size,
@@ -151,6 +166,7 @@ class RunConfig:
 
 
 def _values(parts: Iterable[Any]) -> dict[str, Any]:
+    """Return the fields of several configs in one dict; their names are unique."""
     return {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}
 
 
@@ -158,18 +174,23 @@ def _values(parts: Iterable[Any]) -> dict[str, Any]:
 class ShowConfig:
     """Information.
 
-    Print something and stop.
+    Flags that print information instead of training. The first line is the group's title in --help.
     """
 
     print_config: bool = flag(False, "print every flag with its value and origin, and stop", common=True)
 
 
 class ParsedRun(NamedTuple):
-    """The configs of a command line: a run's, and `extra`, the program's own; origins and notices as in `Parsed`.
+    """A parsed command line.
 
     Attributes:
+        config: configuration of the run.
+        origins: origin of each flag that is set, by field name: "command line", "file:line" or "checkpoint".
+        notices: lines to show the user, for example about ignored flags.
         name: name of the last flag file, without folder and suffix; "run" if there is none.
-        tokenizer: the tokenizer of `config.tokenizer`, if a check has loaded it already.
+        show: flags that print information instead of training.
+        extra: configs that only this program has, for example the post-training flags.
+        tokenizer: tokenizer of `config.tokenizer`; None unless a check has already loaded it.
     """
 
     config: RunConfig
@@ -181,15 +202,21 @@ class ParsedRun(NamedTuple):
     tokenizer: Tokenizer | None = None
 
     def values(self) -> dict[str, Any]:
-        """Every flag's value by field name."""
+        """Return the value of every flag, by field name."""
         return _values(self.parts)
 
     def report(self) -> str:
-        """Every flag with its value and origin; can be read back as a flag file."""
+        """Return every flag with its value and origin, as the text of a flag file."""
         return render_flags(self.parts, self.origins)
 
     def with_checkpoint(self, names: Iterable[str], notices: Iterable[str] = (), **parts: Any) -> ParsedRun:
-        """Replace configs of the run, of which the fields `names` now have a checkpoint's values."""
+        """Return a copy with values from a checkpoint.
+
+        Args:
+            names: fields that have the checkpoint's values. Their origin becomes "checkpoint".
+            notices: additional lines to show the user.
+            **parts: new configs, by field name of `RunConfig`.
+        """
         return self._replace(
             config=dataclasses.replace(self.config, **parts),
             origins=self.origins | dict.fromkeys(names, "checkpoint"),
@@ -198,12 +225,12 @@ class ParsedRun(NamedTuple):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """All configs: the program's own, then those of a run."""
+        """All configs: first the `extra` configs of the program, then the configs of the run."""
         return (*self.extra, *self.config.parts)
 
 
 def run_configs() -> dict[str, type]:
-    """Return the config classes that every run has, by their field of `RunConfig`."""
+    """Return the config classes of the core, by field name of `RunConfig`."""
     hints = typing.get_type_hints(RunConfig)
     return {name: kind for name, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
 
@@ -223,16 +250,27 @@ def parse_run_config(
     extra: Sequence[type] = (),
     default_file: str | None = DEFAULT_FLAG_FILE,
 ) -> ParsedRun:
-    """Read the command line (without the program's name) and the flag files it names, as `FlagParser.read` does.
+    """Parse the command line of a program that trains, with the flag files that it names.
 
     Args:
-        features: the optional features, each a `Feature` of run/feature.py.
-        extra: config classes that the program has beside those of a run.
-        default_file: read first where neither a flag file nor --num-layers is given.
+        argv: command line without the program name.
+        script_dir: folder in which flag files are searched if the working directory does not contain them.
+        program: program name in --help.
+        description: first line of --help; None selects the text of pretrain_gpt.py.
+        features: installed optional features, each a `Feature` of run/feature.py.
+        extra: config classes that only this program has.
+        default_file: flag file, with its `@`, that is read first if `argv` has neither a flag file nor --num-layers.
+
+    Raises:
+        ValueError: a flag or its value is wrong; the message has one line per problem.
+        SystemExit: the command line has --help or --help-all.
     """
+    # ---- default flag file
     implied = None if any(text.startswith(("@", "--num-layers")) for text in argv) else default_file
     if implied is not None:
         argv = [implied, *argv]
+
+    # ---- parse
     kinds, sections = run_configs(), section_configs(features)
     classes = [*extra, *kinds.values(), *sections, ShowConfig]
     parser = FlagParser(
@@ -244,13 +282,15 @@ def parse_run_config(
         mutually_exclusive=RIVALS,
     )
     (*configs, show), origins, notices = parser.read(argv, script_dir, read_megatron_flags())
+
+    # ---- distribute the configs, which are in the order of `classes`
     own, rest = configs[: len(extra)], configs[len(extra) :]
     parts = dict(zip(kinds, rest, strict=False))
     config = RunConfig(**parts, features=tuple(features), sections=tuple(rest[len(kinds) :]))
     files = [text[1:] for text in argv if text.startswith("@")]
     name = Path(files[-1]).stem if files else "run"
     if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
-        notices = (*notices, f"--finetune without a flag file: flags that are not given are those of {implied[1:]}")
+        notices = (*notices, f"--finetune without a flag file: flags that are not set come from {implied[1:]}")
     return ParsedRun(config, origins, notices, name, show, extra=tuple(own))
 
 

@@ -1,4 +1,8 @@
-"""Flags taken from a checkpoint: the model's shape for a training, nearly all for a program that only uses it."""
+"""Flags that a program takes from a checkpoint instead of the command line.
+
+A training run takes only the model's shape (--use-checkpoint-args). A program that loads a trained model, such as
+tools/generate.py, takes nearly all flags that describe the model and its data.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,37 @@ from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
 from megazpp.run.arguments import RIVALS, ParsedRun
 
-# What a model is and was trained on. Where it runs now, and how it is spread there, is for this program to say.
+# Parts of RunConfig that describe a model and its training data. Flags for the devices and for the sharding are not
+# taken, because the program that loads the checkpoint may run on another cluster.
 TAKEN = ("model", "batches", "data", "tokenizer", "precision", "evaluation")
-OF_THE_DEVICE = ("fp8_format",)  # of these parts, what the device here may not have
+OF_THE_DEVICE = ("fp8_format",)  # fields of these parts that are not taken: this device may not support them
 
 
 def with_checkpoint_flags(
     parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder, parts_taken: Sequence[str] = TAKEN
 ) -> ParsedRun:
-    """Take the checkpoint's flags about model, data, tokenizer, precision, evaluation (or `parts_taken`) and seed.
+    """Return `parsed` with the checkpoint's flags about model, data, tokenizer, precision, evaluation, and the seed.
+
+    A flag that is set explicitly keeps its value. Recorded flags that exclude such a flag (`RIVALS`) are not taken.
+
+    Args:
+        parsed: command line of this program.
+        record: metadata of the checkpoint.
+        folder: folder that contains the checkpoint.
+        parts_taken: fields of `RunConfig` to take instead of `TAKEN`.
 
     Raises:
-        DamagedError: a flag's value is none that it can have, or the tokenizer's files are damaged.
+        DamagedError: a recorded value has the wrong type, or the tokenizer's files are damaged.
     """
+    # ---- select the fields: neither set here, nor excluded by a flag that is set here, nor device-specific
     parsed = with_checkpoint_tokenizer(parsed, record, folder)
     config = parsed.config
     taken = [name for name in parts_taken if name != "tokenizer" or not names_tokenizer(config.tokenizer)]
     given = {name: value for name, value in parsed.values().items() if name in parsed.origins}
     others = {other for name, other in RIVALS if asks(given.get(name))}
     free = {name: value for name, value in record.flags.items() if name not in {*given, *others, *OF_THE_DEVICE}}
+
+    # ---- update the configs
     where = folder.of(record.progress.iteration) / RECORD
     parts: dict[str, Any] = {name: _updated(getattr(config, name), free, where) for name in taken}
     names = {f.name for name in taken for f in dataclasses.fields(parts[name])} & free.keys()
@@ -41,10 +57,16 @@ def with_checkpoint_flags(
 
 
 def with_checkpoint_args(parsed: ParsedRun, record: CheckpointMetadata | None) -> ParsedRun:
-    """Take the model's shape from the checkpoint, if --use-checkpoint-args asks for it.
+    """Return `parsed` with the model's shape from the checkpoint if --use-checkpoint-args is set.
+
+    A notice reports each explicitly set flag that the checkpoint overrides.
+
+    Args:
+        parsed: command line of this program.
+        record: metadata of the checkpoint in --load; None if there is no checkpoint.
 
     Raises:
-        ValueError: there is no checkpoint, and `record` is None.
+        ValueError: --use-checkpoint-args is set, and `record` is None.
     """
     config = parsed.config
     if not config.checkpoint.use_checkpoint_args:
@@ -61,9 +83,10 @@ def with_checkpoint_args(parsed: ParsedRun, record: CheckpointMetadata | None) -
 
 
 def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
-    """Take the `resumed_fields` of the features' configs from the checkpoint, where flags do not give them.
+    """Return `parsed` with the `resumed_fields` of the features' configs from the checkpoint.
 
-    Such values were chosen by the length of the run at its start; a longer run keeps the choice.
+    Defaults of these fields depend on the length of the run. A resumed run with another length must keep the values
+    with which it started. Fields that are set explicitly are not changed.
     """
     where = folder.of(record.progress.iteration) / RECORD
     for section in parsed.config.sections:
@@ -75,27 +98,35 @@ def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder:
 
 
 def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
-    """Take the tokenizer whose files lie beside the checkpoint in `folder`, unless flags name one.
+    """Return `parsed` with the tokenizer of a checkpoint and its settings.
 
-    Special tokens stay as the checkpoint has them, unless --add-special-tokens or --no-add-special-tokens is given; one
-    that says nothing was made without. Its tokenizer has the model's vocabulary, wherever it lies.
+    Without flags that name a tokenizer, this is the tokenizer stored in the checkpoint folder. A tokenizer that flags
+    name gets the checkpoint's settings if both are identical. Otherwise `parsed` is returned unchanged.
+
+    The settings are the vocabulary size, and whether texts get special tokens. --add-special-tokens and
+    --no-add-special-tokens override the latter. An old checkpoint without this setting used no special tokens.
     """
+    # ---- find the tokenizer
     given = found = parsed.config.tokenizer
     notices, names, named = list[str](), {"add_special_tokens"}, names_tokenizer(given)
     if record.tokenizer_folder is not None and not named:
         found = read_tokenizer(folder.path, record.tokenizer_folder)
         names |= {f.name for f in dataclasses.fields(found)} - {"model_vocab_size"}
-        notices.append(f"the tokenizer is that of {folder.name}: {record.tokenizer_folder}")
+        notices.append(f"using the tokenizer of {folder.name}: {record.tokenizer_folder}")
         if given.vocab_size not in (None, record.vocab_size):
             notices.append(f"--vocab-size {given.vocab_size} gives way to the checkpoint's {record.vocab_size}")
+
+    # ---- load it with the checkpoint's settings, and compare it with the recorded one
     adds = bool(record.adds_special_tokens)
     found = dataclasses.replace(found, add_special_tokens=adds, model_vocab_size=given.model_vocab_size, eos_token=None)
     opened, tokenizer = found, load_tokenizer(found) if names_tokenizer(found) else None
     if named and (tokenizer is None or tokenizer.identity != record.tokenizer):
-        return parsed  # another one
+        return parsed  # the flags name another tokenizer than the checkpoint's
     if tokenizer is not None and tokenizer.vocab_size != record.vocab_size and given.model_vocab_size is None:
         found = dataclasses.replace(found, model_vocab_size=record.vocab_size)
         names.add("model_vocab_size")
+
+    # ---- explicit flags override the checkpoint
     if "add_special_tokens" in parsed.origins:
         found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
         names.remove("add_special_tokens")
@@ -109,6 +140,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
 
 
 def _updated(part: Any, values: dict[str, Any], where: Path) -> Any:
+    """Return the config `part` with new `values`; a DamagedError names the file `where` if a type is wrong."""
     names = {field.name for field in dataclasses.fields(part)}
     values = {name: value for name, value in values.items() if name in names}
     if problems := wrong_types(type(part), values):

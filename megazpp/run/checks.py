@@ -1,7 +1,7 @@
-"""Checks of all configs against each other and the machine, and the plan that follows.
+"""Checks of all flags against each other and against the cluster, and the plan of the run that results from them.
 
-A config checks itself when it is made (its `__post_init__`). Here is what lies between configs, and between them and
-the cluster, before any process group, file or tensor is made; each error names the flags and their values.
+A config checks its own fields in its `__post_init__`. This file checks combinations of configs and the cluster, before
+any process group, file or tensor is created. Each error names the flags and their values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ T = TypeVar("T")
 
 
 class RunPlan(NamedTuple):
-    """Everything that follows from a config and a cluster.
+    """Everything about a run that its flags and its cluster determine.
 
     Attributes:
-        features: plans of optional features (each a `FeaturePlan` of run/feature.py).
+        layout: coordinates of all ranks on the parallelism axes.
+        wire: formats and hops of the weight and gradient collectives.
+        batches: batch sizes and length of the run.
+        schedule: schedule of learning rate and weight decay.
         notices: lines to show the user.
+        features: plans of optional features, each a `FeaturePlan` of run/feature.py.
     """
 
     layout: Layout
@@ -40,20 +44,31 @@ class RunPlan(NamedTuple):
     features: tuple[Any, ...] = ()
 
     def of(self, kind: type[T]) -> T | None:
-        """Return a feature's plan, or None if its flags ask for nothing."""
+        """Return the feature plan of class `kind`; None if that feature has no plan for this run."""
         return next((plan for plan in self.features if isinstance(plan, kind)), None)
 
     def with_links(self, links: Links) -> RunPlan:
-        """Replace the cluster's links, which are known now."""
+        """Return a copy with measured link speeds in place of the cluster's configured or unknown ones."""
         cluster = dataclasses.replace(self.layout.cluster, links=links)
         return self._replace(layout=dataclasses.replace(self.layout, cluster=cluster))
 
 
-ModelPlan = tuple[Layout, CommPlan, tuple[str, ...]]  # of a `RunPlan` what a model needs that is not trained
+ModelPlan = tuple[Layout, CommPlan, tuple[str, ...]]  # layout, wire and notices of a `RunPlan`, enough for inference
 
 
 def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str, islands: int = 1) -> ModelPlan:
-    """Check the model, its layout and its wires, where `islands` parts of the cluster train a model each."""
+    """Check the model against the cluster; return its layout, its communication plan and notices.
+
+    Args:
+        config: configuration of the run.
+        cluster: ranks, nodes and links.
+        device_type: "cuda" or "cpu".
+        islands: number of equal groups of nodes that each train a separate copy of the model (DiLoCo).
+
+    Raises:
+        ValueError: flags contradict each other or do not fit the cluster or the device.
+    """
+    # ---- layout
     if config.parallel.hsdp and cluster.num_local_domains == 1:
         raise ValueError("--hsdp makes one copy of the model per node, and there is only one node")
     if config.zero.use_distributed_optimizer and config.zero.stage == 0:
@@ -62,6 +77,8 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
     seq_length = config.data.seq_length
     if seq_length is None:
         raise ValueError("--seq-length is missing")
+
+    # ---- shapes of the model and of the samples
     check_model(config.model, layout.tp, seq_length, cp_size=layout.cp)
     check_experts(config.model, layout, zero_stage=config.zero.stage)
     products = check_products(config.model, layout.tp, device_type, bf16=config.precision.bf16)
@@ -70,8 +87,10 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
         sizes = [f"--context-parallel-size {layout.cp}"] if layout.cp > 1 else []
         sizes += [f"--tensor-model-parallel-size {split}, which --sequence-parallel needs"] if split > 1 else []
         raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}")
+
+    # ---- communication
     wire = plan_comm(config.zero, layout, config.precision.param_dtype)
-    wire_backends(wire, device_type)  # refuses a device that cannot quantize
+    wire_backends(wire, device_type)  # raises ValueError if the device cannot quantize
     return layout, wire, (*cluster.notices, *layout.notices, *products, *wire.notices)
 
 
@@ -82,12 +101,20 @@ def check_run_config(
     device_type: str,
     start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
 ) -> RunPlan:
-    """Check everything that can be checked before anything is made; a ValueError names the flags and their values.
+    """Check all flags together and return the plan of the run, without creating process groups, files or tensors.
 
-    Workers call it again if they find another cluster than flags and launcher describe.
+    The launching process calls this first. Workers call it again if the cluster that they discover differs from the one
+    that flags and launcher describe.
 
     Args:
-        start: progress that the run resumes from.
+        config: configuration of the run.
+        cluster: ranks, nodes and links.
+        device_type: "cuda" or "cpu".
+        start: progress from which the run resumes; zero for a new run.
+
+    Raises:
+        ValueError: flags are missing, contradict each other, or do not fit the cluster or the device. The message
+            names the flags and their values.
     """
     _check_required(config)
     layout, wire, notices = _check_apart(config, cluster, device_type)
@@ -101,7 +128,7 @@ def check_run_config(
         global_batch_size=batches.global_batch_size,
     )
     left = batches.dataset_samples - batches.total_samples
-    if left > 0 and batches.start_iteration > 0:  # otherwise it is Megatron's usual rest
+    if left > 0 and batches.start_iteration > 0:  # other runs drop this rest without a notice, as in Megatron-LM
         notices += (
             f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
@@ -110,7 +137,7 @@ def check_run_config(
 
 
 def _with_features(config: RunConfig, plan: RunPlan) -> RunPlan:
-    """Let each feature check the config and make its plan; raise their problems together."""
+    """Return `plan` with the plans of all features; one ValueError reports the problems of all of them."""
     problems, plans = list[str](), list[Any]()
     for feature in config.features:
         try:
@@ -126,7 +153,7 @@ def _with_features(config: RunConfig, plan: RunPlan) -> RunPlan:
 
 
 def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> ModelPlan:
-    """Check what does not depend on each other, and raise all that is wrong with it together."""
+    """Run the checks that are independent of each other, and report all their problems in one ValueError."""
     problems, plan = list[str](), None
     saves = config.checkpoint.save is not None or config.checkpoint.save_to_run_dir
     if config.anomalies.loss_spike_action == "rewind" and not saves:
@@ -153,6 +180,7 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> Model
 
 
 def _check_required(config: RunConfig) -> None:
+    """Raise a ValueError that lists all required flags that are missing."""
     model, data, batches = config.model, config.data, config.batches
     learned = model.positions == "learned_absolute"
     needed = {
@@ -174,7 +202,18 @@ def _check_required(config: RunConfig) -> None:
 
 
 def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int = 1) -> None:
-    """Raises ValueError, naming the flags, where parallelism or the samples' tokens do not fit the model."""
+    """Check that the model's sizes are divisible by the parallelism, and that it can process the samples' length.
+
+    Args:
+        model: shape of the model.
+        tp_size: tensor-parallel degree.
+        seq_length: tokens of a sample.
+        cp_size: context-parallel degree.
+
+    Raises:
+        ValueError: a size does not fit; the message names the flags and their values.
+    """
+    # ---- sizes that tensor and context parallelism divide
     sizes = {"--num-attention-heads": model.heads}
     if len(model.expert_layers) < model.layers:
         sizes["--ffn-hidden-size"] = model.ffn_size
@@ -188,6 +227,8 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
     if model.heads % (cp_size * tp_size):
         degrees = f"--context-parallel-size {cp_size} x --tensor-model-parallel-size {tp_size}"
         raise ValueError(f"--num-attention-heads {model.heads} is not divisible by {degrees}")
+
+    # ---- sequence length
     longest = model.max_position_embeddings
     if model.rope_type == "dynamic":
         if cp_size > 1:
@@ -200,7 +241,7 @@ def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int
 
 
 def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
-    """Raise ValueError, naming the flags, where the layout does not fit the experts of a model."""
+    """Raise a ValueError that names the flags if the layout does not fit the model's mixture of experts."""
     parallel, experts = f"--expert-model-parallel-size {layout.ep}", f"--num-experts {model.num_experts}"
     if model.num_experts is None:
         if layout.ep > 1:
@@ -225,7 +266,11 @@ def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
 def _check_observers(
     config: RunConfig, total_iterations: int, world_size: int, device_type: str, *, start: int
 ) -> None:
-    """Refuse what would record nothing: steps, ranks or devices that a run from iteration `start` does not have."""
+    """Raise a ValueError for timeline and profiler flags that would record nothing in this run.
+
+    Such flags name steps that a run from iteration `start` does not reach or ranks that do not exist, or need a device
+    of another type.
+    """
     timeline, profiler, interval = config.timing.timeline_step, config.profiler, config.stop.exit_interval
     first, last = profiler.profile_step_start, total_iterations
     if interval is not None:

@@ -1,7 +1,8 @@
-"""The hooks through which optional features enter a run; megazpp/features.py lists the features.
+"""Hooks through which optional features extend a run.
 
-The core names no feature. A feature is a folder whose feature.py defines `FEATURE`, an instance of a subclass of
-`Feature`. Without its folder and its line in megazpp/features.py, everything else works as before.
+The core imports no optional feature. A feature is a folder whose feature.py defines `FEATURE`, an instance of a
+subclass of `Feature`, and megazpp/features.py lists these folders. If a folder and its line in that list are removed,
+the rest of the program still works.
 """
 
 from __future__ import annotations
@@ -25,22 +26,32 @@ from megazpp.training.step import LaunchedStep
 
 
 class FeaturePlan(Protocol):
-    """The plan that a feature makes from the flags before workers start; the run prints its notices and description."""
+    """The plan that a feature derives from the flags before workers start; the run logs its notices and description."""
 
     @property
-    def notices(self) -> tuple[str, ...]: ...
+    def notices(self) -> tuple[str, ...]:
+        """Lines to show the user when the run starts."""
+        ...
 
     def describe(self) -> str:
-        """Return one line for the log."""
+        """Return one line that describes the plan, for the log."""
 
 
 @dataclass(kw_only=True)
 class TrainerParts:
-    """The parts of a trainer that a feature may read, and two that it may replace.
+    """The parts of a trainer that `Feature.attach` receives. A feature may change only `states` and `flags`.
 
     Attributes:
-        states: parts of the checkpoint's state; a feature may add to them, wrap or replace them.
-        flags: flag values that the checkpoint records; a feature may add to them.
+        config: configuration of the run.
+        plan: plan of the run.
+        run: process groups, device, log and run folder.
+        built: model and its sharding.
+        tokenizer: tokenizer of the model.
+        objective: loss of the run.
+        guard: decides for each step whether the optimizer may update the weights.
+        values: state that is not stored in tensors, such as the loss scale.
+        states: tensors of a checkpoint, in parts. A feature may add, wrap or replace parts of this list.
+        flags: flag values that checkpoints record, by field name. A feature may add to them.
     """
 
     config: RunConfig
@@ -57,15 +68,17 @@ class TrainerParts:
 
 @dataclass(kw_only=True)
 class Attached:
-    """Additions of a feature to a trainer.
+    """Functions of a feature that the trainer calls. The defaults do nothing.
 
     Attributes:
-        after_step: called after steps, beside the checkpoints.
-        synchronize: synchronizes models that train apart, see `train` of training/loop.py.
-        evaluation_weights: returns a context in which the model has the weights to evaluate, if they are not those
-            that are trained.
-        wait: called after the last step.
-        finish: called after the last evaluation, with a function that returns the context of the weights to evaluate.
+        after_step: actions after steps, run after the trainer's checkpoints.
+        synchronize: function that synchronizes DiLoCo's replica groups; see `train` in training/loop.py. The trainer
+            uses the first feature that provides it.
+        evaluation_weights: returns a context in which the model has the weights to evaluate, for a feature that
+            evaluates other weights than it trains.
+        wait: called after the last step; waits for the feature's background work.
+        finish: called after the last evaluation. Its argument returns a context in which the model has the weights to
+            evaluate.
     """
 
     after_step: Sequence[AfterStep] = ()
@@ -76,34 +89,37 @@ class Attached:
 
 
 class Feature:
-    """An optional part of the program; each hook does nothing by default.
+    """Base class of optional features. Each method is a hook that does nothing by default.
 
     Attributes:
-        config: the class of the feature's flags, a section of `RunConfig`.
+        config: class of the feature's flags, which become a section of `RunConfig`; None if it has no flags.
     """
 
     config: type[FeatureConfig] | None = None
 
     def num_islands(self, config: RunConfig, cluster: Cluster) -> int:
-        """Return the number of groups of nodes that each train a model of their own.
+        """Return the number of groups of nodes that each train a separate copy of the model.
 
         Raises:
-            ValueError: the flags do not fit the cluster.
+            ValueError: the nodes do not divide into the groups that the flags request.
         """
         return 1
 
     def check(self, config: RunConfig, plan: RunPlan) -> FeaturePlan | None:
-        """Check the flags against the others and the plan; return the feature's own plan, if it has one.
+        """Check the feature's flags against all other flags and the run's plan.
+
+        Returns:
+            the plan of the feature; None if its flags are not used.
 
         Raises:
-            ValueError: flags that contradict each other, by name and value.
+            ValueError: flags contradict each other. The message names them and their values.
         """
         return None
 
     def attach(self, parts: TrainerParts) -> Attached:
-        """Enter a trainer; called on every rank, before anything is loaded."""
+        """Connect the feature to a trainer. Every rank calls this, before a checkpoint is loaded."""
         return Attached()
 
     def command(self, parsed: ParsedRun) -> int | None:
-        """Do the work that a flag asks for instead of training; return the exit status, or None to train."""
+        """Run a command that replaces training, such as --plan; return its exit status, or None to train."""
         return None

@@ -1,6 +1,8 @@
-"""The frame of every program on ranks: become a worker or start the workers, and find out on which cluster.
+"""Start of every distributed program: this process becomes a worker, or it launches the workers.
 
-Training programs continue with run/training.py; programs that use a checkpoint's model with inference/on_checkpoint.py.
+The functions for the cluster use only flags and environment variables, because the workers that could discover it have
+not started. Training programs continue in run/training.py. Programs that use the model of a checkpoint continue in
+inference/on_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 
-LATE_SECONDS = 10.0  # that rank 0, which says what is wrong, may be behind; when it leaves, the launcher ends all
+# Seconds that other ranks wait before they exit after a user error. Launchers kill all ranks when one exits, and rank 0
+# must print the error first.
+LATE_SECONDS = 10.0
 
 
 class Job(NamedTuple):
-    """A checked request: where this process stands, and each worker's part."""
+    """A checked job: this process's rank (`place`), the launch flags, and the function that each worker runs."""
 
     place: RankInfo
     launch: LaunchConfig
@@ -31,10 +35,15 @@ class Job(NamedTuple):
 
 
 def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
-    """Prepare, then become a worker (which does not return) or start the workers; returns the exit status.
+    """Run a job on its workers and return the exit status.
 
-    `prepare` reads and checks the command line; it gives a job, or the exit status of a program that is done.
+    A process that a launcher has started becomes a worker, and this function does not return. Any other process starts
+    the workers and waits for them.
+
+    Args:
+        prepare: reads and checks the command line. It returns a job, or the exit status if the program is already done.
     """
+    # ---- check the command line
     try:
         with user_errors():
             notices = prepare_environment()
@@ -46,24 +55,26 @@ def run_on_ranks(prepare: Callable[[], Job | int]) -> int:
         if launched_rank() == 0:
             error.show()
         else:
-            time.sleep(LATE_SECONDS)  # the launcher ends rank 0 as soon as another rank has left
+            time.sleep(LATE_SECONDS)  # the launcher kills rank 0 as soon as another rank exits
         return EXIT_USER_ERROR
     if isinstance(job, int):
         return job
+
+    # ---- become a worker, or start the workers
     if job.place.started:
         run_worker(job.place, job.launch, job.work)
-    say_at_terminal(f"starting {job.place.world_size} workers, of which each imports torch")
+    say_at_terminal(f"starting {job.place.world_size} workers; each imports torch")
     return launch_workers([sys.executable, *sys.argv], job.place.world_size, max_restarts=job.launch.max_restarts)
 
 
 def announced_cluster(config: RunConfig, place: RankInfo) -> Cluster:
-    """The cluster that the flags and the launcher's environment describe, before workers start."""
-    launcher_env = os.environ if place.started and place.world_size > 1 else {}  # a batch script's is not ours
+    """Return the cluster that the flags and the launcher's environment describe, as known before workers start."""
+    launcher_env = os.environ if place.started and place.world_size > 1 else {}  # ignore a batch script's variables
     return config.detect_cluster(place.world_size, launcher_env)
 
 
 def planned_cluster(config: RunConfig) -> Cluster:
-    """The cluster of --cluster-file, or this machine's ranks: for programs that start no workers."""
+    """Return the cluster of --cluster-file, otherwise the ranks of this machine, for programs that start no workers."""
     path = config.cluster.cluster_file
     world_size = detect_rank_info(config.launch, {}).world_size if path is None else read_cluster(path).world_size
     return config.detect_cluster(world_size, {})

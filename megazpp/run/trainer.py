@@ -1,12 +1,13 @@
-"""The run of a training on this rank: its parts, built in the order in which they need each other, and run together.
+"""The trainer: builds the parts of a training run on this rank and runs them.
 
-the training's own     sharded model, objective, batches, evaluations: `TrainingParts`
+`Trainer` builds the parts in the order of their dependencies:
+
+parts of the program   sharded model, objective, batches, evaluations; see `TrainingParts`
 optimizer, loss scale
-guard                  decides whether a step is taken
-optional features      run/feature.py
+guard                  decides for each step whether the optimizer may update the weights
+optional features      connected through run/feature.py
 state, checkpoints
-step, recorder         the training step, and the record of its numbers
-observers              called around each step
+step, recorders        the training step, its metrics and its timings
 """
 
 from __future__ import annotations
@@ -51,26 +52,28 @@ from megazpp.training.tracking import Tracker
 
 @dataclass(kw_only=True)
 class TrainingParts:
-    """The parts in which trainings differ; `Trainer` makes the others from the flags.
+    """The parts that differ between pretraining and post-training. `Trainer` builds all others from the flags.
 
     Attributes:
-        tokenizer, built: of the model that is trained.
-        objective: what is minimised.
-        batches: this rank's batches of the training data, to be entered; None without training data.
-        validation, test: evaluations of held-out data; None without.
-        validation_metric: what they measure: "lm_loss", or "reward".
-        has_perplexity: the "lm_loss" that they measure is nats per token.
-        whole_samples: every sample has --seq-length tokens.
-        flags: values that checkpoints keep beside, or in the place of, those of the command line.
-        states: more that checkpoints keep.
-        observers: look at steps, beside the run's own.
-        generates: whether the model continues texts.
-        has_weights: where a training begins with a checkpoint's weights, the model has them already.
-        weights_taken: called when it has begun so.
-        evaluates_first: validate before the first step.
+        tokenizer: tokenizer of the trained model.
+        built: the trained model and its sharding.
+        objective: loss to minimize.
+        batches: context that yields the loader of this rank's batches; None without training data.
+        validation: evaluation of the validation data; None without such data.
+        test: evaluation of the test data; None without such data.
+        validation_metric: metric of both evaluations, "lm_loss" or "reward".
+        has_perplexity: whether the metric "lm_loss" is a mean of nats per token.
+        whole_samples: whether every sample has --seq-length tokens.
+        flags: values that checkpoints record in addition to the command line's flags, or that replace them.
+        states: additional parts of a checkpoint's state.
+        observers: context managers around each step, entered before the run's own.
+        generates: whether the trained model can generate text (a reward model cannot).
+        has_weights: whether the model is already built with the weights of the checkpoint that the run starts from.
+        weights_taken: called after weights were loaded from a checkpoint without its progress (--finetune).
+        evaluates_first: whether to validate before the first step.
         finish: called after the last evaluation.
-        describe_samples: description of the training and held-out samples, see data/identity.py.
-        held_out_entropy: nats per token of the validation text to a model blind to context; None if there is no text.
+        describe_samples: returns a description of the training and held-out samples; see data/identity.py.
+        held_out_entropy: returns the unigram entropy of the validation text in nats per token; None without such text.
     """
 
     tokenizer: Tokenizer
@@ -98,20 +101,31 @@ BuildParts = Callable[[ParsedRun, RunPlan, RunContext], TrainingParts]
 
 
 class Trainer:
-    """Builds the parts of a run on this rank, each from its own config and from those above it.
+    """All parts of a training run on this rank.
 
-    Raises UserError if data or tokenizer cannot be used. `tracker` is None on all ranks but the first.
+    Args:
+        build_parts: builds the parts that depend on the program.
+        parsed: command line of the run.
+        plan: plan that `check_run_config` derived from it.
+        run: process groups, device, log and run folder.
+        tracker: writes the run's records; None on all ranks except rank 0.
+
+    Raises:
+        UserError: the data, the tokenizer or a feature's files cannot be used.
     """
 
     def __init__(
         self, build_parts: BuildParts, parsed: ParsedRun, plan: RunPlan, run: RunContext, tracker: Tracker | None
     ) -> None:
+        # ---- parts of the program
         config, dims = parsed.config, run.dims
         self.config, self.plan, self.run = config, plan, run
-        self.profiler = Profiler(config.profiler, run)  # first: it remembers allocations
+        self.profiler = Profiler(config.profiler, run)  # created first, so that it records all allocations
         with user_errors():
             self.parts = parts = build_parts(parsed, plan, run)
         self.built = model, sharding = parts.built
+
+        # ---- optimizer, loss scale, guard
         matrices = build_orthogonalizer(model, config.optimizer, dims, config.precision.param_dtype)
         named = list(model.named_parameters())
         optimizer = build_optimizer(named, config.optimizer, run.device, orthogonalizer=matrices)
@@ -150,7 +164,7 @@ class Trainer:
         state = TrainState(model, sharding, values, [*open_parts.states, *parts.states])
         saves = config.checkpoint.save is not None or config.checkpoint.load is not None
         samples: dict[str, Any] = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data}
-        if saves and dims.world.rank == 0:  # which writes the record and prints what differs
+        if saves and dims.world.rank == 0:  # only rank 0 writes the record and compares it on resume
             samples |= parts.describe_samples()
         record = self._record({**open_parts.flags, **parts.flags, SAMPLES: samples})
         axis = open_axis(dims) if saves else dims.world
@@ -186,7 +200,17 @@ class Trainer:
         )
 
     def load(self, source: LoadSource | None) -> Resumed | None:
-        """Take the folder of --save, and continue from a checkpoint of `source` if it has one; else a UserError."""
+        """Open the folder of --save, and load a checkpoint of `source`.
+
+        Args:
+            source: folder to load from, and the parts to load; None for a run that loads nothing.
+
+        Returns:
+            the loaded progress and schedule; None if nothing was loaded.
+
+        Raises:
+            UserError: the folder cannot be written to, or the checkpoint cannot be loaded.
+        """
         with user_errors():
             self.checkpoints.open()
             if source is None:
@@ -201,20 +225,34 @@ class Trainer:
     def train(
         self, start: TrainingProgress, schedule: Schedule, stops: StopConditions, worker: Worker
     ) -> TrainingProgress:
-        """Take the run's steps; there are none without training data or with --skip-train."""
+        """Run all training steps and return the progress at the end.
+
+        Without training data or with --skip-train this runs no step and returns `start`.
+
+        Args:
+            start: progress from which the run starts or resumes.
+            schedule: schedule of learning rate and weight decay.
+            stops: conditions for an early stop.
+            worker: this process, whose collectives a watchdog observes.
+        """
+        # ---- evaluation before the first step
         if self.parts.evaluates_first and start.iteration == 0:
             self.recorder.validate(start)
         if self.parts.batches is None or self.config.stop.skip_train:
             return start
+
+        # ---- watchdog, kernels, actions after steps
         folder = None if self.run.folder is None else self.run.folder.path
         watchdog = Watchdog(worker, self.run.dims, self.config.launch, folder)
-        if self.run.device.type == "cuda":  # elsewhere they are compiled already
+        if self.run.device.type == "cuda":  # the CPU kernels are already compiled
             self.built.sharding.compile_kernels(self.run.device)
         after: list[AfterStep] = [self.checkpoints]
         for attached in self.attached:
             after += attached.after_step
         if self.parts.validation is not None:
             after.append(Evaluations(self.recorder, self.config.evaluation.eval_interval, stops))
+
+        # ---- training loop
         with self.parts.batches as batches, watchdog, self.profiler:
             progress = train(
                 self.step,
@@ -235,12 +273,12 @@ class Trainer:
         return progress
 
     def finish(self, progress: TrainingProgress, *, evaluate: bool) -> None:
-        """Log and write down the run's results.
+        """Log and record the results of the run.
 
         Args:
             progress: progress at the end of training.
-            evaluate: whether to evaluate held-out data once more, and let the features finish, for example by a
-                sample of text.
+            evaluate: whether to evaluate held-out data once more and call the features' `finish`, which may for
+                example print generated text.
         """
         self.recorder.finish(progress, evaluate=evaluate, unigram_entropy=self.parts.held_out_entropy())
         self.parts.finish()
@@ -250,17 +288,18 @@ class Trainer:
 
     @contextmanager
     def weights_for_evaluation(self) -> Iterator[None]:
-        """Enter a context in which the model has the weights to evaluate: the trained ones, or a feature's."""
+        """Provide a context in which the model has the weights to evaluate: the trained weights, or a feature's."""
         with ExitStack() as contexts:
             for attached in self.attached:
                 contexts.enter_context(attached.evaluation_weights())
             yield
 
     def _rewind(self) -> int:
+        """Reload weights and moments from the last checkpoint and return its iteration (--loss-spike-action rewind)."""
         return self.checkpoints.rewind().iteration
 
     def _record(self, flags: Mapping[str, Any]) -> CheckpointMetadata:
-        """The record that checkpoints keep beside the state; `flags` are all flags' values."""
+        """Return the metadata that checkpoints store next to the tensors; `flags` has the value of every flag."""
         run, tokenizer, folder = self.run, self.parts.tokenizer, self.run.folder
         layout = run.dims.layout
         return CheckpointMetadata(
@@ -278,7 +317,7 @@ class Trainer:
         )
 
     def _meter(self) -> Meter:
-        """Turns steps into tokens per second, TFLOP/s and the time left."""
+        """Return the meter that computes tokens per second, TFLOP/s and the remaining time from steps."""
         model, plan, seq_length = self.config.model, self.plan, self.config.data.seq_length
         assert seq_length is not None
         padded = model.padded_vocab_size(self.parts.tokenizer.vocab_size, plan.layout.tp)

@@ -1,4 +1,8 @@
-"""One worker's whole run: the cluster as it is, the axes, the parts of the run, training, what came out of it."""
+"""The complete training run of one worker.
+
+`run_training` finds the actual cluster, opens the run folder and the process groups, builds the trainer, loads a
+checkpoint, trains, and reports the results.
+"""
 
 from __future__ import annotations
 
@@ -45,25 +49,38 @@ def run_training(
     earlier: CheckpointMetadata | None,
     worker: Worker,
 ) -> None:
-    """One worker's whole run; rank 0 records it, where the run that it continues was recorded.
+    """Run one worker's part of a training run. Rank 0 writes the records.
 
-    It begins with `source`, or goes on from there; `earlier` is the record of that.
+    Args:
+        build_parts: builds the model, the data and the objective.
+        parsed: command line of the run.
+        plan: plan that was made before workers started.
+        source: checkpoint to load weights from (--finetune) or to resume from; None to start from random weights.
+        earlier: metadata of that checkpoint; None if there is none. A resumed run continues its run folder.
+        worker: this process.
+
+    Raises:
+        UserError: flags or files cannot be used.
     """
+    # ---- find the cluster, and plan again if flags and launcher did not describe it
     with user_errors():
         config = parsed.config
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
         cluster = resolve_cluster(worker, config.cluster, plan.layout.cluster, on_one_machine=on_one_machine)
-        if cluster != plan.layout.cluster:  # the launcher's environment did not tell which ranks share a node
+        if cluster != plan.layout.cluster:  # the environment did not say which ranks share a node
             start = start_of(source, earlier)
             plan = check_run_config(config, cluster, device_type=worker.device.type, start=start)
-        find_product(parsed.config.model, worker.device)  # refuses a device that cannot
+        find_product(parsed.config.model, worker.device)  # checks that the device supports --fp8-format
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop, answers=worker.rank == 0) as stops:
+        # ---- build the run
         run, plan = open_context(parsed, plan, worker, tracker)
         parsed = _with_folder_to_save_to(parsed, run)
         introduce(run, parsed, plan)
         trainer = Trainer(build_parts, parsed, plan, run, tracker)
+
+        # ---- load the checkpoint
         resumed = trainer.load(source)
         if resumed is not None:
             with user_errors():
@@ -71,10 +88,14 @@ def run_training(
         progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
         if tracker is not None and (progress.iteration > 0 or int(os.environ.get(RESTART_COUNT, "0")) > 0):
             tracker.resume(progress)
+
+        # ---- train and evaluate
         meter = trainer.recorder.meter
         run.log(mfu_convention(meter.flops_per_token, device_name(run.device), meter.peak_flops), short="")
         progress = trainer.train(progress, schedule, stops, worker)
         trainer.finish(progress, evaluate=not stops.hurried)
+
+        # ---- report
         if source is not None and resumed is None:
             run.log(f"note: {source.folder.name} had no checkpoint; this run started from random weights")
         if run.folder is not None:
@@ -85,10 +106,13 @@ def run_training(
 
 
 def resumed_plan(plan: RunPlan, resumed: Resumed) -> RunPlan:
-    """Return the plan from the loaded checkpoint on, which --load-fallback may have chosen.
+    """Return the plan of a run that resumes from the checkpoint that was loaded.
+
+    With --load-fallback this may be an older checkpoint than the one for which `plan` was made.
 
     Raises:
-        ValueError: the data was opened for another checkpoint, and from this one the run takes other samples.
+        ValueError: the batch sizes of the older checkpoint would make the run end elsewhere, so that the prepared data
+            does not fit.
     """
     planned, progress = plan.batches, resumed.progress
     batches = planned.resumed_at(progress)
@@ -101,7 +125,7 @@ def resumed_plan(plan: RunPlan, resumed: Resumed) -> RunPlan:
 
 
 def _with_folder_to_save_to(parsed: ParsedRun, run: RunContext) -> ParsedRun:
-    """Have --save-to-run-dir name the folder, which rank 0 has made."""
+    """Return `parsed` in which --save is the subfolder "checkpoints" of the run folder, if --save-to-run-dir is set."""
     checkpoint = parsed.config.checkpoint
     if checkpoint.save is not None or not checkpoint.save_to_run_dir:
         return parsed
@@ -111,23 +135,34 @@ def _with_folder_to_save_to(parsed: ParsedRun, run: RunContext) -> ParsedRun:
 
 
 def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:
-    """The commands that go on from a run with records in `folder`, as they can be typed."""
+    """Return lines with commands for the user to run next.
+
+    Args:
+        parsed: command line of the run.
+        folder: run folder.
+        stopped: whether the run ended early. The command then resumes it.
+        generates: whether the trained model can generate text.
+    """
+    # ---- an interrupted run
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
 
     def tool(name: str) -> str:
+        """Return the command that runs a tool, in a checkout or with an installed package."""
         script = home / "tools" / f"{name}.py"
         return f"python {os.path.relpath(script)}" if script.exists() else f"python -m megazpp.tools.{name}"
 
     if stopped and save is None:
-        return "nothing was saved: a run with --save FOLDER goes on from where it was stopped"
+        return "nothing was saved: only a run with --save FOLDER can be resumed"
     if stopped:
         program, *flags = sys.argv
         there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load != save else ""
         to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
-        return f"to go on: python {shlex.join([program, *flags])}{to}{there}"
+        return f"to resume: python {shlex.join([program, *flags])}{to}{there}"
+
+    # ---- a complete run
     lines = [f"see its curves: {tool('report')} {folder}"]
     if save is not None and generates:
-        lines.append(f"let it write: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")
+        lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")
     if any(path.startswith(BUILTIN) for path in parsed.config.data.text_path) and "save" not in parsed.origins:
         program = sys.argv[0] if Path(sys.argv[0]).suffix == ".py" else Path(sys.argv[0]).name
         python = "python " if program.endswith(".py") else ""
@@ -136,23 +171,34 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
 
 
 def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
-    """Print what will run: what was noticed, flags, sizes, layout, back ends."""
+    """Log the description of a run: sizes, notices, flags, layout, communication, and the back end of each part.
+
+    Raises:
+        UserError: a back end that the flags request is not available.
+    """
+    # ---- sizes, in Megatron-LM's words
     layout, config = plan.layout, parsed.config
     run.log(
         f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
         + (f"context-parallel size: {layout.cp}, " if layout.cp > 1 else "")
         + f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
     )
+
+    # ---- notices and flags
     for notice in (*parsed.notices, *plan.notices):
         run.log(f"note: {notice}")
     where = "" if run.folder is None else f", all in {run.folder.path / 'args.txt'}"
     run.log(render_arguments_block(parsed.parts, parsed.origins), short=f"{len(parsed.origins)} flags are set{where}")
+
+    # ---- layout and communication
     run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
     if layout.cluster.links is not None:
         run.log(layout.cluster.links.describe())
     run.log(plan.wire.describe(), short=None if plan.wire.gather or plan.wire.reduce else "")
     for feature in plan.features:
         run.log(feature.describe())
+
+    # ---- back ends
     device_type = run.device.type
     with user_errors():
         model = model_backends(
@@ -166,7 +212,11 @@ def introduce(run: RunContext, parsed: ParsedRun, plan: RunPlan) -> None:
 
 
 def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: CheckpointMetadata | None) -> Tracker:
-    """The run folder, a continued run's own, with the flags in it, and what else the flags ask to record to."""
+    """Open the run folder and the other sinks for records, such as wandb; write flags and layout to the folder.
+
+    Only rank 0 calls this. A resumed run continues the wandb run named in `continued`, the metadata of its checkpoint.
+    It also continues that run's folder, unless --run-dir names another folder.
+    """
     tracking = parsed.config.tracking
     before = continued.run_dir if continued is not None and Path(continued.run_dir or "").is_dir() else None
     folder = RunFolder(tracking.run_dir or before or default_run_dir(parsed.name, datetime.datetime.now()))
@@ -184,7 +234,17 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: Ch
 def open_context(
     parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None
 ) -> tuple[RunContext, RunPlan]:
-    """The axes, the console and the folder that every part needs; the plan with the links, if they are measured."""
+    """Create the process groups, the console and the context that every part of the run uses.
+
+    Args:
+        parsed: command line of the run.
+        plan: plan of the run.
+        worker: this process.
+        tracker: writes the run's records; None on all ranks except rank 0.
+
+    Returns:
+        the context, and `plan` with the measured links if --measure-links is set.
+    """
     config, console, folder = parsed.config, Console(enabled=worker.rank == 0), tracker.folder if tracker else None
     if folder is not None:
         console.keep(folder.path / "log.txt")

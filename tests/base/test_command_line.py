@@ -214,7 +214,7 @@ def test_unreadable_flag_file_is_rejected_with_file_and_line(folder):
 MEGATRON_REFUSED = """
 --pretrained-checkpoint ckpt | is a Megatron flag that is not supported: use --load with --finetune
 --num-layers-per-virtual-pipeline-stage 2 | is not supported: there is no pipeline parallelism
---nccl-cross-min-ctas 2 | --nccl-cross-min-ctas is gone: set NCCL's own variable NCCL_MIN_CTAS
+--nccl-cross-min-ctas 2 | --nccl-cross-min-ctas was removed: set NCCL's own variable NCCL_MIN_CTAS
 --expert-tensor-parallel-size 2 | is not supported, only 1: experts are whole
 --DDP-impl | --DDP-impl takes one value, not 0
 --mmap-warmup 5 | --mmap-warmup takes no value, not 1
@@ -259,7 +259,7 @@ def test_all_mistakes_are_reported_at_once_with_summary_of_megatron_flags():
         "command line: --checkpoint-activations is a",
         "taken: --num-layers --keep-last",
         "ignored: --DDP-impl",
-        "not here, see above: --moe-min-capacity",
+        "not supported, see above: --moe-min-capacity",
         "command line: --num-layers: invalid int",
         "--keep-last needs --save",
     ]

@@ -111,7 +111,7 @@ BAD_LINES = [
     (b'{"text": 5}', "'text' is 5, not a string"),
     (b'{"text": ["a"]}', 'is ["a"], not a string'),
     (b'["text"]', '["text"], not an object'),
-    (b'{"text": "\\ud800"}', "half of a surrogate pair, and no text"),
+    (b'{"text": "\\ud800"}', "half of a surrogate pair, which is not valid text"),
     (b'{"text": ' + b"[" * 100_000, "not JSON: maximum recursion depth"),
     (b'{"text": ' + b"9" * 5000, "not JSON: Exceeds the limit"),
 ]

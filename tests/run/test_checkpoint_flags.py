@@ -97,7 +97,7 @@ def test_copied_tokenizer_is_preferred_to_the_training_path(folder, beside):
     assert (found.add_special_tokens, found.model_vocab_size) == (False, 300)
     assert parsed.origins["tokenizer_model"] == "checkpoint"
     for lines in (parsed.notices, with_checkpoint_tokenizer(parse(), saved, folder).notices):
-        assert lines == (f"the tokenizer is that of --load {folder.path}: {beside}",)
+        assert lines == (f"using the tokenizer of --load {folder.path}: {beside}",)
 
 
 def test_tokenizer_given_by_flags_replaces_the_checkpoints_entirely(folder, beside):

@@ -68,7 +68,7 @@ def test_checkpoint_of_the_first_run_works_on_another_machine(tmp_path):
     say = ("--prompt", "Call me", "--temperature", "0", "--sample-tokens", "3")
     code, output = run_forked("tools/generate.py", "--load", str(there), *say, folder=tmp_path)
     assert code == 0, output
-    assert f"note: the tokenizer is that of --load {there}: {kept.name}" in output
+    assert f"note: using the tokenizer of --load {there}: {kept.name}" in output
     assert not (tmp_path / "cache").exists()
     assert convert(there, tmp_path / "out") == 0
     ours = load_tokenizer(read_tokenizer(there, kept.name))

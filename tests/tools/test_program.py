@@ -79,7 +79,7 @@ def test_data_tools_start_without_torch(tmp_path):
 
 def test_errors_are_put_in_words_and_raised_on_all_ranks():
     for fails, said in (
-        (lambda: "a\ud800".encode(), r"'\ud800' is half of a surrogate pair, and no text"),
+        (lambda: "a\ud800".encode(), r"'\ud800' is half of a surrogate pair, which is not valid text"),
         (lambda: Path("/proc/x/y").read_text(), "/proc/x/y: No such file or directory"),
         (lambda: int("x"), "invalid literal for int() with base 10: 'x'"),
     ):

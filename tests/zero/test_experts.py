@@ -69,7 +69,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def every_expert(moe: nn.Module, config: GPTConfig, x: torch.Tensor, *, norm: nn.Module, kept: Any = None) -> Any:
-    """The output and the router's losses of each sequence; the experts that were not chosen have weight 0."""
+    """Return the output of `norm(x)`, and the router's losses of each sequence. All experts compute all tokens."""
     y = norm(x)
     logits = y @ moe.router.weight.t()
     sigmoid = config.moe_router_score_function == "sigmoid"
@@ -135,7 +135,7 @@ def build(config: GPTConfig, nodes: int, zero: ZeroConfig, **parallel: Any) -> A
 
 
 def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[str, Any], micro_batches: int = 2) -> Any:
-    """What `reference` returns, and the bytes sent across nodes."""
+    """Train on the ranks of `nodes` nodes. Return the values of `reference`, and the bytes sent between nodes."""
     model, sharding, dims = build(config, nodes, ZeroConfig(**zero), **parallel)
     model.train()
     optimizer = ShardedAdamW(
