@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_to_names_the_flag_and_why(tmp_path):
     link.symlink_to(tmp_path / "gone")
     file.touch()
     rows = [
-        (link, f"--save {link} cannot be written to: it is a link to {tmp_path / 'gone'}, which is not there"),
+        (link, f"--save {link} cannot be written to: it is a link to {tmp_path / 'gone'}, which does not exist"),
         (file / "below", f"--save {file}/below cannot be written to: Not a directory"),
     ]
     assert not_refused(rows, lambda path: CheckpointFolder(path, "--save").lock()) == []
@@ -244,7 +244,7 @@ def test_a_folder_that_is_missing_or_none_of_a_tokenizer_is_refused(tmp_path):
     name = write_tokenizer(tmp_path, TOKENIZER)
     shutil.move(tmp_path / name, tmp_path / "outside")
     names = ("outside", "../x", str(tmp_path / "outside"), f"{name}/../outside")
-    rows = [(other, "is no folder of a tokenizer") for other in names]
+    rows = [(other, "is not the name of a tokenizer folder") for other in names]
     rows.append((name, f"{name} is missing, the tokenizer of these checkpoints: copy it too, or name one with --token"))
     assert not_refused(rows, lambda name: read_tokenizer(tmp_path, name), DamagedError) == []
 
