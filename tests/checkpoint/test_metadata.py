@@ -49,7 +49,7 @@ def test_a_record_is_read_as_it_was_written_one_of_format_1_without_a_tokenizer_
     (tmp_path / NAME).write_text(json.dumps(old | {"format": 1}))
     assert read_record(tmp_path) == dataclasses.replace(record, tokenizer=None, tokenizer_folder=None, format=1)
     write(tmp_path, format=3)
-    with pytest.raises(ValueError, match="has format 3, this version knows 2") as caught:
+    with pytest.raises(ValueError, match="has format 3, but this version reads formats up to 2") as caught:
         read_record(tmp_path)
     assert not isinstance(caught.value, DamagedError)
 
