@@ -105,7 +105,7 @@ def test_a_continued_run_goes_on_as_the_same_wandb_run(continued):
 def test_what_does_not_fit_the_checkpoints_is_refused_before_workers_start(home, continued, run_main, monkeypatch):
     monkeypatch.chdir(home)
     for flags, said in (
-        ("--save saved", "--save saved holds checkpoints already (up to iteration 6): --load saved goes on from there"),
+        ("--save saved", "--save saved holds checkpoints already (up to iteration 6): pass --load saved to resume"),
         ("--load saved --hidden-size 24", "--hidden-size is 24, was 16 in saved"),
         ("--load missing --use-checkpoint-args", "--use-checkpoint-args: --load missing has no checkpoint"),
     ):

@@ -106,9 +106,10 @@ class Moments(StatePart):
         }
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return a tensor for each saved state that this optimizer can use, and count the parameters without one.
+        """Return a tensor for each saved state that this optimizer can use, and count the parameters that start anew.
 
-        Sharded states are sharded like their parameter. Saved states of another optimizer's kind are not loaded.
+        A moment is sharded like its parameter. A saved state of another kind, such as Adam's moments for a parameter
+        that Muon updates here, is not loaded.
         """
         parameters, targets, others = dict(self._model.named_parameters()), {}, set()
         for key, entry in under(OPTIMIZER, saved).items():
@@ -173,7 +174,7 @@ class ErrorFeedback(StatePart):
 
 
 class SecondaryPartition(StatePart):
-    """The secondary partition, which is the weights that all nodes keep, for runs with lossless weight deltas.
+    """The secondary partition, a copy of the weights that every node keeps, in runs with lossless weight deltas.
 
     It is saved because the next delta is added to it. Without --zero-weight-delta this part has no tensors.
     """
@@ -188,7 +189,7 @@ class SecondaryPartition(StatePart):
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         if any(key.startswith("island.") for key in saved):
-            return {}  # DiLoCo saved it for one replica group (island); the saved weights are the common ones
+            return {}  # a DiLoCo checkpoint: this is one replica group's copy, but `model.` has the outer weights
         own, there = self._sharding.secondary_targets(), under(SECONDARY, saved)
         return {name: x for name, x in own.items() if name in there and there[name].properties.dtype == x.dtype}
 
