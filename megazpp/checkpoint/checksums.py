@@ -83,7 +83,7 @@ def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: 
         num_ranks: number of ranks that share the work.
         names: names of the files to verify; None for all files.
     Returns:
-        Size in bytes of all files in the list, whoever verifies them.
+        Total size in bytes of all files in the list, including the files of other ranks.
     Raises:
         DamagedError: a file of the share is missing or differs (the message has one line per file), or the list itself
             is damaged.
@@ -206,7 +206,7 @@ class _SummingFiles(FileSystem):
 
 
 class _SummingFile(io.BufferedWriter):
-    """A file that tracks its size and CRC-32 as it is written, and keeps the first OSError of a write.
+    """A file that computes its size and CRC-32 during writing, and keeps the OSError of a failed write.
 
     torch.save replaces such an error with one that names a source line of torch, so the cause would be lost.
 

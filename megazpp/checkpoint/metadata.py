@@ -272,7 +272,7 @@ def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) ->
 def check_same_vocabulary(record: CheckpointMetadata, vocab_size: int, where: Path) -> None:
     """Raise ValueError if the tokenizer in use (`vocab_size` tokens) has another size than the checkpoint's."""
     if record.vocab_size != vocab_size:
-        raise ValueError(f"the tokenizer has {vocab_size} tokens, that of {where} had {record.vocab_size}")
+        raise ValueError(f"the tokenizer has {vocab_size} tokens, but the tokenizer of {where} had {record.vocab_size}")
 
 
 def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
@@ -428,7 +428,7 @@ def agreed_schedule(
 
 
 def _differences(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any], where: Path) -> str:
-    """Return one line that lists the flags `names` with this run's values and with those of the checkpoint `where`."""
+    """Return one line that lists the flags `names` with this run's values and the checkpoint's. `where` is its path."""
     return f"{', '.join(_changes(names, now, saved))} in {where}"
 
 

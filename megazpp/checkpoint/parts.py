@@ -106,7 +106,7 @@ class Moments(StatePart):
         }
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return a tensor for each saved state that this optimizer can use, and count the parameters that start anew.
+        """Return a tensor for each saved state that this optimizer can use. Count the parameters whose state is reset.
 
         A moment is sharded like its parameter. A saved state of another kind, such as Adam's moments for a parameter
         that Muon updates here, is not loaded.
@@ -196,7 +196,7 @@ class SecondaryPartition(StatePart):
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         if self._sharding.load_secondary_state(loaded):
             return []
-        return ["weights cross nodes whole at first: the checkpoint has no weights that nodes keep"]
+        return ["the next inter-node messages carry whole weights: the checkpoint has no secondary partition"]
 
 
 class RandomGenerators(StatePart):

@@ -228,7 +228,7 @@ class CheckpointReader:
         Returns:
             Progress, schedule and folder to resume from; None if the source has no checkpoint.
         Raises:
-            DamagedError: files are missing or differ from what was saved.
+            DamagedError: files are missing or have changed since the save.
             ValueError: the checkpoint's model, tokenizer, optimizer or schedule does not fit this run's flags.
         """
         # choose a checkpoint and verify its files
@@ -260,7 +260,7 @@ class CheckpointReader:
         """Verify a checkpoint's files on all ranks together, and return their size in bytes and the metadata.
 
         Raises:
-            DamagedError: a file is missing or differs from what was saved. Every rank raises it.
+            DamagedError: a file is missing or has changed since the save. Every rank raises it.
         """
         axis = self._axis
         size = raise_on_all_ranks(axis, lambda: verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size))

@@ -186,7 +186,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(kind: type[Enum], name: str) -> Enum:
-    """Return a member of an enum class by name. It stands for `getattr`, which is refused for other objects.
+    """Return a member of an enum class by name. The unpickler uses it in place of `getattr`.
 
     Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(its class, its name)`.
     """

@@ -11,11 +11,11 @@ Every tensor has a key, and each part of the state has a separate prefix:
     rng.{layout}.{coordinates}.{generator}     states of the random generators of one rank
     extra.{name}                               values that a training method keeps between steps, read by every rank
 
-The parts are implemented in parts.py. Features add others, in diloco/state.py and post_training/reference.py. The keys
-of weights and optimizer states are those of `torch.distributed.checkpoint.state_dict`.
+The parts are implemented in parts.py. Features add others, in diloco/state.py and post_training/reference.py. Weights
+and optimizer states have the keys that `torch.distributed.checkpoint.state_dict` uses.
 
 Sharded tensors are DTensors, so torch has their placement, and a run with any layout can read them. Keys with a layout
-and coordinates belong to one rank. Only a run with the same layout reads them; in any other run these parts start anew.
+and coordinates belong to one rank. Only a run with the same layout reads them; in any other run these parts are reset.
 A rank's coordinates do not depend on its rank number, so hosts may be in another order. The secondary partition is
 saved only for lossless weight deltas, because otherwise it is computed from the shards.
 """
@@ -57,7 +57,7 @@ class StatePart:
     group: Group = "optimizer"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors to save, by name. They are not copied, and nothing changes them before the next step."""
+        """Return this rank's tensors to save, by name. They are not copies, so the next step may change them."""
         raise NotImplementedError
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:

@@ -122,7 +122,7 @@ def test_what_contradicts_the_checkpoint_is_explained(saved, tmp_path):
     anew, one, two = (rf"at TrainingProgress.iteration={done}, consumed_samples=" for done in range(3))
     ranks(2).run(run, CASE, 1, save=str(tmp_path), save_optim=False, save_rng=False)
     rows = [
-        (load, {"vocab_size": 103}, "the tokenizer has 103 tokens, that of .*iter_0000002 had 101"),
+        (load, {"vocab_size": 103}, "the tokenizer has 103 tokens, but the tokenizer of .*iter_0000002 had 101"),
         (load, bytes_100, "ValueError: the tokenizer gives other ids than that of .*--finetune"),
         (load | {"finetune": True}, bytes_100, "WARNING: the tokenizer gives other ids.*success"),
         (load, sgd, "--optimizer is sgd, was adam in .*moments"),
