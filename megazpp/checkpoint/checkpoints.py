@@ -88,7 +88,7 @@ class Checkpoints:
                 )
 
     def _take(self, folder: CheckpointFolder, needed: int) -> None:
-        """Lock the folder, recover from an earlier crash, and check that `needed` bytes are free (on rank 0)."""
+        """Lock the folder, recover from an earlier crash, and check that `needed` bytes are free. Runs on rank 0."""
         folder.lock()
         for line in folder.recover():
             self._say(line)

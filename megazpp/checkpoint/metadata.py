@@ -150,7 +150,7 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
         DamagedError: the file cannot be read, or its iteration differs from the one in the folder's name.
         ValueError: a later version of this program wrote the file, in a newer format.
     """
-    # parse
+    # parse the file
     path = checkpoint / RECORD
     try:
         values = json.loads(path.read_bytes())
@@ -416,7 +416,7 @@ def agreed_schedule(
         return schedule
     if config.use_checkpoint_opt_param_scheduler:
         return Schedule(**saved).stretched(ratio)
-    # explain the difference
+    # no flag selects one of the two schedules: explain how they differ
     differ = [name for name in own if own[name] != saved.get(name)]
     lines = [f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}" for name in differ]
     if ratio != 1:

@@ -80,7 +80,7 @@ class Weights(StatePart):
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Discard the secondary partition of the earlier weights."""
+        """Invalidate the secondary partition, because it belongs to the earlier weights."""
         self._sharding.invalidate_weights()
         if all(name in loaded for name, _ in self._model.named_parameters()):
             return []
@@ -168,7 +168,8 @@ class ErrorFeedback(StatePart):
         missing = [name for name, x in self.tensors().items() if name not in loaded]
         for name in missing:
             self.tensors()[name].zero_()
-        missing = [name for name in missing if not name.endswith(".recent")]  # message sizes need no note
+        # no note for lost sizes of weight deltas (".recent"): the next messages then just have the full size
+        missing = [name for name in missing if not name.endswith(".recent")]
         self._sharding.rescale_feedback(self._values.scaler.scale / self._values.saved_scale)
         return ["error feedback begins at zero: the checkpoint has none of this layout"] if missing else []
 
@@ -234,7 +235,7 @@ class RandomGenerators(StatePart):
         return states
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Set the generators to the loaded states. Without any state, seed all generators by the iteration."""
+        """Set the generators to the loaded states. If there are none, seed them by the seed and the iteration."""
         if not loaded:
             # the seed contains the iteration, so that the dropout masks of the first steps are not repeated
             dims = self._dims

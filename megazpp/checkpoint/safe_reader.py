@@ -94,7 +94,7 @@ class SafeReader:
             offsets: index of the part's first element, one number per dimension.
             box: tensor to fill, which has the shape of the part. Elements outside the saved tensor stay unchanged.
         Raises:
-            ValueError: a file is too short, or has no tensor of this key.
+            ValueError: a file is too short, or its content is not a contiguous tensor.
         """
         entry = self.tensors()[key]
         if not box.dim():
