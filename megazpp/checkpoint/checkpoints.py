@@ -80,7 +80,8 @@ class Checkpoints:
         folder, axis = self._folder, self._axis
         if folder is not None:
             num_weights = sum(parameter.numel() for parameter in self._state.model.parameters())
-            needed = 4 * num_weights * (3 if self._config.save_optim else 1)  # fp32 weights and two fp32 moments
+            # fp32 weights, and with --save-optim two fp32 moments
+            needed = 4 * num_weights * (3 if self._config.save_optim else 1)
             raise_on_all_ranks(axis, lambda: self._take(folder, needed) if axis.rank == 0 else None)
             if not all(axis.share_object(axis.gather_objects((folder.path / "lock").exists()))):
                 raise ValueError(
@@ -275,7 +276,7 @@ def write_checkpoint(
         if axis.rank == 0:
             folder.abandon(iteration)
         raise ValueError(f"{folder.name}: iteration {iteration} could not be saved: {error}") from error
-    # report
+    # describe the result
     size, seconds = sum(part.size for sums in parts for part in sums.values()), time.perf_counter() - started
     return (
         f"  successfully saved checkpoint at iteration {iteration:7d} to {folder.path}"

@@ -162,9 +162,8 @@ class SummingWriter(FileSystemWriter):
         """
         without = serialization.config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with without, warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="torch.distributed is disabled"
-            )  # a single process writes without a group
+            # torch warns about writing without a group, as a single process does
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
                 dcp.save(dict(tensors), storage_writer=self, planner=self._planner, process_group=group)
             except CheckpointException as error:  # the library raises it on all ranks if any rank fails

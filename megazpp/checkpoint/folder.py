@@ -140,7 +140,7 @@ class CheckpointFolder:
             holder = file.read().strip() or "another job"
             file.close()
             raise ValueError(f"{self.name} is in use by {holder}: give each job its own folder")
-        # write down who holds it, for the message of another job
+        # write this process into the lock file, so that the error message of another job can name it
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
@@ -161,7 +161,7 @@ class CheckpointFolder:
         """
         # complete a save whose checkpoint already has its final name
         lines = []
-        with contextlib.suppress(DamagedError):  # the crash came while the next tracker was being written
+        with contextlib.suppress(DamagedError):  # ignore a next tracker that the crash cut short
             text = read_tracker(self._new)
             if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
                 self._advance()

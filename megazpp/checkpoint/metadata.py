@@ -334,9 +334,8 @@ def data_notes(
         One note, or [] if nothing changed.
     """
     # compare the flags
-    own: dict[str, Any] = {
-        name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()
-    }  # JSON has no tuples
+    # lists in place of tuples, as in the flags read from JSON
+    own: dict[str, Any] = {name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()}
     before, now, (size, earlier_size) = saved.get(SAMPLES, {}), own.get(SAMPLES, {}), batch_sizes
     # if the tokens are the same, then changed paths and text flags do not matter
     passed_over = (*PLACES, *TEXT) if same_sources(before, now) else ()

@@ -118,7 +118,7 @@ class Moments(StatePart):
                 others.add(name)
             elif name in parameters:
                 weight, own = parameters[name].detach(), self._optimizer.state.get(parameters[name], {})
-                new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # a moment or a step count
+                new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # moment, or step count
                 targets[key] = own[moment] if moment in own else new.to(entry.properties.dtype)
         self._anew = len(others)
         return targets

@@ -273,7 +273,7 @@ class CheckpointReader:
         Raises:
             ValueError: the checkpoint does not fit this run; the message names the flags.
         """
-        # model and tokenizer
+        # compare model and tokenizer
         own = self._own
         if source.continues and own.adapters is None and record.adapters is not None:
             raise ValueError(
@@ -291,14 +291,14 @@ class CheckpointReader:
                     f"{another}. Remove the tokenizer's flags to resume, or pass --finetune to start a new run"
                 )
             self._say(f"WARNING: {another}")
-        # parts that the checkpoint lacks
+        # refuse to load parts that the checkpoint lacks
         for part, what, name in (("optimizer", "optimizer", "optim"), ("rng", "rng state", "rng")):
             if getattr(source, part) and not getattr(record, f"has_{part}"):
                 raise ValueError(
                     f"Unable to load {what} from checkpoint {checkpoint}: it was written with --no-save-{name}. "
                     f"Specify --no-load-{name} or --finetune"
                 )
-        # data, optimizer and schedule
+        # compare data, optimizer and schedule
         if source.continues:
             sizes, consumed = (batch_size_of(own), batch_size_of(record)), record.progress.consumed_samples
             for note in data_notes(record.flags, own.flags, checkpoint, consumed=consumed, batch_sizes=sizes):

@@ -100,11 +100,8 @@ class SafeReader:
         if not box.dim():
             offsets, box = (0,), box.view(1)
         for chunk in entry.chunks:
-            begins, sizes = (
-                tuple(chunk.offsets) or (0,),
-                tuple(chunk.sizes) or (1,),
-            )  # read a scalar as a vector of one element
-            # intersect the saved chunk with the box
+            # intersect the saved chunk with the box; a scalar is read as a vector of one element
+            begins, sizes = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
             places = list(zip(offsets, box.shape, begins, sizes, strict=True))
             low = [max(start, own) for start, _, own, _ in places]
             high = [min(start + size, own + length) for start, size, own, length in places]

@@ -92,7 +92,7 @@ class RunValues:
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler, guard: Stateful | None = None) -> None:
         self.scaler, self._optimizer, self._guard = scaler, optimizer, guard
-        self.saved_scale = scaler.scale  # until a checkpoint is loaded
+        self.saved_scale = scaler.scale  # loading a checkpoint replaces it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields `scaler`, `guard` and `groups` of `CheckpointMetadata`.
@@ -114,7 +114,7 @@ class RunValues:
         self.saved_scale = float(scaler.get("scale", self.scaler.scale))
         if self._guard is not None and guard:
             self._guard.load_state_dict(guard)
-        if any(values["groups"]):  # if no group has a value, the number of groups may differ
+        if any(values["groups"]):  # torch optimizers save no values here; then the number of groups may differ
             for group, own in zip(self._optimizer.param_groups, values["groups"], strict=True):
                 group.update(own)
 

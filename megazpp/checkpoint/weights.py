@@ -62,7 +62,7 @@ def open_weights(
     own, adapters = SafeReader(checkpoint), record.adapters
     if adapters is None:
         return own
-    # try each possible base
+    # try each possible base until the checksum of its weights is right
     others = []
     for base in find_bases(checkpoint, adapters, lora_base):
         raise_on_all_ranks(files, functools.partial(verify_files, base, rank=files.rank, num_ranks=files.size))
