@@ -105,7 +105,7 @@ def test_resumed_run_continues_the_same_wandb_run(continued):
 def test_flags_that_contradict_checkpoints_are_rejected_before_the_start(home, continued, run_main, monkeypatch):
     monkeypatch.chdir(home)
     for flags, said in (
-        ("--save saved", "--save saved holds checkpoints already (up to iteration 6): --load saved goes on from there"),
+        ("--save saved", "--save saved holds checkpoints already (up to iteration 6): pass --load saved to resume"),
         ("--load saved --hidden-size 24", "--hidden-size is 24, was 16 in saved"),
         ("--load missing --use-checkpoint-args", "--use-checkpoint-args: --load missing has no checkpoint"),
     ):

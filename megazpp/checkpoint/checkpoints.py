@@ -1,9 +1,11 @@
-"""A run's checkpoints: when they are saved, how one is written, and going back to one.
+"""Saving and loading of a run's checkpoints: when to save, how to write one, and how to return to one.
 
-Every rank writes its part under the partial name; then rank 0 makes the checkpoint complete. The tensors' files are
-torch.distributed.checkpoint's. With --async-save everything after a copy of the tensors happens in a thread, in a
-process group of its own, while training goes on; the next save and the end of the run wait for it. From torch 2.13 on
-the copies' memory is reused by later saves. The memory is pinned if the tensors are on a GPU.
+Every rank writes its tensors into the folder `iter_N.partial` in the format of torch.distributed.checkpoint. Then rank
+0 adds the metadata and renames the folder to `iter_N`, so a folder with this name is always complete.
+
+With --async-save, training waits only until the tensors are copied to host memory. A thread with a separate gloo
+process group writes the copy while training continues. The next save and the end of the run wait for this thread. The
+host memory is pinned if the tensors are on a GPU, and with torch 2.13 or later the next save reuses it.
 """
 
 from __future__ import annotations
@@ -30,18 +32,20 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 from megazpp.parallel.worker import threads_on
 
-# torch 2.11 and 2.12 close a stager at the end of its first use, and it cannot be used again
+# torch 2.11 and 2.12 close a stager after its first copy, so each save needs a new stager and allocates new memory
 STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 class Checkpoints:
-    """Saves and loads for the training loop. Every rank calls every method.
+    """Saves and loads of the training loop. Every rank calls every method.
 
     Args:
-        record: of run.json: what does not change from one save to the next.
-        axis: all ranks, see `open_axis`.
-        say: prints a line on rank 0.
-        tokenizer: files of the run's, by name.
+        config: checkpoint flags.
+        state: tensors and values of the run that checkpoints hold.
+        record: content of run.json. Each save replaces its progress and the values that training changes.
+        axis: axis over all ranks with a group for files, see `open_axis`.
+        say: function that prints a line on rank 0.
+        tokenizer: contents of the tokenizer's files by file name; None or empty for a tokenizer without files.
     """
 
     def __init__(
@@ -67,15 +71,17 @@ class Checkpoints:
         self._writing: Future[str] | None = None
 
     def open(self) -> None:
-        """Take the folder of --save for this job; without the flag there is nothing to do.
+        """Create and lock the folder of --save, and clean up after an earlier crash. Do nothing without --save.
 
         Raises:
-            ValueError: it is another job's, cannot be written to, is not the same on all nodes, or is full.
+            ValueError: another job uses the folder, it is not writable, the nodes see different folders, or the disk
+                has too little space for a checkpoint.
         """
         folder, axis = self._folder, self._axis
         if folder is not None:
             num_weights = sum(parameter.numel() for parameter in self._state.model.parameters())
-            needed = 4 * num_weights * (3 if self._config.save_optim else 1)  # fp32, with two moments of each
+            # fp32 weights, and with --save-optim two fp32 moments
+            needed = 4 * num_weights * (3 if self._config.save_optim else 1)
             raise_on_all_ranks(axis, lambda: self._take(folder, needed) if axis.rank == 0 else None)
             if not all(axis.share_object(axis.gather_objects((folder.path / "lock").exists()))):
                 raise ValueError(
@@ -83,6 +89,7 @@ class Checkpoints:
                 )
 
     def _take(self, folder: CheckpointFolder, needed: int) -> None:
+        """Lock the folder, recover from an earlier crash, and check that `needed` bytes are free. Runs on rank 0."""
         folder.lock()
         for line in folder.recover():
             self._say(line)
@@ -93,7 +100,16 @@ class Checkpoints:
         self._say(space if free > 2 * needed else f"WARNING: {space}")
 
     def load(self, source: LoadSource, schedule: Schedule) -> Resumed | None:
-        """Go on from a checkpoint; see `CheckpointReader.read`."""
+        """Load a checkpoint into the state and return the position to resume from; see `CheckpointReader.read`.
+
+        If --ckpt-step selected a checkpoint of the --save folder, the tracker file is set to it.
+
+        Args:
+            source: folder and iteration to load, and the parts of the checkpoint to load.
+            schedule: learning-rate schedule of this run's flags.
+        Returns:
+            Progress, schedule and folder of the loaded checkpoint; None if the source has no checkpoint.
+        """
         reader = CheckpointReader(self._config, self._state, self._record, self._axis, self._say)
         resumed = reader.read(source, schedule)
         if resumed is not None:
@@ -101,25 +117,39 @@ class Checkpoints:
             folder, iteration = self._folder, resumed.progress.iteration
             if folder is not None and folder.of(iteration).resolve() == resumed.checkpoint.resolve():
                 self._saved = iteration
-                if source.iteration is not None:  # a restart goes on from here, too
+                if source.iteration is not None:  # a later restart must also resume from this iteration
                     raise_on_all_ranks(self._axis, lambda: folder.track(iteration) if self._axis.rank == 0 else None)
         return resumed
 
     def after_step(self, progress: TrainingProgress, *, last: bool) -> None:
-        """Save if it is time, or if the run is over; never the same iteration twice."""
+        """Save a checkpoint if one is due (see `due`), and report an asynchronous save that has completed.
+
+        Args:
+            progress: progress after the step.
+            last: True if the run ends after this step.
+        """
         if self._writing is not None and self._writing.done():
             self._finish_writing()
         if self._folder is not None and self.due(progress.iteration, last=last):
             self._save(self._folder, progress)
 
     def due(self, iteration: int, *, last: bool) -> bool:
-        """Return whether `after_step` of the iteration saves."""
+        """Return True if `after_step` will save a checkpoint of this iteration.
+
+        A save is due every --save-interval iterations and after the last step, but only once per iteration.
+        """
         interval = self._config.save_interval
         due = last or (interval is not None and iteration % interval == 0)
         return due and self._folder is not None and iteration != self._saved
 
     def rewind(self) -> TrainingProgress:
-        """Go back to the newest checkpoint of --save; raises ValueError if there is none, or it is damaged."""
+        """Load the latest checkpoint of the --save folder into the state, and return its progress.
+
+        The reaction to a loss spike uses this. A save that is still being written is completed first.
+
+        Raises:
+            ValueError: the folder has no checkpoint, or the checkpoint is damaged.
+        """
         assert self._folder is not None, "a rewind needs --save"
         self._finish_writing()
         source = LoadSource(self._folder, optimizer=self._config.save_optim, rng=self._config.save_rng)
@@ -129,7 +159,7 @@ class Checkpoints:
         return resumed.progress
 
     def finish(self) -> None:
-        """Wait for a save that is still being written, and give the folder back."""
+        """Wait for a save that is still being written, stop the thread, and unlock the --save folder."""
         self._finish_writing()
         if self._thread is not None:
             self._thread.shutdown()
@@ -139,8 +169,11 @@ class Checkpoints:
             self._folder.unlock()
 
     def _save(self, folder: CheckpointFolder, progress: TrainingProgress) -> None:
+        """Write a checkpoint of the current state, in the background with --async-save."""
+        # wait for the previous save, because only one save is written at a time
         started = time.perf_counter()
-        self._finish_writing()  # one at a time
+        self._finish_writing()
+        # collect the tensors and the metadata
         config, iteration = self._config, progress.iteration
         self._say(f"saving checkpoint at iteration {iteration:7d} to {folder.path}")
         tensors = self._state.tensors(optimizer=config.save_optim, rng=config.save_rng)
@@ -158,6 +191,7 @@ class Checkpoints:
                 tokenizer=self._tokenizer,
             )
 
+        # write now, or copy the tensors and write in the thread
         self._saved = iteration
         if self._thread is None:
             with user_errors():
@@ -170,14 +204,15 @@ class Checkpoints:
         )
 
     def _stage(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Copy tensors to host memory, and wait until the copies are complete."""
+        """Copy the tensors to host memory and return the copies. Blocks until all copies are complete."""
         if self._stager is None or not STAGER_IS_REUSABLE:
             self._stager = DefaultStager(self._staging)
         copies = self._stager.stage(dict(tensors))
-        assert isinstance(copies, dict), "use_async_staging is off, so it is no Future"
+        assert isinstance(copies, dict), "stage() must return a dict, not a Future: use_async_staging is False"
         return copies
 
     def _finish_writing(self) -> None:
+        """Wait for the asynchronous save, if there is one, and print its result. Raise its error if it failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             with user_errors():
@@ -195,23 +230,33 @@ def write_checkpoint(
     read: Callable[[str], torch.Tensor] | None = None,
     tokenizer: Mapping[str, bytes] | None = None,
 ) -> str:
-    """Have all of it on disk, and the tracker name it; returns the line that says so.
+    """Write one complete checkpoint, set the tracker file to it, and delete checkpoints that need not be kept.
+
+    All ranks call this. When it returns, the checkpoint is on disk.
 
     Args:
-        folder: locked by rank 0.
-        axis: all ranks.
-        keep_last, retain_interval: what stays, see `kept_iterations`.
-        read: see `SummingWriter`.
-        tokenizer: its files by name; see `write_tokenizer`.
+        record: content of run.json; its progress gives the iteration.
+        tensors: this rank's tensors by key, as DTensors or plain tensors.
+        folder: folder of --save, locked by rank 0.
+        axis: axis over all ranks with a group for files, see `open_axis`.
+        keep_last: number of newest checkpoints to keep, see `kept_iterations`.
+        retain_interval: interval of the iterations whose checkpoints are always kept, see `kept_iterations`.
+        read: function that returns a tensor by key, if `tensors` are on the meta device; see `SummingWriter`.
+        tokenizer: contents of the tokenizer's files by file name, see `write_tokenizer`.
+    Returns:
+        Log line with the path, the size and the duration.
     Raises:
-        ValueError: some rank could not write; the checkpoints there were are untouched.
+        ValueError: a rank could not write. The unfinished checkpoint is deleted, and earlier ones are unchanged.
     """
     started, iteration = time.perf_counter(), record.progress.iteration
     partial = folder.partial(iteration)
     writer = SummingWriter(partial, read)
 
     def complete() -> str:
-        """When the tensors are on disk: the last files, the name, the tracker, and what is deleted."""
+        """Write the metadata and checksums, rename the folder, move the tracker, and delete old checkpoints.
+
+        Rank 0 runs this when the tensors of all ranks are on disk. Returns a note for the log line, or "".
+        """
         sums = {name: part for of_rank in parts for name, part in of_rank.items()}
         named = dataclasses.replace(record, tokenizer_folder=write_tokenizer(folder.path, tokenizer or {}))
         sums[RECORD] = write_durably(partial / RECORD, named.as_json())
@@ -221,6 +266,7 @@ def write_checkpoint(
         folder.keep_only(kept_iterations(there, newest=iteration, keep_last=keep_last, retain_interval=retain_interval))
         return "" if aside is None else f" | the older one is now {aside}"
 
+    # write the tensors on all ranks, then complete the checkpoint on rank 0
     try:
         raise_on_all_ranks(axis, lambda: folder.begin(iteration) if axis.rank == 0 else None)
         raise_on_all_ranks(axis, lambda: writer.save(tensors, axis.group))
@@ -230,6 +276,7 @@ def write_checkpoint(
         if axis.rank == 0:
             folder.abandon(iteration)
         raise ValueError(f"{folder.name}: iteration {iteration} could not be saved: {error}") from error
+    # describe the result
     size, seconds = sum(part.size for sums in parts for part in sums.values()), time.perf_counter() - started
     return (
         f"  successfully saved checkpoint at iteration {iteration:7d} to {folder.path}"

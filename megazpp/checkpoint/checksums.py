@@ -1,11 +1,15 @@
-"""A checkpoint's list of files with sizes and checksums, which finds the file that was cut short or changed.
+"""Checksums of a checkpoint's files, to detect files that are truncated or changed.
+
+The list `checksums.txt` has one line per file with its CRC-32, its size in bytes and its name. The last line has the
+CRC-32 of the preceding lines:
 
     1a2b3c4d      12345  .metadata
     ...
     5e6f7a8b  the lines above
 
-CRC-32, because zlib sums 4 GB/s on one core here, faster than bytes are written. The last line sums the list itself.
-The tensors' files are torch.distributed.checkpoint's; what passes through its writer is summed on the way.
+The checksum is CRC-32 because zlib computes it fast: 4 GB/s on one core of the development machine. The tensor files
+are written by torch.distributed.checkpoint through `SummingWriter`. It computes their checksums during the write, so
+that no file is read again.
 """
 
 from __future__ import annotations
@@ -34,24 +38,28 @@ from megazpp.base.files import DamagedError, write_synced
 NAME = "checksums.txt"
 _CHUNK_BYTES = 1 << 22
 _LINE = re.compile(r"([0-9a-f]{8}) +(\d+)  (.+)\n")
-_WRITER = re.compile(r"__(\d+)_")  # the rank, in the library's names
+_WRITER = re.compile(r"__(\d+)_")  # torch.distributed.checkpoint names a file after the rank that wrote it
 
 
 class FileSum(NamedTuple):
-    """Size in bytes and CRC-32 of a file."""
+    """The size in bytes and the CRC-32 of a file."""
 
     size: int
     crc: int
 
 
 def write_checksums(folder: Path, sums: Mapping[str, FileSum]) -> None:
-    """Write the list and have it on disk when this returns."""
+    """Write `checksums.txt` into `folder` and sync it to disk. `sums` maps file names to sizes and checksums."""
     lines = "".join(f"{sums[name].crc:08x} {sums[name].size:12d}  {name}\n" for name in sorted(sums))
     write_durably(folder / NAME, f"{lines}{zlib.crc32(lines.encode()):08x}  the lines above\n")
 
 
 def read_checksums(folder: Path) -> dict[str, FileSum]:
-    """The list of a checkpoint; raises DamagedError if it is missing or damaged itself."""
+    """Read `checksums.txt` of a checkpoint folder and return the sizes and checksums by file name.
+
+    Raises:
+        DamagedError: the list is missing, malformed, or does not match the checksum in its last line.
+    """
     path = folder / NAME
     try:
         *lines, last = path.read_bytes().decode(errors="replace").splitlines(keepends=True) or [""]
@@ -64,20 +72,27 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
 
 
 def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: Collection[str] | None = None) -> int:
-    """Read this rank's share of a checkpoint's files; the shares of all ranks are all files.
+    """Compare this rank's share of a checkpoint's files with their recorded sizes and checksums.
 
-    At the same number of ranks these are the files that the rank has written, and will read.
+    The ranks together verify every file. If as many ranks wrote the checkpoint, each rank verifies the files that it
+    wrote.
 
     Args:
-        names: only these files.
+        checkpoint: folder with the files and `checksums.txt`.
+        rank: rank of this process.
+        num_ranks: number of ranks that share the work.
+        names: names of the files to verify; None for all files.
     Returns:
-        Bytes of all files.
+        Total size in bytes of all files in the list, including the files of other ranks.
     Raises:
-        DamagedError: a line for each file of the share that is not as it was written, or the list itself is damaged.
+        DamagedError: a file of the share is missing or differs (the message has one line per file), or the list itself
+            is damaged.
     """
+    # assign each file to one rank: the rank in the file's name, or rank 0 if the name has none
     sums = read_checksums(checkpoint)
     writers = {name: int(match[1]) if (match := _WRITER.match(name)) else 0 for name in sums}
     mine = [name for name in sums if writers[name] % num_ranks == rank and (names is None or name in names)]
+    # read each file of this rank's share
     problems = []
     for name in mine:
         path, expected = checkpoint / name, sums[name]
@@ -96,7 +111,7 @@ def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: 
 
 
 def sum_file(path: Path) -> FileSum:
-    """Read the whole file."""
+    """Read a file in chunks and return its size and CRC-32."""
     crc = size = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -106,25 +121,29 @@ def sum_file(path: Path) -> FileSum:
 
 
 def write_durably(path: Path, content: str | bytes) -> FileSum:
-    """Write a small file and have its content on disk when this returns."""
+    """Write a small file, sync it to disk, and return its size and CRC-32. Text is encoded as UTF-8."""
     content = content.encode() if isinstance(content, str) else content
     write_synced(path, content)
     return FileSum(len(content), zlib.crc32(content))
 
 
 def checkpoint_digest(checkpoint: Path) -> str:
-    """16 hexadecimal digits that name a checkpoint's files by their sizes and checksums."""
+    """Return 16 hexadecimal digits that identify a checkpoint's content: a hash of its `checksums.txt`."""
     return hashlib.sha256((checkpoint / NAME).read_bytes()).hexdigest()[:16]
 
 
 class SummingWriter(FileSystemWriter):
-    """Writes this rank's file, and the index on rank 0; each is on disk afterwards.
+    """A writer for torch.distributed.checkpoint that computes the checksum of each file while writing it.
+
+    Each rank writes its tensors, and rank 0 also writes the index `.metadata`. Every file is synced to disk.
 
     Args:
-        read: gives a tensor by its key when its turn has come, where `save` has only meta tensors; each then has a
-            file of its own, because the library keeps in memory what goes into one file.
+        path: folder to write into.
+        read: optional function that returns a tensor by key. With it, `save` takes tensors on the meta device, and
+            each tensor is created only when it is written. Each tensor then gets a separate file, because the library
+            holds all tensors of a file in memory.
     Attributes:
-        sums: of the files written, by name.
+        sums: sizes and checksums of the files that this rank has written, by file name.
     """
 
     def __init__(self, path: Path, read: Callable[[str], torch.Tensor] | None = None) -> None:
@@ -134,19 +153,28 @@ class SummingWriter(FileSystemWriter):
         self._planner = DefaultSavePlanner() if read is None else _ReadingPlanner(read)
 
     def save(self, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Write on all ranks of `group`; torch's own checksums, one per tensor and read by nobody, are left out."""
+        """Write `tensors`, given by key, with all ranks of `group`; None for a single process.
+
+        torch's own CRC-32 of each tensor is disabled, because no reader uses it.
+
+        Raises:
+            ValueError: a rank failed. Every rank raises it, with one line per rank that failed.
+        """
         without = serialization.config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
         with without, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process by itself
+            # torch warns about writing without a group, as a single process does
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
                 dcp.save(dict(tensors), storage_writer=self, planner=self._planner, process_group=group)
-            except CheckpointException as error:  # some ranks' failures, raised on all ranks
+            except CheckpointException as error:  # the library raises it on all ranks if any rank fails
                 found = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
                 lines = [f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, failure in found.items()]
                 raise ValueError("\n".join(lines)) from error
 
 
 class _ReadingPlanner(DefaultSavePlanner):
+    """A save planner that creates each tensor with `read(key)` at the moment the library writes it."""
+
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
         super().__init__()
         self._read = read
@@ -156,6 +184,8 @@ class _ReadingPlanner(DefaultSavePlanner):
 
 
 class _SummingFiles(FileSystem):
+    """A file system for `FileSystemWriter` that records the size and checksum of each written file in `sums`."""
+
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
 
@@ -175,7 +205,13 @@ class _SummingFiles(FileSystem):
 
 
 class _SummingFile(io.BufferedWriter):
-    """A file that knows its size, its checksum, and why it could not be written: torch.save says where instead."""
+    """A file that computes its size and CRC-32 during writing, and keeps the OSError of a failed write.
+
+    torch.save replaces such an error with one that names a source line of torch, so the cause would be lost.
+
+    Attributes:
+        failure: error of the failed write, if any.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -193,5 +229,5 @@ class _SummingFile(io.BufferedWriter):
         return count
 
     def fileno(self) -> int:
-        self.flush()  # who asks for it means to fsync; torch 2.13 does not flush the index before it does
+        self.flush()  # torch 2.13 calls os.fsync(fileno()) on the index without a flush; the buffer would be missed
         return super().fileno()

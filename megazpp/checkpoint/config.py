@@ -1,4 +1,4 @@
-"""The flags of checkpoints: Megatron's, and --keep-last and --load-fallback."""
+"""Command-line flags for saving and loading checkpoints. Most have the names and meanings of Megatron-LM's flags."""
 
 from __future__ import annotations
 
@@ -11,41 +11,47 @@ from megazpp.base.flags import check_not_negative, check_positive, flag, spellin
 class CheckpointConfig:
     """Checkpoints.
 
-    Where and how often to save, and what to load.
+    Folders to save to and load from, save intervals, and the parts of a checkpoint to save and load.
     """
 
-    save: str | None = flag(None, "folder for checkpoints; no other job may use it at the same time", common=True)
-    save_to_run_dir: bool = flag(False, "without --save: write checkpoints to the run folder, in checkpoints/")
-    save_interval: int | None = flag(None, "iterations between checkpoints; the last one is always saved", common=True)
-    keep_last: int | None = flag(None, "delete checkpoints but this many of the newest; default: keep all")
-    save_retain_interval: int | None = flag(
-        None, "keep checkpoints of iterations that this divides, and delete others but --keep-last (1)"
+    save: str | None = flag(None, "folder to save checkpoints in; only one job at a time may use it", common=True)
+    save_to_run_dir: bool = flag(False, "save checkpoints in checkpoints/ of the run folder, if --save is not given")
+    save_interval: int | None = flag(
+        None, "iterations between checkpoints; the last iteration is always saved", common=True
     )
-    save_optim: bool = flag(True, "write the optimizer's state")
-    save_rng: bool = flag(True, "write the states of the random generators")
-    async_save: bool = flag(False, "go on training while a copy is written; takes the memory of that copy")
-    load: str | None = flag(None, "folder of checkpoints to resume from; start anew if it has none", common=True)
+    keep_last: int | None = flag(
+        None, "number of newest checkpoints to keep; older ones are deleted; default: keep all"
+    )
+    save_retain_interval: int | None = flag(
+        None, "keep checkpoints of multiples of this iteration and the --keep-last newest (1); delete others"
+    )
+    save_optim: bool = flag(True, "save the optimizer states")
+    save_rng: bool = flag(True, "save the states of the random generators")
+    async_save: bool = flag(False, "save in the background during training, from a copy of the tensors in host memory")
+    load: str | None = flag(
+        None, "folder of checkpoints to resume from; start from scratch if it has none", common=True
+    )
     ckpt_step: int | None = flag(None, "load the checkpoint of this iteration instead of the latest")
-    load_fallback: bool = flag(False, "where the checkpoint to load is damaged, load the newest that is not")
-    load_optim: bool = flag(True, "load the optimizer's state and continue its schedule")
+    load_fallback: bool = flag(False, "load the newest undamaged checkpoint if the requested one is damaged")
+    load_optim: bool = flag(True, "load the optimizer states and continue the learning-rate schedule")
     load_rng: bool = flag(True, "load the states of the random generators")
-    finetune: bool = flag(False, "load the weights only, and begin with iteration 0")
+    finetune: bool = flag(False, "load only the weights and start at iteration 0")
     lora_base: tuple[str, ...] = flag(
         (),
-        "folders that now hold the bases of LoRA's adapters, where they are not where --load's record says",
+        "folders of checkpoints with the base weights of the LoRA adapters in --load, if they were moved",
         nargs="*",
     )
-    exit_on_missing_checkpoint: bool = flag(False, "end if --load has no checkpoint, instead of starting anew")
-    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint's flags")
+    exit_on_missing_checkpoint: bool = flag(False, "stop with an error if --load has no checkpoint")
+    use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")
     override_opt_param_scheduler: bool = flag(
         False,
-        "where the schedule is not the checkpoint's, go on with this run's",
+        "use this run's learning-rate schedule if the checkpoint has a different one",
         name="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler", "--override-lr-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
-        "where the schedule is not the checkpoint's, go on with the checkpoint's",
+        "use the checkpoint's learning-rate schedule if this run has a different one",
         name="--use-checkpoint-opt_param-scheduler",
         aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
     )
@@ -53,6 +59,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         check_positive(self, "save_interval", "keep_last", "save_retain_interval")
         check_not_negative(self, "ckpt_step")
+        # flags that have no effect without --save or --load
         for name in ("keep_last", "save_retain_interval", "async_save"):
             if getattr(self, name) and self.save is None and not self.save_to_run_dir:
                 raise ValueError(f"{spelling(self, name)} needs --save")
@@ -60,6 +67,7 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value is not None and value is not False and self.load is None:
                 raise ValueError(f"{spelling(self, name)} needs --load")
+        # flags that contradict each other
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise ValueError(
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other"

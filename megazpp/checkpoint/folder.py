@@ -1,16 +1,19 @@
-"""The folder of --save: Megatron's layout, in which a checkpoint is either complete or not there.
+"""The folder of --save, in the layout of Megatron-LM, with atomic saves.
 
-    iter_0000100/                        complete: it got this name when all of it was on disk
-    iter_0000200.partial/                being written (or being deleted); a crash leaves it, the next run removes it
-    latest_checkpointed_iteration.txt    the tracker: "100"; replaced by rename, after the checkpoint has its name
-    ....txt.new                          the tracker to be, from before the checkpoint has its name: a crash in between
-                                         leaves it, the next run finishes what it says
-    tokenizer-0123456789abcdef/          files of the tokenizer and their checksums; the name is a hash of the files
-    lock                                 held by the job that writes here, for as long as it lives
+    iter_0000100/                        complete checkpoint; it gets this name when all its files are on disk
+    iter_0000200.partial/                checkpoint that is being written or deleted; after a crash the next run
+                                         deletes it
+    latest_checkpointed_iteration.txt    tracker file with the iteration to resume from, for example "100"; replaced by
+                                         a rename, after the checkpoint has its final name
+    ....txt.new                          next tracker, written before the checkpoint gets its final name; if a crash
+                                         separates the two renames, the next run completes the second
+    tokenizer-0123456789abcdef/          tokenizer files and their checksums; the name is a hash of the files
+    iter_0000100.replaced-1/             earlier checkpoint of an iteration that was saved again
+    lock                                 lock file of the job that writes to the folder, held until that job ends
 
-So a crash, a kill or a full disk at any moment leaves the tracker pointing at a complete checkpoint; without a tracker
-the newest counts. Nothing that is complete is overwritten: an older checkpoint of the same iteration is kept under a
-numbered name. run.json of each checkpoint names the folder of its tokenizer.
+A crash, a kill or a full disk therefore leaves the tracker naming a complete checkpoint. Without a tracker, the newest
+complete checkpoint is the latest. Complete checkpoints are never overwritten. The file run.json in each checkpoint
+names the tokenizer's folder.
 """
 
 from __future__ import annotations
@@ -46,7 +49,15 @@ _PARTIAL = re.compile(rf"(iter_\d{{7,}}|{_TOKENIZER.pattern})\.partial")
 
 
 class CheckpointFolder:
-    """Names and renames in `path`, which `flag` names; nothing is made yet. One process at a time writes (`lock`)."""
+    """A folder of checkpoints: finds, completes and deletes them.
+
+    The constructor creates nothing. The methods that write need the lock (see `lock`), which one process at a time
+    holds.
+
+    Args:
+        path: path of the folder; `~` is expanded.
+        flag: flag that the path came from, such as "--save", for messages.
+    """
 
     def __init__(self, path: str | Path, flag: str) -> None:
         self.path, self.flag = Path(path).expanduser(), flag
@@ -54,29 +65,31 @@ class CheckpointFolder:
 
     @property
     def name(self) -> str:
-        """The folder in messages: flag and path."""
+        """The flag and the path of the folder, as messages name it."""
         return f"{self.flag} {self.path}"
 
     def of(self, iteration: int) -> Path:
-        """The folder of an iteration's checkpoint."""
+        """Return the path of the complete checkpoint of an iteration, whether it exists or not."""
         return self.path / f"iter_{iteration:07d}"
 
     def partial(self, iteration: int) -> Path:
-        """The folder that it is written in."""
+        """Return the path of the folder in which the checkpoint of an iteration is written."""
         return self.path / f"iter_{iteration:07d}.partial"
 
     def iterations(self) -> list[int]:
-        """Iterations with a complete checkpoint, ascending."""
+        """Return the iterations that have a complete checkpoint, in ascending order."""
         if not self.path.is_dir():
             return []
         found = (iteration_of(entry) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(iteration for iteration in found if iteration is not None)
 
     def latest(self) -> int | None:
-        """The iteration that the tracker names, or without one the newest complete one; None if there is neither.
+        """Return the iteration in the tracker file, or without a tracker the newest that has a complete checkpoint.
 
+        Returns:
+            The iteration; None if the folder has neither a tracker nor a checkpoint.
         Raises:
-            DamagedError: it names none, or one that has no checkpoint.
+            DamagedError: the tracker has no iteration, or the checkpoint of its iteration is missing.
         """
         tracker = self.path / TRACKER
         text = read_tracker(tracker)
@@ -89,7 +102,7 @@ class CheckpointFolder:
         return int(text)
 
     def check_not_inside(self) -> None:
-        """Raises ValueError if this is the folder of one checkpoint, not the folder of checkpoints around it."""
+        """Raise ValueError if the path is a single checkpoint (`iter_...`) instead of its parent folder."""
         path = self.path.resolve()
         match = _COMPLETE.fullmatch(path.name)
         if path.is_dir() and not self.iterations() and (match or (path / RECORD).is_file()):
@@ -99,23 +112,25 @@ class CheckpointFolder:
                 + (f" (and --ckpt-step {int(match[1])})" if match and self.flag != "--save" else "")
             )
 
-    # ---- what only the holder of the lock does ------------------------------------------------------------------
+    # ---- methods that need the lock -----------------------------------------------------------------------------
 
     def lock(self, *, patience_seconds: float = 5.0) -> None:
-        """Make the folder, and take it for this process until that ends (the kernel frees the lock).
+        """Create the folder if needed, and lock it until `unlock` or the end of this process.
 
         Args:
-            patience_seconds: how long a job that is just ending is waited for.
+            patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
         Raises:
-            ValueError: another job has it, or it cannot be written to.
+            ValueError: another job holds the lock, or the folder is not writable.
         """
+        # create the folder and open the lock file
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / "lock").open("a+")
         except OSError as error:
             nowhere = self.path.is_symlink() and not self.path.exists()
-            reason = f"it is a link to {self.path.readlink()}, which is not there" if nowhere else error.strerror
+            reason = f"it is a link to {self.path.readlink()}, which does not exist" if nowhere else error.strerror
             raise ValueError(f"{self.name} cannot be written to: {reason}") from error
+        # wait for the lock
         deadline = time.monotonic() + patience_seconds
         while not try_lock(file):
             if time.monotonic() < deadline:
@@ -124,7 +139,8 @@ class CheckpointFolder:
             file.seek(0)
             holder = file.read().strip() or "another job"
             file.close()
-            raise ValueError(f"{self.name} is in use by {holder}: give each job its own")
+            raise ValueError(f"{self.name} is in use by {holder}: give each job its own folder")
+        # write this process into the lock file, so that the error message of another job can name it
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
@@ -137,12 +153,15 @@ class CheckpointFolder:
             self._lock = None
 
     def recover(self) -> list[str]:
-        """Finish the save that a crash has cut short if all of it is there, delete it otherwise; a line for each.
+        """Complete or delete the saves that a crash interrupted, and return a log line for each.
 
-        The tracker to be goes first: what is left of it must not count when the partial checkpoint has gone.
+        A save is completed if the crash came between the renames of the checkpoint and of the tracker. Otherwise its
+        next tracker is deleted first and then its partial checkpoint. In the other order, a crash between the two
+        deletions could leave only the next tracker, and a later run would treat the deleted save as completed.
         """
+        # complete a save whose checkpoint already has its final name
         lines = []
-        with contextlib.suppress(DamagedError):  # the tracker to be was cut short
+        with contextlib.suppress(DamagedError):  # ignore a next tracker that the crash cut short
             text = read_tracker(self._new)
             if text is not None and self.of(int(text)).is_dir() and not self.partial(int(text)).exists():
                 self._advance()
@@ -156,26 +175,32 @@ class CheckpointFolder:
         return lines
 
     def begin(self, iteration: int) -> None:
-        """Make the folder that a checkpoint is written in, and what is around it if somebody has removed that."""
+        """Create the empty folder in which the checkpoint of an iteration is written.
+
+        If the folder of checkpoints was deleted during the run, it is created and locked again.
+        """
         if self._lock is not None and not (self.path / "lock").exists():
             self.unlock()
             self.lock()
-        shutil.rmtree(self.partial(iteration), ignore_errors=True)  # an attempt of this run that failed
+        shutil.rmtree(self.partial(iteration), ignore_errors=True)  # left by an earlier save of this run that failed
         self.partial(iteration).mkdir()
 
     def abandon(self, iteration: int) -> None:
-        """Give back the space of a checkpoint that could not be written."""
+        """Delete the partial checkpoint of an iteration after a failed save, to free its disk space."""
         self._new.unlink(missing_ok=True)
         shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
     def complete(self, iteration: int) -> Path | None:
-        """Give a checkpoint, whose files are on disk, its name, and point the tracker at it.
+        """Rename the partial checkpoint of an iteration to its final name, and set the tracker to it.
 
-        Returns where an older checkpoint of the same iteration has gone, if there was one.
+        All its files must be on disk.
+
+        Returns:
+            New path of an earlier checkpoint of the same iteration; None if there was none.
         """
         sync_directory(self.partial(iteration))
         earlier, aside = [other for other in self.iterations() if other < iteration], None
-        if earlier and self.of(iteration).exists():  # the tracker must not name what is missing for a moment
+        if earlier and self.of(iteration).exists():  # the tracker must not name a checkpoint that is being replaced
             self.track(earlier[-1])
         self._prepare(iteration)
         if self.of(iteration).exists():
@@ -187,26 +212,30 @@ class CheckpointFolder:
         return aside
 
     def track(self, iteration: int) -> None:
-        """Point the tracker at a checkpoint, from which a run goes on; later ones stay."""
+        """Set the tracker to the checkpoint of an earlier iteration, to resume from it. Later checkpoints are kept."""
         self._prepare(iteration)
         self._advance()
 
     @property
     def _new(self) -> Path:
+        """The path of the next tracker, which is written before the tracker is replaced."""
         return self.path / f"{TRACKER}.new"
 
     def _prepare(self, iteration: int) -> None:
-        """Write the tracker to be."""
+        """Write the next tracker with `iteration`, and sync it to disk."""
         write_synced(self._new, f"{iteration}\n".encode())
         sync_directory(self.path)
 
     def _advance(self) -> None:
-        """Put it in the tracker's place."""
+        """Replace the tracker by the next tracker, in one rename."""
         self._new.rename(self.path / TRACKER)
         sync_directory(self.path)
 
     def keep_only(self, kept: Iterable[int]) -> None:
-        """Delete all other complete checkpoints; each loses its name first, so that none is ever half there."""
+        """Delete the complete checkpoints of all iterations that are not in `kept`.
+
+        Each is renamed to its partial name first, so that a crash cannot leave half of one under a complete name.
+        """
         for iteration in set(self.iterations()) - set(kept):
             with contextlib.suppress(FileNotFoundError):
                 self.of(iteration).rename(self.partial(iteration))
@@ -214,13 +243,22 @@ class CheckpointFolder:
 
 
 def iteration_of(checkpoint: Path) -> int | None:
-    """The iteration that a complete checkpoint's name says; None if it is no such name."""
+    """Return the iteration in a path such as `.../iter_0000100`; None if the name has another form."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     return None if match is None else int(match[1])
 
 
 def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
-    """The digits that a tracker holds, or one of `words`; None if there is none; raises DamagedError at all else."""
+    """Return the text of a tracker file, which is an iteration in decimal digits or one of `words`.
+
+    Args:
+        tracker: path of the tracker file.
+        words: accepted texts other than digits, such as Megatron-LM's "release".
+    Returns:
+        The text without surrounding white space; None if the file does not exist.
+    Raises:
+        DamagedError: the file cannot be read, or has any other content.
+    """
     try:
         text = tracker.read_bytes().decode(errors="replace").strip()
     except FileNotFoundError:
@@ -235,9 +273,17 @@ def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
 def kept_iterations(
     iterations: Iterable[int], *, newest: int, keep_last: int | None, retain_interval: int | None
 ) -> set[int]:
-    """The iterations whose checkpoints stay when that of `newest` has just been written.
+    """Return the iterations whose checkpoints are kept after the checkpoint of `newest` has been written.
 
-    Later ones, which a run that went back with --ckpt-step finds, stay too.
+    Checkpoints of iterations after `newest` are kept. A run that resumed from an earlier iteration with --ckpt-step has
+    such checkpoints.
+
+    Args:
+        iterations: iterations with a complete checkpoint.
+        newest: iteration that has just been saved.
+        keep_last: number of newest checkpoints to keep, up to and including `newest`. None keeps all; with a
+            `retain_interval` it keeps one.
+        retain_interval: checkpoints of its multiples are kept; None keeps no others.
     """
     found = sorted({*iterations, newest})
     if keep_last is None and retain_interval is None:
@@ -248,12 +294,20 @@ def kept_iterations(
 
 
 def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
-    """Have a tokenizer's files on disk below `save`, whole or not at all; the name of their folder, None without files.
+    """Write a tokenizer's files into a folder below `save`, atomically and synced to disk.
 
-    Nothing is written where they are already. What has that name and is damaged keeps its files under another one.
+    The folder's name is a hash of the files. If it already has undamaged files, nothing is written. A damaged folder
+    of this name is kept under a numbered name.
+
+    Args:
+        save: folder of checkpoints.
+        files: contents of the tokenizer's files by file name.
+    Returns:
+        Name of the folder below `save`; None if the tokenizer has no files.
     """
     if not files:
         return None
+    # name the folder after its content, and check whether it exists already
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
@@ -261,8 +315,9 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
     with contextlib.suppress(DamagedError):
         verify_files(folder)
         return folder.name
+    # write the files and their checksums under the partial name, then rename the folder
     partial = folder.with_name(f"{folder.name}.partial")
-    remove(partial)  # of a save that was killed here
+    remove(partial)  # left by a save that was killed at this point
     with renamed_when_done(partial, folder):
         partial.mkdir()
         for name in files:
@@ -274,10 +329,14 @@ def write_tokenizer(save: Path, files: Mapping[str, bytes]) -> str | None:
 
 
 def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
-    """The flags of the tokenizer in `save`/`name`; raises DamagedError if a file is missing or was changed."""
+    """Return tokenizer flags that name the files in `save`/`name`, a folder that `write_tokenizer` wrote.
+
+    Raises:
+        DamagedError: the folder or a file is missing, or a file was changed.
+    """
     folder = save / name
     if not _TOKENIZER.fullmatch(name):
-        raise DamagedError(f"{save}: {name!r} is no folder of a tokenizer")
+        raise DamagedError(f"{save}: {name!r} is not the name of a tokenizer folder")
     if not folder.is_dir():
         raise DamagedError(
             f"{folder} is missing, the tokenizer of these checkpoints: copy it too, or name one with --tokenizer-model"
@@ -285,5 +344,5 @@ def read_tokenizer(save: Path, name: str) -> TokenizerConfig:
     verify_files(folder)
     found = find_tokenizer(folder.absolute())
     if found == TokenizerConfig():
-        raise DamagedError(f"{folder} holds no tokenizer")
+        raise DamagedError(f"{folder} contains no tokenizer")
     return found

@@ -1,6 +1,7 @@
-"""run.json of a checkpoint: all that is no tensor. Training's progress, the flags, and the run's identity.
+"""Metadata of a checkpoint, stored in run.json: everything except the tensors.
 
-Also the questions that a run asks before it goes on from it: is this the same model, the same schedule, the same data?
+It contains the training progress, the flags, and the identity of the run. This file also compares the metadata with a
+run that loads the checkpoint: whether both have the same model, optimizer, learning-rate schedule and data.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from megazpp.data.identity import data_changes, same_sources, what_follows
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import Schedule
 
-FORMAT = 2  # 1: without the tokenizer
+FORMAT = 2  # version of run.json; format 1 has no tokenizer
 
 
 class TrainingProgress(NamedTuple):
-    """Training's progress, which a resumed run continues from.
+    """The progress of training, from which a resumed run continues.
 
     Attributes:
-        iteration: steps done.
-        consumed_samples: samples those steps were given.
-        scheduled_samples: samples of the steps that were taken; skipped steps do not move the schedule. In a run of
-            --train-iters all steps count with the current global batch size.
-        micro_batches: of one rank, over all steps.
-        stop_reason: why the loop ended before its last iteration, if it did.
+        iteration: number of completed steps, including skipped ones.
+        consumed_samples: number of samples in these steps.
+        scheduled_samples: position in the learning-rate schedule, in samples. Skipped steps do not advance it. A run
+            with --train-iters that resumes with another global batch size rescales it, see `schedule_ratio`.
+        micro_batches: number of micro-batches that one rank has processed in all steps.
+        stop_reason: reason why the loop ended before its last iteration; None if it did not.
     """
 
     iteration: int = 0
@@ -46,14 +47,16 @@ class TrainingProgress(NamedTuple):
 
 
 class SavedAdapters(NamedTuple):
-    """The LoRA adapters that a checkpoint holds in place of all weights.
+    """The settings of the LoRA adapters in a checkpoint that has adapters instead of whole weights.
 
     Attributes:
-        rank, alpha, dropout: LoRA's r, alpha, and dropout probability.
+        rank: LoRA's r.
+        alpha: LoRA's alpha.
+        dropout: dropout probability at the adapters' input.
         targets: names of the layers that have adapters; None for the default layers.
-        base: folder of the checkpoints that the adapters were trained on.
-        base_iteration: iteration of the base; None for the latest.
-        base_checksum: checksum of the base's weights, see checkpoint/weights.py.
+        base: folder of checkpoints with the base model, whose frozen weights the adapters were trained on.
+        base_iteration: iteration of the base checkpoint; None for the latest.
+        base_checksum: checksum of the base model's weights, see checkpoint/weights.py.
     """
 
     rank: int
@@ -67,18 +70,27 @@ class SavedAdapters(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """A checkpoint's description of its run.
+    """The metadata of a checkpoint, which is the content of run.json.
 
     Attributes:
-        groups: the optimizer's values per parameter group.
-        guard: the state of what looks for loss spikes.
-        schedule: `Schedule.state_dict()`.
-        flags: every flag's value by field name, see `found_from_anywhere`; and `SAMPLES`.
-        tokenizer: its identity; None in format 1, or if none is known.
-        tokenizer_folder: beside the checkpoint, see `write_tokenizer`; None for a tokenizer without files.
-        layout: sizes of the axes, and the cluster; empty for a model that was converted.
-        run_dir, wandb_run_id: where the run is recorded.
-        torch: the version that wrote it.
+        progress: training progress at the save.
+        scaler: state of the loss scaler.
+        groups: values that the optimizer keeps per parameter group, such as apex's step count.
+        schedule: learning-rate schedule, as `Schedule.state_dict()`.
+        flags: value of every flag by field name, with absolute paths (see `found_from_anywhere`). It also has entries
+            that are not flags: `SAMPLES`, `IMPORTED_FROM` and `SCORE_PAD`.
+        vocab_size: number of tokens of the tokenizer, without the padding of the embedding matrix.
+        layout: sizes of the mesh axes and of the cluster by name; empty for a converted model.
+        tokenizer: identity of the tokenizer; None in format 1 and if it is unknown.
+        tokenizer_folder: name of the tokenizer's folder next to the checkpoint (see `write_tokenizer`); None for a
+            tokenizer without files.
+        guard: state of the detector of loss spikes.
+        has_optimizer: True if the checkpoint has optimizer states.
+        has_rng: True if the checkpoint has states of random generators.
+        run_dir: folder with the logs of the run.
+        wandb_run_id: run id in Weights & Biases.
+        torch: version of torch that wrote the checkpoint.
+        format: version of the format of run.json.
     """
 
     progress: TrainingProgress
@@ -100,12 +112,12 @@ class CheckpointMetadata:
 
     @property
     def model(self) -> GPTConfig:
-        """The shape of the saved model; other fields have their defaults."""
+        """The config of the saved model. Fields that do not affect the model's function keep their defaults."""
         return GPTConfig(**shape_of(self.flags))
 
     @property
     def adapters(self) -> SavedAdapters | None:
-        """The adapters of a LoRA run; None where the checkpoint holds all weights."""
+        """The settings of the LoRA adapters; None if the checkpoint has whole weights."""
         if self.flags.get("lora_r") is None:
             return None
         names = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
@@ -115,26 +127,30 @@ class CheckpointMetadata:
 
     @property
     def is_reward_model(self) -> bool:
-        """True if the model was trained to score texts by its scalar head."""
+        """True if the model is a reward model, which scores texts with a scalar head."""
         return self.flags.get("objective") == "reward"
 
     @property
     def adds_special_tokens(self) -> bool | None:
-        """True if texts got special tokens; None in checkpoints that are older than the flag."""
+        """The value of --add-special-tokens; None in checkpoints from before this flag existed."""
         return self.flags.get("add_special_tokens")
 
     def as_json(self) -> str:
+        """Return the content of run.json."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return json.dumps(values | {"progress": self.progress._asdict()}, indent=2, default=str) + "\n"
 
 
 def read_record(checkpoint: Path) -> CheckpointMetadata:
-    """Read a checkpoint's description of its run, every value checked for its type.
+    """Read run.json of a checkpoint, and check the type of every value.
 
+    Args:
+        checkpoint: folder of one checkpoint.
     Raises:
-        DamagedError: it cannot be read, or is not that of the iteration that the checkpoint's name says.
-        ValueError: a later version has written it.
+        DamagedError: the file cannot be read, or its iteration differs from the one in the folder's name.
+        ValueError: a later version of this program wrote the file, in a newer format.
     """
+    # parse the file
     path = checkpoint / RECORD
     try:
         values = json.loads(path.read_bytes())
@@ -144,7 +160,8 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedError(f"{path} cannot be read: {in_words(error)}") from error
     if values["format"] > FORMAT:
-        raise ValueError(f"{path} has format {values['format']}, this version knows {FORMAT}")
+        raise ValueError(f"{path} has format {values['format']}, but this version reads formats up to {FORMAT}")
+    # check types and iteration
     problems = wrong_types(CheckpointMetadata, vars(record)) or [
         *wrong_types(TrainingProgress, record.progress._asdict()),
         *wrong_types(GPTConfig, record.flags),
@@ -159,14 +176,22 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
 
 
 def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
-    """Return what is wrong with so many rows of a vocabulary's matrix, if anything: runs pad it, conversions do not."""
+    """Return why a matrix with `rows` rows does not fit the checkpoint's vocabulary; None if it fits.
+
+    Training may pad the embedding matrix and the output matrix with rows beyond the vocabulary. Converted models have
+    exactly one row per token.
+    """
     if rows == record.vocab_size or (record.layout and rows > record.vocab_size):
         return None
-    hint = "" if record.layout else "; convert it again: rows decide, and the tokenizer's tokens did when it was made"
+    hint = (
+        ""
+        if record.layout
+        else "; convert the model again: an older version took the vocabulary size from the tokenizer"
+    )
     return f"has {rows} rows for {record.vocab_size} tokens{hint}"
 
 
-# Flags that decide the shapes and the meaning of the weights.
+# Flags that determine the shapes or the meaning of the weights. `check_same_model` compares them.
 _SHAPE_FLAGS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("group_query_attention", "num_query_groups", "max_position_embeddings", "position_embedding_type"),
@@ -181,7 +206,7 @@ _SHAPE_FLAGS = (
     *("moe_shared_expert_gate", "moe_router_score_function", "moe_router_pre_softmax"),
     "moe_router_topk_scaling_factor",
 )
-# The property of GPTConfig that such a flag ends up in, where it has another name.
+# The GPTConfig property that is computed from the flag, for flags whose property has another name.
 _PROPERTIES = {
     "num_layers": "layers",
     "hidden_size": "hidden",
@@ -203,12 +228,14 @@ _PROPERTIES = {
     "add_qkv_bias": "qkv_bias",
 }
 SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FLAGS}
-SAMPLES = "samples"  # among the flags: batch size, ranks, and the description of data/identity.py
-IMPORTED_FROM = "imported_from"  # among the flags of an import: the Hugging Face folder that has the same weights
-SCORE_PAD = "score_pad"  # among the flags of an imported reward model: transformers scores the last token but this one
+# Keys in `CheckpointMetadata.flags` that are not flags:
+SAMPLES = "samples"  # batch size, number of data ranks, and the description of the data by data/identity.py
+IMPORTED_FROM = "imported_from"  # Hugging Face folder that the model was converted from; it has the same weights
+SCORE_PAD = "score_pad"  # padding token of an imported reward model, which scores the last token that is not padding
+# Flags that determine the samples or their order:
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
 TEXT = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
-DATA = (  # flags that samples follow from
+DATA = (
     *("seed", *PLACES, *TEXT, "seq_length", "train_iters", "train_samples", "rampup_batch_size", "eval_iters"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
     *("packing", "assistant_only_loss", "completion_only_loss"),
@@ -217,17 +244,25 @@ DATA = (  # flags that samples follow from
 
 
 def shape_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of GPTConfig that --use-checkpoint-args takes over."""
+    """Return the entries of `flags` that define the model's shape. --use-checkpoint-args copies them into GPTConfig."""
     return {name: flags[name] for name in SHAPE if name in flags}
 
 
 def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) -> None:
-    """Raises ValueError naming the flags in which the model differs from the one that `saved` flags describe."""
+    """Raise ValueError if the model's shape differs from the checkpoint's. The message names the different flags.
+
+    Args:
+        saved: flags of the checkpoint by field name.
+        model: config of the model that loads it.
+        where: path of the checkpoint, for the message.
+    """
     other = GPTConfig(**shape_of(saved))
     names = [name for name, derived in SHAPE.items() if getattr(model, derived) != getattr(other, derived)]
     if names:
         own = dataclasses.asdict(model)
-        names = [name for name in names if own[name] != saved.get(name)] or names  # not what follows from another flag
+        names = [
+            name for name in names if own[name] != saved.get(name)
+        ] or names  # omit values derived from other flags
         raise ValueError(
             f"{_differences(names, own, saved, where)}; "
             "--use-checkpoint-args takes the model's shape from the checkpoint"
@@ -235,25 +270,37 @@ def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) ->
 
 
 def check_same_vocabulary(record: CheckpointMetadata, vocab_size: int, where: Path) -> None:
-    """Raises ValueError if the tokenizer in use has another number of tokens."""
+    """Raise ValueError if the tokenizer in use (`vocab_size` tokens) has another size than the checkpoint's."""
     if record.vocab_size != vocab_size:
-        raise ValueError(f"the tokenizer has {vocab_size} tokens, that of {where} had {record.vocab_size}")
+        raise ValueError(f"the tokenizer has {vocab_size} tokens, but the tokenizer of {where} had {record.vocab_size}")
 
 
 def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
-    """Raises ValueError if the moments are another optimizer's; of AdamW and Muon each takes what it can use."""
+    """Raise ValueError if this run's optimizer cannot load the checkpoint's optimizer states.
+
+    AdamW and Muon can load each other's checkpoints if the back end is the same. Moments of parameters that the two
+    optimize differently then start at zero.
+
+    Args:
+        saved: flags of the checkpoint by field name.
+        flags: flags of this run by field name.
+        where: path of the checkpoint, for the message.
+    """
     pair = {saved.get("optimizer"), flags["optimizer"]}
     if pair == {"adam", "muon"} and saved.get("optimizer_backend") == flags["optimizer_backend"]:
         return
     if names := [name for name in ("optimizer", "optimizer_backend") if saved.get(name) != flags[name]]:
-        raise ValueError(f"{_differences(names, flags, saved, where)}; --no-load-optim begins with new moments")
+        raise ValueError(f"{_differences(names, flags, saved, where)}; pass --no-load-optim to start with new moments")
 
 
 def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """`flags` with absolute paths of data and tokenizer, so that programs in other folders find them."""
+    """Return `flags` with absolute paths of data and tokenizer files, valid from any working directory."""
 
     def absolute(value: Any) -> Any:
-        """A path, or the .bin and .idx that it is the prefix of; weights and names of what is no file stay."""
+        """Make paths absolute: paths of existing files, and prefixes of existing .bin and .idx files.
+
+        Other values, such as the weights of a blend or the name of a tokenizer, are returned unchanged.
+        """
         if isinstance(value, (tuple, list)):
             return type(value)(map(absolute, value))
         if not isinstance(value, str) or value == "":
@@ -273,19 +320,28 @@ def data_notes(
     consumed: int = 0,
     batch_sizes: tuple[int | None, int | None] = (None, None),
 ) -> list[str]:
-    """A line if something that samples or their order follow from is not as before; it says what follows.
+    """Return a note if this run has other samples, or another order of samples, than the checkpoint's run.
+
+    The note lists the changed flags, sizes and data. It also says how many samples repeat or are skipped.
 
     Args:
-        saved, flags: of the checkpoint and of this run.
-        consumed: samples consumed so far.
-        batch_sizes: global batch sizes of this run and of the checkpoint's.
+        saved: flags of the checkpoint by field name.
+        flags: flags of this run by field name.
+        where: path of the checkpoint, for the note.
+        consumed: number of samples that the checkpoint's run had consumed.
+        batch_sizes: global batch sizes of this run and of the checkpoint's run; None where unknown.
+    Returns:
+        One note, or [] if nothing changed.
     """
-    own: dict[str, Any] = {name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()}  # as JSON has it
+    # compare the flags
+    # lists in place of tuples, as in the flags read from JSON
+    own: dict[str, Any] = {name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()}
     before, now, (size, earlier_size) = saved.get(SAMPLES, {}), own.get(SAMPLES, {}), batch_sizes
-    # the same tokens, perhaps of files with other names, or of a template that the checkpoint has kept
+    # if the tokens are the same, then changed paths and text flags do not matter
     passed_over = (*PLACES, *TEXT) if same_sources(before, now) else ()
     names = [name for name in DATA if name in saved and name not in passed_over and saved[name] != own.get(name)]
     changes = _changes(names, flags, saved)
+    # compare the batch sizes and the data
     if None not in batch_sizes and size != earlier_size:
         by = "" if flags.get("global_batch_size") else f" (--micro-batch-size x {now.get('ranks')} data ranks)"
         changes.append(f"the global batch size is {size}{by}, was {earlier_size}")
@@ -294,20 +350,26 @@ def data_notes(
 
 
 def batch_size_of(record: CheckpointMetadata) -> int | None:
-    """Return the global batch size of a run after any ramp-up; None where nothing says it, as in a converted model."""
+    """Return the global batch size of a run after any ramp-up; None if unknown, as for a converted model."""
     flags, layout = record.flags, record.layout
     size = flags.get(SAMPLES, {}).get("global_batch_size") or flags.get("global_batch_size")
-    if size is None and layout and flags.get("micro_batch_size"):  # of a version that did not write it down
+    if size is None and layout and flags.get("micro_batch_size"):  # older versions did not store the global batch size
         ranks = math.prod(layout.get(axis, 1) for axis in ("island", "replicate", "cross", "local"))
         size = flags["micro_batch_size"] * ranks // flags.get("context_parallel_size", 1)
     return size
 
 
 def schedule_ratio(saved: CheckpointMetadata, own: CheckpointMetadata) -> Fraction:
-    """Return by how much the checkpoint's position on the schedule is multiplied when `own` resumes from it.
+    """Return the factor that converts a position in the checkpoint's schedule to one in this run's schedule.
 
-    The position of a run of --train-samples is in samples, that of a run of --train-iters in steps times the current
-    global batch size. So the schedule of --train-iters ends with the last step, whatever the batch size was before.
+    With --train-samples, positions count samples. With --train-iters, they count steps times the current global batch
+    size, so that the schedule ends with the last step even if the batch size has changed.
+
+    Args:
+        saved: metadata of the checkpoint.
+        own: metadata of this run.
+    Returns:
+        This run's length of the completed part of the schedule, divided by the checkpoint's; 1 if either is unknown.
     """
     lengths = []
     for record in (own, saved):
@@ -321,7 +383,7 @@ def schedule_ratio(saved: CheckpointMetadata, own: CheckpointMetadata) -> Fracti
 
 
 def describe_sizes(record: CheckpointMetadata) -> str:
-    """Name the ranks and the batch sizes of a run, from which its schedule counts samples."""
+    """Describe a run's number of ranks and its batch sizes, for the message about different schedules."""
     names = ("micro_batch_size", "global_batch_size")
     sizes = (f"--{name.replace('_', '-')} {record.flags.get(name)}" for name in names)
     return f"{math.prod(record.layout.values())} rank(s), {', '.join(sizes)}"
@@ -336,31 +398,39 @@ def agreed_schedule(
     ratio: Fraction = Fraction(1),
     sizes: str = "",
 ) -> Schedule:
-    """The schedule to go on with: Megatron's rule; raises ValueError if they differ and no flag says whose counts.
+    """Return the learning-rate schedule for a resumed run, by the rule of Megatron-LM.
 
     Args:
-        ratio: see `schedule_ratio`.
-        sizes: a line on ranks and batch sizes, where they may be why.
+        saved: schedule of the checkpoint, as `Schedule.state_dict()`.
+        schedule: schedule of this run's flags.
+        config: checkpoint flags, which select one of two different schedules.
+        where: path of the checkpoint, for the message.
+        ratio: factor between positions in the two schedules, see `schedule_ratio`.
+        sizes: line about ranks and batch sizes for the message, if they may be the cause; "" otherwise.
+    Raises:
+        ValueError: the schedules differ, and no flag selects one of them.
     """
     own = schedule.state_dict()
     if config.override_opt_param_scheduler or (dict(saved) == own and ratio == 1):
         return schedule
     if config.use_checkpoint_opt_param_scheduler:
         return Schedule(**saved).stretched(ratio)
+    # no flag selects one of the two schedules: explain how they differ
     differ = [name for name in own if own[name] != saved.get(name)]
     lines = [f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}" for name in differ]
     if ratio != 1:
         lines.append(f"a step of the schedule has {float(ratio):g} times the samples that it had in {where}")
     raise ValueError(
-        "\n".join([*lines, sizes] if sizes else lines)
-        + "\n--override-opt_param-scheduler goes on with this run's values, "
-        "--use-checkpoint-opt_param-scheduler with the checkpoint's"
+        "\n".join([*lines, sizes] if sizes else lines) + "\n--override-opt_param-scheduler uses this run's values, "
+        "--use-checkpoint-opt_param-scheduler uses the checkpoint's"
     )
 
 
 def _differences(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any], where: Path) -> str:
+    """Return one line that lists the flags `names` with this run's values and the checkpoint's. `where` is its path."""
     return f"{', '.join(_changes(names, now, saved))} in {where}"
 
 
 def _changes(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return a phrase for each flag in `names`, with this run's value and the saved value."""
     return [f"--{name.replace('_', '-')} is {now[name]}, was {saved.get(name)}" for name in names]

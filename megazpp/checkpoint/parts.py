@@ -1,4 +1,8 @@
-"""The parts of every training's state: weights, moments, error feedback, kept weights, random generators."""
+"""The parts of the training state that every checkpoint can hold.
+
+These are the weights, the optimizer states, the error feedback of quantized gradients, the secondary partition (see
+docs/glossary.md) and the states of the random generators. `StatePart` in state.py defines their interface.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,16 @@ def training_parts(
     *,
     seed: int,
 ) -> list[StatePart]:
-    """The parts that every training has."""
+    """Return the state parts of every training run, in the order in which a checkpoint restores them.
+
+    Args:
+        model: sharded model.
+        sharding: sharding of the model.
+        optimizer: optimizer of its parameters.
+        dims: mesh axes.
+        values: loss scale and other values that are not tensors.
+        seed: seed of the run.
+    """
     return [
         Weights(model, sharding),
         Moments(model, optimizer),
@@ -50,7 +63,7 @@ def training_parts(
 
 
 class Weights(StatePart):
-    """The parameters."""
+    """The model's parameters, as DTensors."""
 
     prefix = MODEL
     group: Group = "weights"
@@ -62,10 +75,12 @@ class Weights(StatePart):
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return the parameters themselves. A scalar head that the checkpoint lacks is left out."""
         own = {MODEL + name: x for name, x in self.tensors().items()}
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Invalidate the secondary partition, because it belongs to the earlier weights."""
         self._sharding.invalidate_weights()
         if all(name in loaded for name, _ in self._model.named_parameters()):
             return []
@@ -73,14 +88,15 @@ class Weights(StatePart):
 
 
 class Moments(StatePart):
-    """The optimizer's state per parameter."""
+    """The optimizer's state of each parameter, such as moments and step counts."""
 
     prefix = OPTIMIZER
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer, self._anew = model, optimizer, 0
         averages = [group for group in optimizer.param_groups if group.get("matrices", "betas" not in group)]
-        self._averaged = {parameter for group in averages for parameter in group["params"]}  # by Muon or SGD
+        # parameters with a momentum buffer instead of Adam's two moments: all of SGD's, and the matrices of Muon
+        self._averaged = {parameter for group in averages for parameter in group["params"]}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
@@ -90,6 +106,11 @@ class Moments(StatePart):
         }
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
+        """Return a tensor for each saved state that this optimizer can use. Count the parameters whose state is reset.
+
+        A moment is sharded like its parameter. A saved state of another kind, such as Adam's moments for a parameter
+        that Muon updates here, is not loaded.
+        """
         parameters, targets, others = dict(self._model.named_parameters()), {}, set()
         for key, entry in under(OPTIMIZER, saved).items():
             name, _, moment = key.rpartition(".")
@@ -97,13 +118,13 @@ class Moments(StatePart):
                 others.add(name)
             elif name in parameters:
                 weight, own = parameters[name].detach(), self._optimizer.state.get(parameters[name], {})
-                new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # placed like the weight, or a scalar
+                new = torch.zeros_like(weight) if entry.size else torch.zeros(())  # moment, or step count
                 targets[key] = own[moment] if moment in own else new.to(entry.properties.dtype)
         self._anew = len(others)
         return targets
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Through the optimizer's own method, which puts each tensor on the device where it is used."""
+        """Pass the states to `Optimizer.load_state_dict`, which moves each tensor to the device that it needs."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         indices = {names[parameter]: index for index, parameter in enumerate(parameters)}
@@ -118,16 +139,19 @@ class Moments(StatePart):
 
 
 class ErrorFeedback(StatePart):
-    """The errors of rounding gradients, and sizes of messages; a run on another layout begins with zeros.
+    """The buffers that belong to one rank: its error feedback, and the sizes of its last lossless weight deltas.
+
+    Error feedback is the quantization error of gradients. The keys contain the layout and the rank's place in it, so
+    only a run with the same layout loads these buffers. Other runs start with zeros.
 
     Attributes:
-        sources: give this rank's buffers by name.
+        sources: functions that return this rank's buffers by name. Features append theirs.
     """
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
         axes = [getattr(dims, name) for name in dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
-        if (ep := dims.layout.ep) > 1:  # shards of experts have the same sizes, but other experts
+        if (ep := dims.layout.ep) > 1:  # with another ep size a shard can have the same shape but hold other experts
             layout = f"{layout}.ep{ep}"
         self.prefix, self._sharding, self._values = f"feedback.{layout}.{place}.", sharding, values
         self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]
@@ -140,16 +164,21 @@ class ErrorFeedback(StatePart):
         return {name: x for name, x in self.tensors().items() if name in there and there[name].size == x.shape}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
+        """Set buffers without a saved value to zero, and convert the errors to the current loss scale."""
         missing = [name for name, x in self.tensors().items() if name not in loaded]
         for name in missing:
             self.tensors()[name].zero_()
-        missing = [name for name in missing if not name.endswith(".recent")]  # the next messages have room for all
+        # no note for lost sizes of weight deltas (".recent"): the next messages then just have the full size
+        missing = [name for name in missing if not name.endswith(".recent")]
         self._sharding.rescale_feedback(self._values.scaler.scale / self._values.saved_scale)
         return ["error feedback begins at zero: the checkpoint has none of this layout"] if missing else []
 
 
 class SecondaryPartition(StatePart):
-    """The weights that nodes keep, where differences are added to them."""
+    """The secondary partition, a copy of the weights that every node keeps, in runs with lossless weight deltas.
+
+    It is saved because the next delta is added to it. Without --zero-weight-delta this part has no tensors.
+    """
 
     prefix = SECONDARY
 
@@ -161,22 +190,28 @@ class SecondaryPartition(StatePart):
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         if any(key.startswith("island.") for key in saved):
-            return {}  # they belong to the weights of one island, which `model.` are not
+            return {}  # a DiLoCo checkpoint: this is one replica group's copy, but `model.` has the outer weights
         own, there = self._sharding.secondary_targets(), under(SECONDARY, saved)
         return {name: x for name, x in own.items() if name in there and there[name].properties.dtype == x.dtype}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         if self._sharding.load_secondary_state(loaded):
             return []
-        return ["weights cross nodes whole at first: the checkpoint has no weights that nodes keep"]
+        return ["the next inter-node messages carry whole weights: the checkpoint has no secondary partition"]
 
 
 class RandomGenerators(StatePart):
-    """Python's, numpy's and torch's default generators, the device's, and the one that tp ranks share; uint8.
+    """The states of the random generators of this rank, as uint8 tensors.
+
+    These are the default generators of Python, numpy, torch and the GPU, and the dropout generator that has equal
+    states on all tp ranks. The keys contain the layout, so only a run with the same layout loads them.
 
     Args:
-        shared: the last one.
-        seed: of the run: a layout that finds no states seeds them anew by this and the iteration.
+        shared: dropout generator with equal states on all tp ranks; None if the model has none.
+        device: device of the model.
+        dims: mesh axes.
+        seed: seed of the run. If the checkpoint has no states for this layout, new seeds depend on it and on the
+            iteration.
     """
 
     group: Group = "rng"
@@ -200,9 +235,9 @@ class RandomGenerators(StatePart):
         return states
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Undo everything that was drawn since `tensors`; generators without a state are left alone."""
+        """Set the generators to the loaded states. If there are none, seed them by the seed and the iteration."""
         if not loaded:
-            # by the iteration, too: the masks of the run's first steps must not come again
+            # the seed contains the iteration, so that the dropout masks of the first steps are not repeated
             dims = self._dims
             seed = seed_for(f"iteration {iteration} on {dims.data_size * dims.cp.size} data ranks", seed=self._seed)
             seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
@@ -225,10 +260,10 @@ class RandomGenerators(StatePart):
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """JSON as uint8."""
+    """Return a JSON-compatible value as a uint8 tensor with the bytes of its JSON text."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def from_tensor(state: torch.Tensor) -> Any:
-    """Undo `as_tensor`."""
+    """Return the value that `as_tensor` encoded in `state`."""
     return json.loads(bytes(state.tolist()))

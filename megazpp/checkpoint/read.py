@@ -1,7 +1,8 @@
-"""Reading: chooses the checkpoint that a run begins with, and loads its state; or the weights alone, to use a model.
+"""Loading of checkpoints: choose the checkpoint that a run starts from, check it, and fill the run's state.
 
-One file of more than 300 lines: choosing, checking and filling follow each other, so that nothing is changed too early.
-Damage is looked for first, then contradictions, and only then anything is changed.
+Other programs use it to load only the weights. A load has three steps. It verifies the files, then compares the
+checkpoint with the run's flags, and only then changes the run's state. This file has more than 300 lines so that these
+steps can be read in one place.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ T = TypeVar("T")
 
 
 class LoadSource(NamedTuple):
-    """A checkpoint in a folder, and how much of it is loaded.
+    """The choice of a checkpoint in a folder, and of the parts to load from it.
 
     Attributes:
-        folder: of checkpoints.
-        iteration: --ckpt-step; None for what the tracker names.
-        continues: the run goes on; otherwise (--finetune) only weights are taken.
-        optimizer, rng: what of it is loaded.
-        fallback: a damaged checkpoint is passed over for the newest that is not.
-        lora_base: --lora-base, for weights of a checkpoint of adapters.
+        folder: folder of checkpoints.
+        iteration: iteration to load (--ckpt-step); None for the iteration in the tracker file.
+        continues: True to resume the checkpoint's run; False (--finetune) to start a new run with its weights.
+        optimizer: True to load the optimizer states.
+        rng: True to load the states of the random generators.
+        fallback: True to load the newest undamaged checkpoint if the requested one is damaged (--load-fallback).
+        lora_base: folders that may contain the base model of a checkpoint with LoRA adapters (--lora-base).
     """
 
     folder: CheckpointFolder
@@ -69,12 +71,17 @@ class LoadSource(NamedTuple):
     lora_base: tuple[str, ...] = ()
 
     def candidates(self) -> list[int]:
-        """Iterations to try, the wanted one first; [] if there is no checkpoint.
+        """Return the iterations to try, with the requested one first.
+
+        Without --load-fallback, only the requested iteration is returned. If the folder has no checkpoint, the list is
+        empty.
 
         Raises:
-            DamagedError: the wanted one is not there, and there is no --load-fallback.
-            ValueError: --ckpt-step has no checkpoint, or the folder is that of one checkpoint.
+            DamagedError: the checkpoint that the tracker file names is missing, and --load-fallback is not set.
+            ValueError: the folder has no checkpoint of --ckpt-step, or it is a single checkpoint instead of a folder
+                of checkpoints.
         """
+        # find the requested iteration
         self.folder.check_not_inside()
         found, wanted = self.folder.iterations(), self.iteration
         if wanted is not None and wanted not in found:
@@ -88,12 +95,13 @@ class LoadSource(NamedTuple):
                 if not self.fallback or not found:
                     raise
                 wanted = found[-1]
+        # add the others, the newest first
         others = [iteration for iteration in reversed(found) if iteration != wanted and self.fallback]
         return [] if wanted is None else [wanted, *others]
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of the wanted checkpoint, of which there is one."""
+        """The path of the requested checkpoint. The source must have one."""
         return self.folder.of(self.candidates()[0])
 
 
@@ -105,21 +113,25 @@ def saves_where_it_loads(config: CheckpointConfig) -> bool:
 
 
 def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | None:
-    """Choose what to begin with by the flags; None begins anew.
+    """Choose by the flags which checkpoint a run starts from; None to start from scratch.
 
     Args:
-        restarted: a fault ended an earlier attempt of this job: what it has saved comes first.
+        config: checkpoint flags.
+        restarted: True if the launcher restarted this job after a fault. The job then resumes from its own checkpoints
+            in --save, if there are any.
     Raises:
-        ValueError: --save holds another run's checkpoints, or --load has none and must.
+        ValueError: --save has checkpoints of another run, --finetune has the same folder for --save and --load, or
+            --load has no checkpoint and --exit-on-missing-checkpoint is set.
     """
+    # check --save
     source = None if config.load is None else LoadSource(CheckpointFolder(config.load, "--load"))
     if config.save is not None:
         own = CheckpointFolder(config.save, "--save")
         own.check_not_inside()
         if config.finetune and saves_where_it_loads(config):
             raise ValueError(
-                f"--finetune begins a new training: --save {config.save} cannot be the folder of --load {config.load}, "
-                "from which a restart would go on; give it a folder of its own"
+                f"--finetune starts a new run: --save {config.save} cannot be the folder of --load {config.load}, "
+                "because a restart would resume from its checkpoints; choose another folder for --save"
             )
         there = own.iterations()
         if there and restarted:
@@ -128,8 +140,9 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
         if there and not saves_where_it_loads(config):
             raise ValueError(
                 f"--save {config.save} holds checkpoints already (up to iteration {there[-1]}): "
-                f"--load {config.save} goes on from there, or take another folder"
+                f"pass --load {config.save} to resume from them, or choose another folder"
             )
+    # apply the flags of --load
     if source is None:
         return None
     source = source._replace(
@@ -146,10 +159,17 @@ def choose_source(config: CheckpointConfig, *, restarted: bool) -> LoadSource | 
 
 
 def peek(source: LoadSource | None) -> CheckpointMetadata | None:
-    """The record of the checkpoint that will most likely be loaded, before all of it is verified; None without one.
+    """Return the metadata of the checkpoint that will probably be loaded, before its tensor files are verified.
 
+    With --load-fallback, a later `CheckpointReader.read` may find damaged tensors and load another checkpoint.
+
+    Args:
+        source: folder and iteration; None for a run that starts from scratch.
+    Returns:
+        The metadata; None if there is no source or it has no checkpoint.
     Raises:
-        ValueError: see `LoadSource.candidates`; no record can be read; it holds adapters whose base is not there.
+        ValueError: the requested checkpoint does not exist (see `LoadSource.candidates`), run.json cannot be read, or
+            the base model of its LoRA adapters is missing.
     """
     candidates = [] if source is None else source.candidates()
     if source is None or not candidates:
@@ -166,12 +186,12 @@ def peek(source: LoadSource | None) -> CheckpointMetadata | None:
 
 
 def start_of(source: LoadSource | None, record: CheckpointMetadata | None) -> TrainingProgress:
-    """Return the progress that a run begins at; `record` is what `peek` found, None without a checkpoint."""
+    """Return the progress that a run starts with. `record` is the result of `peek` for `source`."""
     return record.progress if source is not None and record is not None and source.continues else TrainingProgress()
 
 
 class Resumed(NamedTuple):
-    """The state that a run goes on with; `checkpoint` is the folder it came from."""
+    """The position from which a run resumes: its progress, its schedule, and the folder of the loaded checkpoint."""
 
     progress: TrainingProgress
     schedule: Schedule
@@ -179,7 +199,15 @@ class Resumed(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads for one run, which `own` describes, into `state`. Every rank calls every method; `say` prints on rank 0."""
+    """Reader that verifies a checkpoint and loads it into the state of a run. Every rank calls `read`.
+
+    Args:
+        config: checkpoint flags.
+        state: state of the run, which `read` fills.
+        own: metadata of the run, which the checkpoint's metadata is compared with.
+        axis: axis over all ranks with a group for files, see `open_axis`.
+        say: function that prints a line on rank 0.
+    """
 
     def __init__(
         self,
@@ -192,12 +220,18 @@ class CheckpointReader:
         self._config, self._state, self._own, self._axis, self._say = config, state, own, axis, say
 
     def read(self, source: LoadSource, schedule: Schedule) -> Resumed | None:
-        """Go on from a checkpoint of `source`; None if there is none; `schedule` is this run's.
+        """Verify a checkpoint and load it into the state.
 
+        Args:
+            source: folder, iteration and parts to load.
+            schedule: learning-rate schedule of this run's flags.
+        Returns:
+            Progress, schedule and folder to resume from; None if the source has no checkpoint.
         Raises:
-            DamagedError: files are missing or not as they were written.
-            ValueError: it is another model's, or this run's flags contradict it.
+            DamagedError: files are missing or have changed since the save.
+            ValueError: the checkpoint's model, tokenizer, optimizer or schedule does not fit this run's flags.
         """
+        # choose a checkpoint and verify its files
         axis, started, folder = self._axis, time.perf_counter(), source.folder
         candidates = axis.share_object(raise_on_all_ranks(axis, source.candidates if axis.rank == 0 else list))
         if not candidates:
@@ -206,6 +240,7 @@ class CheckpointReader:
             return None
         iteration, (size, record) = first_sound(source, candidates, lambda i: self._verify(folder.of(i)), self._say)
         self._say(f" loading checkpoint from {folder.path} at iteration {iteration}")
+        # compare it with this run, then load its tensors
         schedule = self._check(source, record, schedule, folder.of(iteration))
         for note in self._fill(source, record, folder.of(iteration)):
             self._say(f"note: {note}")
@@ -213,21 +248,32 @@ class CheckpointReader:
             f"  successfully loaded checkpoint from {folder.path} at iteration {iteration}"
             f" | {size / GIGA:.3f} GB in {time.perf_counter() - started:.2f} s"
         )
+        # find the position to resume from
         progress = record.progress._replace(stop_reason=None) if source.continues else TrainingProgress()
         position = progress.scheduled_samples * schedule_ratio(record, self._own)
-        if not source.optimizer:  # Megatron's rule: new moments, new schedule
+        if not source.optimizer:  # as in Megatron-LM, new moments start a new schedule
             position = Fraction(0)
         progress = progress._replace(scheduled_samples=math.floor(position))
         return Resumed(progress, schedule, folder.of(iteration))
 
     def _verify(self, checkpoint: Path) -> tuple[int, CheckpointMetadata]:
-        """Return its size in bytes and its record; raises DamagedError on all ranks if a file is not as written."""
+        """Verify a checkpoint's files on all ranks together, and return their size in bytes and the metadata.
+
+        Raises:
+            DamagedError: a file is missing or has changed since the save. Every rank raises it.
+        """
         axis = self._axis
         size = raise_on_all_ranks(axis, lambda: verify_files(checkpoint, rank=axis.rank, num_ranks=axis.size))
         record = raise_on_all_ranks(axis, lambda: read_record(checkpoint) if axis.rank == 0 else None)
         return size, axis.share_object(record)
 
     def _check(self, source: LoadSource, record: CheckpointMetadata, schedule: Schedule, checkpoint: Path) -> Schedule:
+        """Compare a checkpoint's metadata with this run, print notes about other data, and return the schedule.
+
+        Raises:
+            ValueError: the checkpoint does not fit this run; the message names the flags.
+        """
+        # compare model and tokenizer
         own = self._own
         if source.continues and own.adapters is None and record.adapters is not None:
             raise ValueError(
@@ -245,12 +291,14 @@ class CheckpointReader:
                     f"{another}. Remove the tokenizer's flags to resume, or pass --finetune to start a new run"
                 )
             self._say(f"WARNING: {another}")
+        # refuse to load parts that the checkpoint lacks
         for part, what, name in (("optimizer", "optimizer", "optim"), ("rng", "rng state", "rng")):
             if getattr(source, part) and not getattr(record, f"has_{part}"):
                 raise ValueError(
                     f"Unable to load {what} from checkpoint {checkpoint}: it was written with --no-save-{name}. "
                     f"Specify --no-load-{name} or --finetune"
                 )
+        # compare data, optimizer and schedule
         if source.continues:
             sizes, consumed = (batch_size_of(own), batch_size_of(record)), record.progress.consumed_samples
             for note in data_notes(record.flags, own.flags, checkpoint, consumed=consumed, batch_sizes=sizes):
@@ -264,7 +312,8 @@ class CheckpointReader:
         return agreed_schedule(record.schedule, schedule, self._config, checkpoint, ratio=ratio, sizes=described)
 
     def _fill(self, source: LoadSource, record: CheckpointMetadata, checkpoint: Path) -> list[str]:
-        """Read the tensors and go on from them; a line for each thing that begins anew instead."""
+        """Load the tensors into the state, and return a note for each part that the checkpoint cannot provide."""
+        # open the checkpoint, and check names and shapes
         parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()
         reader = SafeReader(checkpoint)
         if not source.continues:
@@ -272,6 +321,7 @@ class CheckpointReader:
         saved = raise_on_all_ranks(self._axis, reader.tensors)
         shapes, padded = {key: tuple(x.shape) for key, x in weights.items()}, self._state.padded(weights)
         check_weights(saved, shapes, padded, record, checkpoint, any_head=not source.continues)
+        # read the tensors, and let each part of the state take over its own
         targets = self._state.targets(saved, **parts)
         raise_on_all_ranks(self._axis, lambda: reader.fill(targets, self._state.padded(targets)))
         if source.optimizer:
@@ -286,10 +336,16 @@ class CheckpointReader:
 def first_sound(
     source: LoadSource, candidates: Sequence[int], work: Callable[[int], T], say: Callable[[str], None]
 ) -> tuple[int, T]:
-    """Return the first candidate that is not damaged, and the result of `work` for it; on all ranks together.
+    """Return the first undamaged candidate, and the result of `work` for it.
 
+    Args:
+        source: source of the candidates.
+        candidates: iterations to try, in this order; see `LoadSource.candidates`.
+        work: function of an iteration, which raises DamagedError if the checkpoint is damaged. If ranks share the work,
+            it must return or raise on all of them alike.
+        say: function that prints a warning about each damaged candidate, if --load-fallback is set.
     Raises:
-        DamagedError: none is sound, or the wanted one is not and there is no --load-fallback.
+        DamagedError: all candidates are damaged, or there are none.
     """
     problem = DamagedError(f"{source.folder.name} has no checkpoint")
     for iteration in candidates:
@@ -305,9 +361,17 @@ def first_sound(
 def find_weights(
     folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False, lora_base: tuple[str, ...] = ()
 ) -> tuple[LoadSource, CheckpointMetadata]:
-    """A checkpoint without its optimizer, and what it says; its files are not verified yet.
+    """Find a checkpoint to load only weights from, and read its metadata. Tensor files are not verified here.
 
-    Raises ValueError if there is none, or it cannot be read.
+    Args:
+        folder: folder of checkpoints.
+        iteration: iteration to load; None for the latest.
+        fallback: True to use the newest undamaged checkpoint if the requested one is damaged.
+        lora_base: folders that may contain the base model of LoRA adapters.
+    Returns:
+        (source, metadata), as `load_weights` takes them.
+    Raises:
+        ValueError: there is no checkpoint, or its metadata cannot be read.
     """
     source = LoadSource(folder, iteration, False, optimizer=False, rng=False, fallback=fallback, lora_base=lora_base)
     record = peek(source)
@@ -327,16 +391,24 @@ def load_weights(
     tokenizer: str | None = None,
     say: Callable[[str], None],
 ) -> int:
-    """Fill the sharded model, on all ranks together; returns the iteration that the checkpoint is of.
+    """Load the weights of a checkpoint into a sharded model. All ranks call this.
 
     Args:
-        record: as `find_weights` has read it.
-        vocab_size, tokenizer: number of tokens and identity of the tokenizer in use.
-        say: prints a line on rank 0.
+        model: sharded model to fill.
+        sharding: sharding of the model.
+        dims: mesh axes.
+        source: source of the checkpoint, from `find_weights`.
+        record: metadata of the checkpoint, from `find_weights`.
+        vocab_size: number of tokens of the tokenizer in use.
+        tokenizer: identity of the tokenizer in use; None to skip its comparison.
+        say: function that prints a line on rank 0.
+    Returns:
+        Iteration of the loaded checkpoint.
     Raises:
-        ValueError: the checkpoint is damaged, or another model's or tokenizer's.
+        ValueError: the checkpoint is damaged, or its model or tokenizer differs.
     """
-    values = RunValues(torch.optim.SGD(model.parameters()), LossScaler(1.0))  # which have no state
+    # TrainState needs an optimizer and a loss scaler; nothing is loaded into these
+    values = RunValues(torch.optim.SGD(model.parameters()), LossScaler(1.0))
     state = TrainState(model, sharding, values, [Weights(model, sharding)])
     own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)
     reader = CheckpointReader(CheckpointConfig(), state, own, open_axis(dims), say)

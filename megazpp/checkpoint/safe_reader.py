@@ -1,8 +1,11 @@
-"""Reads torch.distributed.checkpoint's files without trusting them, by boxes: any part of any tensor, of any layout.
+"""Safe reader for checkpoints in the format of torch.distributed.checkpoint, which does not run code from files.
 
-The format is the library's; `torch.distributed.checkpoint.load` reads it too. This reader unpickles nothing but the
-library's own index and the descriptions of tensors, takes rows alone where they are wanted, and fits the rows that pad
-a vocabulary, whose number follows from the tensor-parallel size.
+`torch.distributed.checkpoint.load` reads the same files. This reader differs in three ways:
+
+- It unpickles only the index `.metadata` and the headers of tensors, both with restricted unpicklers.
+- It reads any rectangular part (a box) of a tensor, for example some rows, whatever layout saved the tensor.
+- It accepts another number of padding rows in vocabulary matrices, because this number depends on the tensor-parallel
+  size.
 """
 
 from __future__ import annotations
@@ -22,13 +25,17 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 
-_AT_ONCE = 1 << 22  # elements that are read at once
+_AT_ONCE = 1 << 22  # largest number of elements per read from a file (but at least one row)
 
 
 class SafeReader:
-    """Reads tensors only (`torch.load(weights_only=True)`), and an index that can name nothing but what it is made of.
+    """A reader of the tensors in one checkpoint that is safe for files from untrusted sources.
 
-    Raises ValueError if the index asks for anything else.
+    Its methods raise ValueError if the index refers to anything but the classes of an index, or if an entry is not a
+    tensor. `torch.load(weights_only=True)` reads the headers of tensors.
+
+    Args:
+        checkpoint: folder of one checkpoint.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -37,25 +44,29 @@ class SafeReader:
 
     @functools.cached_property
     def _index(self) -> Metadata:
+        """The content of `.metadata`, which is read at the first use."""
         with (self.path / ".metadata").open("rb") as file:
             return _IndexUnpickler(file).load()
 
     @functools.cached_property
     def _saved(self) -> dict[str, TensorStorageMetadata]:
+        """The shape, dtype and chunks of every tensor in the checkpoint, by key."""
         saved = self._index.state_dict_metadata
         return {key: entry for key, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shape and type of every tensor, by key."""
+        """Return the shape, dtype and chunks of every tensor, by key."""
         return self._saved
 
     def fill(self, targets: Mapping[str, torch.Tensor], padded: Collection[str]) -> None:
-        """Read this rank's parts of tensors, however they were spread when they were written.
+        """Read saved tensors into `targets`. The checkpoint may have been saved with another layout.
 
         Args:
-            targets: by key; of a DTensor the local part is read.
-            padded: keys of tensors whose last rows are padding: more or fewer of them may be saved. Those that are not
-                saved stay as they are.
+            targets: tensors to fill by key. For a DTensor, only the local shard is read.
+            padded: keys of tensors that end in padding rows. The saved tensor may have more or fewer rows; target rows
+                that it lacks stay unchanged.
+        Raises:
+            ValueError: a saved tensor has another shape, or cannot be read.
         """
         saved = self.tensors()
         for key, target in targets.items():
@@ -69,19 +80,28 @@ class SafeReader:
             self.read_box(key, offsets, box)
 
     def read_whole(self, key: str) -> torch.Tensor:
-        """A tensor, whatever ranks have written its parts."""
+        """Return a whole tensor on the CPU, in the dtype in which it was saved."""
         entry = self.tensors()[key]
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.read_box(key, (0,) * whole.dim(), whole)
         return whole
 
     def read_box(self, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
-        """Fill `box` with the part of a saved tensor that begins at `offsets`, row by row."""
+        """Read a rectangular part of a saved tensor into `box`.
+
+        Args:
+            key: key of the tensor.
+            offsets: index of the part's first element, one number per dimension.
+            box: tensor to fill, which has the shape of the part. Elements outside the saved tensor stay unchanged.
+        Raises:
+            ValueError: a file is too short, or its content is not a contiguous tensor.
+        """
         entry = self.tensors()[key]
         if not box.dim():
             offsets, box = (0,), box.view(1)
         for chunk in entry.chunks:
-            begins, sizes = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)  # a scalar is a row of one
+            # intersect the saved chunk with the box; a scalar is read as a vector of one element
+            begins, sizes = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
             places = list(zip(offsets, box.shape, begins, sizes, strict=True))
             low = [max(start, own) for start, _, own, _ in places]
             high = [min(start + size, own + length) for start, size, own, length in places]
@@ -89,6 +109,7 @@ class SafeReader:
                 continue
             inside = box[tuple(slice(a - start, b - start) for a, b, start in zip(low, high, offsets, strict=True))]
             columns = [slice(a - own, b - own) for a, b, own in zip(low, high, begins, strict=True)][1:]
+            # read whole rows of the chunk, and copy the columns that the box needs
             path, start = self._find_piece(MetadataIndex(key, chunk.offsets))
             dtype, width = entry.properties.dtype, math.prod(sizes[1:])
             for part in inside.split(max(_AT_ONCE // width, 1)):
@@ -96,12 +117,18 @@ class SafeReader:
                 count = len(part) * width * dtype.itemsize
                 content = np.fromfile(path, np.uint8, count, offset=start + row * width * dtype.itemsize)
                 if content.size < count:
-                    raise ValueError(f"{path} ends too early")
+                    raise ValueError(f"{path} is too short")
                 part.copy_(torch.from_numpy(content).view(dtype).view(-1, *sizes[1:])[:, *columns])
                 low[0] += len(part)
 
     def _find_piece(self, index: MetadataIndex) -> tuple[Path, int]:
-        """The file of a piece of a tensor and where its rows begin there; found once, for many boxes are read."""
+        """Return the file of one saved chunk of a tensor, and the byte offset of the chunk's first element.
+
+        The result is cached, because `read_box` may be called for many parts of a chunk.
+
+        Raises:
+            ValueError: the checkpoint has no readable tensor there, or the tensor is not contiguous.
+        """
         if index not in self._pieces:
             try:
                 found = self._index.storage_data[index]
@@ -113,13 +140,14 @@ class SafeReader:
                     view.seek(0)
                     described = torch.load(view, map_location="cpu", weights_only=True)
             except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
-                raise ValueError(f"{self.path}: {index.fqn} is not there as a tensor: {error}") from error
+                raise ValueError(f"{self.path}: {index.fqn} cannot be read as a tensor: {error}") from error
             if not described.is_contiguous() or described.storage_offset():
-                raise ValueError(f"{path}: {index.fqn} is not there row by row")
+                raise ValueError(f"{path}: {index.fqn} is not stored contiguously")
             self._pieces[index] = path, start
         return self._pieces[index]
 
 
+# The classes and functions that a pickled index `.metadata` may refer to, by module and name.
 _INDEX_PARTS = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -142,6 +170,8 @@ _INDEX_PARTS = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
+    """An unpickler for `.metadata` that refuses every name except `_INDEX_PARTS`, torch dtypes and enum members."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _INDEX_PARTS:
             return super().find_class(module, name)
@@ -149,11 +179,14 @@ class _IndexUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise ValueError(f"a checkpoint's index has no use for {module}.{name}")
+        raise ValueError(f"a checkpoint's index must not refer to {module}.{name}")
 
 
 def _member(kind: type[Enum], name: str) -> Enum:
-    """Python 3.11.0 to 3.11.3 pickle a member of an enumeration as an attribute of its class."""
+    """Return a member of an enum class by name. The unpickler uses it in place of `getattr`.
+
+    Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(its class, its name)`.
+    """
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        raise ValueError(f"a checkpoint's index has no use for an attribute of {kind}")
+        raise ValueError(f"a checkpoint's index must not refer to an attribute of {kind}")
     return kind[name]

@@ -1,11 +1,12 @@
-"""A checkpoint's weights alone: checked, read in rows, summed, and of adapters (LoRA) merged into their bases.
+"""Reading of a checkpoint's weights: check them, read parts, compute their checksum, and merge LoRA adapters.
 
-    iter_N/  adapters, run.json --ref_load, ref_ckpt_step, ref_checksum--> the base, which may be such a one itself
+A checkpoint of a LoRA run has only adapters. Its run.json names the base checkpoint by the flags ref_load (folder),
+ref_ckpt_step (iteration) and ref_checksum (checksum of the weights). The base may have adapters itself. `open_weights`
+finds the base, and the reader that it returns merges the adapters into each part of the base's weights that it reads.
 
-Every reader of weights opens a checkpoint here: where it holds adapters, the base's weights are read, and each box of
-them is merged on the way. The base is known by a checksum of its weights, whatever layout has written or reads them:
-the sum over all elements of their bits times an odd number that the element's place in the whole tensor and the
-tensor's name give, modulo 2^64. Padding of the vocabulary is zeros and adds nothing.
+The checksum of weights does not depend on the layout that saved or reads them. It is a sum over all elements, modulo
+2^64. Each term is the element's bits, as a signed integer, times an odd number that depends on the tensor's name and on
+the element's index in the whole tensor. Padding rows of the vocabulary are zeros and add nothing.
 """
 
 from __future__ import annotations
@@ -38,25 +39,30 @@ from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.tensor_parallel.lora import joined_factors, merged
 from megazpp.tensor_parallel.parameters import owned_parameters, seed_for
 
-_INTEGERS = {2: torch.int16, 4: torch.int32}  # by bytes of an element
-_PIECE = 1 << 18  # elements that are summed at once
+_INTEGERS = {2: torch.int16, 4: torch.int32}  # integer dtype by bytes per element
+_PIECE = 1 << 18  # largest number of elements per step of the checksum (but at least one row)
 
 
 def open_weights(
     checkpoint: Path, record: CheckpointMetadata, files: MeshAxis, lora_base: Sequence[str] = ()
 ) -> SafeReader:
-    """Open a checkpoint's weights: of one of adapters, base and adapters as one model; every rank calls this.
+    """Open the weights of a checkpoint for reading. If it has LoRA adapters, they are merged into their base's weights.
+
+    All ranks call this. They verify the base's files together, and compare the checksum of its weights with the one in
+    the adapters' metadata.
 
     Args:
-        record: of the checkpoint.
-        files: all ranks, with a group for files (`open_axis`).
-        lora_base: --lora-base.
+        checkpoint: folder of one checkpoint.
+        record: metadata of the checkpoint.
+        files: axis over all ranks with a group for files, see `open_axis`.
+        lora_base: folders of checkpoints in which to look for the base first (--lora-base).
     Raises:
-        ValueError: the base is not where it was, is damaged, or has other weights; on every rank.
+        ValueError: the base is missing, is damaged, or has other weights. Every rank raises it.
     """
     own, adapters = SafeReader(checkpoint), record.adapters
     if adapters is None:
         return own
+    # try each possible base until the checksum of its weights is right
     others = []
     for base in find_bases(checkpoint, adapters, lora_base):
         raise_on_all_ranks(files, functools.partial(verify_files, base, rank=files.rank, num_ranks=files.size))
@@ -64,6 +70,7 @@ def open_weights(
         reader = open_weights(base, read_record(base), files, rest)
 
         def share_of_checksum(reader: SafeReader = reader) -> int:
+            """Return the sum for every n-th weight, where n is the number of ranks."""
             weights = ((key, reader.read_whole(key)) for key in _weights(reader)[files.rank :: files.size])
             return sum(sum_of_bits(key.removeprefix(MODEL), whole, (0, 0), whole.shape) for key, whole in weights)
 
@@ -73,16 +80,22 @@ def open_weights(
             return AdaptedReader(own, reader, record.model, adapters.alpha / adapters.rank)
         others.append(f"{base} has {checksum}")
     raise ValueError(
-        f"{checkpoint}: the base of its adapters has weights with checksum {adapters.base_checksum}, and "
-        f"{', '.join(others)}: --lora-base says where the right ones are"
+        f"{checkpoint}: the base of its adapters has weights with checksum {adapters.base_checksum}, but "
+        f"{', '.join(others)}; pass the folder of the right base with --lora-base"
     )
 
 
 def find_bases(checkpoint: Path, adapters: SavedAdapters, lora_base: Sequence[str] = ()) -> list[Path]:
-    """Return the checkpoints that may be the base of a checkpoint's adapters, those of --lora-base first.
+    """Return the checkpoints that may be the base of a checkpoint's LoRA adapters. Their weights are not compared here.
 
+    Args:
+        checkpoint: folder of the checkpoint with adapters, for the message.
+        adapters: its adapters, which name the base.
+        lora_base: folders of checkpoints to search before the one that the adapters name (--lora-base).
+    Returns:
+        At most one checkpoint of each folder: the base's iteration, or the latest if the folder has no such checkpoint.
     Raises:
-        ValueError: neither --lora-base nor the adapters' record names a folder with a checkpoint.
+        ValueError: none of the folders has a checkpoint.
     """
     found, places = [], (*lora_base, adapters.base)
     for place in places:
@@ -92,20 +105,22 @@ def find_bases(checkpoint: Path, adapters: SavedAdapters, lora_base: Sequence[st
             found.append(folder.of(iteration))
     if not found:
         raise ValueError(
-            f"{checkpoint} holds adapters alone, and their base is not in {' or '.join(places)}: --lora-base says "
-            "where it is now"
+            f"{checkpoint} contains only LoRA adapters, and their base is not in {' or '.join(places)}; pass its "
+            "folder with --lora-base"
         )
     return found
 
 
 class AdaptedReader(SafeReader):
-    """Reads base and adapters as one model: each box of a weight is merged when it is read.
+    """A reader of a checkpoint with LoRA adapters that returns merged weights, as if the model had no adapters.
+
+    Adapters are merged into a part of a weight when this part is read, so no merged copy of the model is stored.
 
     Args:
-        own: reads the adapters, and the scalar head that was trained beside them.
-        base: reads the weights that they were trained on.
-        config: shape of the model.
-        scale: alpha / r.
+        own: reader of the checkpoint with the adapters. Its scalar head, if any, is read from there.
+        base: reader of the base checkpoint, whose weights were frozen in the adapters' training.
+        config: config of the model.
+        scale: LoRA's alpha / r.
     """
 
     def __init__(self, own: SafeReader, base: SafeReader, config: GPTConfig, scale: float) -> None:
@@ -115,22 +130,25 @@ class AdaptedReader(SafeReader):
 
     @functools.cached_property
     def _saved(self) -> dict[str, TensorStorageMetadata]:
+        """The shape, dtype and chunks of the merged model's weights, by key."""
         weights = {key: entry for key, entry in self._own.tensors().items() if key.startswith(SCALAR_HEAD)}
         return weights | {key: self.base.tensors()[key] for key in _weights(self.base)}
 
     def read_box(self, key: str, offsets: tuple[int, ...], box: torch.Tensor) -> None:
+        """Read a rectangular part of a merged weight into `box`, see `SafeReader.read_box`."""
         if key.startswith(SCALAR_HEAD):
             self._own.read_box(key, offsets, box)
         elif (factors := self._factors(key)) is None:
             self.base.read_box(key, offsets, box)
         else:
-            part = torch.empty(box.shape, dtype=self._saved[key].properties.dtype)  # rounded to it, whatever reads it
+            # round merged values to the saved dtype first, so that they do not depend on the dtype of `box`
+            part = torch.empty(box.shape, dtype=self._saved[key].properties.dtype)
             self.base.read_box(key, offsets, part)
             rows, columns = (slice(start, start + size) for start, size in zip(offsets, box.shape, strict=True))
             box.copy_(merged(part, factors[0][columns], factors[1][rows], self._scale))
 
     def _read_factors(self, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A and B of the adapter beside a weight."""
+        """Return A [in, r] and B [out, r] of a weight's adapter; None if the weight has no adapter."""
         prefix, config = f"{key.removesuffix('weight')}adapter.", self._config
         names = [name for name in self._own.tensors() if name.startswith(prefix)]
         parts = {name.removeprefix(prefix): self._own.read_whole(name) for name in names}
@@ -138,17 +156,20 @@ class AdaptedReader(SafeReader):
 
 
 def _weights(reader: SafeReader) -> list[str]:
-    """Keys of a checkpoint's weights without its scalar head, in the same order on every rank."""
+    """Return the sorted keys of a checkpoint's weights, except a scalar head."""
     return sorted(key for key in reader.tensors() if key.startswith(MODEL) and not key.startswith(SCALAR_HEAD))
 
 
 def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Sequence[int]) -> int:
-    """Return the part of a box of the tensor `name` in the checksum of its weights.
+    """Return the contribution of a part of a tensor to the checksum of the weights, as a number in the range of int64.
+
+    The contributions of all parts of all tensors add up to the checksum, see `spell_checksum`.
 
     Args:
-        box: [rows] or [rows, columns] fp32, bf16 or fp16.
-        offsets: where it begins in the whole tensor.
-        whole: the shape of that.
+        name: name of the parameter.
+        box: part of the tensor, [rows] or [rows, columns] in fp32, bf16 or fp16, on the CPU.
+        offsets: index of the part's first element in the whole tensor, one number per dimension.
+        whole: shape of the whole tensor.
     """
     columns, first = (whole[1], offsets[1]) if box.dim() > 1 else (1, 0)
     rows = box if box.dim() > 1 else box.unsqueeze(1)
@@ -162,12 +183,12 @@ def sum_of_bits(name: str, box: torch.Tensor, offsets: Sequence[int], whole: Seq
 
 
 def spell_checksum(total: int) -> str:
-    """16 hexadecimal digits."""
+    """Return a sum of `sum_of_bits` results as a checksum of 16 hexadecimal digits."""
     return f"{total % (1 << 64):016x}"
 
 
 def wrapped(total: int) -> int:
-    """Wrap a sum around to the range of int64."""
+    """Return the number in the range of int64 that equals `total` modulo 2^64."""
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -180,11 +201,15 @@ def check_weights(
     *,
     any_head: bool,
 ) -> None:
-    """Raises DamagedError where the saved weights are not those of the model that run.json describes.
+    """Raise DamagedError if names or shapes of the saved weights differ from the model's.
 
     Args:
-        shapes: of the model's weights, by key; those of keys in `padded` may have other rows of padding.
-        any_head: only one of the two may have a scalar head, because weights alone are taken.
+        saved: shapes and dtypes of all tensors in the checkpoint, by key.
+        shapes: global shapes of the model's weights, by key.
+        padded: keys of weights that may have padding rows, so that the number of rows may differ.
+        record: metadata of the checkpoint.
+        checkpoint: folder of the checkpoint, for the message.
+        any_head: True to accept a scalar head in only one of model and checkpoint, as when only weights are loaded.
     """
     found = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith(MODEL)}
     for key in sorted(shapes.keys() | found.keys()):
@@ -204,12 +229,16 @@ def check_weights(
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenPlace:
-    """The home of a job's frozen models; they share one, because its axes are process groups.
+    """The devices and axes that all frozen models of a job use, such as reference and reward models.
+
+    The models share one object, because each axis needs a process group.
 
     Attributes:
-        axis: the ranks of a node that share a frozen unit.
-        files: all ranks, for what is read and written together (`open_axis`).
-        say: prints a line on rank 0.
+        dims: mesh axes of the job.
+        device: device of the models.
+        axis: axis over the ranks among which the weights of a frozen model are sharded.
+        files: axis over all ranks with a group for files, see `open_axis`.
+        say: function that prints a line on rank 0.
     """
 
     dims: ParallelDims
@@ -222,26 +251,34 @@ class FrozenPlace:
 def open_frozen_place(
     dims: ParallelDims, device: torch.device, *, say: Callable[[str], None], whole: bool = False
 ) -> FrozenPlace:
-    """Make the axes of frozen models; every rank calls this once.
+    """Create the axes for frozen models. Every rank calls this once.
 
     Args:
-        whole: every rank has all weights of its tensor-parallel part: nothing is gathered, or there twice.
+        dims: mesh axes of the job.
+        device: device of the models.
+        say: function that prints a line on rank 0.
+        whole: True if every rank stores all weights of its tensor-parallel part. Otherwise they are sharded over the
+            data-parallel ranks of a node.
     """
     axis = MeshAxis("whole", timeline=dims.timeline) if whole else dims.twin("local", "frozen")
     return FrozenPlace(dims=dims, device=device, axis=axis, files=open_axis(dims), say=say)
 
 
 class WeightReader:
-    """Reads rows of this tensor-parallel rank's part of a checkpoint's weights; every rank makes one.
+    """A reader of this tensor-parallel rank's part of a checkpoint's weights, a few rows at a time.
+
+    Every rank creates one, because the constructor verifies the files on all ranks together.
 
     Args:
-        model: on the meta device, with tensor-parallel parts as plain parameters.
-        checkpoint, record: its folder and what it says.
-        lora_base: --lora-base.
-        vocab_size: of the tokenizer in use.
-        trained: whether a parameter of this name is none of the checkpoint's.
+        model: model on the meta device, whose parameters are plain tensors with this tensor-parallel rank's shapes.
+        checkpoint: folder of the checkpoint.
+        record: metadata of the checkpoint.
+        place: axes of the frozen models.
+        lora_base: folders in which to look for the base of LoRA adapters first (--lora-base).
+        vocab_size: number of tokens of the tokenizer in use.
+        trained: function that returns True for the names of parameters that are not in the checkpoint.
     Raises:
-        ValueError: it is damaged, or another model's or tokenizer's; on every rank.
+        ValueError: the checkpoint is damaged, or its model or tokenizer differs. Every rank raises it.
     """
 
     def __init__(
@@ -255,12 +292,14 @@ class WeightReader:
         vocab_size: int,
         trained: Callable[[str], bool] = lambda name: False,
     ) -> None:
+        # compare the metadata, and verify the files
         files = place.files
         check_same_model(record.flags, model.config, checkpoint)
         check_same_vocabulary(record, vocab_size, checkpoint)
         place.say(f" loading weights from {checkpoint}")
         raise_on_all_ranks(files, lambda: verify_files(checkpoint, rank=files.rank, num_ranks=files.size))
         self._reader, self._tp, self._sum = open_weights(checkpoint, record, files, lora_base), model.tp, 0
+        # compare names and shapes
         parts = {
             name: (tuple(getattr(module, attribute).shape), spec)
             for name, module, attribute, spec in owned_parameters(model)
@@ -275,7 +314,14 @@ class WeightReader:
         check_weights(saved, shapes, padded, record, checkpoint, any_head=True)
 
     def __call__(self, name: str, rows: slice) -> torch.Tensor:
-        """These rows of dim 0, on the CPU in the dtype that was saved; rows of padding are zeros."""
+        """Read rows of this tensor-parallel rank's part of a parameter, and add them to the checksum.
+
+        Args:
+            name: name of the parameter.
+            rows: range of rows (dim 0) in this rank's part.
+        Returns:
+            The rows on the CPU, in the dtype in which they were saved. Padding rows are zeros.
+        """
         (part, spec), saved = self._parts[name], self._reader.tensors()[MODEL + name]
         offsets = [0] * len(part)
         if spec.split is not None:
@@ -291,7 +337,13 @@ class WeightReader:
         return found
 
     def checksum(self, *axes: MeshAxis) -> str:
-        """16 hexadecimal digits that name the weights, once all rows have been read over `axes` and tp."""
+        """Return the checksum of the weights: 16 hexadecimal digits that do not depend on the layout.
+
+        Call it on all ranks of `axes` and tp, after they have read every row of every parameter once.
+
+        Args:
+            *axes: axes over which the reading of rows was divided, other than tp.
+        """
         total = torch.tensor([wrapped(self._sum)], dtype=torch.int64)
         for axis in (*axes, self._tp):
             on = torch.device("cuda" if axis.timeline.device_type == "cuda" and axis.size > 1 else "cpu")

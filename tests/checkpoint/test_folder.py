@@ -160,7 +160,7 @@ def test_unwritable_folder_is_rejected_with_flag_and_reason(tmp_path):
     link.symlink_to(tmp_path / "gone")
     file.touch()
     rows = [
-        (link, f"--save {link} cannot be written to: it is a link to {tmp_path / 'gone'}, which is not there"),
+        (link, f"--save {link} cannot be written to: it is a link to {tmp_path / 'gone'}, which does not exist"),
         (file / "below", f"--save {file}/below cannot be written to: Not a directory"),
     ]
     assert not_refused(rows, lambda path: CheckpointFolder(path, "--save").lock()) == []
@@ -244,7 +244,7 @@ def test_missing_or_invalid_tokenizer_folder_is_rejected(tmp_path):
     name = write_tokenizer(tmp_path, TOKENIZER)
     shutil.move(tmp_path / name, tmp_path / "outside")
     names = ("outside", "../x", str(tmp_path / "outside"), f"{name}/../outside")
-    rows = [(other, "is no folder of a tokenizer") for other in names]
+    rows = [(other, "is not the name of a tokenizer folder") for other in names]
     rows.append((name, f"{name} is missing, the tokenizer of these checkpoints: copy it too, or name one with --token"))
     assert not_refused(rows, lambda name: read_tokenizer(tmp_path, name), DamagedError) == []
 

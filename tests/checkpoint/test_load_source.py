@@ -64,14 +64,14 @@ def test_unsuitable_load_or_save_folder_is_rejected(used, tmp_path, monkeypatch)
     (used / "iter_0000020.replaced-1" / NAME).touch()
     monkeypatch.chdir(used / "iter_0000020")
     one = "is one checkpoint, not the folder of checkpoints: give"
-    taken = f"--save {load} holds checkpoints already (up to iteration 30): --load"
+    taken = f"--save {load} holds checkpoints already (up to iteration 30): pass --load"
     rows: list[tuple[dict[str, Any], str]] = [
         ({"load": load, "ckpt_step": 15}, f"--ckpt-step 15: {used}/iter_0000015 is missing; --load {used} has "),
         ({"load": missing, "exit_on_missing_checkpoint": True}, f"--load {missing} has no checkpoint ({missing}/"),
         ({"save": load}, taken),
         ({"save": load, "load": missing}, taken),
         ({"save": load, "load": missing, "finetune": True}, taken),
-        ({"save": load, "load": f"{load}/", "finetune": True}, f"--finetune begins a new training: --save {load} can"),
+        ({"save": load, "load": f"{load}/", "finetune": True}, f"--finetune starts a new run: --save {load} can"),
         ({"load": "."}, f"--load . {one} --load {used} (and --ckpt-step 20)"),
     ]
     for name, step in (("iter_0000020", " (and --ckpt-step 20)"), ("iter_0000020.replaced-1", "")):

@@ -49,7 +49,7 @@ def test_record_round_trips_and_format_1_is_read_but_later_ones_are_not(tmp_path
     (tmp_path / NAME).write_text(json.dumps(old | {"format": 1}))
     assert read_record(tmp_path) == dataclasses.replace(record, tokenizer=None, tokenizer_folder=None, format=1)
     write(tmp_path, format=3)
-    with pytest.raises(ValueError, match="has format 3, this version knows 2") as caught:
+    with pytest.raises(ValueError, match="has format 3, but this version reads formats up to 2") as caught:
         read_record(tmp_path)
     assert not isinstance(caught.value, DamagedError)
 

@@ -97,7 +97,7 @@ def test_checkpoint_index_with_code_is_rejected_and_not_run(saved, tmp_path):
     checkpoint = shutil.copytree(saved, tmp_path / "copy") / "iter_0000002"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Call(os.mkdir, str(tmp_path / "executed"))))
     write_checksums(checkpoint, {name: sum_file(checkpoint / name) for name in read_checksums(checkpoint)})
-    refusal = "^ValueError: a checkpoint's index has no use for posix.mkdir$"
+    refusal = "^ValueError: a checkpoint's index must not refer to posix.mkdir$"
     ranks(2).run(try_loads, [({"load": str(tmp_path / "copy")}, {}, refusal)])
     assert not (tmp_path / "executed").exists()
 
@@ -111,7 +111,7 @@ def test_index_may_name_enum_members_by_attribute_but_nothing_else(saved, tmp_pa
     (tmp_path / ".metadata").write_bytes(content)
     assert SafeReader(tmp_path).tensors() == SafeReader(saved / "iter_0000002").tensors()
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(getattr, TensorProperties, "create_from_tensor")))
-    with pytest.raises(ValueError, match="has no use for an attribute of <class 'torch"):
+    with pytest.raises(ValueError, match="must not refer to an attribute of <class 'torch"):
         SafeReader(tmp_path).tensors()
 
 
@@ -122,7 +122,7 @@ def test_contradictions_of_a_run_and_its_checkpoint_are_explained(saved, tmp_pat
     anew, one, two = (rf"at TrainingProgress.iteration={done}, consumed_samples=" for done in range(3))
     ranks(2).run(run, CASE, 1, save=str(tmp_path), save_optim=False, save_rng=False)
     rows = [
-        (load, {"vocab_size": 103}, "the tokenizer has 103 tokens, that of .*iter_0000002 had 101"),
+        (load, {"vocab_size": 103}, "the tokenizer has 103 tokens, but the tokenizer of .*iter_0000002 had 101"),
         (load, bytes_100, "ValueError: the tokenizer gives other ids than that of .*--finetune"),
         (load | {"finetune": True}, bytes_100, "WARNING: the tokenizer gives other ids.*success"),
         (load, sgd, "--optimizer is sgd, was adam in .*moments"),

@@ -60,7 +60,7 @@ def load_as_described(load: str) -> None:
 def test_other_tokenizer_model_or_missing_checkpoint_is_rejected(load, tmp_path):
     wider = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, hidden_size=24))
     rows = [
-        (OTHER, load, None, 100, f"the tokenizer has 100 tokens, that of {load}/iter_0000002 had 101"),
+        (OTHER, load, None, 100, f"the tokenizer has 100 tokens, but the tokenizer of {load}/iter_0000002 had 101"),
         (wider, load, None, 101, "--hidden-size is 24, was 20"),
         (OTHER, str(tmp_path), None, 101, f"--load {tmp_path} has no checkpoint"),
     ]

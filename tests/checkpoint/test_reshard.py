@@ -14,7 +14,7 @@ from megazpp.zero.config import PrecisionConfig, ZeroConfig
 ROUNDING = 1e-5  # relative: fp32 sums in another order over a few steps
 SEEDED = "note: random generators are seeded anew: the checkpoint has no states of this layout"
 FEEDBACK = "note: error feedback begins at zero: the checkpoint has none of this layout"
-WHOLE = "note: weights cross nodes whole at first: the checkpoint has no weights that nodes keep"
+WHOLE = "note: the next inter-node messages carry whole weights: the checkpoint has no secondary partition"
 ZEROPP, KEPT = ZeroConfig(zeropp=True), ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 PLAIN = Case(model=dataclasses.replace(GPT2_STYLE, num_layers=1), nodes=2, global_batch=12)
 MUON = dataclasses.replace(PLAIN, optimizer=OptimizerConfig(optimizer="muon"))

@@ -93,7 +93,7 @@ def test_checkpoint_without_kept_weights_resumes_with_full_weights(tmp_path):
         ranks(2).run(run, case, steps, **flags)[0]
         for steps, case in enumerate((zeropp, differences, zeropp, differences, in_fp16), 1)
     ]
-    note = "note: weights cross nodes whole at first: the checkpoint has no weights that nodes keep"
+    note = "note: the next inter-node messages carry whole weights: the checkpoint has no secondary partition"
     assert [note in result.notes for result in found] == [False, True, False, True, True]
     assert [len(result.notes) for result in found[1:4]] == [1, 0, 1]
     kept = [any(key.startswith("secondary.") for key in result.state) for result in found[1:3]]

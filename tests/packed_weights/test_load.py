@@ -319,7 +319,7 @@ def test_wrong_weights_or_tokenizer_raise_errors_and_keep_the_store(load, writte
     for words, from_, config, changes in (
         ("is the store of other weights (checkpoint: ", load, disk(folder), {"step": 1}),
         ("is the store of other weights (bits: 8, not 4", load, disk(folder, weight_bits=4), {}),
-        ("the tokenizer has 100 tokens, that of", load, WeightsConfig(), {"case": smaller}),
+        ("the tokenizer has 100 tokens, but the tokenizer of", load, WeightsConfig(), {"case": smaller}),
         (path.name, str(tmp_path / "copy"), WeightsConfig(weight_bits=8), {}),
     ):
         (said,) = ranks(1).run(use, from_, config, **changes)
