@@ -264,7 +264,7 @@ class RolloutLoader(StatePart):
         ppo, temperature = self.config.objective == "ppo", self.sampler.config.sample_temperature
         positions = {"position_ids": batch.position_ids, "temperature": temperature}
         found = self.sampler.model(batch.tokens, batch.labels, **positions, with_values=ppo)
-        losses, _, values = found if ppo else (found, None, torch.zeros_like(found))
+        losses, values = (found.losses, found.values) if ppo else (found, torch.zeros_like(found))
         return torch.stack((-losses, values), dim=-1)
 
     def _batches(self, batch: RolloutBatch) -> list[RolloutBatch]:

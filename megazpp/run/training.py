@@ -67,7 +67,8 @@ def run_training(
         config = parsed.config
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
         cluster = resolve_cluster(worker, config.cluster, plan.layout.cluster, on_one_machine=on_one_machine)
-        if cluster != plan.layout.cluster:  # the environment did not say which ranks share a node
+        known = plan.layout.cluster
+        if (cluster, cluster.notices) != (known, known.notices):  # the environment did not say which ranks share a node
             start = start_of(source, earlier)
             plan = check_run_config(config, cluster, device_type=worker.device.type, start=start)
         find_product(parsed.config.model, worker.device)  # checks that the device supports --fp8-format

@@ -361,7 +361,6 @@ REFUSED = """
     --objective ppo --max-completion-length 8 --reward-load base | --reward-load base is no reward
     --objective ppo --max-completion-length 8 --reward-funcs none.py:vowels | No such file
     --objective sft --hidden-dropout 0.1 | --hidden-dropout 0.1: post-training does not use dropout
-    --objective sft --lora-r 33 | --lora-r 33 is more than the smaller side of transformer.h.0.attn.c_attn, 32
     --objective sft --lora-r 2 --lora-target-modules lm_head | --lora-target-modules lm_head is not a linear
     --objective sft --lora-r 2 --base-weight-bits 4 --tensor-model-parallel-size 2 --nproc 2 | --base-weight-bits 4: -
     TINY | --objective is missing

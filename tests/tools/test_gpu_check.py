@@ -192,9 +192,14 @@ def test_kernel_save_and_generation_parts_report_their_rows(forking_check):
     kernels = [row["kernel"] for row in rows if "kernel" in row]
     assert kernels.count("memcpy fp32") == kernels.count("quantize bf16 to int8, base bf16") == 2
     assert [row["goal"] for row in rows if row.get("kernel") == "dequantize int8 to bf16"] == ["90%"] * 2
-    saves, places = ([row for row in rows if name in row] for name in ("save", "weights on"))
+    saves, places = ([row for row in rows if name in row] for name in ("save", "weights device"))
     assert [row["save"] for row in saves] == ["--save", "--async-save"]
-    assert [row["weights on"] for row in places] == ["device", "host", "host --weight-bits 8", "host --weight-bits 4"]
+    assert [row["weights device"] for row in places] == [
+        "device",
+        "host",
+        "host --weight-bits 8",
+        "host --weight-bits 4",
+    ]
     assert places[1]["same text"] == "yes"
 
 
