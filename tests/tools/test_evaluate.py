@@ -99,4 +99,4 @@ def test_imported_model_has_the_loss_of_transformers_for_any_row_count(more_rows
     assert abs(float(output.split("lm loss value: ")[1].split()[0]) - expected) < 1e-5
     code, output = evaluated("[PAD] money", tp=1)
     assert (code == 0) == (more_rows > 0)
-    assert (f"the id {len(tokenizer) - 1}, which the model's vocabulary of" in output) == (more_rows < 0)
+    assert (f"the id {len(tokenizer) - 1}, which is beyond the model's vocabulary of" in output) == (more_rows < 0)
