@@ -104,7 +104,7 @@ def _run(command: list[str], output: Path) -> Path:
             raise CLibraryError(f"{command[0]} took longer than {SECONDS} s") from error
     if done.returncode:
         lines = log.read_text(errors="replace").splitlines()
-        complaint = next((line for line in lines if "error" in line), lines[0] if lines else f"exit {done.returncode}")
+        complaint = next((line for line in lines if "error:" in line), lines[0] if lines else f"exit {done.returncode}")
         raise CLibraryError(f"{command[0]} failed: {complaint[:120]}")
     return output
 

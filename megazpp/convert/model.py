@@ -266,7 +266,7 @@ def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]
         parts = piece.split(last[0][1])
         if index == len(parts) - 1:
             last.clear()
-        return parts[index].clone(memory_format=torch.contiguous_format)
+        return parts[index].contiguous()
 
     found = {}
     for name, piece in pieces.items():

@@ -74,7 +74,7 @@ class FeatureConfig:
 
     @property
     def distinguishes_nodes(self) -> bool:
-        """Whether these flags need to know which ranks share a node, so that the cluster must be detected exactly."""
+        """True if these flags need to know which ranks share a node, so that the cluster must be detected exactly."""
         return False
 
     @property

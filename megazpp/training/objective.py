@@ -89,14 +89,14 @@ class LanguageModelLoss:
         self._dims = dims
         self.tokens = torch.zeros((), dtype=torch.float64)
         self._per_token = torch.tensor(1.0)
-        self._sequences = 1
+        self._batches: Sequence[MicroBatch] = ()
 
     def begin_step(self, batches: Sequence[MicroBatch]) -> None:
         """Count the tokens of the global batch that the loss mask includes: one all-reduce."""
         own = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
         self.tokens = self._dims.sum_over_data_(own)
         self._per_token = (1.0 / self.tokens.clamp(min=1.0)).float()
-        self._sequences = sum(len(b.tokens) for b in batches) * self._dims.data_size // self._dims.island.size
+        self._batches = batches
 
     def loss(self, model: GPTModel, batch: MicroBatch) -> torch.Tensor:
         """Return this micro-batch's share of the mean loss over the global batch."""
@@ -104,7 +104,8 @@ class LanguageModelLoss:
             return token_losses(model, batch).sum() * self._per_token
         starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
         found = model(batch.tokens, batch.labels, **starts, with_router_loss=True)
-        router_loss = found.router_loss.sum() / self._sequences
+        sequences = sum(len(each.tokens) for each in self._batches) * self._dims.data_size // self._dims.island.size
+        router_loss = found.router_loss.sum() / sequences
         # The result has the value of the first loss and the gradients of both.
         return (found.losses * batch.loss_mask).sum() * self._per_token + (router_loss - router_loss.detach())
 

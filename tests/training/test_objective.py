@@ -22,7 +22,7 @@ from megazpp.training.setup import ShardedModel
 
 def test_micro_batch_shares_add_up_to_the_mean_over_counted_tokens():
     one_rank: Any = SimpleNamespace(sum_over_data_=lambda x: x)
-    model = mock.Mock(return_value=torch.tensor([[2.0, 3.0, 5.0]]))
+    model = mock.Mock(return_value=torch.tensor([[2.0, 3.0, 5.0]]), config=SimpleNamespace(has_router_loss=False))
     for masks, loss in (
         (([1.0, 1.0, 0.0], [0.0, 0.0, 1.0]), (2.0 + 3.0 + 5.0) / 3),
         (([0.0, 0.0, 0.0], [0.0, 1.0, 0.0]), 3.0),
