@@ -17,6 +17,7 @@ Masked attention never uses cuDNN, because its backward can return NaN in the gr
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import math
@@ -181,6 +182,7 @@ def find_grouped_product(config: GPTConfig, device: torch.device, dtype: torch.d
     return no_values or grouped_product_is_right(device, dtype)
 
 
+@functools.cache
 def grouped_product_is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's grouped product and its gradients are right where some experts get no rows."""
     rows, counts = 24, torch.tensor([0, 16, 0, 8], device=device)

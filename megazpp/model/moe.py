@@ -98,22 +98,6 @@ class Routes(NamedTuple):
     sizes: Callable[[], Sizes]
 
 
-class LoadTotals(NamedTuple):
-    """Sums over the training tokens that a router has processed on this rank.
-
-    Attributes:
-        counts: [E] fp64, number of times that each expert was chosen.
-        scores: [E] fp64, sum of each expert's normalized scores.
-        tokens: [] fp64, number of tokens.
-        entropy: [] fp64, sum of the entropies of the tokens' normalized scores, in nats.
-    """
-
-    counts: torch.Tensor
-    scores: torch.Tensor
-    tokens: torch.Tensor
-    entropy: torch.Tensor
-
-
 class Router(nn.Module):
     """Router that chooses K experts for each token: x [S, B, H] -> `Routing`.
 
@@ -166,13 +150,16 @@ class Router(nn.Module):
         loss = self._loss(logits, shares, choice, length) if self.training else None
         return Routing(choice.flatten(0, 1), self._weight(logits, scores, choice).flatten(0, 1), loss)
 
-    def take_totals(self) -> LoadTotals | None:
-        """Return the sums since the last call and reset them; None if no training tokens were processed."""
+    def take_totals(self) -> torch.Tensor | None:
+        """Return the sums over the training tokens of this rank since the last call, and reset them.
+
+        Returns:
+            [2 E + 2] fp64: how often each expert was chosen [E]; the sum of each expert's normalized scores [E]; the
+            number of tokens; the sum of the entropies of the tokens' normalized scores, in nats. None if no training
+            tokens were processed.
+        """
         totals, self._totals = self._totals, None
-        if totals is None:
-            return None
-        counts, scores, rest = totals.split([self.num_experts, self.num_experts, 2])
-        return LoadTotals(counts, scores, *rest)
+        return totals
 
     def _ranked(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return the values [S, B, E] whose K largest select the experts.
@@ -414,12 +401,10 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
     """
     # ---- sum the totals of all routers over ranks
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
-    totals = {name: router.take_totals() for name, router in routers}
-    found = {name: sums for name, sums in totals.items() if sums is not None}
+    found = {name: totals for name, router in routers if (totals := router.take_totals()) is not None}
     if not found:
         return {}
-    flat = [torch.cat([sums.counts, sums.scores, sums.tokens[None], sums.entropy[None]]) for sums in found.values()]
-    rows = sum_over_ranks_(torch.stack(flat)).tolist()
+    rows = sum_over_ranks_(torch.stack([*found.values()])).tolist()
 
     # ---- metrics of each layer
     by_layer: dict[str, dict[str, float]] = {}

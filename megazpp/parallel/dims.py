@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -216,11 +216,10 @@ class ParallelDims:
     @functools.cached_property
     def experts(self) -> ParallelDims:
         """The axes of experts' parameters on the same ranks; made on first use, on all ranks."""
-        layout = self.layout.for_experts()
-        if layout == replace(self.layout, cp=1, ep=1):
+        if not self.layout.has_expert_axes:
             return self
         settings: dict[str, Any] = {"nccl": self._nccl, "timeout": self._timeout, "threads": self._threads}
-        return ParallelDims(layout, device_type=self.timeline.device_type, dense=self, **settings)
+        return ParallelDims(self.layout.for_experts(), device_type=self.timeline.device_type, dense=self, **settings)
 
     def twin(self, axis: str, name: str) -> MeshAxis:
         """Return another axis over the ranks of `axis`, with a separate process group and queue. All ranks call this.
@@ -267,17 +266,13 @@ class ParallelDims:
         """Return the name of an axis; an experts' axis has a separate name if its ranks differ from the dense axis."""
         return axis if self._dense is None else EXPERT_NAMES.get(axis, axis)
 
-    @functools.cached_property
-    def _shared_axes(self) -> frozenset[str]:
-        """Axes of experts that have the same ranks as the dense axis of that name."""
-        if self._dense is None:
-            return frozenset()
-        theirs = self._dense.layout
-        return frozenset(a for a in AXES if [*self.layout.axis_groups(a)] == [*theirs.axis_groups(a)])
+    def _is_shared(self, axis: str) -> bool:
+        """Return True for an axis of experts that is the dense axis of that name."""
+        return self._dense is not None and axis not in EXPERT_NAMES
 
     def _axis(self, axis: str, name: str, group: dist.ProcessGroup | None) -> MeshAxis:
         """Return this rank's axis `axis` of the layout under the name `name`, over the given process group."""
-        if self._dense is not None and axis in self._shared_axes:
+        if self._is_shared(axis):
             shared: MeshAxis = getattr(self._dense, axis)
             return shared
         rank = dist.get_rank()
@@ -319,7 +314,7 @@ class ParallelDims:
             own: True never returns the default process group, even if the group has the same ranks.
             backend: back end of the groups; None uses the default group's.
         """
-        if self._dense is not None and axis in self._shared_axes:
+        if self._is_shared(axis):
             shared: dist.ProcessGroup = getattr(self._dense, axis).group
             return shared
         options = axis_options(axis, self.layout, self._nccl) if backend is None else None
