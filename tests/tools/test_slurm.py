@@ -76,7 +76,7 @@ def test_run_is_saved_and_requeued_at_the_time_limit_and_then_resumed(submit, tm
     output = second.finish()
     assert second.process.returncode == 0, output
     assert [int(n) for n in re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)] == [done + 1, done + 2]
-    assert "requeued" not in output
+    assert "is requeued" not in output
     assert (tmp_path / "bin/requeued.txt").read_text() == "7\n"
 
 
