@@ -3,6 +3,9 @@
     python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
     python tools/benchmarks/benchmark_cluster.py --out runs/k8 --rates 100mbit --micro-batches 8 --samples 3
     python tools/benchmarks/benchmark_cluster.py --out runs/islands --variants zero3 diloco-10 --rates 100mbit unlimited
+    python tools/benchmarks/benchmark_cluster.py --out runs/moe -- --num-experts 8 --swiglu --disable-bias-linear
+
+Flags after `--` are passed to pretrain_gpt.py in all variants.
 
 The same rank processes hold the models of all variants and run their steps in turn, so that other load on the machine
 affects all variants alike. A round measures each variant once at one rate. The tables show medians over rounds; ratios
@@ -41,7 +44,7 @@ POLL_SECONDS = 0.05
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
 LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
-SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL)
+SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL, "flags")
 NO_OVERLAP, ISLANDS = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
 VARIANTS = {  # flags of pretrain_gpt.py; islands are nodes, and their outer momentum gives the most state
     "zero3": "",
@@ -93,7 +96,7 @@ class Results:
         ValueError: the file holds samples of another model or cluster.
     """
 
-    def __init__(self, path: Path, shape: dict[str, int]) -> None:
+    def __init__(self, path: Path, shape: dict[str, Any]) -> None:
         self.path, self.shape = path, shape
         self.parameters = 0
         self.samples: list[Sample] = []
@@ -125,7 +128,7 @@ class Driver:
         flags: flags of pretrain_gpt.py by variant.
     """
 
-    def __init__(self, cluster: EmulatedCluster | None, shape: Mapping[str, int], flags: Mapping[str, str]) -> None:
+    def __init__(self, cluster: EmulatedCluster | None, shape: Mapping[str, Any], flags: Mapping[str, str]) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         control = theirs.fileno()
         places = {name: shape[name] for name in ("nodes", "ranks_per_node")}
@@ -200,7 +203,7 @@ def flags_of_variants(args: argparse.Namespace) -> dict[str, str]:
     common += " --lr 1e-4 --bf16 --grad-reduce-in-bf16 --train-iters 1000000"
     for name in MODEL:
         common += f" --{name.replace('_', '-')} {getattr(args, name)}"
-    flags = {name: f"{common} {VARIANTS[name]}" for name in args.variants}
+    flags = {name: " ".join([common, *args.flags, VARIANTS[name]]) for name in args.variants}
     cluster = Cluster(num_nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     for words in flags.values():
         check_run_config(parse_run_config(words.split(), Path(), features=FEATURES).config, cluster, device_type="cpu")
@@ -229,6 +232,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=512, help="number of tokens in the vocabulary")
     parser.add_argument("--seq-length", type=int, default=64, help="tokens per sample")
     parser.add_argument("--micro-batch-size", type=int, default=1, help="samples per micro-batch of a rank")
+    parser.add_argument("flags", nargs="*", help="flags of pretrain_gpt.py for all variants, after --")
     args = parser.parse_args(argv)
     for rate in args.rates:
         parse_rate(rate)
@@ -242,7 +246,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 # ---- tables -------------------------------------------------------------------------------------------------------
 
 
-def tables(samples: Sequence[Sample], shape: Mapping[str, int], parameters: int) -> str:
+def tables(samples: Sequence[Sample], shape: Mapping[str, Any], parameters: int) -> str:
     """Return all results as Markdown tables.
 
     Args:

@@ -65,20 +65,24 @@ class RingAxis(MeshAxis):
 
 
 def multiply_in_fp32_() -> None:
-    """Make linear layers and attention compute in fp32 and return the dtype of their input.
+    """Make linear layers, experts and attention compute in fp32 and return the dtype of their input.
 
     On a CPU without bf16 instructions, matrix products in bf16 take a hundred times as long. The benchmark measures
     communication, so the time of the arithmetic should be small.
     """
-    linear, attention = functional.linear, functional.scaled_dot_product_attention
+    linear, grouped, attention = functional.linear, functional.grouped_mm, functional.scaled_dot_product_attention
 
     def fp32_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    def fp32_grouped(x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        return grouped(x.float(), weight.float(), offs=offs).to(x.dtype)
 
     def fp32_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         return attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
     functional.linear = fp32_linear  # type: ignore[assignment]
+    functional.grouped_mm = fp32_grouped  # type: ignore[assignment]
     functional.scaled_dot_product_attention = fp32_attention  # type: ignore[assignment]
 
 
@@ -95,7 +99,8 @@ class VariantRun:
         plan = check_run_config(config, cluster, device_type="cpu")
         if plan.layout not in dims_of:
             dims_of[plan.layout] = ParallelDims(plan.layout, device_type="cpu")
-            dims_of[plan.layout].shard.__class__ = RingAxis
+            for axes in {dims_of[plan.layout], dims_of[plan.layout].experts}:
+                axes.shard.__class__ = RingAxis
         self.dims = dims = dims_of[plan.layout]
         seed_everything(config.launch.seed, data_rank=dims.data_rank, tp_rank=dims.tp.rank)
         vocab_size = config.tokenizer.vocab_size

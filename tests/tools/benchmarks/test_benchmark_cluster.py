@@ -122,3 +122,18 @@ def test_local_steps_are_measured_per_cycle_with_or_without_delay(measured):
     assert message < 10 * sent < 1.5 * message  # plus scales, and norms and biases in 16 and 32 bits
     last = {s.variant: s.loss for s in samples}
     assert max(last["diloco-10"], last["diloco-10-delay"]) < last["zero3"] - 0.1  # 30 steps were taken instead of 3
+
+
+def test_flags_after_the_dashes_reach_every_variant(tmp_path):
+    small = "--local --nodes 2 --ranks-per-node 2 --hidden-size 64 --num-layers 1 --vocab-size 64 --seq-length 8"
+    experts = "--num-experts 4 --moe-ffn-hidden-size 256 --expert-model-parallel-size 2 --swiglu --disable-bias-linear"
+    command = f"{small} --samples 1 --variants zero3 lossless -- {experts}".split()
+    code, output = run_program(TOOL, "--out", str(tmp_path / "out"), *command, folder=tmp_path)
+    assert code == 0, output
+    results = json.loads((tmp_path / "out/samples.json").read_text())
+    assert results["shape"]["flags"] == experts.split()
+    experts_parameters = 4 * 3 * 64 * 256  # four experts of three matrices, hidden size x ffn hidden size
+    assert experts_parameters < results["parameters"] < 1.25 * experts_parameters
+    zero3, lossless = [Sample(**fields) for fields in results["samples"]]
+    assert lossless.loss == pytest.approx(zero3.loss, abs=1e-3)
+    assert lossless.cross_bytes[0] < zero3.cross_bytes[0]
