@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megazpp.base.flags import check_not_negative, check_positive, flag
+from megazpp.base.program import UserError
 from megazpp.run.arguments import FeatureConfig
 
 
@@ -92,7 +93,12 @@ def pick(logits: torch.Tensor, config: SampleConfig, generator: torch.Generator,
         config: sampling settings.
         generator: source of the random number, on the CPU.
         tokens: earlier tokens, for the repetition penalty.
+
+    Raises:
+        UserError: a logit is NaN, as from weights of a run that has diverged.
     """
+    if logits.isnan().any():
+        raise UserError("no token can be drawn: the model's logits are NaN, so its weights have diverged")
     row, seen = logits.unsqueeze(0), occurring([tokens], len(logits), config)
     if config.sample_temperature == 0.0:
         return int(_penalized(row, config, seen).argmax())

@@ -2,10 +2,12 @@
 
 import math
 
+import pytest
 import torch
 import transformers
 from helpers.refusals import not_refused
 
+from megazpp.base.program import UserError
 from megazpp.inference.sample import SampleConfig, next_probabilities, occurring, pick
 
 SHARES = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
@@ -69,6 +71,13 @@ def test_temperature_0_takes_the_most_likely_token_after_the_penalty():
     negative = torch.tensor([-1.0, -3.0, -1.5])  # the penalty multiplies: -2
     assert pick(negative, config, generator, [0]) == 2
     assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_raise_an_error(temperature):
+    logits = torch.tensor([0.0, torch.nan, 1.0])
+    with pytest.raises(UserError, match="the model's logits are NaN"):
+        pick(logits, SampleConfig(sample_temperature=temperature), torch.Generator())
 
 
 def test_invalid_sampling_settings_raise_an_error():
