@@ -36,6 +36,7 @@ VARIANTS = {
     "+qgZ 4/4": "--zero-quantized-gradients --zero-gradient-bits 4 4",
     "all (--zeropp)": "--zeropp",
     "--zeropp, 16-bit weights": "--zeropp --zero-weight-bits 16",
+    "--zeropp, 8/8 gradients": "--zeropp --zero-gradient-bits 8 8",
     "--zeropp, lossless": "--zeropp --zero-weight-delta lossless",
     "local steps, H = 10": "--diloco-steps 10",
     "local steps, H = 10, delay 2": "--diloco-steps 10 --diloco-fragment-sync-delay 2",
