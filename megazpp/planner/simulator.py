@@ -47,7 +47,7 @@ _NOWHERE = nn.Module()
 
 
 class Clock:
-    """Simulated time of something that works in order; `now` is in seconds since the simulation began."""
+    """Simulated time of a stream, queue or process that runs one task after the other; `now` is in seconds."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -81,9 +81,9 @@ class Simulation:
         return self._clocks[-1]
 
     def begin_step(self) -> float:
-        """Set all clocks to the latest of them, reset `busy`, and return the time.
+        """Set all clocks to the latest of their times, reset `busy`, and return that time.
 
-        The time is not reset to 0, because works of an earlier step may still be awaited.
+        The time is not reset to 0, because tasks of the previous step may still be pending.
         """
         moment = max(clock.now for clock in self._clocks)
         for clock in self._clocks:

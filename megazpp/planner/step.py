@@ -580,7 +580,7 @@ def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -
 
 
 def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
-    """Add up tables of traffic, each multiplied by its number; entries that become zero are left out."""
+    """Return the sum of number x table over the given (number, table) pairs, without entries that are zero."""
     found: dict[tuple[str, str, str], Traffic] = {}
     for times, table in parts:
         for key, traffic in table.items():
@@ -589,7 +589,7 @@ def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
 
 
 def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
-    """Return the calls and bytes counted between two tables of the same counter."""
+    """Return the calls and bytes that a counter has counted between its tables `before` and `after`."""
     return summed((1, after), (-1, before))
 
 

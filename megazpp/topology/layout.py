@@ -38,7 +38,7 @@ from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "island")
 NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
-EXPERT_AXES = ("ep", "expert local", "expert shard")  # of the parameters of experts, see `Layout.for_experts`
+EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
 DATA_AXES = (
     "shard",
     "local",

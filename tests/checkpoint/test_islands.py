@@ -31,7 +31,8 @@ MODEL = {"model.": "model."}
 BEGUN = MODEL | {"diloco.common.": "model.", "island.I.inner.": "model."}
 KEPT = BEGUN | {"diloco.momentum.": "diloco.momentum."}
 ALL = MODEL | {name: name for name in ("diloco.", "island.I.inner.", "island.I.counts")}
-# case before, case after, which keys of the latter have which values of the former (I: the island's rank), notes
+# Saved case, loading case, {prefix of loaded keys: prefix of the saved keys with equal values}, notes. I is the index
+# of the DiLoCo group.
 CASES = {
     "four from two": (TWO, FOUR, KEPT, OTHERS),
     "two from four": (FOUR_1, TWO_1, KEPT, OTHERS),
@@ -48,9 +49,9 @@ DEFAULT = ("four from two", "none from two", "two from none", "fragments", "wide
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that saves 4 steps of a case once, with a message in flight.
+    """Return a function that trains a case for 4 steps and saves it, once per case, with a message in flight.
 
-    It returns the folder and the final state by island.
+    The function returns the folder, and the final state of each DiLoCo group.
     """
 
     @functools.cache

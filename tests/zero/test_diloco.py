@@ -67,7 +67,7 @@ def full(tensors: Weights) -> Weights:
 
 
 class Seen(NamedTuple):
-    common: list[Weights]  # R after each step; so are the next two
+    common: list[Weights]  # R after each step
     outer: list[Weights]
     inner: list[Weights]
     losses: list[float]
