@@ -546,7 +546,7 @@ class StepSimulator:
 
 
 def expert_axes(layout: Layout) -> tuple[str, str, str]:
-    """Return the names of the axes of the hops of experts' parameters, in the order of `HOP_AXES`."""
+    """Return the axes along which experts' parameters are sent, in the order of `HOP_AXES` (cross, local, shard)."""
     return ("cross", "expert local", "expert shard") if layout.has_expert_axes else HOP_AXES
 
 

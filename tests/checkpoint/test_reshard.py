@@ -66,7 +66,7 @@ def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, 
         kept, found = ({key: x[key] for key in x if there or part not in key} for x in (before, after))
         assert found == kept
     assert (two.notes, three.notes) == notes
-    if first is PLAIN:  # and trains on as if uninterrupted
+    if first is PLAIN:  # the resumed losses equal those of an uninterrupted run
         losses = [loss for loss, _ in two.steps + three.steps]
         assert losses == pytest.approx(train_plain(PLAIN)["loss"][2:], rel=ROUNDING)
 

@@ -43,7 +43,7 @@ def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_cuda_masks_use_two_kernels_without_grouped_heads(style, monkeypatch):
-    """A CPU stands in for CUDA: its tensors report to be on CUDA. Without a mask torch chooses among all kernels."""
+    """CPU tensors report is_cuda, to select the code for CUDA. Without a mask torch may choose among all kernels."""
     gpt, calls, original = build_gpt(STYLES[style]), [], F.scaled_dot_product_attention
     expected, everything = documents_and_generation(gpt), set(_cur_sdpa_kernel_backends())
 
