@@ -259,7 +259,7 @@ def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]
     A tensor of ours is read once if its parts are read in order.
     """
 
-    last: list[tuple[Deferred, torch.Tensor]] = []  # the tensor that was read last, whose parts follow each other
+    last: list[tuple[Deferred, torch.Tensor]] = []  # the tensor of ours that was read last
 
     def split(piece: ForeignTensors, entry: Deferred, index: int) -> torch.Tensor:
         if not last or last[0][0] is not entry:
