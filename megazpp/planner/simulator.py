@@ -406,7 +406,7 @@ class SimulatedCodec(Codec):
 
 
 # Size of lossless weight differences as a share of whole bf16 weights, by the learning rate of AdamW. Measured with a
-# model of 0.4M parameters after 200 steps (docs/benchmarks.md). Weights of larger models change less.
+# small model after 200 steps, see docs/concepts/lossless_deltas.md. Weights of larger models change less.
 LOSSLESS_SHARES = {1e-6: 0.016, 1e-5: 0.060, 1e-4: 0.131, 3e-4: 0.184, 1e-3: 0.289, 3e-3: 0.413}
 
 

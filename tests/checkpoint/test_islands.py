@@ -32,7 +32,7 @@ BEGUN = MODEL | {"diloco.common.": "model.", "island.I.inner.": "model."}
 KEPT = BEGUN | {"diloco.momentum.": "diloco.momentum."}
 ALL = MODEL | {name: name for name in ("diloco.", "island.I.inner.", "island.I.counts")}
 # Saved case, loading case, {prefix of loaded keys: prefix of the saved keys with equal values}, notes. I is the index
-# of the DiLoCo group.
+# of the replica group.
 CASES = {
     "four from two": (TWO, FOUR, KEPT, OTHERS),
     "two from four": (FOUR_1, TWO_1, KEPT, OTHERS),
@@ -51,7 +51,7 @@ DEFAULT = ("four from two", "none from two", "two from none", "fragments", "wide
 def saved(tmp_path_factory):
     """Return a function that trains a case for 4 steps and saves it, once per case, with a message in flight.
 
-    The function returns the folder, and the final state of each DiLoCo group.
+    The function returns the folder, and the final state of each replica group.
     """
 
     @functools.cache
