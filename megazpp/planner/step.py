@@ -59,7 +59,7 @@ TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and bytes by (kind o
 
 
 class SimulatedStep(NamedTuple):
-    """Result of simulating one optimizer step, or one synchronization of islands (local steps).
+    """Result of simulating one optimizer step, or one synchronization of DiLoCo's replica groups.
 
     Attributes:
         traffic: exact calls and bytes of this rank.
@@ -89,7 +89,7 @@ class StepSimulator:
         with_entropy: also compute the entropy of the predictions.
         prepare: function that changes the model before it is traced, for example freezes parameters.
         frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
-        islands: plan of local steps; None without them.
+        islands: plan of DiLoCo (local steps); None without it.
         lossless_share: size of lossless weight differences as a share of the whole weights.
 
     Attributes:

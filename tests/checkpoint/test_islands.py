@@ -1,4 +1,4 @@
-"""Test checkpoints of islands with local steps, loaded with other numbers of islands or without local steps."""
+"""Test checkpoints of DiLoCo's replica groups, loaded with other numbers of groups or without DiLoCo."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ def islands(number: int, *, fragments: int = 1, **case: int) -> Case:
 
 
 NONE, TWO, FOUR, FRAGMENTS = Case(nodes=4), islands(2), islands(4), islands(2, fragments=2)
-WIDE = islands(2, tp=2, nodes=2)  # islands of one node each
+WIDE = islands(2, tp=2, nodes=2)  # replica groups of one node each
 NONE_1, TWO_1, FOUR_1 = (dataclasses.replace(case, stage=1) for case in (NONE, TWO, FOUR))
 BEGIN = "note: replica groups start at the outer weights, because the checkpoint "
 OTHERS = [f"{BEGIN}has another number of groups"]
@@ -90,7 +90,7 @@ def test_islands_differ_when_they_are_saved(saved):
 
 
 def accepted(case: Case) -> list[str]:
-    """Return descriptions of incomplete or damaged island checkpoints that are not rejected."""
+    """Return descriptions of incomplete or damaged checkpoints of replica groups that are not rejected."""
     attempt = Attempt(case)
     attempt.train(1)
     there, own = attempt.state.tensors(optimizer=True, rng=False), f"island.{attempt.dims.island.rank}."
