@@ -334,7 +334,7 @@ class ParallelDims:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The mesh for `fully_shard` in this rank's replica group: [shard], or [replicate, shard] with several copies."""
+        """The mesh for `fully_shard` in a replica group: [shard], or [replicate, shard] with several copies."""
         shard = self._name("shard")
         return self.mesh["replicate", shard] if self.layout.replicate > 1 else self.mesh[shard]
 
