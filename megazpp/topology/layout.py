@@ -158,7 +158,7 @@ class Layout:
         first = position - position // stride % size * stride
         last = first + (size - 1) * stride
 
-        # For domains and for local domains: the links between consecutive ranks minus those that leave a part.
+        # For fast domains and for local domains: the number of links whose two ranks are in the same domain.
         parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
         inside = (size - 1 - (last // part - first // part) if stride < part else 0 for part in parts)
         return _by_kind(size - 1, *inside)
