@@ -1,9 +1,9 @@
-"""Draw the pictures of the pages again: charts of the tables that stand beside them, and a step of a run.
+"""Generate the pictures of the documentation: charts of tables on the same page, and one step of a run.
 
     python .mkdocs/pictures.py [--timeline runs/x/timeline.json]
 
 docs/pictures/ gets speed.svg (README.md), tiers.svg (docs/guides/diloco.md), and with --timeline step.svg
-(docs/concepts/overlap.md); two_hops.svg is drawn by hand.
+(docs/concepts/overlap.md). The program does not generate two_hops.svg.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ CALLED_BY_LIBRARIES = {
 
 
 def test_every_function_is_used_outside_tests(product):
-    """A name is used if any source file mentions it other than in a definition or an import, or as a string."""
+    """A function counts as used if its name occurs in an expression, or as a string, in any source file."""
     defined: defaultdict[str, list[str]] = defaultdict(list)
     used: set[str] = set()
     for file in product:

@@ -27,7 +27,7 @@ from megazpp.base.program import JobError, flags_of, program, say
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = "configs/post_training"
-LARGEST, HELD_OUT, COPIES = 50, 512, 8  # limit of the numbers, number of held-out sums, labels per training sum
+LARGEST, HELD_OUT, COPIES = 50, 512, 8  # summands are below 50; held-out sums; labels per training sum
 
 
 def correct(completions: list[str], a: list[int], b: list[int]) -> list[float]:

@@ -44,14 +44,15 @@ from megazpp.base.program import exit_on_signals, flags_of, program
 
 
 class Part(NamedTuple):
-    """A part of the check, with its share of the time.
+    """A part of the check.
 
     Attributes:
         name: name for --parts.
         title: title in the results.
         run: function that runs the part and adds its results to a `Check`.
-        seconds: share of a budget of 8 minutes and of 30 minutes. 0 means that the part runs only if --parts names it.
-        least: seconds that the part needs. It is skipped if less time is left.
+        seconds: time that the part gets of a budget of 8 minutes and of 30 minutes; other budgets are divided in
+            proportion. 0 means that the part runs only if --parts names it.
+        least: shortest useful time in seconds; the part is skipped if less time is left.
     """
 
     name: str

@@ -46,7 +46,8 @@ TOY = "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --num-attention-he
 TOY += " --max-position-embeddings 32 --micro-batch-size 1"
 FLOAT8, LEAN = "--fp8-format e4m3", "--recompute-granularity selective"
 HOPS_OF_16_BITS = "pretended --zeropp --zero-weight-bits 16 --zero-gradient-bits 16 16"
-# Config and sides to compare, the reference first. Cases for the 8-minute budget come first.
+# A case is a config and the programs to compare ("sides"), the reference first. The first cases are measured in the
+# 8-minute budget too.
 CASES = (
     ("gpt_125m", "baseline", "ours"),
     ("llama_1b", "baseline", "ours"),
@@ -291,7 +292,7 @@ def kernels(check: Check) -> None:
 
 
 def training(check: Check) -> None:
-    """Train with each side of each case, and add a row for each.
+    """Train with each side (program and flags) of each case in `CASES`, and add a table row for each.
 
     MFU counts only the model's FLOPs, without recomputation.
     """
@@ -299,7 +300,7 @@ def training(check: Check) -> None:
     for name, *sides in CASES if check.long else CASES[: check.size(SHORT_CASES, 2)]:
         reference = None
         for side in sides:
-            # Skip the side if the time left is shorter than the longest run so far.
+            # Skip this program if the time left is shorter than the longest run so far.
             began, (kind, _, flags), (config, _, shape) = check.left(), side.partition(" "), name.partition(" ")
             if began < longest:
                 check.note(f"no time for {name}, {side}")

@@ -332,7 +332,7 @@ def disturbed(submit: Callable[..., Work[Any]]) -> Callable[..., Work[Any]]:
 def streams() -> int:
     """Run `pretrain_gpt.py` with deterministic kernels, and with disturbances if requested. Return its exit code."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # With `warn_only` the backward of these attention kernels would still add in an arbitrary order.
+    # Disable attention kernels whose backward adds in an arbitrary order, because `warn_only` does not.
     for kernel in ("cudnn", "flash", "mem_efficient"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     if "--disturbed" in sys.argv:

@@ -57,7 +57,7 @@ class RangeTable:
 
     @cached_property
     def of_errors(self) -> RangeTable:
-        """The table of the buffer for this table's quantization errors."""
+        """The table of the messages that store the quantization errors of this table's messages (error feedback)."""
         return range_table(feedback_layout(self.layout), torch.float32)
 
     def tiles(self, device: torch.device, size: int) -> torch.Tensor:

@@ -156,7 +156,7 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
         scale = peak * torch.tensor(1 / 9) if fmt.clip else scale
         near = (values.abs() >= (peak * 0.9375).unsqueeze(-1)).sum(-1)
         scale = torch.where(near * 2 >= fmt.block_size, peak * torch.tensor(1 / 7), scale).bfloat16().float()
-        scale = torch.where(lowest == peak, scale, -scale)  # the largest element's integer is negative, in a tie -m's
+        scale = torch.where(lowest == peak, scale, -scale)  # makes the integer of the largest element negative
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(peak.isfinite(), scale, torch.nan)
 

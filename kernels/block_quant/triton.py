@@ -52,7 +52,8 @@ def pack(
     """Pack rows x [A, B, n] into messages [A, B, M]; see `megazpp.kernels.block_quant.pack`.
 
     Returns:
-        A repeat that takes the addresses of x, messages and, if given, the errors or the base.
+        A function that repeats this launch for other addresses of x, messages and, if given, the errors or the base.
+        None if Triton interprets the kernel.
     """
     minus, places = x if base is None else base, table.tiles(x.device, TILE_ELEMENTS)
     lost, lost_places = messages, places
@@ -83,7 +84,8 @@ def unpack_sum(
     """Unpack messages [K, A, B, M] and sum them over K into out [A, B, n]; see `reference.unpack_sum`.
 
     Returns:
-        A repeat that takes the addresses of messages and out.
+        A function that repeats this launch for other addresses of messages and out; None if Triton interprets the
+        kernel.
     """
     places = table.tiles(out.device, TILE_ELEMENTS)
     grid = (len(places), out.shape[1], out.shape[0])
@@ -283,7 +285,7 @@ def _place(table):
 
 @triton.jit
 def _wide(offset):
-    """Return an offset unchanged that is a multiple of 16, in a form from which the compiler can tell."""
+    """Return `offset`, a multiple of 16, in a form that lets the compiler prove this and use 16-byte accesses."""
     return offset // 16 * 16
 
 

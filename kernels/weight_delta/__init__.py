@@ -87,9 +87,10 @@ def decode(messages: Tensor, weights: Tensor) -> None:
 
 
 def numbers(messages: Tensor) -> Tensor:
-    """Return the counters of messages [N, M], [N, 2] int64.
+    """Return a view [N, 2] int64 of the two counters at the start of each of N messages.
 
-    They are the bytes that all bodies of a sender needed, and the changed elements that it left out.
+    The first is the number of bytes that the encoded changes of all blocks needed. The second is the number of changed
+    elements that had no room in the message.
     """
     return messages[:, :NUMBERS].view(torch.int64)
 

@@ -229,7 +229,7 @@ static void decode_values(const uint8_t *at, const uint32_t *k, int count, uint3
     }
 }
 
-/* Return the new weight of an old weight and z. */
+/* Return the new weight for an old weight and its encoded change z (see reference.py). */
 static inline uint16_t moved(uint16_t old, uint32_t z) { return order(order(old) + (uint16_t)((z >> 1) ^ -(z & 1))); }
 
 /* Turn old weights into new ones, in place; see `decode` in reference.py. */

@@ -244,7 +244,7 @@ def _decode_kernel(
         k = _known(weights, places, lane < count, c, valid, SHIFT, MASK, ABOVE)
         remainders = body + head
         quotients = remainders + _bytes(tl.sum(k))
-        # ---- each one-bit of the quotients ends a value; its rank is the value's number
+        # ---- each set bit of the unary quotients ends one value; its rank is the index of that value
         bit, num_bits = tl.arange(0, _MOST_QUOTIENTS), 8 * (length - head - _bytes(tl.sum(k)))
         one, before = _bit(quotients, bit, num_bits), _bit(quotients, bit - 1, num_bits)
         rank = tl.cumsum(one, 0) - 1
@@ -252,7 +252,7 @@ def _decode_kernel(
         place = _places(body, rank, is_one, sparse)
         k = _known(weights, place, is_one, c, valid, SHIFT, MASK, ABOVE)
         remainder = _read(remainders, tl.cumsum(k, 0) - k, k)
-        # ---- the value from the zeros before that bit and the remainder, and the new weight
+        # ---- quotient (number of zeros before the set bit), value, and the new weight
         last = tl.associative_scan(tl.where(before == 1, bit - 1, -1), 0, _larger)
         value = ((bit - 1 - last) << k) + remainder + sparse.to(tl.int32)
         changes = is_one & (place < valid)

@@ -349,7 +349,7 @@ def sift_flags(
             hint = next((f"; did you mean {match[0]}?" for match in near if match), "")
             problems.append(f"{given.origin}: {given.name} is not a flag{hint}")
         elif given.values == ("none",):
-            continue  # an older run's args.txt has all flags of that version, and `none` sets nothing
+            continue  # the args.txt of an older run lists flags that no longer exist
         elif (problem := _refusal(given, flag)) is not None:
             problems.append(f"{given.origin}: {problem}")
             refused.append(given.name)

@@ -29,7 +29,7 @@ from megazpp.base.command_line import FlagParser, MegatronFlag
 from megazpp.base.launcher import find_launcher
 
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG = 1, 2, 3, 4  # secondary: another rank failed first
-EXIT_INTERRUPTED = 128 + signal.SIGINT  # as shells report a process that SIGINT ended; the next for SIGPIPE
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # set in the environment of workers that this program starts
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>

@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, dict[str, bool]] = {
     "gelu": {},
     "relu2": {"squared_relu": True},
 }
-Keys = Mapping[str, tuple[str, str, str]]  # key of config.json -> our field, property, and method of Settings
+Keys = Mapping[str, tuple[str, str, str]]  # key of config.json -> field of GPTConfig to set, property to write, reader
 _KEYS: Keys = {
     "n_layer": ("num_layers", "layers", "count"),
     "n_embd": ("hidden_size", "hidden", "count"),
@@ -59,7 +59,7 @@ class Gpt2:
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return the tensors of transformers for each of ours."""
+        """Map each of our tensors to the tensors of Hugging Face's model that hold it."""
         modules = {"embedding.word": "transformer.wte", "embedding.position": "transformer.wpe"}
         modules |= {"final_norm": "transformer.ln_f"} | ({} if config.tied else {"output": "lm_head"})
         parts = {"attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.proj": "attn.c_proj"}
@@ -68,12 +68,17 @@ class Gpt2:
 
 
 def activation_of(config: GPTConfig, tanh: str) -> str:
-    """Return transformers' name of a model's activation; `tanh` is its name of GeLU's tanh approximation."""
+    """Return Hugging Face's name of the model's activation function.
+
+    Args:
+        config: architecture of the model.
+        tanh: name of GeLU's tanh approximation, of which Hugging Face has several.
+    """
     return tanh if config.openai_gelu else "relu2" if config.squared_relu else "gelu"
 
 
 def read_keys(settings: Settings, keys: Keys) -> dict[str, Any]:
-    """Return the fields of GPTConfig that have one key each; raise ValueError that names a wrong key."""
+    """Read the keys of config.json that each set one field of GPTConfig; a ValueError names an invalid key."""
     return {field: getattr(settings, method)(key) for key, (field, _, method) in keys.items()}
 
 

@@ -1,7 +1,8 @@
 """A Hugging Face folder: config.json, safetensors in one file or several, and the tokenizer's files.
 
 transformers reads config.json and completes it by its defaults. `Relative` and `Gpt2` map the result to our flags and
-back. A family holds a model if its own config.json, read again, gives the same model.
+back. A family (model_type) can represent a model if writing config.json for this family and reading it back gives the
+same model.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers takes the first
-FILE_BYTES = 5 * 10**9  # as transformers has cut files for years
+FILE_BYTES = 5 * 10**9  # the size limit of one file, as in transformers
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
 ARCHITECTURES: dict[str, Architecture] = {each.model_type: each for each in (Gpt2(), *RELATIVES, *MIXTURES)}
 
 
 def open_model(folder: Path) -> Model:
-    """Open the model of a folder. Only shapes are read, and a tied output matrix that the files hold as well.
+    """Open the model of a folder; its weights are read later, when a conversion needs them.
+
+    The exception is an output matrix that should be tied to the embedding but is stored too: both are compared now.
 
     Raises:
         ValueError: a file is missing or damaged, or the model is not supported.
@@ -83,7 +86,7 @@ def _read_config(folder: Path) -> Settings:
         transformers = import_package("transformers", "a Hugging Face model")
         try:
             values = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
-        except Exception as error:  # of many types, for values of a wrong type
+        except Exception as error:  # transformers raises errors of many types
             raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
         kind = values["model_type"]
     if kind not in ARCHITECTURES:
@@ -139,12 +142,12 @@ def class_name(model: Model) -> str:
 
 
 def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
-    """Return the tensors of transformers for each of ours, by the names of `find_architecture`'s family."""
+    """Map each of our tensors to the tensors that hold it in the family that `find_architecture` returns."""
     return find_architecture(config).pieces(config)
 
 
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
-    """Return the tensors of transformers for each of ours; if `scores`, with a scalar head and no output layer."""
+    """Map our tensors to the family's. If `scores`, the model has a scalar head in place of the output layer."""
     pieces = architecture.pieces(config)
     if scores:
         pieces = {name: piece for name, piece in pieces.items() if name != OUTPUT} | {HEAD: same(_SCORE)}
@@ -152,7 +155,7 @@ def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> d
 
 
 def choose_architecture(config: GPTConfig) -> Architecture:
-    """Return the first family that holds a model; raises ValueError, naming flags, if none does."""
+    """Return the first family that can represent the model; a ValueError names the flags that no family supports."""
     architecture = find_architecture(config)
     if problems := _differences(architecture, config):
         flags = ", ".join(as_written(config, config.__dataclass_fields__[name]) for name in problems)
@@ -161,17 +164,17 @@ def choose_architecture(config: GPTConfig) -> Architecture:
 
 
 def find_architecture(config: GPTConfig) -> Architecture:
-    """Return the first family that holds a model. If none does, return the one that differs in the fewest flags."""
+    """Return the first family that can represent the model, otherwise the one that lacks the fewest flags."""
     return min(ARCHITECTURES.values(), key=lambda architecture: len(_differences(architecture, config)))
 
 
 @functools.cache
 def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
-    """Return the fields of a model that the family's config.json cannot hold."""
+    """Return the fields of GPTConfig that the family's config.json cannot represent."""
     config = replace(config, max_position_embeddings=config.max_position_embeddings or 1)
     try:
         back = GPTConfig(**architecture.read(Settings(architecture.write(config), architecture.class_name)))
-    except ValueError:  # such as an odd number of channels to rotate
+    except ValueError:  # a value that `read` does not support
         return list(SHAPE)
     pairs = asdict(config), asdict(back)
     changed = [name for name, derived in SHAPE.items() if getattr(config, derived) != getattr(back, derived)]
@@ -179,7 +182,7 @@ def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
 
 
 def to_files(architecture: Architecture, tensors: dict[str, Deferred]) -> dict[str, Deferred]:
-    """Return tensors as files of the family hold them."""
+    """Return the tensors in the form of the family's files: phi3 stores gate and up as one matrix."""
     return join_gate_up(tensors) if architecture.fused else tensors
 
 

@@ -11,8 +11,8 @@
 | olmo2      | norms after attention and MLP, and of all queries and keys   | --norm-after-block                      |
 | starcoder2 | LayerNorm, a GeLU MLP, biases everywhere; windows            | no --swiglu                             |
 
-A family that differs in these ways only is one more entry of `RELATIVES`. `huggingface.find_architecture` exports a
-model as the first family that holds it.
+A family that differs in these ways only is one more entry of `RELATIVES`. An export uses the first family that can
+represent the model (`huggingface.find_architecture`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KEYS: Keys = {
     "initializer_range": ("init_method_std", "init_method_std", "number"),
     "attention_dropout": ("attention_dropout", "attention_dropout", "number"),
 }
-_GATE_UP, _GATE, _UP = "mlp.gate_up_proj.", "mlp.gate_proj.", "mlp.up_proj."  # one matrix in phi3's files
+_GATE_UP, _GATE, _UP = "mlp.gate_up_proj.", "mlp.gate_proj.", "mlp.up_proj."  # phi3's files have gate and up in one
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,17 @@ class Relative:
     """One model_type of the Llama kind; `gpt2.Gpt2` has the same methods.
 
     Attributes:
-        prefix: prefix of names, which files of a model without an output layer (transformers' AutoModel) lack.
-        buffers: names of tensors in files that hold no weights.
+        prefix: prefix of tensor names. Files that transformers' AutoModel wrote, without an output layer, lack it.
+        buffers: pattern of the names of stored tensors that are not weights, which are ignored.
         model_type: name of the family in config.json.
         class_name: transformers' class of the model with its output layer.
-        biases: keys that give all linear layers biases.
-        dropouts: keys of the dropout of the residual stream.
-        qkv_bias: queries, keys and values have biases.
-        qk_norm: norms of queries and keys, of each head or of all heads together.
-        windows: layers with `sliding_window`: none, all, or those that `layer_types` names.
-        multipliers, unrotated, norm_after, fused, partial, layer_norm: the family has this difference of the table.
+        biases: keys of config.json that enable biases in all linear layers.
+        dropouts: keys of config.json with the dropout rate of the residual stream.
+        qkv_bias: True if only the projections to queries, keys and values have biases.
+        qk_norm: whether queries and keys are normalized: not, per head, or over all heads together.
+        windows: layers with sliding-window attention: none, all, or the layers that `layer_types` names.
+        multipliers, unrotated, norm_after, fused, partial, layer_norm: True if the family differs from Llama in this
+            way; see the table at the top of the file.
     """
 
     prefix: ClassVar[str] = "model."
@@ -79,12 +80,12 @@ class Relative:
 
     @property
     def keys(self) -> Keys:
-        """The keys of config.json with one field of GPTConfig each."""
+        """The keys of config.json that each correspond to one field of GPTConfig."""
         epsilon = "norm_epsilon" if self.layer_norm else "rms_norm_eps"
         return {**_KEYS, epsilon: ("norm_epsilon", "norm_epsilon", "positive")}
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        """Return fields of GPTConfig from the complete settings that transformers, or `write`, makes.
+        """Return the fields of GPTConfig that `settings` define. Every key of the family must be present.
 
         Raises:
             ValueError: a value is not supported; the message names its key.
@@ -147,12 +148,12 @@ class Relative:
             "tie_word_embeddings": config.tied,
             **dict.fromkeys(self.dropouts, config.hidden_dropout),
             **dict.fromkeys(self.biases, config.linear_bias),
-            "pad_token_id": None,  # some families have a default, which may lie beyond the vocabulary
+            "pad_token_id": None,  # the family's default may be beyond the vocabulary
             **found,
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return the tensors of transformers for each of ours."""
+        """Map each of our tensors to the tensors of Hugging Face's model that hold it."""
         modules = {"embedding.word": "model.embed_tokens", "final_norm": "model.norm"}
         modules |= {} if config.tied else {"output": "lm_head"}
         parts = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -167,9 +168,9 @@ class Relative:
         return named_pieces(config, modules, parts, qkv, layers="model.layers")
 
     def _read_layers(self, settings: Settings) -> dict[str, Any]:
-        """Return the flags of windows and of layers without rotary positions.
+        """Return the fields of GPTConfig for sliding windows and for layers without rotary positions.
 
-        `sliding_window` counts the token itself.
+        Hugging Face's window size includes the token itself; --window-size counts only earlier tokens.
         """
         found, slides = dict[str, Any](), self.windows == "all" and "sliding_window" in settings
         if self.unrotated:

@@ -9,8 +9,8 @@
 
 With `norm_topk_prob`, weights of the chosen experts add up to 1, as in a softmax over these alone. Without it, they
 come from a softmax over all experts (--moe-router-pre-softmax). `decoder_sparse_step` and `mlp_only_layers` name the
-layers that keep a dense MLP. Each matrix of an expert is a tensor there; here those of all experts are one, with fc2
-transposed.
+layers that keep a dense MLP. Hugging Face stores each matrix of each expert as a tensor. Here one tensor concatenates
+the matrices of all experts, with fc2 transposed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megazpp.convert.model import ForeignTensors, same
 from megazpp.convert.settings import Settings
 from megazpp.model.config import GPTConfig
 
-_COUNT = "num_experts", "num_local_experts"  # two names of one setting, by versions of transformers
+_COUNT = "num_experts", "num_local_experts"  # names of one setting in different versions of transformers
 _SPARSE = "decoder_sparse_step", "mlp_only_layers"
 
 
 @dataclass(frozen=True)
 class Mixture(Relative):
-    """A model_type with experts, with the methods of `llama.Relative`.
+    """A model_type with experts; it has the attributes and methods of `llama.Relative`.
 
     Attributes:
-        moe: the name of the module that holds router and experts.
+        moe: name of the module that contains the router and the experts.
         parts: names of an expert's gate, up and down matrices.
-        always_normalized: it has no `norm_topk_prob`: weights of the chosen experts add up to 1.
-        inner: the key of an expert's width.
-        shared: it has a shared MLP with a gate.
-        sparse: it may have layers without experts.
+        always_normalized: True if config.json has no `norm_topk_prob`, and the weights of chosen experts add up to 1.
+        inner: key of config.json with the width inside an expert.
+        shared: True if every token also passes through a shared MLP with a gate.
+        sparse: True if some layers may have a dense MLP instead of experts.
     """
 
     moe: str = "mlp"
@@ -51,7 +51,7 @@ class Mixture(Relative):
     sparse: bool = False
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of GPTConfig; a ValueError names a key."""
+        """Return the fields of GPTConfig that `settings` define; a ValueError names an unsupported key."""
         settings.absent("router_jitter_noise", empty=(None, 0, 0.0))
         settings.absent("clip_qkv")
         settings.only("qkv_bias", True)
@@ -86,7 +86,7 @@ class Mixture(Relative):
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return our names to theirs."""
+        """Map each of our tensors to the tensors of Hugging Face's model that hold it."""
         found = super().pieces(config)
         for layer in config.expert_layers:
             ours, theirs = f"layers.{layer}.mlp", f"model.layers.{layer}.{self.moe}"
@@ -104,7 +104,7 @@ class Mixture(Relative):
         return found
 
     def _read_layer_freq(self, settings: Settings, layers: int) -> str:
-        """Return the layers with experts as --moe-layer-freq."""
+        """Return the layers that have experts, in the format of --moe-layer-freq."""
         step, without = settings.count(_SPARSE[0], 1), settings.values.get(_SPARSE[1]) or []
         if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
             raise ValueError(f"{settings.where}: {_SPARSE[1]} {without!r} is not a list of layers")
@@ -113,7 +113,7 @@ class Mixture(Relative):
 
 
 def _experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
-    """Return the conversion of the matrices of all experts into one below the other."""
+    """Map our concatenated matrix of all experts to one tensor per expert."""
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.t() if transposed else part for part in parts])

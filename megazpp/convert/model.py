@@ -53,7 +53,8 @@ class Model(NamedTuple):
         config: architecture of the model.
         rows: rows of the embedding.
         tensors: all tensors, by the names of `GPTModel`.
-        seq_length: tokens of a training sample; 0 if the record of a checkpoint has it and the following values.
+        seq_length: tokens of a training sample. 0 for a model from our checkpoint, whose metadata has this and the next
+            values.
         tokenizer: flags of the tokenizer, whose files are on this machine; empty flags if there is none.
         progress: progress of the training.
         padded: True if rows beyond the tokenizer's vocabulary are padding.
@@ -87,7 +88,7 @@ class ForeignTensors(NamedTuple):
 
     Attributes:
         theirs: names of the other format's tensors.
-        join: function that makes our tensor of theirs, in the order of `theirs`.
+        join: function that builds our tensor from the other format's tensors, in the order of `theirs`.
         split: inverse of `join`; it also works on meta tensors, to find shapes.
         transposed: True if the other format stores matrices as [in, out].
     """
@@ -99,7 +100,7 @@ class ForeignTensors(NamedTuple):
 
 
 def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """Return a GPTConfig with these fields; raise ValueError that names `where` they are from if they are invalid."""
+    """Return a GPTConfig with these fields; a ValueError about invalid ones names their source `where`."""
     try:
         return GPTConfig(**values)
     except (ValueError, TypeError) as error:
@@ -195,7 +196,7 @@ def named_pieces(
     layers: str,
     is_transposed: bool = False,
 ) -> dict[str, ForeignTensors]:
-    """Return the tensors of transformers for each of ours, from names of modules.
+    """Map each of our tensors to the tensors of Hugging Face's model that hold it, by the names of modules.
 
     Args:
         config: architecture of the model.
@@ -227,10 +228,10 @@ def join_all(
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> dict[str, Deferred]:
-    """Return our tensors. Each reads and joins tensors of the other format on demand.
+    """Return our tensors; each is assembled from the other format's tensors when it is read.
 
     Args:
-        pieces: mapping of names.
+        pieces: for each of our tensors, the other format's tensors that hold it.
         theirs: tensors of the other format.
         shapes: shapes of our tensors.
         where: file that holds `theirs`, for messages.
@@ -253,12 +254,12 @@ def join_all(
 
 
 def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
-    """Return the other format's tensors. Each reads and splits one of our tensors on demand.
+    """Return the other format's tensors; each is cut out of one of our tensors when it is read.
 
     A tensor of ours is read once if its parts are read in order.
     """
 
-    last: list[tuple[Deferred, torch.Tensor]] = []  # the tensor that was read last, whose parts follow each other
+    last: list[tuple[Deferred, torch.Tensor]] = []  # the tensor of ours that was read last
 
     def split(piece: ForeignTensors, entry: Deferred, index: int) -> torch.Tensor:
         if not last or last[0][0] is not entry:

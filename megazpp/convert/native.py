@@ -97,7 +97,7 @@ def open_tokenizer(
     if tokenizer is None:
         say("note: the checkpoint comes without a tokenizer; --tokenizer-model adds it to the output")
     elif record.tokenizer in (None, tokenizer.identity):
-        pass  # the number of rows of the model may differ
+        pass  # it is the recorded tokenizer, or none was recorded
     elif tokenizer.vocab_size != record.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but {folder} was made with {record.vocab_size}"

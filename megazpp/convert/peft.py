@@ -1,11 +1,12 @@
 """LoRA adapters as PEFT stores them: adapter_config.json and adapter_model.safetensors, read, written and merged.
 
-PEFT itself reads adapters, decides which layers they change, and merges them. It works on a transformers model that has
-no weights; each weight is lent to it while it is merged, so that a conversion holds one tensor at a time.
+PEFT itself reads adapters, decides which layers they change, and merges them. It works on a transformers model without
+weights. Each weight is put into that model only while it is merged, so a conversion has one tensor in memory at a time.
 
 One of our adapters has a parameter `a` [in, r] and a parameter `b` [out, r], under the name of its linear layer.
-PEFT stores them as `lora_A.weight` [r, in] and `lora_B.weight` [out, r] under the name of transformers' module. Where
-transformers has queries, keys and values apart, so have the adapters; GPT-2's c_attn is one module and has one A.
+PEFT stores them as `lora_A.weight` [r, in] and `lora_B.weight` [out, r] under the name of transformers' module. If
+transformers has separate modules for queries, keys and values, each has its own adapter. GPT-2 has one module (c_attn),
+and so one adapter.
 
 The safetensors file also records the checksum of the weights that the adapter was trained on (checkpoint/weights.py),
 which PEFT ignores.
@@ -224,7 +225,7 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
     tensors = {name: piece.join([state[each] for each in piece.theirs]) for name, piece in pieces.items()}
     base, dropout, checksum = found.base_model_name_or_path, float(found.lora_dropout or 0.0), _read_checksum(folder)
     settings = AdapterSettings(rank, scale * rank, dropout, targets, base, checksum)
-    # copies: the file is mapped into memory, and a training may replace it
+    # copy, because a running training may replace the memory-mapped file
     contiguous = torch.contiguous_format
     return settings, {name: each.detach().clone(memory_format=contiguous) for name, each in tensors.items()}
 
@@ -279,7 +280,7 @@ def _open_adapter(folder: Path, config: GPTConfig) -> Any:
         ValueError: PEFT is not installed or refuses the adapter, or the adapter does more than LoRA.
     """
     path, values = folder / CONFIG, read_json(folder / CONFIG)
-    # ---- refuse what changes weights in other ways
+    # ---- reject adapters that are not plain LoRA
     if values.get("peft_type") != "LORA":
         raise ValueError(f"{path} has peft_type {values.get('peft_type')!r}; only LORA is supported")
     peft = import_package("peft", str(path))
@@ -297,7 +298,7 @@ def _open_adapter(folder: Path, config: GPTConfig) -> Any:
         raise ValueError(f"{folder / TENSORS} is missing")
     # ---- load the adapter on a base without weights
     try:
-        with warnings.catch_warnings(action="ignore"):  # of deprecated names inside these packages
+        with warnings.catch_warnings(action="ignore"):  # deprecation warnings inside these packages
             settings, scores = peft.PeftConfig.from_pretrained(str(folder)), values.get("task_type") == _SCORES
             settings.init_lora_weights = False  # no random initialization
             if scores:
@@ -351,7 +352,7 @@ def _merge(layer: Any, weight: Deferred) -> torch.Tensor:
     base = layer.get_base_layer()
     empty, base.weight = base.weight, nn.Parameter(weight.read().float(), requires_grad=False)
     layer.merge()
-    layer.merged_adapters.clear()  # the next read begins with the base's weight again
+    layer.merged_adapters.clear()  # so that the next call merges again
     found, base.weight = base.weight.data, empty
     return found
 

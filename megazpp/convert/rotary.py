@@ -16,12 +16,12 @@ _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "facto
 
 
 def read_rotary(settings: Settings, *, partial: bool, scaled: bool) -> dict[str, Any]:
-    """Return fields of GPTConfig from `rope_parameters`, which transformers completes.
+    """Return the fields of GPTConfig that `rope_parameters` define.
 
     Args:
-        settings: complete settings of a model.
-        partial: the family has partial_rotary_factor.
-        scaled: the family has a rope_type for longer contexts.
+        settings: values of config.json, completed by transformers' defaults.
+        partial: True if the family supports rotating only some channels (partial_rotary_factor).
+        scaled: True if the family supports a scaled rope_type for longer contexts.
     """
     rope = settings.part("rope_parameters")
     kind = rope.only("rope_type", "default", *(("llama3", "linear", "dynamic", "yarn") if scaled else ()))
@@ -54,7 +54,7 @@ def read_rotary(settings: Settings, *, partial: bool, scaled: bool) -> dict[str,
 
 
 def write_rotary(config: GPTConfig, *, partial: bool, scaled: bool) -> dict[str, Any]:
-    """Return the keys of config.json for both versions of transformers; arguments as of `read_rotary`."""
+    """Return the keys of config.json for transformers 4 and 5; see `read_rotary` for the arguments."""
     factor, original = config.rotary_scaling_factor, config.yarn_original_max_position_embeddings
     scaling: dict[str, Any] = {}
     if config.rope_scaling is not None:

@@ -22,7 +22,7 @@ class Settings:
         self.values, self.where, self._prefix = values, where, prefix
 
     def __contains__(self, key: str) -> bool:
-        """Return whether it has a value other than null."""
+        """Return True if the key is present and its value is not null."""
         return self.values.get(key) is not None
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -39,7 +39,7 @@ class Settings:
         value = self._get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, value, "is not a number")
-        if not abs(value) <= sys.float_info.max:  # not NaN either, nor an integer that no float holds
+        if not abs(value) <= sys.float_info.max:  # also rejects NaN and integers beyond fp64
             raise self._wrong(key, value, "is not a finite number")
         return float(value)
 

@@ -62,7 +62,7 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
 
 
 def find_differences(tokenizer: Tokenizer) -> list[str]:
-    """Return a line for each way in which transformers tokenizes texts differently with the tokenizer's files."""
+    """Return notes about texts for which transformers, given the tokenizer's files, returns other token ids."""
     if not tokenizer.marks.used and (note := marks_note(tokenizer)):
         return [note]
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -82,7 +82,7 @@ def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str
     piece = None if eod is None else processor.id_to_piece(eod)
     scores = [processor.get_score(i) for i in range(processor.get_piece_size())]
     prefix = processor.encode("a", out_type=str)[0].startswith(_SPACE)
-    if any(score != int(score) for score in scores):  # the scores of merges are their numbers
+    if any(score != int(score) for score in scores):  # BPE models have integer scores, the numbers of merges
         return {DEFINITION: _unigram(processor, scores, prefix=prefix), DESCRIPTION: fast(piece) | _PLAIN}
     marks = {"bos_token": piece, "eos_token": piece, "unk_token": processor.id_to_piece(processor.unk_id())}
     added = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": prefix, "legacy": False}
@@ -90,7 +90,7 @@ def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str
 
 
 def _unigram(processor: sentencepiece.SentencePieceProcessor, scores: Sequence[float], *, prefix: bool) -> Any:
-    """Return the tokenizer.json of a SentencePiece model of probabilities; `prefix`: a text begins with a space."""
+    """Return a tokenizer.json equal to a SentencePiece unigram model; `prefix` adds a space before each text."""
     tokenizers = import_package("tokenizers", "a tokenizer.json")
     count = processor.get_piece_size()
     special = [i for i in range(count) if processor.is_control(i) or processor.is_unknown(i)]

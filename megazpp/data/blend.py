@@ -211,7 +211,7 @@ class BlendedDataset:
         return cache_key(kind="blend", parts=parts)
 
     def sources(self) -> list[Source]:
-        """Return the sources with their shares of the samples; see data/identity.py."""
+        """Return a description of each dataset with its share of the samples, to detect changed data (identity.py)."""
         weights = np.array(self._taken if self._weights is None else self._weights, dtype=np.float64)
         shares, sources = (weights / weights.sum()).tolist(), [each.sources()[0] for each in self.datasets]
         return [source._replace(share=share) for source, share in zip(sources, shares, strict=True)]

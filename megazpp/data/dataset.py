@@ -88,7 +88,7 @@ class DataConfig:
 
     @property
     def sources(self) -> list[str]:
-        """Those of the flags for sources of tokens that are given."""
+        """The flags that select a source of tokens, such as --data-path, and that are set."""
         given = (self.data_path, self.text_path, any(_paths_by_use(self).values()), self.mock_data)
         return list(itertools.compress(SOURCES, given))
 

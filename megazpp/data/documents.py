@@ -246,7 +246,7 @@ def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[
 
 
 def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield blocks of lines, their number, and the position reached in the file; -1 for `block_bytes` yields one."""
+    """Yield (whole lines, their number, position in the file); with `block_bytes` -1 all lines are one block."""
     plain = decompressed(path, file)
     while content := plain.read(block_bytes) + plain.readline():
         yield content, content.count(b"\n"), file.tell()

@@ -139,7 +139,7 @@ class GPTDataset:
         return cache_key(digest=self._digest, epochs=(epochs.epochs, epochs.separate), **facts)
 
     def sources(self) -> list[Source]:
-        """Return the dataset's only source; see data/identity.py."""
+        """Return a description of the dataset, with which a resumed run detects changed data (identity.py)."""
         epoch = (self.tokens_per_epoch - 1) // self._seq_length
         return [Source(self.name, self._digest, 1.0, epoch, self.order())]
 

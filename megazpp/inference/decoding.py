@@ -53,7 +53,7 @@ class Drawing:
         self._model, self._tp, self._config = model, tp, config
         batch, limit, counts = len(prompts), config.sample_tokens, [len(prompt) for prompt in prompts]
         longest = max(counts)
-        device = model.embedding.word.weight.device  # frozen models have no parameters, but this tensor
+        device = model.embedding.word.weight.device  # frozen models have this tensor but no parameters
         self._hooked = modules_with_hooks(model)
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._prompts = torch.tensor(

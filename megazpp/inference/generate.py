@@ -92,7 +92,7 @@ def generate(
     seeds = [seed_for(f"prompt {first_prompt + row}", seed=seed) for row in range(len(rows))]
     generators = [torch.Generator().manual_seed(each) for each in seeds]
     capacity = min(max_length, max(map(len, rows)) + config.sample_tokens)
-    device = model.embedding.word.weight.device  # frozen models have no parameters, but this tensor
+    device = model.embedding.word.weight.device  # frozen models have this tensor but no parameters
     cache: KVCache | None = KVCache(len(model.layers), len(rows), capacity, device=device, on_host=cache_on_host)
     together = dims.tp if sharding.keeps_gathered else dims.world  # ranks that must run equally many forwards
     with torch.no_grad(), evaluating(model), sharding.keep_unsharded():

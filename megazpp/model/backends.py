@@ -186,7 +186,7 @@ def find_grouped_product(config: GPTConfig, device: torch.device, dtype: torch.d
 def grouped_product_is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch's grouped product and its gradients are right where some experts get no rows."""
     rows, counts = 24, torch.tensor([0, 16, 0, 8], device=device)
-    torch.full((1 << 20,), math.nan, dtype=dtype, device=device)  # so that memory that nothing writes to shows
+    torch.full((1 << 20,), math.nan, dtype=dtype, device=device)  # fills freed memory with NaN
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, 16, generator=generator).to(device, dtype).requires_grad_()
     weight = torch.randn(4, 32, 16, generator=generator).to(device, dtype).requires_grad_()

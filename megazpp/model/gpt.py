@@ -217,7 +217,7 @@ class GPTModel(nn.Module):
         return TokenOutputs(self._by_rows(losses), entropy, values, router_loss)
 
     def _summed(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Sum over layers and over the ranks of tp and cp, which have parts [B]; each gets the gradient of its part."""
+        """Sum router losses [B] over layers, and over the tp and cp ranks, each of which has computed a part."""
         total = torch.stack(parts).sum(dim=0)
         for axis in (self.tp, self.cp):
             total = reduce_from_region_(total, axis) if axis.size > 1 else total
@@ -255,7 +255,7 @@ class GPTModel(nn.Module):
         return [[self.embedding], *layers, [self.final_norm, self.output]]
 
     def expert_units(self) -> list[nn.Module]:
-        """Parts of layers that are sharding units of their own, on the axes of experts."""
+        """Return the experts of each layer. They are separate sharding units, on the mesh axes of experts."""
         return [layer.mlp.experts for layer in self.layers if isinstance(layer, MixtureLayer)]
 
     def _attention_inputs(
@@ -397,7 +397,10 @@ class TransformerLayer(nn.Module):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """Places of the parameters that the compiled layer reads as local tensors; None without compilation or tp."""
+        """The DTensor parameters that the compiled layer reads as local tensors (`local_parameters`).
+
+        None if the layer is not compiled, or if there is no tensor parallelism.
+        """
         return places_of(self) if self.compiled and self.tp.size > 1 else None
 
     def _run(
@@ -418,10 +421,11 @@ class TransformerLayer(nn.Module):
 
 
 class MixtureLayer(TransformerLayer):
-    """A transformer layer with a mixture of experts in place of the MLP: `mlp` makes a `MoE`.
+    """A transformer layer with a mixture of experts (`MoE`) in place of the MLP.
 
-    In training with router losses it returns (x, this rank's part of each sequence's router losses [B]); FSDP2 hooks
-    the outputs of a layer. --compile covers its attention.
+    In training with router losses, forward returns (x, this rank's part of each sequence's router losses [B]). They are
+    an output because FSDP2 registers its backward hooks on the outputs of a layer. --compile compiles only the
+    attention.
     """
 
     mlp: MoE
@@ -433,7 +437,7 @@ class MixtureLayer(TransformerLayer):
 
     @functools.cached_property
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
-        """Places of the parameters of attention; experts are gathered later, by themselves."""
+        """The DTensor parameters of attention; the experts are another sharding unit, gathered later."""
         if not (self.compiled and self.tp.size > 1):
             return None
         return [*places_of(self.attention_norm), *places_of(self.attention)]

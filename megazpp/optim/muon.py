@@ -36,7 +36,7 @@ from megazpp.topology.layout import Layout
 from megazpp.zero.config import block_format
 from megazpp.zero.wire import Codec, own_rows, plan_message, plan_segments
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz's polynomial: a x + b x^3 + c x^5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of Newton-Schulz's polynomial a x + b x^3 + c x^5
 EPS = 1e-7  # lower bound of the norm by which a matrix is divided
 FULL_STEP_BLOCKS = (8, 256)  # quantization of rows that cross nodes in full steps: bits, and elements per block
 MUON = "--optimizer muon"
@@ -329,26 +329,29 @@ def _sizes(group: Sequence[MatrixBlock], peers: Sequence[int], size: Callable[[M
 
 
 class JointOrthogonalizer:
-    """Orthogonalizers of different parameters as one: of dense matrices and of experts, which are sharded otherwise."""
+    """An orthogonalizer for models with experts: one part for dense matrices, one for experts' matrices.
+
+    The two parts differ in the axes over which their matrices are sharded. A call is like a call of `Orthogonalizer`.
+    """
 
     def __init__(self, parts: Sequence[Orthogonalizer]) -> None:
         self._parts = [part for part in parts if part.parameters]
         self.parameters = tuple(matrix for part in self._parts for matrix in part.parameters)
 
     def is_full(self, iteration: int) -> bool:
-        """Return True if a step's matrices are whole, although they span nodes."""
+        """Return True if the step `iteration` orthogonalizes whole matrices that are gathered over nodes."""
         return any(part.is_full(iteration) for part in self._parts)
 
     def describe(self) -> str:
-        """Return a line about the matrices of each part and the work on them in a step."""
+        """Return a line for the log: number of matrices of each part, and FLOPs per step."""
         return "; experts: ".join(part.describe() for part in self._parts)
 
     def buffer_bytes(self, iteration: int) -> int:
-        """Return the most bytes of buffers in a step; the parts take turns."""
+        """Return the bytes of this rank's buffers in a step: a maximum, because the parts run one by one."""
         return max((part.buffer_bytes(iteration) for part in self._parts), default=0)
 
     def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
-        """Return this rank's shards of the scaled X, as `Orthogonalizer` does; updates are in its order."""
+        """Orthogonalize the matrices of all parts; `updates` has one entry per item of `parameters`."""
         found, remaining = list[torch.Tensor](), list(updates)
         for part in self._parts:
             own, remaining = remaining[: len(part.parameters)], remaining[len(part.parameters) :]

@@ -119,7 +119,7 @@ def build_orthogonalizer(
     joined = Orthogonalizer(dense, config, dims.layout, node=dims.node, cross=dims.cross, dtype=rows)
     if len(dense) == len(matrices):
         return joined
-    # ep ranks hold whole experts, which nothing joins along ep: the ranks of `local` share out an expert's rows
+    # Each ep rank has whole experts. So an expert's rows are split only over the axis `local` of the experts' mesh.
     axes, layout = dims.experts, dataclasses.replace(dims.experts.layout, tp=1)
     experts = [matrix for matrix in matrices if matrix.expert]
     return JointOrthogonalizer(

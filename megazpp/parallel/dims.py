@@ -8,7 +8,7 @@
 | local     | the intra-node part of shard                  | ZeRO++: the intra-node hop, once per use  |
 | cross     | the inter-node part of shard                  | ZeRO++: the inter-node hop, once per step |
 | replicate | hold equal copies (HSDP, ZeRO-0)              | reduced gradients, once per step          |
-| island    | hold equal shards of different models (DiLoCo)| outer gradients, once per synchronization |
+| island    | hold equal shards in other replica groups     | outer gradients, once per synchronization |
 | node      | tp x local, created only for Muon             | rows of matrices, once per step           |
 | ep        | hold different experts: a part of tp x local  | tokens, to their experts and back         |
 
@@ -98,18 +98,18 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, isla
         config: parallel degrees.
         cluster: nodes and ranks of the job.
         zero_stage: ZeRO stage, 0 to 3. Stage 0 shards nothing, so every data rank is a replica.
-        islands: number of models that train in parallel with local steps (DiLoCo).
+        islands: number of DiLoCo's replica groups, which each train a copy of the model.
     Raises:
         ValueError: flags do not fit the cluster or each other, or torch is too old for the order of the ranks.
     """
-    # Islands hold one sharded copy each, so flags that ask for several copies conflict with them.
+    # A replica group of DiLoCo (island) has one sharded copy, so flags that ask for several copies conflict with it.
     instances, tp = config.num_distributed_optimizer_instances, config.tensor_model_parallel_size
     copies = "--hsdp" if config.hsdp else f"--num-distributed-optimizer-instances {instances}"
     if islands > 1 and (config.hsdp or instances > 1 or zero_stage == 0):
         asked = copies if config.hsdp or instances > 1 else "--zero-stage 0"
         raise ValueError(
-            f"{asked} cannot be combined with --diloco-steps: an island has one copy of the model, sharded over its "
-            "ranks"
+            f"{asked} cannot be combined with --diloco-steps: a replica group has one copy of the model, sharded "
+            "over its ranks"
         )
 
     # --hsdp fixes the number of copies.
@@ -199,8 +199,8 @@ class ParallelDims:
         self._mesh_axes = names = tuple(axis for axis in MESH_AXES if axis == "shard" or layout.axis_size(axis) > 1)
         if mesh is None:
             ranks = torch.tensor(layout.mesh_ranks()).view([layout.axis_size(axis) for axis in names])
-            # Exchanges between islands stay pending for many steps, so they must not use the default group, on which
-            # other collectives run meanwhile.
+            # Messages between replica groups stay pending for many steps, so they must not use the default group, on
+            # which other collectives run meanwhile.
             groups = [self._make_group(axis, axis, own=axis == "island") for axis in names]
             mesh = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(map(self._name, names)))
         self.mesh = mesh
@@ -334,7 +334,7 @@ class ParallelDims:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The mesh for `fully_shard` within this rank's island: [shard], or [replicate, shard] with several copies."""
+        """The mesh for `fully_shard` in a replica group: [shard], or [replicate, shard] with several copies."""
         shard = self._name("shard")
         return self.mesh["replicate", shard] if self.layout.replicate > 1 else self.mesh[shard]
 
@@ -358,11 +358,11 @@ class ParallelDims:
 
     @property
     def data_size(self) -> int:
-        """The number of shares into which each batch's samples are split, over all islands."""
+        """The number of shares into which each batch's samples are split, over all replica groups."""
         return self.layout.data
 
     def sum_over_data_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over the data ranks of this rank's island, which take optimizer steps together.
+        """Sum `x` in place over the data ranks of this rank's replica group, which take optimizer steps together.
 
         All ranks of a context-parallel group hold the same `x`, which is added once.
         """
@@ -371,7 +371,7 @@ class ParallelDims:
         return self.replicate.all_reduce_(self.shard.all_reduce_(x))
 
     def sum_over_islands_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over the data ranks of all islands. A context-parallel group's equal `x` is added once."""
+        """Sum `x` in place over the data ranks of all replica groups; the equal `x` of a cp group is added once."""
         return self.island.all_reduce_(self.sum_over_data_(x))
 
 

@@ -143,7 +143,7 @@ def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -
         layout: sizes of the axes.
         env: environment to change. An existing value is kept.
     """
-    # Islands of one rank count as well: exchanges between islands run at the same time as collectives of all ranks.
+    # The island axis counts as well: messages between replica groups run at the same time as collectives of all ranks.
     if layout.island > 1 or sum(layout.axis_size(axis) > 1 for axis in AXES) > 1:
         env.setdefault(LAUNCH_ORDER, "1")
 

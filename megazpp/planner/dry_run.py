@@ -88,7 +88,7 @@ class DryRun(NamedTuple):
         plan: layout, wire formats and batch sizes of the run.
         rank: global rank.
         micro_batches: number of micro-batches of the step.
-        planned: planned calls and bytes of the step, and of a synchronization of islands ({} without local steps).
+        planned: planned calls and bytes of the step, and of a DiLoCo synchronization ({} without local steps).
         counted: counted calls and bytes of both.
         memory: planned bytes by kind at the memory peak.
         live_bytes: counted bytes of all tensors at the memory peak.
@@ -218,7 +218,7 @@ def count_step(
         make_task: function that builds the model and a micro-batch.
 
     Returns:
-        ((communication of the step, communication of a synchronization of islands), bytes at the memory peak).
+        ((communication of the step, communication of a DiLoCo synchronization), bytes at the memory peak).
     """
     # ---- model
     vocab_size = config.tokenizer.vocab_size
@@ -248,7 +248,7 @@ def count_step(
                 clip_grad=config.optimizer.clip_grad,
                 objective=task.objective,
             )
-            # ---- a first step, and the messages of islands that are in flight
+            # ---- a first step, and DiLoCo's messages that are in flight
             step([task.batch], learning_rate=1.0, weight_decay=0.0, iteration=1)
             if islands is not None:
                 _send_what_is_under_way(islands)
@@ -271,7 +271,7 @@ def count_step(
 
 
 def _send_what_is_under_way(islands: Islands) -> None:
-    """Bring islands to the state with the most bytes of messages in flight during a step."""
+    """Bring DiLoCo's outer weights to the state with the most bytes of messages in flight during a step."""
     plan = islands.plan
     if plan.delay:
         _, last = most_under_way(islands.fragments, plan)

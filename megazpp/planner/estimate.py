@@ -21,7 +21,7 @@ from megazpp.topology.cluster import Cluster, Device
 from megazpp.topology.layout import WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
 
-EXPOSED = 0.05  # share of the training time that synchronizations of islands may take in `sufficient_gigabits`
+EXPOSED = 0.05  # share of the training time that DiLoCo's synchronizations may take in `sufficient_gigabits`
 USABLE_MEMORY = 0.9  # assumed share of device memory for tensors; CUDA, NCCL and fragmentation take the rest
 BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # first words of names of devices without flash attention
 
@@ -29,8 +29,8 @@ BEFORE_AMPERE = ("P100", "V100", "T4", "RTX 20", "TITAN")  # first words of name
 class Estimate(NamedTuple):
     """Estimated memory, communication and time of a run.
 
-    With local steps (DiLoCo), bytes and times per step include a share of the synchronization of islands, which takes
-    place once in many steps.
+    With local steps (DiLoCo), bytes and times per step include a share of a synchronization, which takes place once in
+    many steps.
 
     Attributes:
         config: flags of the run.
@@ -39,7 +39,8 @@ class Estimate(NamedTuple):
         wires: bytes that rank 0 sends per optimizer step, by kind of link.
         exchanged: bytes of these that context parallelism sends.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
-        node_island_bytes: bytes that a node sends in one synchronization of all fragments; 0 without local steps.
+        node_island_bytes: bytes that a node sends to other replica groups in one synchronization of all fragments; 0
+            without local steps.
         micro_batches: number of micro-batches per step.
         seconds: seconds per step; None if the cluster file lacks the device or the links.
         held_up: seconds by which a synchronization delays training; 0 without local steps.
@@ -151,7 +152,7 @@ class Estimator:
 
         # ---- simulations
         def run(costs: Costs | None) -> tuple[StepSimulator, SimulatedStep, SimulatedStep]:
-            """Simulate an optimizer step and a synchronization of islands."""
+            """Simulate an optimizer step and a synchronization of the replica groups."""
             paper = paper_step(config, plan, costs, device_type=self._device_type)
             step = measure(paper, count)
             return paper, step, paper.synchronize(step.seconds)

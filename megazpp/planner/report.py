@@ -102,7 +102,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     islands, device, gpus = own.plan.of(DilocoPlan), estimator.cluster.device, estimator.cluster.world_size
     if islands is not None:
         yield (
-            "these are means per step, synchronizations included; a node sends to other islands: "
+            "these are means per step, synchronizations included; a node sends to other replica groups: "
             f"{own.node_island_bytes / MEGA:.3f} MB every {islands.steps} steps, "
             f"{own.node_island_bytes / islands.steps / MEGA:.3f} MB per step"
         )
@@ -211,8 +211,8 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
         if name in found and (plan := found[name].plan.of(DilocoPlan)) is not None:
             note += f" ({name}: a synchronization's bytes {_takes(plan)})"
             yield (
-                f"{name} is another algorithm, not the same training faster: between synchronizations every island "
-                "trains its own copy of the model; bytes and seconds are means per step, synchronizations included"
+                f"{name} is another algorithm, not the same training faster: between synchronizations every replica "
+                "group trains its own copy of the model; bytes and seconds are means per step, with synchronizations"
             )
     if device is not None and any(estimate.seconds for estimate in found.values()):
         yield note

@@ -47,7 +47,7 @@ _NOWHERE = nn.Module()
 
 
 class Clock:
-    """Simulated time of something that works in order; `now` is in seconds since the simulation began."""
+    """Simulated time of a stream, queue or process that runs one task after the other; `now` is in seconds."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
@@ -81,9 +81,9 @@ class Simulation:
         return self._clocks[-1]
 
     def begin_step(self) -> float:
-        """Set all clocks to the latest of them, reset `busy`, and return the time.
+        """Set all clocks to the latest of their times, reset `busy`, and return that time.
 
-        The time is not reset to 0, because works of an earlier step may still be awaited.
+        The time is not reset to 0, because tasks of the previous step may still be pending.
         """
         moment = max(clock.now for clock in self._clocks)
         for clock in self._clocks:
@@ -406,7 +406,7 @@ class SimulatedCodec(Codec):
 
 
 # Size of lossless weight differences as a share of whole bf16 weights, by the learning rate of AdamW. Measured with a
-# model of 0.4M parameters after 200 steps (docs/benchmarks.md). Weights of larger models change less.
+# small model after 200 steps, see docs/concepts/lossless_deltas.md. Weights of larger models change less.
 LOSSLESS_SHARES = {1e-6: 0.016, 1e-5: 0.060, 1e-4: 0.131, 3e-4: 0.184, 1e-3: 0.289, 3e-3: 0.413}
 
 

@@ -59,7 +59,7 @@ TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and bytes by (kind o
 
 
 class SimulatedStep(NamedTuple):
-    """Result of simulating one optimizer step, or one synchronization of islands (local steps).
+    """Result of simulating one optimizer step, or one synchronization of DiLoCo's replica groups.
 
     Attributes:
         traffic: exact calls and bytes of this rank.
@@ -89,7 +89,7 @@ class StepSimulator:
         with_entropy: also compute the entropy of the predictions.
         prepare: function that changes the model before it is traced, for example freezes parameters.
         frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
-        islands: plan of local steps; None without them.
+        islands: plan of DiLoCo (local steps); None without it.
         lossless_share: size of lossless weight differences as a share of the whole weights.
 
     Attributes:
@@ -546,7 +546,7 @@ class StepSimulator:
 
 
 def expert_axes(layout: Layout) -> tuple[str, str, str]:
-    """Return the names of the axes of the hops of experts' parameters, in the order of `HOP_AXES`."""
+    """Return the axes along which experts' parameters are sent, in the order of `HOP_AXES` (cross, local, shard)."""
     return ("cross", "expert local", "expert shard") if layout.has_expert_axes else HOP_AXES
 
 
@@ -580,7 +580,7 @@ def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -
 
 
 def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
-    """Add up tables of traffic, each multiplied by its number; entries that become zero are left out."""
+    """Return the sum of number x table over the given (number, table) pairs, without entries that are zero."""
     found: dict[tuple[str, str, str], Traffic] = {}
     for times, table in parts:
         for key, traffic in table.items():
@@ -589,7 +589,7 @@ def summed(*parts: tuple[int, TrafficTable]) -> TrafficTable:
 
 
 def traffic_between(before: TrafficTable, after: TrafficTable) -> TrafficTable:
-    """Return the calls and bytes counted between two tables of the same counter."""
+    """Return the calls and bytes that a counter has counted between its tables `before` and `after`."""
     return summed((1, after), (-1, before))
 
 

@@ -87,8 +87,8 @@ def schemes(config: RunConfig) -> dict[str, RunConfig]:
 def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     """Return the run with local steps, by their flags; {} on a single node, where they do not apply.
 
-    The local steps are the run's own, or every USUAL_STEPS steps. Inside islands of several nodes the run uses --zeropp
-    if it is set. Otherwise islands use ZeRO-3.
+    The local steps are the run's own, or every USUAL_STEPS steps. Inside replica groups of several nodes the run uses
+    --zeropp if it is set, and otherwise ZeRO-3.
     """
     if cluster.num_local_domains == 1:
         return {}
@@ -198,7 +198,8 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
 def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     """Return the runs that the search varies, by scheme: the run itself, and the run with other sharding schemes.
 
-    Each island holds one copy of the model, so with local steps only schemes inside an island of several nodes differ.
+    With local steps each replica group has one copy of the model, so schemes differ only inside groups of several
+    nodes.
     """
     named = schemes(config)
     zero = dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero
@@ -212,7 +213,7 @@ def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
 
 
 def _has_wide_islands(islands: DilocoConfig, cluster: Cluster) -> bool:
-    """Return True if an island has several nodes."""
+    """Return True if a replica group of DiLoCo has several nodes."""
     return islands.number(cluster) != cluster.num_local_domains
 
 

@@ -66,7 +66,7 @@ class EpochOrder:
         return cache_key(digest=self._digest, size=self._size, seed=self._seed)
 
     def sources(self) -> list[Source]:
-        """Return the dataset's only source; see data/identity.py."""
+        """Return a description of the dataset, with which a resumed run detects changed data (data/identity.py)."""
         return [Source("the examples", self._digest, 1.0, self._size, self.order())]
 
     @functools.cached_property

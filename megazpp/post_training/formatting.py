@@ -284,7 +284,7 @@ def _answer(
 
 
 def _string(text: str, start: int, config: DataFormatConfig) -> Text:
-    """Return a string with loss from `start` on."""
+    """Return a complete text whose characters from `start` on are trained on."""
     if config.assistant_only_loss:
         raise ValueError("--assistant-only-loss needs a conversation, a list of messages")
     return text, [(start, len(text))], True

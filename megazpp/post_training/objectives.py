@@ -192,7 +192,7 @@ class PolicyLoss:
         # a ratio of a whole completion counts once
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
-        if batch.sampling_logps is not None:  # compared with the policy before its first update
+        if batch.sampling_logps is not None:  # the policy before its first update with this buffer
             drawn_by = logps if batch.old_logps is None else batch.old_logps
             difference = ((drawn_by - batch.sampling_logps) * mask).abs()
             self._sums.add("sampling_logp_difference/mean", difference, mask)

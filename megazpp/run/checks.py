@@ -63,7 +63,7 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
         config: configuration of the run.
         cluster: ranks, nodes and links.
         device_type: "cuda" or "cpu".
-        islands: number of equal groups of nodes that each train a separate copy of the model (DiLoCo).
+        islands: number of DiLoCo's replica groups, which each train a separate copy of the model.
 
     Raises:
         ValueError: flags contradict each other or do not fit the cluster or the device.

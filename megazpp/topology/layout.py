@@ -7,7 +7,7 @@ neighboring positions are connected by the fastest links. The axes are nested, i
     local       the rest of a local domain (a node or a fast domain, whichever is larger)
     cross       ranks of different local domains with the same local index, so that they use the same rail
     replicate   copies of the sharded model
-    island      models that train with local steps (diloco/outer.py)
+    island      replica groups of DiLoCo (diloco/outer.py)
 
     position = (((island * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
 
@@ -38,14 +38,14 @@ from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 
 AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "island")
 NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
-EXPERT_AXES = ("ep", "expert local", "expert shard")  # of the parameters of experts, see `Layout.for_experts`
+EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
 DATA_AXES = (
     "shard",
     "local",
     "cross",
 )  # axes for weights and gradients: shard in one ring, local and cross in two hops
 WIRES = ("tp", "local", "cross")  # classes of counted traffic; other axes count under one of these
-COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its island, outermost first
+COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its replica group, outermost first
 CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
 
 
@@ -55,11 +55,11 @@ class Layout:
 
     Attributes:
         cluster: nodes and placement of ranks.
-        replicate: number of copies of the sharded model in an island.
+        replicate: number of copies of the sharded model in a replica group.
         cross: number of local domains over which a copy is sharded.
         local: number of shards inside a local domain.
         tp: tensor-parallel degree.
-        island: number of models that train with local steps.
+        island: number of DiLoCo's replica groups; 1 without DiLoCo.
         cp: context-parallel degree.
     """
 
@@ -158,7 +158,7 @@ class Layout:
         first = position - position // stride % size * stride
         last = first + (size - 1) * stride
 
-        # For domains and for local domains: the links between consecutive ranks minus those that leave a part.
+        # For fast domains and for local domains: the number of links whose two ranks are in the same domain.
         parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
         inside = (size - 1 - (last // part - first // part) if stride < part else 0 for part in parts)
         return _by_kind(size - 1, *inside)
@@ -204,7 +204,7 @@ class Layout:
             + (f"context parallel {self.cp}, " if self.cp > 1 else "")
             + (f"expert parallel {self.ep}, " if self.ep > 1 else "")
             + f"shards {self.shard} ({self.cross} across {local_domains(c)} x {self.local} inside), replicas "
-            f"{self.replicate}" + (f", islands {self.island}" if self.island > 1 else "")
+            f"{self.replicate}" + (f", replica groups {self.island}" if self.island > 1 else "")
         )
 
     def _rings_inside(self, axis: str, part: int) -> int:
@@ -265,9 +265,9 @@ def plan_layout(
     Args:
         cluster: nodes and placement of ranks.
         tp: tensor-parallel degree. It divides the ranks of a local domain, or is a multiple of them.
-        replicas: number of copies of the sharded model in an island (HSDP). Without sharding it is the number of data
-            ranks.
-        islands: number of equal parts of the cluster that train one model each; they consist of whole local domains.
+        replicas: number of copies of the sharded model in a replica group (HSDP). Without sharding it is the number of
+            data ranks.
+        islands: number of DiLoCo's replica groups, equal parts of the cluster that consist of whole local domains.
         cp: context-parallel degree. It divides the data ranks of a local domain.
         cp_across: True also allows `cp` to be a multiple of the data ranks of a local domain.
         ep: expert-parallel degree. It divides the ranks of a local domain that share a copy of the model.
@@ -276,13 +276,13 @@ def plan_layout(
     """
     # Tensor parallelism.
     domain, world = cluster.local_domain_size, cluster.world_size
-    assert cluster.num_local_domains % islands == 0, f"{islands} islands of {cluster.num_local_domains} local domains"
-    of_island = world // islands  # ranks of an island
+    assert cluster.num_local_domains % islands == 0, f"{islands} groups of {cluster.num_local_domains} local domains"
+    of_island = world // islands  # ranks of a replica group
     if tp < 1 or (domain % tp and (tp % domain or of_island % tp)):
         raise ValueError(
             f"--tensor-model-parallel-size {tp} must divide the {domain} ranks of a {local_domains(cluster)[:-1]} or "
             f"span several whole ones ({cluster.num_nodes} node(s) x {cluster.ranks_per_node} ranks"
-            + (f", {islands} islands" if islands > 1 else "")
+            + (f", {islands} replica groups" if islands > 1 else "")
             + f"); {numbers(nested_sizes(domain, of_island))} would fit"
             + (f", or a multiple of {tp} ranks on each node (--nproc)" if tp > 1 else "")
         )

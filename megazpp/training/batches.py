@@ -21,7 +21,7 @@ from megazpp.checkpoint.metadata import TrainingProgress
 class BatchConfig:
     """Batch size and length.
 
-    Batch sizes in samples, and the length of the run.
+    Micro-batch size, global batch size and its ramp-up, in samples, and the length of the run in steps or samples.
     """
 
     micro_batch_size: int | None = flag(

@@ -23,7 +23,7 @@ class WeightPatchesFeature(Feature):
         if plan.layout.island > 1:
             steps = config.values()["diloco_steps"]
             raise ValueError(
-                f"--save-weight-patches cannot be combined with --diloco-steps {steps}: each island has different "
+                f"--save-weight-patches cannot be combined with --diloco-steps {steps}: each replica group has other "
                 "weights"
             )
         check_patches(config.model, config.precision, plan.wire)

@@ -79,7 +79,10 @@ class CommContext:
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
 
     def over(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis) -> CommContext:
-        """Return the context of units that are sharded along other axes; all units keep one order of hops."""
+        """Return a copy for units that are sharded along other axes, such as experts.
+
+        The copy shares the schedules, so that the hops of all units keep one order on every rank.
+        """
         other = copy.copy(self)
         other.cross, other.local, other.shard = cross, local, shard
         beside = self.overlap_gather or self.overlap_reduce

@@ -213,9 +213,9 @@ def test_unreadable_flag_file_is_rejected_with_file_and_line(folder):
 
 MEGATRON_REFUSED = """
 --pretrained-checkpoint ckpt | is a Megatron flag that is not supported: use --load with --finetune
---num-layers-per-virtual-pipeline-stage 2 | is not supported: there is no pipeline parallelism
---nccl-cross-min-ctas 2 | --nccl-cross-min-ctas was removed: set NCCL's own variable NCCL_MIN_CTAS
---expert-tensor-parallel-size 2 | is not supported, only 1: experts are whole
+--num-layers-per-virtual-pipeline-stage 2 | is not supported: pipeline parallelism is not supported
+--nccl-cross-min-ctas 2 | --nccl-cross-min-ctas was removed: set the environment variable NCCL_MIN_CTAS
+--expert-tensor-parallel-size 2 | is not supported, only 1: tensor parallelism does not split experts
 --DDP-impl | --DDP-impl takes one value, not 0
 --mmap-warmup 5 | --mmap-warmup takes no value, not 1
 --micro-batchsize 4 | --micro-batchsize is not a flag; did you mean --micro-batch-size?

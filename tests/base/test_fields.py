@@ -39,7 +39,7 @@ BESIDE = """
 """  # flags that another flag makes effective, and flags that are validated only together with them
 NEEDED = {name: beside for beside, names in table(BESIDE) for name in names.split()}
 IGNORED = {"--local-rank"}  # any value is accepted
-ZERO_MEANS_SOMETHING = re.findall(  # most of them switch something off with 0
+ZERO_MEANS_SOMETHING = re.findall(  # flags for which 0 is valid, mostly to switch something off
     "--[a-z0-9-]+",
     """
 --hidden-dropout --attention-dropout --num-workers --weight-decay --adam-beta1 --adam-beta2 --sgd-momentum --lr --min-lr
@@ -129,7 +129,10 @@ def configs() -> Iterator[type]:
 
 
 def used_words() -> set[str]:
-    """Collect keyword arguments, attributes and words in strings of all tests but those of errors and help texts."""
+    """Collect the names and words that tests use, except tests of errors and of help texts.
+
+    They are keyword arguments, attributes, and words in strings.
+    """
     words: set[str] = set()
     for path in {*(ROOT / "tests").rglob("*.py")} - {Path(__file__), ROOT / "tests/test_docs.py"}:
         lines = path.read_text().splitlines()

@@ -70,7 +70,7 @@ def go_on_and_back(case: Case, **flags: Any) -> None:
     at_checkpoint = attempt.fingerprint()
     on = attempt.train(4, saves=False)
     moved = attempt.fingerprint()
-    attempt.evaluate(case.batch(0, 0, 2))  # fills the kept weights with a later step's
+    attempt.evaluate(case.batch(0, 0, 2))  # receives step 4's weights from other nodes
     attempt.progress = attempt.checkpoints.rewind()
     assert attempt.progress.iteration == 2
     assert attempt.fingerprint() == at_checkpoint != moved
@@ -103,7 +103,7 @@ def test_folder_in_use_by_another_job_is_rejected_on_all_ranks(tmp_path):
 
 def test_disk_without_space_for_a_checkpoint_is_rejected_at_the_start(tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
-        (disk / "ballast").write_bytes(bytes((1 << 20) - 12 * 4096))  # the lock takes one of the pages
+        (disk / "ballast").write_bytes(bytes((1 << 20) - 12 * 4096))  # 12 pages are free; the lock takes one
         rows = [(str(disk), f"--save {disk} has 4.51e-05 GB free, a checkpoint takes about 0.0001")]
         assert ranks(2).run(not_refused, rows, open_at_once) == [[], []]
 

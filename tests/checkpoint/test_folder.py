@@ -91,11 +91,11 @@ def killed_before(moment: int, work: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("saved", "latest"),  # by the moment of the kill
+    ("saved", "latest"),  # latest: iteration to resume from, by the moment of the kill
     [
-        # files and the future tracker are synced before the rename; afterwards nothing is repeated
+        # Iteration 5 counts only after its folder is renamed, which follows the sync of its files.
         ([3], [3, 3, 3, 3, 3, 5, 5, 5, 5]),
-        # the older checkpoint is moved aside after the tracker names the one before it
+        # Iteration 5 is saved again: first the tracker is set to 3, then the old checkpoint is moved aside.
         ([3, 5, 7], [7, 7, 7, 3, 3, 3, 3, 3, 3, 3, 5, 5, 5, 5]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Test checkpoints of islands with local steps, loaded with other numbers of islands or without local steps."""
+"""Test checkpoints of DiLoCo's replica groups, loaded with other numbers of groups or without DiLoCo."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ def islands(number: int, *, fragments: int = 1, **case: int) -> Case:
 
 
 NONE, TWO, FOUR, FRAGMENTS = Case(nodes=4), islands(2), islands(4), islands(2, fragments=2)
-WIDE = islands(2, tp=2, nodes=2)  # islands of one node each
+WIDE = islands(2, tp=2, nodes=2)  # replica groups of one node each
 NONE_1, TWO_1, FOUR_1 = (dataclasses.replace(case, stage=1) for case in (NONE, TWO, FOUR))
 BEGIN = "note: replica groups start at the outer weights, because the checkpoint "
 OTHERS = [f"{BEGIN}has another number of groups"]
@@ -31,7 +31,8 @@ MODEL = {"model.": "model."}
 BEGUN = MODEL | {"diloco.common.": "model.", "island.I.inner.": "model."}
 KEPT = BEGUN | {"diloco.momentum.": "diloco.momentum."}
 ALL = MODEL | {name: name for name in ("diloco.", "island.I.inner.", "island.I.counts")}
-# case before, case after, which keys of the latter have which values of the former (I: the island's rank), notes
+# Saved case, loading case, {prefix of loaded keys: prefix of the saved keys with equal values}, notes. I is the index
+# of the replica group.
 CASES = {
     "four from two": (TWO, FOUR, KEPT, OTHERS),
     "two from four": (FOUR_1, TWO_1, KEPT, OTHERS),
@@ -48,9 +49,9 @@ DEFAULT = ("four from two", "none from two", "two from none", "fragments", "wide
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that saves 4 steps of a case once, with a message in flight.
+    """Return a function that trains a case for 4 steps and saves it, once per case, with a message in flight.
 
-    It returns the folder and the final state by island.
+    The function returns the folder, and the final state of each replica group.
     """
 
     @functools.cache
@@ -89,7 +90,7 @@ def test_islands_differ_when_they_are_saved(saved):
 
 
 def accepted(case: Case) -> list[str]:
-    """Return descriptions of incomplete or damaged island checkpoints that are not rejected."""
+    """Return descriptions of incomplete or damaged checkpoints of replica groups that are not rejected."""
     attempt = Attempt(case)
     attempt.train(1)
     there, own = attempt.state.tensors(optimizer=True, rng=False), f"island.{attempt.dims.island.rank}."

@@ -144,7 +144,7 @@ def test_flags_that_change_text_are_compared_unless_tokens_are_equal():
     flags = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
     for name in flags:
         saved, now = {name: "x"} | described("one"), {name: None}
-        assert data_notes(saved, now | described("one"), WHERE) == []  # for example a template kept in the checkpoint
+        assert data_notes(saved, now | described("one"), WHERE) == []  # the tokens are equal
         (note,) = data_notes(saved, now | described("two"), WHERE)
         assert note.startswith(f"--{name.replace('_', '-')} is None, was x, the tokens of a are not the same")
 

@@ -24,8 +24,9 @@ MIXTURE_KEPT = dataclasses.replace(MIXTURE, zero=KEPT, precision=PrecisionConfig
 LLAMA = Case(model=dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
 ONCE = ([SEEDED], [SEEDED])
 BOTH = ([FEEDBACK, SEEDED], [FEEDBACK, SEEDED])
-# ranks of the second layout, first layout, changes for the second one (which pads the vocabulary of 101 to 101, 102
-# or 104), a part of some keys, the number of these keys, notes of the second layout and then of the first one
+# Ranks of the second layout; case of the first layout; changes that give the second one, which pads the vocabulary of
+# 101 to 101, 102 or 104; a substring of some keys, and the number of keys that contain it; notes of the second layout,
+# and then of the first one.
 CASES = {
     "tp 2": (4, PLAIN, {"tp": 2}, ".exp_avg_sq", 16, ONCE),
     "tp 2, zero 2": (4, PLAIN, {"tp": 2, "nodes": 1, "stage": 2}, ".exp_avg_sq", 16, ONCE),
@@ -52,7 +53,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", chosen(CASES, "tp 2", "kept", "experts"))
 def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
-    """Take two steps of the first layout, two of the second, and one of the first. Every other pair follows."""
+    """Take two steps with the first layout, resume for two with the second, and resume for one with the first."""
     world, first, other, part, count, notes = case
     second, a, b = dataclasses.replace(first, **other), str(tmp_path / "a"), str(tmp_path / "b")
     one = ranks(4).run(run, first, 2, whole=True, save=a)[0]
@@ -65,7 +66,7 @@ def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, 
         kept, found = ({key: x[key] for key in x if there or part not in key} for x in (before, after))
         assert found == kept
     assert (two.notes, three.notes) == notes
-    if first is PLAIN:  # and trains on as if uninterrupted
+    if first is PLAIN:  # the resumed losses equal those of an uninterrupted run
         losses = [loss for loss, _ in two.steps + three.steps]
         assert losses == pytest.approx(train_plain(PLAIN)["loss"][2:], rel=ROUNDING)
 

@@ -156,7 +156,7 @@ def write_folder(folder: Path, kind: str, values: Values) -> Any:
     write_config(folder, kind, values)
     model = randomized(transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)))
     model.save_pretrained(folder)
-    write_config(folder, kind, values)  # restores the keys as given
+    write_config(folder, kind, values)  # replaces the config.json that transformers wrote
     return model
 
 
@@ -171,7 +171,7 @@ def check(folder: Path, kind: str, *settings: Value) -> bool:
     values = {key: value for setting in settings for key, value in setting.keys.items()}
     reasons = [setting.refused for setting in settings if setting.refused is not None]
     if values.get("use_sliding_window") and values.get("sliding_window") == 5:
-        reasons = [reason for reason in reasons if "sliding_attention" not in reason]  # these layers do have a window
+        reasons = [reason for reason in reasons if "sliding_attention" not in reason]  # accepted with a window
     if not reasons:
         with torch.no_grad():
             expected = write_folder(folder, kind, values)(TOKENS).logits

@@ -30,7 +30,7 @@ from megazpp.convert.peft import (
 )
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
-# values of about 1; (x A) B and x (A B) round differently
+# Tolerance for values of about 1, because x (A B) of merged weights and (x A) B of adapters round differently.
 assert_same_sums = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-5)
 
 

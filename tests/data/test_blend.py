@@ -137,7 +137,7 @@ def test_equal_split_is_built_once_and_another_one_separately(tmp_path):
         assert before.items() <= cached(tmp_path).items()
         assert len(cached(tmp_path)) - len(before) == built, (bounds, how)
     (by_tokens,) = fit_for_split(sources_of(write(tmp_path / "c", documents=1, length=90)), SPLIT)
-    for source in (by_tokens, sources[0]):  # equal numbers of samples, but other parts
+    for source in (by_tokens, sources[0]):  # the two splits have equally many samples, but of other parts of the data
         before = cached(tmp_path)
         for bounds in (SPLIT[0], SPLIT[1], SPLIT[0]):
             split_of(tmp_path, [source], bounds, num_samples=3)

@@ -153,7 +153,7 @@ def test_eos_of_a_hugging_face_folder_is_its_eod(tmp_path):
 
 
 def test_eods_name_in_a_text_becomes_eod_with_its_span(one_of_each, byte_level_bpe):
-    # transformers would not look for special tokens
+    # with split_special_tokens, transformers itself does not recognize special tokens in a text
     files = definition(byte_level_bpe.to_str(), tokenizer_config={"split_special_tokens": True})
     for tokenizer in (*one_of_each, HFTokenizer(files)):
         name = tokenizer.eod_name
@@ -266,7 +266,7 @@ def test_eos_token_flag_sets_eod_in_all_files_that_name_it(tmp_path, write):
     said = {name: json.loads(content) for name, content in tokenizer.files.items() if name.endswith("config.json")}
     assert (said["tokenizer_config.json"]["eos_token"], said["config.json"]["eos_token_id"]) == (name, index)
     assert said.get("generation_config.json", {}).get("eos_token_id", [index])[0] == index
-    assert HFTokenizer(tokenizer.files).identity == tokenizer.identity  # as saved in a checkpoint
+    assert HFTokenizer(tokenizer.files).identity == tokenizer.identity  # reloaded, as from a checkpoint
 
 
 STOPS: list[tuple[dict[str, Any], list[int]]] = [  # further files, ids that end a text

@@ -99,7 +99,7 @@ class Attempt:
 
 
 class Outcome(NamedTuple):
-    """A run's result on a rank: progress and hashes after loading, steps, hashes at the end, log, island."""
+    """A run's result on a rank: progress and hashes after loading, steps, hashes at the end, log, replica group."""
 
     start: TrainingProgress
     loaded: dict[str, str]

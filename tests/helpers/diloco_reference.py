@@ -1,18 +1,18 @@
-"""Simulate local steps of islands in one process, as the unquantized reference for runs on several ranks.
+"""Simulate DiLoCo's replica groups ("islands") in one process, as the unquantized reference for runs on several ranks.
 
 This is DiLoCo (arXiv 2311.08105) by fragments of the model, which may be sent while later steps run (Streaming
-DiLoCo, arXiv 2501.18512). Legend: H iterations between two sends of a fragment, F fragments, R the islands' shared
-copy of the outer weights, x an island's own weights. After the optimizer step of iteration t, counted from 1, for
+DiLoCo, arXiv 2501.18512). Legend: H iterations between two sends of a fragment, F fragments, R the groups' common copy
+of the outer weights, x a group's own weights. After the optimizer step of iteration t, counted from 1, for
 each fragment:
 
     merge   if it was sent `delay` iterations ago:        x = alpha x + (1 - alpha) R
-    send    if t % H == ((fragment + 1) * H // F) % H:    sum over islands of share * (R - x) -> difference
+    send    if t % H == ((fragment + 1) * H // F) % H:    sum over groups of share * (R - x) -> difference
                 momentum = outer_momentum * momentum + difference
                 R = R - outer_lr * (difference + outer_momentum * momentum)                 (Nesterov)
     merge   at once if the delay is 0
 
-An island's share is its part of the tokens since the last send of the fragment. After the last iteration every
-fragment is sent, and x = R on all islands.
+A group's share is its part of the tokens since the last send of the fragment. After the last iteration every
+fragment is sent, and x = R on all groups.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from megazpp.diloco.config import DilocoPlan
 
 
 class Islands:
-    """Models with equal initial weights that train separately and are averaged in `after_step`.
+    """Models of replica groups, with equal initial weights, that train separately and are averaged in `after_step`.
 
     Training loops and optimizers belong to the caller.
 
     Args:
-        models: one model per island.
+        models: one model per replica group.
         fragments: parameter names of each fragment; every parameter is in one fragment.
         plan: intervals, delay and outer optimizer.
 
@@ -48,7 +48,7 @@ class Islands:
         self._merge_at: list[int | None] = [None for _ in fragments]
 
     def after_step(self, iteration: int, tokens: Sequence[float], *, last: bool = False) -> None:
-        """Merge and send the fragments that are due after an optimizer step; `tokens` has a count for each island."""
+        """Merge and send the fragments that are due after an optimizer step; `tokens` has a count for each group."""
         plan, count = self.plan, len(self.fragments)
         for index, counted in enumerate(self._tokens):
             self._tokens[index] = [before + new for before, new in zip(counted, tokens, strict=True)]

@@ -49,7 +49,7 @@ def make_weights(config: GPTConfig) -> dict[str, torch.Tensor]:
 
 
 def arguments(config: GPTConfig, tp: int, **more: Any) -> argparse.Namespace:
-    """Return Megatron's arguments of such a run; our flags mostly have Megatron's names, and defaults are left out."""
+    """Return the arguments that Megatron-LM stores in a checkpoint of this model; defaults are left out."""
     flags = {name: value for name, value in dataclasses.asdict(config).items() if value != getattr(GPTConfig, name)}
     others = {
         "seq_length": 16,

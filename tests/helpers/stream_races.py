@@ -36,7 +36,7 @@ from megazpp.parallel import axis, comm_queue
 from megazpp.parallel.comm_queue import StreamQueue
 from megazpp.zero import wire
 
-# number of first arguments that are read; the others may be written
+# How many leading arguments of each kernel are only read. The others may be written.
 KERNELS = {"pack": 2, "unpack": 2, "unpack_onto": 2, "unpack_sum": 2, "encode": 2, "decode": 1}
 
 

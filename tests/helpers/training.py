@@ -203,7 +203,7 @@ def diloco_plan(case: Case) -> DilocoPlan | None:
 
 
 def build_diloco(case: Case, step: TrainStep, dims: ParallelDims) -> Islands | None:
-    """Build the islands of a model, or return None if every step is synchronized."""
+    """Build the outer weights of a model for DiLoCo, or return None if every step is synchronized."""
     plan = diloco_plan(case)
     return None if plan is None else Islands(step.sharding, dims, plan, case.precision)
 

@@ -58,7 +58,7 @@ def test_int4_scale_lets_values_exceed_the_integers_by_under_half_a_step():
     payload, scales = quantize(x, INT4)
     assert scales.tolist() == [1.0]
     assert payload[:3].tolist() == [0 | 15 << 4, 11 | 7 << 4, 8 | 8 << 4]
-    x[16] = 2 * 7.4375  # now the largest element, so -8 represents its sign
+    x[16] = 2 * 7.4375  # the largest element is now positive, so the scale is negative
     assert quantize(x, INT4)[1].item() == -quantize(-x, INT4)[1].item() < 0
     assert quantize(block(-8.0, 7.4375 * 1.0625), INT4)[1].item() == 1.0625, "set by the element of the other sign"
     assert quantize(block(8.4375, 1.0), INT4)[1].item() == -1.0, "of a positive maximum"

@@ -43,7 +43,7 @@ def documents_and_generation(gpt: GPTModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_cuda_masks_use_two_kernels_without_grouped_heads(style, monkeypatch):
-    """A CPU stands in for CUDA: its tensors report to be on CUDA. Without a mask torch chooses among all kernels."""
+    """CPU tensors report is_cuda, to select the code for CUDA. Without a mask torch may choose among all kernels."""
     gpt, calls, original = build_gpt(STYLES[style]), [], F.scaled_dot_product_attention
     expected, everything = documents_and_generation(gpt), set(_cur_sdpa_kernel_backends())
 
@@ -91,7 +91,7 @@ def one_by_one(
     ("gpt2", {"recompute_granularity": "selective"}, 1, ("window_size",)),  # attention is not recomputed
 ])  # fmt: skip
 def test_document_kernel_equals_the_mask(style, changes, times, arguments, monkeypatch):
-    """The computation is in fp64 up to the fp32 losses: 1e-6. Without enable_gqa (torch 2.11) heads are repeated."""
+    """Only the losses are rounded to fp32, hence 1e-6. Torch 2.11 has no enable_gqa, so heads are repeated there."""
     kernel = mock.Mock(side_effect=one_by_one)
     monkeypatch.setattr(backends, "varlen_attn", kernel)
     monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(arguments))
@@ -114,7 +114,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("in_documents", [False, True])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window_kernel_equals_the_mask(name, in_documents, monkeypatch):
-    """The computation is in fp64 up to the fp32 losses: 1e-6. The reference uses a mask of zeros and minus infinity."""
+    """Only the losses are rounded to fp32, hence 1e-6. The reference applies the window by a mask."""
     monkeypatch.setattr(backends, "varlen_attn", one_by_one)
     monkeypatch.setattr(backends, "VARLEN_ARGUMENTS", frozenset(("window_size", "enable_gqa")))
     config, batch = dataclasses.replace(STYLES["llama"], **WINDOWS[name]), packed()

@@ -150,7 +150,7 @@ def losses_and_gradients(
     ("style", "fmt", "sequence_parallel", "calls"),
     [
         ("gpt2", "e4m3", False, {"all_reduce": 5}),
-        # two for each layer, one for the output layer
+        # two of each collective for each of two layers, one for the output layer
         ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),
     ],
 )

@@ -103,7 +103,7 @@ def saved_bytes(model: GPTConfig) -> int:
 
 
 def test_recomputation_keeps_fewer_bytes():
-    """Memory is ordered: full < block < none, and norms and activation < norms only < none."""
+    """Recomputing more keeps less: full < block < none, and norms and activations < norms only < none."""
     plain = saved_bytes(STYLES["gpt2"])
     kept = {kind: saved_bytes(dataclasses.replace(STYLES["gpt2"], **KINDS[kind])) for kind in KINDS}
     assert kept["full"] == kept["uniform"] < kept["block"] < plain

@@ -158,7 +158,7 @@ def test_clipping_factor_equals_megatrons():
         (0.5, 1.0, 1.0, 1.0),
         (5.0, 0.0, 4.0, 0.25),
         (5.0, 2.5, 4.0, 2.5 / (5.0 + 1e-6) / 4.0),
-        (1e-4, 1e-5, 1.0, 1 / 10.1),  # 1e-6 matters at this size
+        (1e-4, 1e-5, 1.0, 1 / 10.1),  # so small that the 1e-6 added to the norm matters
         (math.nan, 1.0, 1.0, math.nan),
     ):
         parameter = nn.Parameter(torch.zeros(3))

@@ -160,7 +160,7 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     gc.unfreeze()
     assert dims.counter.sent_bytes("cross") == 0
     assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
-    if on_disk:  # passes for tokens and losses, and one of two layers that was fetched ahead for another pass
+    if on_disk:  # one more pass for the losses, and one of the two layers, fetched ahead for a pass that never came
         fetched = sum(units.plan.streamed[index].num_bytes for (_, index), _ in fetch.call_args_list)
         assert fetched == (passes + 1 + 0.5 * (config.prefetch_layers > 0)) * units.plan.pass_bytes
     return tokens, losses, lines

@@ -95,11 +95,11 @@ def test_island_bytes_are_two_4_bit_hops_averaged_over_steps():
     run = config(f"{EVERY} --diloco-islands 2")
     rarely = run.with_section(dataclasses.replace(run.section(DilocoConfig), diloco_steps=8))
     own, rarer = estimate(run, FOUR_NODES), estimate(rarely, FOUR_NODES)
-    parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # four ranks of an island
-    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops between two islands of two nodes each
+    parameters = own.memory[Memory.PARAMETERS] / 4 * 4  # four ranks of a replica group
+    per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2  # two hops between two groups of two nodes
     assert own.node_island_bytes == pytest.approx(per_node, rel=0.05)  # one-dimensional parameters are sent exactly
     assert rarer.node_island_bytes == own.node_island_bytes
-    each_step = own.node_cross_bytes - own.node_island_bytes / 4  # bytes of the ring inside an island of two nodes
+    each_step = own.node_cross_bytes - own.node_island_bytes / 4  # bytes of the ring inside a group of two nodes
     assert each_step == pytest.approx(rarer.node_cross_bytes - own.node_island_bytes / 8)
     assert each_step > 0
     assert own.wires["cross"] * 2 >= own.node_island_bytes / 4

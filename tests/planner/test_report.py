@@ -110,7 +110,7 @@ def test_local_steps_have_a_row_but_no_verdict_or_candidates():
 
 def test_report_of_local_steps_has_means_and_candidates_keep_them():
     text = report("--diloco-steps 10 --diloco-fragment-sync-delay 2")
-    sent = r"a node sends to other islands: ([\d.]+) MB every 10 steps, ([\d.]+) MB per step"
+    sent = r"a node sends to other replica groups: ([\d.]+) MB every 10 steps, ([\d.]+) MB per step"
     ((each, mean),) = re.findall(sent, text)
     assert float(mean) == pytest.approx(float(each) / 10, abs=1e-3)
     assert f"; a node sends {mean} MB to other nodes" in text

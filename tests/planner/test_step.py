@@ -79,7 +79,7 @@ def in_order(told: Mock) -> tuple[list[str], dict[str, list[Any]]]:
 
 
 def count(case: Case) -> tuple[TrafficTable, Any, TrafficTable]:
-    """Return traffic and order of a run's second step, and the traffic of a synchronization of islands after it."""
+    """Return traffic and order of a run's second step, and the traffic of a DiLoCo synchronization after it."""
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)
     step(case.batches(0, dims), learning_rate=1e-3, weight_decay=0.0)
@@ -181,7 +181,7 @@ wide = functools.partial(Case, nodes=2, model=WIDE, vocab_size=512, seq_length=6
 
 
 def test_local_steps_memory_equals_its_formulas():
-    """Check bytes for P parameters, L ranks of an island and W ranks in all.
+    """Check bytes for P parameters, L ranks of a replica group and W ranks in all.
 
     Common copy 4 P/L, outer feedback about P/L, outer weights and momentum 8 P/W.
     """

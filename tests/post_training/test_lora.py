@@ -172,7 +172,7 @@ def check_reference(case: Case, load: str, folder: str) -> None:
     assert torch.equal(losses(other), trained)
     train(other, dims, case)
     assert not torch.allclose(losses(other), trained, atol=1e-3)
-    assert torch.equal(reference(other), trained)  # as loaded from the files
+    assert torch.equal(reference(other), trained)  # the reference still has the loaded adapters
 
 
 @pytest.mark.parametrize(

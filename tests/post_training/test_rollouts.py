@@ -242,7 +242,8 @@ def go_on_with_half_the_batch(case: PostCase, steps: int) -> tuple[list[list[int
     ("post", "steps", "before", "after", "draws"),
     [
         (GRPO, 3, [[0, 1], [2, 3], [4, 5]], [[6], [7], [8], [9]], [True] * 4),
-        # a generation of four prompts serves four steps; the second one is dropped early, and two other prompts follow
+        # One generation of four prompts serves four steps. The run resumes with half the batch size after one step of
+        # the second generation, so that generation is dropped and its prompts are sampled again, two at a time.
         (LATER, 5, [[0, 1, 2, 3], [4, 5, 6, 7]], [[4, 5], [6, 7]], [True, False, False, True]),
         (LATER, 4, [[0, 1, 2, 3]], [[4, 5]], [True, False, False, False]),
     ],

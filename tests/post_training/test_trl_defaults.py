@@ -121,7 +121,7 @@ UNMATCHED = {
 OTHER_THING = {
     "micro_batch_size": "set by the trainer",
     "local_rank": "torchrun says it",
-}  # the same name, another meaning
+}  # flags of ours and of TRL that have the same name but different meanings
 
 
 def ours(post: PostTrainingConfig) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def test_vocab_size_flag_alone_gives_way_to_checkpoint_with_a_notice(folder, bes
     assert len(same.notices) == 1
 
 
-# ---- local steps between islands ----
+# ---- flags of DiLoCo ----
 
 
 def test_outer_optimizer_flags_are_kept_on_resume_unless_given():

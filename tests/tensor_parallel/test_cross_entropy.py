@@ -21,8 +21,8 @@ SEQ, BATCH = 13, 3  # odd, and 39 tokens are enough for every label of the small
 TOKENS = SEQ * BATCH
 # bytes of a chunk: all columns, all columns of five tokens at a time (fp32), or 128 columns of all tokens
 WHOLE, _, SMALL = CHUNKS = 1 << 29, BLOCKS * 4 * 384 * 5, 4 * TOKENS * 128
-REAL, PADDED = 300, 384  # SMALL chunks: three on one rank, two and one on two ranks
-# more sizes: no padding; on 4 ranks, padding on two ranks; ranks with only padding; a vocabulary of one token
+REAL, PADDED = 300, 384  # tokens and padded rows; with SMALL, one rank has three chunks, and two ranks have two and one
+# More sizes, for 4 ranks: no padding; padding on two ranks; ranks with only padding; a vocabulary of one token.
 VOCABULARIES = [(REAL, PADDED), (16, 16), (11, 16), (7, 16), (3, 24), (1, 4)]
 
 

@@ -164,11 +164,11 @@ def test_interrupted_conversion_leaves_no_output(converted, tmp_path, monkeypatc
     [("theirs", safetensors_file, "_read", 4), ("ours", SafeReader, "read_whole", 2)],
 )
 def test_conversion_keeps_few_tensors_in_memory(source, module, name, limit, converted, tmp_path, monkeypatch):
-    """The limit is the number of sources of one target tensor (queries, keys, values), and the last target tensor."""
+    """At most the sources of one target tensor (queries, keys, values) and the previous target tensor are in memory."""
     buffers, counts, read = [], [], getattr(module, name)
 
     def counted(*args: Any) -> torch.Tensor:
-        array = read(*args).numpy().copy()  # lives as long as any view of its bytes
+        array = read(*args).numpy().copy()  # freed when the last view of its bytes is freed
         buffers.append(weakref.ref(array))
         counts.append(sum(buffer() is not None for buffer in buffers))
         return torch.from_numpy(array)

@@ -33,7 +33,7 @@ requeue*) echo "$2" >> "$(dirname "$0")/requeued.txt" ;;
 *) exit 1 ;;
 esac
 """
-BATCH = (  # the variables that Slurm sets for a batch script on one node, which is also a task
+BATCH = (  # Slurm sets these for a batch script; SLURM_PROCID makes it look like a task
     "SLURM_JOB_NAME=toy SLURM_JOB_NODELIST=localhost SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "
     "SLURM_CPUS_PER_TASK=1 SLURM_PROCID=0"
 )

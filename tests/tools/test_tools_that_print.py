@@ -72,7 +72,7 @@ MAPS = [  # flags, pattern of the output
     ),
     (PAIRS, r"domain \(56.25 GB/s per rank\)"),
     (LARGE, r"ranks in the order 0 2 4 6 8 10 12 14 ...: tensor parallel 8, shards 2 \(2 across nodes x 1 inside\)"),
-    (ISLANDS, r"^4 node.* shards 4 \(2 across nodes x 2 inside\), replicas 1, islands 2$"),
+    (ISLANDS, r"^4 node.* shards 4 \(2 across nodes x 2 inside\), replicas 1, replica groups 2$"),
     (SPLIT, r"^cp +4 +4 +domain +0 2 4 6 +parts of samples"),
 ]
 

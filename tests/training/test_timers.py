@@ -36,7 +36,7 @@ from megazpp.zero.config import ZeroConfig
 
 
 def heard(timeline: Timeline) -> bool:
-    """Return True if the timeline has a listener; without one, every span is the same object."""
+    """Return True if the timeline has a listener; without listeners, `span` always returns the same object."""
     return timeline.span("", "") is not Timeline().span("", "")
 
 

@@ -1,4 +1,4 @@
-"""Compare local steps between islands on several ranks with a simulator in one process."""
+"""Compare DiLoCo's replica groups ("islands") on several ranks with a simulator in one process."""
 
 import copy
 import dataclasses
@@ -43,7 +43,7 @@ def exact(steps: int, **flags: Any) -> DilocoConfig:
 def train_islands(
     case: Case, config: OptimizerConfig = ADAM, clip: float = CLIP
 ) -> Iterator[tuple[TrainStep, Islands, float]]:
-    """Train, and yield this rank's step, its islands and the loss after each step."""
+    """Train with DiLoCo, and yield the step, the outer weights (`Islands`) and the loss after each step."""
     step, dims = build_step(case)
     step.optimizer = build_optimizer(list(step.model.named_parameters()), config, CPU)
     step.clip_grad = clip
@@ -67,7 +67,7 @@ def full(tensors: Weights) -> Weights:
 
 
 class Seen(NamedTuple):
-    common: list[Weights]  # R after each step; so are the next two
+    common: list[Weights]  # R after each step
     outer: list[Weights]
     inner: list[Weights]
     losses: list[float]
@@ -110,7 +110,7 @@ def test_averaging_after_every_sgd_step_matches_data_parallel_sgd():
 
 
 def simulate(case: Case, fragments: list[list[str]]) -> tuple[list[Weights], list[list[float]]]:
-    """Simulate islands in one process. Return R after each step and each island's losses."""
+    """Simulate replica groups in one process. Return R after each step and each group's losses."""
     first, count = first_model(case), case.islands
     models = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
     optimizers = [build_optimizer(list(model.named_parameters()), ADAM, CPU) for model in models]

@@ -95,7 +95,7 @@ def every_expert(moe: nn.Module, config: GPTConfig, x: torch.Tensor, *, norm: nn
 
 @functools.cache
 def reference(config: GPTConfig) -> tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and gradient norms of each step, gradients of the first, weights after the last, in one process."""
+    """Train in one process. Return losses and norms of all steps, the first step's gradients, and the final weights."""
     model = GPTModel(config, vocab_size=VOCAB, tp=MeshAxis("tp"))
     initialize_parameters_(model, seed=7, draw_device=torch.device("cpu"))
     for layer in model.layers:

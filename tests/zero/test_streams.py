@@ -113,7 +113,7 @@ def hops_of_a_forward(case: Case) -> str:
 def test_use_launches_its_hops_then_two_others_and_keeps_cross_queue_busy(zero):
     """After the step's synchronization, the GPU must not wait for the host to launch every unit's cross hop."""
     case = Case(nodes=2, zero=zero, model=dataclasses.replace(LLAMA_STYLE, num_layers=4), precision=BF16)
-    # each of 6 units crosses once: the first use submits its own hop, then each use starts two later units' hops
+    # Each of 6 units has one cross hop. The first use submits its own; each use then starts those of two later units.
     assert ranks(4).run(hops_of_a_forward, case) == ["c" + "lcc" * 2 + "lc" + "l" * 3] * 4
 
 

@@ -10,7 +10,7 @@ Flags after `--` are passed to pretrain_gpt.py in all variants.
 The same rank processes hold the models of all variants and run their steps in turn, so that other load on the machine
 affects all variants alike. A round measures each variant once at one rate. The tables show medians over rounds; ratios
 are medians of the ratios within rounds. Rates change while the processes run. With local steps, a sample is a whole
-cycle from one synchronization of islands to the next, reported per step. Bytes are read from the network interfaces and
+cycle from one synchronization of DiLoCo to the next, reported per step. Bytes are read from the network interfaces and
 compared with the program's own counters. Each round is saved to samples.json in the --out folder. The same command
 resumes an interrupted benchmark from this file. Root and iproute2 are needed, except with --local.
 """
@@ -46,7 +46,7 @@ LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL, "flags")
 NO_OVERLAP, ISLANDS = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
-VARIANTS = {  # flags of pretrain_gpt.py; islands are nodes, and their outer momentum gives the most state
+VARIANTS = {  # flags of pretrain_gpt.py; DiLoCo's replica groups are nodes, and momentum gives the most state
     "zero3": "",
     "zero3-overlap": "--overlap-param-gather --overlap-grad-reduce",
     "hsdp": "--hsdp",

@@ -87,7 +87,7 @@ def multiply_in_fp32_() -> None:
 
 
 class VariantRun:
-    """Model, training step and islands of one variant on this rank.
+    """Model, training step and (for DiLoCo) outer weights of one variant on this rank.
 
     Args:
         config: flags of the variant.
@@ -119,7 +119,7 @@ class VariantRun:
         self._batch = make_micro_batch(torch.randint(vocab_size, size, generator=generator), eod=None)
 
     def step(self, micro_batches: int) -> float:
-        """Run one optimizer step, and the islands' part after it; return the loss."""
+        """Run one optimizer step, and DiLoCo's part after it; return the loss."""
         loss = self._step([self._batch] * micro_batches, learning_rate=self._lr, weight_decay=0.0).loss
         if self._islands is not None:
             self._iteration += 1

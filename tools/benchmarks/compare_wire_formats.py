@@ -87,7 +87,7 @@ def train(folder: Path, flags: list[str]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """Read a run's losses, and its MB between nodes per step, from the run folder.
 
-    Training losses of runs with local steps are None, because they belong to the weights of a single island.
+    Training losses of runs with local steps are None, because they belong to the weights of a single replica group.
     """
     summary = json.loads((folder / "summary.json").read_text())
     losses = [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

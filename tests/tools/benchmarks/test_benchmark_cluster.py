@@ -117,7 +117,7 @@ def test_local_steps_are_measured_per_cycle_with_or_without_delay(measured):
     local = [s for s in samples if s.variant not in FLAT]
     # a cycle sends one whole synchronization and leaves nothing to the next cycle
     ((sent, _),) = {tuple(s.cross_bytes) for s in local}
-    # 4 bits per parameter, half of them to the other island, in both directions
+    # 4 bits per parameter, half of them to the other replica group, in both directions
     message = parameters / 2 * (1 / 2 + 1 / 2)
     assert message < 10 * sent < 1.5 * message  # plus scales, and norms and biases in 16 and 32 bits
     last = {s.variant: s.loss for s in samples}
