@@ -55,7 +55,7 @@ def test_search_tries_zeropp_but_not_hsdp_inside_wide_islands():
 def test_search_uses_nearest_batch_and_names_impossible_flags():
     choices = found("--global-batch-size 18 --num-attention-heads 1")
     assert any("tp 1, local domain 2, micro-batch 4 of batch 16," in name for name in choices)
-    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in choices)  # needs at least 32 samples per step
+    assert not any("tp 1, local domain 2, micro-batch 8" in name for name in choices)  # needs 32 samples per step
     problems = [choice.problem for name, choice in choices.items() if "tp 2" in name]
     assert problems
     assert all("--num-attention-heads 1" in problem for problem in problems)
