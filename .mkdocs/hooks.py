@@ -1,4 +1,4 @@
-"""Hooks of the docs site: the pages of the root, a page of all flags, links as the site has them."""
+"""Hooks of the documentation site: add pages of the root and a page of all flags, and rewrite links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAMS = ("pretrain_gpt.py", "tools/post_train.py", "tools/generate.py", "tool
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what does not lie in docs/."""
+    """Add the pages of the repository's root, and a page with the flags of all programs."""
     for name, page in AT_THE_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     parts = ["# Flags\n\nThe output of `--help-all` of each program."]
@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to pages as the site has them; replace a link to any other file of the repository by its text."""
+    """Rewrite links to pages for the site; replace a link to any other file of the repository by its text."""
     at_the_root = page.file.src_path in AT_THE_ROOT.values()
     folder = ROOT if at_the_root else (ROOT / "docs" / page.file.src_path).parent
     here = os.path.dirname(page.file.src_path)
