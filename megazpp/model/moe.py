@@ -16,12 +16,13 @@ split over ep as a column-parallel weight is split over tp. The experts of a lay
 (FSDP2's parameter group) on the axes `ParallelDims.experts`.
 
 Sources: Switch Transformer (arXiv 2101.03961) for the balance loss, ST-MoE (arXiv 2202.08906) for the z-loss,
-DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores, MegaBlocks (arXiv 2211.15841) for dispatch without dropped tokens.
+DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores, Wang et al. (arXiv 2408.15664) for the expert bias, MegaBlocks (arXiv
+2211.15841) for dispatch without dropped tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +104,14 @@ class Router(nn.Module):
 
     Logits, scores and losses are fp32. In training with the balance loss, the forward pass all-reduces counts [B, E]
     over tp and over cp, because their ranks have parts of a sequence.
+
+    Attributes:
+        expert_bias: [E] fp32, added to the scores for the choice only; the factors of the outputs come from the scores.
+            `update_expert_bias_` changes it once per optimizer step. None without --moe-router-enable-expert-bias.
+        bias_update_rate: change of each element of `expert_bias` per optimizer step.
     """
+
+    expert_bias: torch.Tensor | None
 
     def __init__(self, config: GPTConfig, *, tp: MeshAxis, cp: MeshAxis) -> None:
         super().__init__()
@@ -117,7 +125,11 @@ class Router(nn.Module):
         self.sequence_axes = (tp, cp)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden))
         self.specs = {"weight": ParameterSpec(std=config.init_method_std, partial=tp.size > 1, exact=True)}
+        self.bias_update_rate = config.moe_router_bias_update_rate
+        biased = config.moe_router_enable_expert_bias
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts) if biased else None)
         self._totals: torch.Tensor | None = None
+        self._summed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, kept: Kept | None = None, *, length: int) -> Routing:
         """Choose the experts of each token, and compute the factors of their outputs and the router's losses.
@@ -161,12 +173,23 @@ class Router(nn.Module):
         totals, self._totals = self._totals, None
         return totals
 
+    def add_summed_totals(self, totals: torch.Tensor) -> None:
+        """Add the totals of a step [2 E + 2], already summed over ranks, to those that `take_summed_totals` returns."""
+        self._summed = totals if self._summed is None else self._summed + totals
+
+    def take_summed_totals(self) -> torch.Tensor | None:
+        """Return the sum of the totals given to `add_summed_totals` since the last call; None if there were none."""
+        summed, self._summed = self._summed, None
+        return summed
+
     def _ranked(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return the values [S, B, E] whose K largest select the experts.
 
         With softmax these are the logits, which have the same order. Unlike probabilities, they do not tie at 0 by
         underflow.
         """
+        if self.expert_bias is not None:
+            return scores + self.expert_bias
         return scores if self.sigmoid else logits
 
     def _weight(self, logits: torch.Tensor, scores: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
@@ -384,6 +407,36 @@ class SharedGate(nn.Module):
         return F.linear(x, local(self.weight)).sigmoid()
 
 
+def biased_routers(model: nn.Module) -> list[Router]:
+    """Return the routers of `model` that have an expert bias."""
+    return [module for module in model.modules() if isinstance(module, Router) and module.expert_bias is not None]
+
+
+@torch.no_grad()
+def update_expert_bias_(
+    routers: Sequence[Router], sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor], *, factor: torch.Tensor | float
+) -> None:
+    """Move each expert's bias towards an even load: bias += rate sign(mean over experts of counts - counts).
+
+    The counts are those of all training tokens since the last call, over all ranks. They are integers in fp64, so every
+    layout computes the same bias. One all-reduce covers all layers. Megatron-LM has the same rule, but it also applies
+    it in a step that is skipped because of an overflow.
+
+    Args:
+        routers: routers with a bias. Each has processed training tokens since the last call.
+        sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
+        factor: 1 to update; 0 for a skipped step, whose counts are only logged.
+    """
+    own = [totals for router in routers if (totals := router.take_totals()) is not None]
+    totals = sum_over_ranks_(torch.stack(own))  # [layers, 2 E + 2]
+    counts = totals[:, : routers[0].num_experts]
+    steps = (counts.mean(dim=1, keepdim=True) - counts).sign().float() * (routers[0].bias_update_rate * factor)
+    for router, step, of_router in zip(routers, steps, totals, strict=True):
+        assert router.expert_bias is not None
+        router.expert_bias += step
+        router.add_summed_totals(of_router)
+
+
 def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
     """Return metrics of how evenly routers distributed the training tokens since the last call; {} without experts.
 
@@ -399,12 +452,14 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
         model: model whose routers are read. Their sums are reset.
         sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
     """
-    # ---- sum the totals of all routers over ranks
+    # ---- sum the totals of all routers over ranks; routers with a bias have been summed in each step
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
-    found = {name: totals for name, router in routers if (totals := router.take_totals()) is not None}
+    summed = {name: totals for name, router in routers if (totals := router.take_summed_totals()) is not None}
+    found = summed or {name: totals for name, router in routers if (totals := router.take_totals()) is not None}
     if not found:
         return {}
-    rows = sum_over_ranks_(torch.stack([*found.values()])).tolist()
+    stacked = torch.stack([*found.values()])
+    rows = (stacked if summed else sum_over_ranks_(stacked)).tolist()
 
     # ---- metrics of each layer
     by_layer: dict[str, dict[str, float]] = {}

@@ -171,7 +171,7 @@ def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh | None, ep_mesh:
 
 @torch.no_grad()
 def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.device) -> None:
-    """Initialize every parameter in place, from values that depend only on the seed and the parameter's name.
+    """Initialize every parameter in place, from values that depend only on the seed and its name; zero every buffer.
 
     Args:
         model: model whose parameters are local tensors or DTensors of any placement.
@@ -188,6 +188,8 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
             parameter.to_local().copy_(placed.to_local())
         else:
             parameter.copy_(full)
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def existing_rows(model: nn.Module) -> dict[str, int]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from megazpp.model.gpt import GPTModel
+from megazpp.model.moe import biased_routers, update_expert_bias_
 from megazpp.optim.clip import clip_divisor, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_, skips_on_device, update_
@@ -67,6 +68,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         self._objective: Objective = self.objective or LanguageModelLoss(self.dims)
         self._partial, self._rows = partial_parameters(self.model), existing_rows(self.model)
+        self._routers = biased_routers(self.model)
         self._before: LaunchedStep | None = None
 
     def __call__(self, micro_batches: Sequence[Any], **settings: Any) -> StepRecord:
@@ -123,6 +125,9 @@ class TrainStep:
                 kept = scale / divisor
                 if found_inf is not None:
                     kept = kept.where(found_inf == 0.0, 0.0)
+            if self._routers:
+                factor = float(taken) if found_inf is None else 1.0 - found_inf
+                update_expert_bias_(self._routers, self.dims.world.all_reduce_, factor=factor)
             self.optimizer.zero_grad(set_to_none=True)
         # loss scale, error feedback and metrics
         self.scaler.update(found_inf=step.overflow)
