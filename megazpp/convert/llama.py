@@ -51,6 +51,7 @@ class Relative:
     Attributes:
         prefix: prefix of names, which files of a model without an output layer (transformers' AutoModel) lack.
         buffers: names of tensors in files that hold no weights.
+        predicts: files may hold layers after the last one, which predict further tokens and are left out.
         model_type: name of the family in config.json.
         class_name: transformers' class of the model with its output layer.
         biases: keys that give all linear layers biases.
@@ -63,6 +64,7 @@ class Relative:
 
     prefix: ClassVar[str] = "model."
     buffers: ClassVar[re.Pattern[str]] = re.compile(r".*rotary_emb\.inv_freq")  # in older files
+    predicts: ClassVar[bool] = False
     model_type: str
     class_name: str
     biases: tuple[str, ...] = ()
