@@ -336,6 +336,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.ep, self.sequence_parallel = tp, ep, sequence_parallel
+        self.planned_load = 1.0  # load of this rank's experts, relative to the mean, that --plan assumes
         self.length_factor = cp.size * (tp.size if sequence_parallel else 1)
         self.router = Router(config, tp=tp, cp=cp)
         self.experts = Experts(config, ep=ep, grouped=grouped, output_std=output_std)
@@ -371,7 +372,9 @@ class MoE(nn.Module):
 
         # ---- route, apply the experts, and combine their outputs
         routing = self.router(mine, kept, length=len(whole) * self.length_factor)
-        routes = plan_routes(routing.choice, self.ep, self.experts.num_experts, kept or Kept())
+        routes = plan_routes(
+            routing.choice, self.ep, self.experts.num_experts, kept or Kept(), planned_load=self.planned_load
+        )
         rows = self.experts(mine.flatten(0, 1), routes).view(*routing.weight.shape, x.shape[-1])  # [N, K, H]
         y = (routing.weight.to(x.dtype).unsqueeze(1) @ rows).view_as(mine)
 
@@ -482,7 +485,9 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
     }
 
 
-def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept) -> Routes:
+def plan_routes(
+    choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept, *, planned_load: float = 1.0
+) -> Routes:
     """Compute the routes of all rows, and exchange their counts between ep ranks with one all-to-all.
 
     Args:
@@ -490,6 +495,7 @@ def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept
         ep: expert-parallel axis.
         num_experts: experts per ep rank.
         kept: numbers of rows to reuse in a recomputation. In the forward pass they are stored there.
+        planned_load: load of this rank's experts, relative to the mean over experts, if tensors have no values.
     """
     flat = choice.flatten()
     order = flat.argsort(stable=True)
@@ -497,7 +503,7 @@ def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(ep.size, num_experts)
     received = ep.all_to_all(counts, of="counts")
     if kept.sizes is None and not has_values(counts):
-        kept.sizes = _even_sizes(len(flat), ep.size, num_experts)
+        kept.sizes = _planned_sizes(len(flat), ep.size, num_experts, planned_load)
     read = None if kept.sizes is not None else _host_sizes(counts, received)
 
     def sizes() -> Sizes:
@@ -531,11 +537,17 @@ def _host_sizes(counts: torch.Tensor, received: torch.Tensor) -> Callable[[], Si
     return read
 
 
-def _even_sizes(rows: int, ranks: int, num_experts: int) -> Sizes:
-    """Return the numbers of rows for `rows` rows divided over experts as evenly as possible, for `--plan`."""
+def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Sizes:
+    """Return the numbers of rows for `--plan`, where each rank divides `rows` rows over experts as evenly as possible.
+
+    With a load above 1, this rank's experts receive `load` times as many rows as the mean expert, but at most all rows.
+    """
     least, more = divmod(rows, ranks * num_experts)
     each = [least + (expert < more) for expert in range(ranks * num_experts)]
     send = [sum(each[rank * num_experts : (rank + 1) * num_experts]) for rank in range(ranks)]
+    if load > 1.0 and ranks > 1:
+        busy = min(round(load * rows / (ranks * num_experts)), rows // num_experts)  # of one source and one expert
+        return Sizes(send, [busy * num_experts] * ranks, [busy * ranks] * num_experts)
     return Sizes(send, send, [least * ranks + more // num_experts] * num_experts)
 
 

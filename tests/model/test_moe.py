@@ -152,6 +152,15 @@ def test_layouts_that_do_not_fit_the_experts_are_refused():
         ({"ep": 4}, {"num_experts": 6}, "--num-experts 6 is not divisible by --expert-model-parallel-size 4"),
         ({"ep": 2}, {}, "--expert-model-parallel-size 2 needs --num-experts"),
         ({"tp": 8}, {"num_experts": 8}, "--num-experts 8 with --tensor-model-parallel-size 8, more than the 4 ranks"),
+        (
+            {"islands": 2},
+            {
+                "num_experts": 8,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+            },
+            "--moe-router-enable-expert-bias with --diloco-steps is not supported",
+        ),
         ({"ep": 8}, {"num_experts": 8}, "--expert-model-parallel-size 8 does not divide the 4 ranks of a node"),
     ]
 
