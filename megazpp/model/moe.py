@@ -34,6 +34,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.host_copy import HostCopy
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_region, take_rows
@@ -504,12 +505,15 @@ def plan_routes(
     received = ep.all_to_all(counts, of="counts")
     if kept.sizes is None and not has_values(counts):
         kept.sizes = _planned_sizes(len(flat), ep.size, num_experts, planned_load)
-    read = None if kept.sizes is not None else _host_sizes(counts, received)
+    copied = None
+    if kept.sizes is None:
+        copied = HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
 
     def sizes() -> Sizes:
         if kept.sizes is None:
-            assert read is not None
-            kept.sizes = read()
+            assert copied is not None
+            numbers, ranks = copied.wait(), ep.size
+            kept.sizes = Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
         return kept.sizes
 
     return Routes(order, _inverse(order), received, sizes)
@@ -518,23 +522,6 @@ def plan_routes(
 def has_values(x: torch.Tensor) -> bool:
     """Return whether a tensor has values; in `--plan` and `--dry-run`, tensors have only shapes."""
     return not (x.is_meta or isinstance(x, FakeTensor))
-
-
-def _host_sizes(counts: torch.Tensor, received: torch.Tensor) -> Callable[[], Sizes]:
-    """Start an asynchronous copy of the numbers of rows to the host; return a function that waits for it."""
-    ranks = len(counts)
-    flat, arrived = torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]), None
-    if flat.is_cuda:
-        flat, arrived = flat.to("cpu", non_blocking=True), torch.cuda.Event()
-        arrived.record()
-
-    def read() -> Sizes:
-        if arrived is not None:
-            arrived.synchronize()
-        numbers = flat.tolist()
-        return Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
-
-    return read
 
 
 def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Sizes:

@@ -30,6 +30,7 @@ from megazpp.optim.clip import clip_divisor, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_, skips_on_device, update_
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.host_copy import HostCopy
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.tensor_parallel.parameters import existing_rows, partial_parameters, sum_partial_gradients_
 from megazpp.training.anomalies import Evidence, Guard
@@ -218,25 +219,3 @@ class LaunchedStep:
         self.record.loss, self.record.grad_norm, self.record.skipped = loss, norm, not taken
         self.record.num_zeros = int(zeros[0]) if zeros else None
         return self.record
-
-
-class HostCopy:
-    """Copies a few numbers from the device to the host without waiting for the device.
-
-    On the CPU it keeps `values` itself, which must not be changed afterwards.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values, self._arrived = values, None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def wait(self) -> list[float]:
-        """Wait until the copy is complete, and return the values."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        values: list[float] = self._values.tolist()
-        return values

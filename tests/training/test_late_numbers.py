@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazpp.optim.clip import clip_divisor, divide_grads_, global_grad_norm
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_, update_
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.host_copy import HostCopy
 from megazpp.training.objective import LanguageModelLoss
-from megazpp.training.step import HostCopy
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ZEROPP = ZeroConfig(zeropp=True)
