@@ -204,7 +204,7 @@ _SHAPE_FLAGS = (
     *("untie_embeddings_and_output_weights", "disable_bias_linear", "add_qkv_bias"),
     *("num_experts", "moe_layer_freq", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("moe_shared_expert_gate", "moe_router_score_function", "moe_router_pre_softmax"),
-    "moe_router_topk_scaling_factor",
+    *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
 )
 # The GPTConfig property that is computed from the flag, for flags whose property has another name.
 _PROPERTIES = {

@@ -63,7 +63,7 @@ def training_parts(
 
 
 class Weights(StatePart):
-    """The model's parameters, as DTensors."""
+    """The model's parameters, as DTensors, and its buffers, which are equal on all ranks."""
 
     prefix = MODEL
     group: Group = "weights"
@@ -72,10 +72,11 @@ class Weights(StatePart):
         self._model, self._sharding = model, sharding
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        parameters = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        return {**parameters, **dict(self._model.named_buffers())}
 
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        """Return the parameters themselves. A scalar head that the checkpoint lacks is left out."""
+        """Return the parameters and buffers themselves. A scalar head that the checkpoint lacks is left out."""
         own = {MODEL + name: x for name, x in self.tensors().items()}
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 

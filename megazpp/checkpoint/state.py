@@ -3,6 +3,7 @@
 Every tensor has a key, and each part of the state has a separate prefix:
 
     model.{parameter}                          weights, sharded
+    model.{buffer}                             buffers, such as the biases of routers, read by every rank
     optimizer.state.{parameter}.{moment}       optimizer states, sharded like the parameter, or scalars
     secondary.{parameter}                      secondary partition of lossless weight deltas, sharded like the parameter
     secondary.{parameter}.crossing             kind of the next inter-node message of the sharding unit that starts with
@@ -167,7 +168,10 @@ class TrainState:
         return [note for part in parts for note in part.accept(under(part.prefix, loaded), iteration)]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by key. Each is a DTensor: its shape is global, and it holds this rank's shard."""
+        """Return the parameters and buffers by key.
+
+        A parameter is a DTensor: its shape is global, and it holds this rank's shard. A buffer is a whole tensor.
+        """
         (weights,) = (part for part in self._parts if part.prefix == MODEL)
         return {MODEL + name: x for name, x in weights.tensors().items()}
 

@@ -309,6 +309,7 @@ class WeightReader:
             MODEL + name: tuple(size * (self._tp.size if dim == spec.split else 1) for dim, size in enumerate(part))
             for name, (part, spec) in parts.items()
         }
+        shapes |= {MODEL + name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
         padded = {MODEL + name for name, (_, spec) in parts.items() if spec.rows is not None}
         self._parts, saved = parts, raise_on_all_ranks(files, self._reader.tensors)
         check_weights(saved, shapes, padded, record, checkpoint, any_head=True)
@@ -335,6 +336,12 @@ class WeightReader:
             if spec.split is not None or self._tp.rank == 0:
                 self._sum += sum_of_bits(name, found[:there], offsets, saved.size)
         return found
+
+    def fill_buffers(self, model: GPTModel, device: torch.device) -> None:
+        """Replace the buffers of the model by those of the checkpoint, on `device`. They do not add to the checksum."""
+        for prefix, module in model.named_modules():
+            for attribute, _ in module.named_buffers(recurse=False):
+                setattr(module, attribute, self._reader.read_whole(f"{MODEL}{prefix}.{attribute}").to(device))
 
     def checksum(self, *axes: MeshAxis) -> str:
         """Return the checksum of the weights: 16 hexadecimal digits that do not depend on the layout.

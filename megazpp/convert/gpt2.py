@@ -34,7 +34,7 @@ _KEYS: Keys = {
 class Gpt2:
     """GPT-2, with the methods of `llama.Relative`."""
 
-    model_type, class_name, fused = "gpt2", "GPT2LMHeadModel", False
+    model_type, class_name, fused, predicts = "gpt2", "GPT2LMHeadModel", False, False
     prefix, buffers = (
         "transformer.",
         re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),

@@ -63,6 +63,9 @@ def open_model(folder: Path) -> Model:
     settings.only("is_causal", True)
     values = architecture.read(settings)
     tensors = split_gate_up(_open_files(folder, architecture, settings.values.get("transformers_weights")))
+    if architecture.predicts:
+        beyond = f"model.layers.{values['num_layers']}."
+        tensors = {name: entry for name, entry in tensors.items() if not name.startswith(beyond)}
     scores = _SCORE in tensors  # a reward model, without an output layer
     if scores:
         values["untie_embeddings_and_output_weights"] = False

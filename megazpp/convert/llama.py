@@ -51,6 +51,7 @@ class Relative:
     Attributes:
         prefix: prefix of tensor names. Files that transformers' AutoModel wrote, without an output layer, lack it.
         buffers: pattern of the names of stored tensors that are not weights, which are ignored.
+        predicts: files may hold layers after the last one, which predict further tokens and are left out.
         model_type: name of the family in config.json.
         class_name: transformers' class of the model with its output layer.
         biases: keys of config.json that enable biases in all linear layers.
@@ -64,6 +65,7 @@ class Relative:
 
     prefix: ClassVar[str] = "model."
     buffers: ClassVar[re.Pattern[str]] = re.compile(r".*rotary_emb\.inv_freq")  # in older files
+    predicts: ClassVar[bool] = False
     model_type: str
     class_name: str
     biases: tuple[str, ...] = ()

@@ -6,6 +6,7 @@
 | qwen3_moe  | qwen3          | by `norm_topk_prob`, as below     | none       | by two keys      |
 | qwen2_moe  | qwen2          | by `norm_topk_prob`               | with gate  | by two keys      |
 | olmoe      | olmo2          | by `norm_topk_prob`               | none       | none             |
+| glm4_moe   | qwen3, or 2    | sigmoid scores and an expert bias | no gate    | the first layers |
 
 With `norm_topk_prob`, weights of the chosen experts add up to 1, as in a softmax over these alone. Without it, they
 come from a softmax over all experts (--moe-router-pre-softmax). `decoder_sparse_step` and `mlp_only_layers` name the
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +27,6 @@ from megazpp.convert.model import ForeignTensors, same
 from megazpp.convert.settings import Settings
 from megazpp.model.config import GPTConfig
 
-_COUNT = "num_experts", "num_local_experts"  # names of one setting in different versions of transformers
 _SPARSE = "decoder_sparse_step", "mlp_only_layers"
 
 
@@ -36,18 +36,22 @@ class Mixture(Relative):
 
     Attributes:
         moe: name of the module that contains the router and the experts.
+        count: key of config.json with the number of experts, and its names in other versions of transformers.
         parts: names of an expert's gate, up and down matrices.
         always_normalized: True if config.json has no `norm_topk_prob`, and the weights of chosen experts add up to 1.
         inner: key of config.json with the width inside an expert.
-        shared: True if every token also passes through a shared MLP with a gate.
+        shared: True if every token also passes through a shared MLP.
+        shared_name: name of the shared MLP.
         sparse: True if some layers may have a dense MLP instead of experts.
     """
 
     moe: str = "mlp"
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     always_normalized: bool = False
     inner: str = "moe_intermediate_size"
     shared: bool = False
+    shared_name: str = "shared_expert"
     sparse: bool = False
 
     def read(self, settings: Settings) -> dict[str, Any]:
@@ -57,7 +61,7 @@ class Mixture(Relative):
         settings.only("qkv_bias", True)
         layers = settings.count("num_hidden_layers")
         found = super().read(settings) | {
-            "num_experts": settings.count(_COUNT[0] if _COUNT[0] in settings else _COUNT[1]),
+            "num_experts": settings.count(next((key for key in self.count if key in settings), self.count[0])),
             "moe_router_topk": settings.count("num_experts_per_tok"),
             "moe_ffn_hidden_size": settings.count(self.inner),
             "moe_router_pre_softmax": not (self.always_normalized or settings.truth("norm_topk_prob", False)),
@@ -76,7 +80,7 @@ class Mixture(Relative):
         width = config.moe_shared_expert_intermediate_size
         return {
             **super().write(config),
-            _COUNT[1] if self.always_normalized else _COUNT[0]: config.num_experts,
+            self.count[0]: config.num_experts,
             "num_experts_per_tok": config.moe_router_topk,
             self.inner: config.expert_ffn_size,
             "router_aux_loss_coef": config.moe_aux_loss_coeff,
@@ -97,9 +101,12 @@ class Mixture(Relative):
             for name, part in zip(("gate", "fc1", "fc2"), self.parts, strict=True):
                 names = [f"{theirs}.experts.{expert}.{part}.weight" for expert in range(config.num_experts)]
                 found[f"{ours}.experts.{name}"] = _experts(names, transposed=name == "fc2")
-            if self.shared:
+            if config.moe_shared_expert_intermediate_size is not None:
                 for name, part in zip(("gate", "fc1", "fc2"), self.parts, strict=True):
-                    found[f"{ours}.shared.{name}.weight"] = same(f"{theirs}.shared_expert.{part}.weight")
+                    found[f"{ours}.shared.{name}.weight"] = same(f"{theirs}.{self.shared_name}.{part}.weight")
+            if config.moe_router_enable_expert_bias:
+                found[f"{ours}.router.expert_bias"] = same(f"{theirs}.gate.e_score_correction_bias")
+            if config.moe_shared_expert_gate:
                 found[f"{ours}.shared_gate.weight"] = same(f"{theirs}.shared_expert_gate.weight")
         return found
 
@@ -124,6 +131,50 @@ def _experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:
     return ForeignTensors(tuple(names), join, split, transposed)
 
 
+@dataclass(frozen=True)
+class Glm(Mixture):
+    """GLM-4.5: sigmoid scores with a bias, a shared MLP without a gate, and dense layers before those with experts.
+
+    Its config.json says whether queries, keys and values have biases, and whether queries and keys have norms. Files of
+    released models have one more layer, which predicts a second token. transformers does not load it, and it is left
+    out here.
+    """
+
+    predicts: ClassVar[bool] = True
+
+    def read(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of GPTConfig; a ValueError names a key."""
+        settings.only("norm_topk_prob", True)
+        for key in ("n_group", "topk_group"):
+            settings.only(key, 1)
+        # with one expert per token, transformers normalizes its weight to 1, but --moe-router-topk 1 keeps its score
+        settings.only("num_experts_per_tok", *range(2, settings.count("n_routed_experts") + 1))
+        found = super().read(Settings({**settings.values, "attention_bias": False}, settings.where))
+        dense, scaling = settings.number("first_k_dense_replace"), settings.positive("routed_scaling_factor")
+        marks = [int(layer >= dense) for layer in range(found["num_layers"])]
+        return found | {
+            "add_qkv_bias": settings.truth("attention_bias", False),
+            "qk_layernorm": settings.truth("use_qk_norm", False),
+            "moe_layer_freq": "1" if all(marks) else str(marks).replace(" ", ""),
+            "moe_shared_expert_intermediate_size": found["moe_ffn_hidden_size"] * settings.count("n_shared_experts"),
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": None if scaling == 1.0 else scaling,
+        }
+
+    def write(self, config: GPTConfig) -> dict[str, Any]:
+        """Return config.json without the vocabulary, and without settings that the family has no key for."""
+        return {
+            **super().write(config),
+            "attention_bias": config.qkv_bias,
+            "use_qk_norm": config.qk_layernorm,
+            "first_k_dense_replace": next(iter(config.expert_layers), config.layers),
+            "n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.expert_ffn_size,
+            "routed_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+            "num_nextn_predict_layers": 0,
+        }
+
+
 MIXTURES = (
     Mixture(
         "mixtral",
@@ -133,8 +184,17 @@ MIXTURES = (
         parts=("w1", "w3", "w2"),
         always_normalized=True,
         inner="intermediate_size",
+        count=("num_local_experts", "num_experts"),
     ),
     Mixture("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm="heads", sparse=True),
     Mixture("qwen2_moe", "Qwen2MoeForCausalLM", qkv_bias=True, windows="layers", shared=True, sparse=True),
+    Glm(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        partial=True,
+        always_normalized=True,
+        shared_name="shared_experts",
+        count=("n_routed_experts",),
+    ),
     Mixture("olmoe", "OlmoeForCausalLM", qk_norm="all", inner="intermediate_size"),
 )

@@ -129,7 +129,7 @@ def model_shapes(
             model = GPTModel(unpadded, vocab_size=rows, tp=MeshAxis("tp"), scalar_head=scalar_head)
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch raises these for absurd sizes
         raise ValueError(f"{where} describes no model: {str(error).splitlines()[0]}") from error
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def checked_model(config: GPTConfig, tensors: Mapping[str, Deferred], where: str) -> Model:

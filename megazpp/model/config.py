@@ -126,6 +126,15 @@ class GPTConfig:
     moe_router_topk_scaling_factor: float | None = flag(
         None, "factor of the weights of the chosen experts", needs="--num-experts"
     )
+    moe_router_enable_expert_bias: bool = flag(
+        False,
+        "choose experts by their scores plus a bias, which each step raises for experts with few tokens and lowers for "
+        "the others; it balances the load without a loss",
+        needs="--moe-router-score-function sigmoid",
+    )
+    moe_router_bias_update_rate: float = flag(
+        1e-3, "change of each expert's bias per optimizer step", needs="--moe-router-enable-expert-bias"
+    )
     moe_router_load_balancing_type: Literal["seq_aux_loss", "none"] = flag(
         "seq_aux_loss",
         "loss that balances the load of experts: seq_aux_loss computes it in each sequence, so it does not depend on "
@@ -258,7 +267,7 @@ class GPTConfig:
     def _check_experts(self) -> None:
         check_positive(self, "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
         check_positive(self, "moe_shared_expert_intermediate_size")
-        check_not_negative(self, "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        check_not_negative(self, "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
         given = f"--moe-layer-freq {self.moe_layer_freq}"
         pattern = _pattern(given, self.moe_layer_freq)
         fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
@@ -272,6 +281,9 @@ class GPTConfig:
         _require(not self.norm_after_block, f"--norm-after-block with --num-experts {experts} is not supported")
         pre = f"--moe-router-pre-softmax with --moe-router-score-function {self.moe_router_score_function}"
         _require(not self.moe_router_pre_softmax or self.moe_router_score_function == "softmax", f"{pre}: no softmax")
+        score = self.moe_router_score_function
+        fits = not self.moe_router_enable_expert_bias or score == "sigmoid"
+        _require(fits, f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not {score}")
         gate = self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None
         _require(not gate, "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")
         balance = self.moe_router_load_balancing_type == "none" and self.moe_aux_loss_coeff > 0.0

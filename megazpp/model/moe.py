@@ -16,12 +16,13 @@ split over ep as a column-parallel weight is split over tp. The experts of a lay
 (FSDP2's parameter group) on the axes `ParallelDims.experts`.
 
 Sources: Switch Transformer (arXiv 2101.03961) for the balance loss, ST-MoE (arXiv 2202.08906) for the z-loss,
-DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores, MegaBlocks (arXiv 2211.15841) for dispatch without dropped tokens.
+DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores, Wang et al. (arXiv 2408.15664) for the expert bias, MegaBlocks (arXiv
+2211.15841) for dispatch without dropped tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.host_copy import HostCopy
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_region, take_rows
@@ -103,7 +105,14 @@ class Router(nn.Module):
 
     Logits, scores and losses are fp32. In training with the balance loss, the forward pass all-reduces counts [B, E]
     over tp and over cp, because their ranks have parts of a sequence.
+
+    Attributes:
+        expert_bias: [E] fp32, added to the scores for the choice only; the factors of the outputs come from the scores.
+            `update_expert_bias_` changes it once per optimizer step. None without --moe-router-enable-expert-bias.
+        bias_update_rate: change of each element of `expert_bias` per optimizer step.
     """
+
+    expert_bias: torch.Tensor | None
 
     def __init__(self, config: GPTConfig, *, tp: MeshAxis, cp: MeshAxis) -> None:
         super().__init__()
@@ -117,7 +126,11 @@ class Router(nn.Module):
         self.sequence_axes = (tp, cp)
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden))
         self.specs = {"weight": ParameterSpec(std=config.init_method_std, partial=tp.size > 1, exact=True)}
+        self.bias_update_rate = config.moe_router_bias_update_rate
+        biased = config.moe_router_enable_expert_bias
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts) if biased else None)
         self._totals: torch.Tensor | None = None
+        self._summed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, kept: Kept | None = None, *, length: int) -> Routing:
         """Choose the experts of each token, and compute the factors of their outputs and the router's losses.
@@ -161,12 +174,23 @@ class Router(nn.Module):
         totals, self._totals = self._totals, None
         return totals
 
+    def add_summed_totals(self, totals: torch.Tensor) -> None:
+        """Add the totals of a step [2 E + 2], already summed over ranks, to those that `take_summed_totals` returns."""
+        self._summed = totals if self._summed is None else self._summed + totals
+
+    def take_summed_totals(self) -> torch.Tensor | None:
+        """Return the sum of the totals given to `add_summed_totals` since the last call; None if there were none."""
+        summed, self._summed = self._summed, None
+        return summed
+
     def _ranked(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return the values [S, B, E] whose K largest select the experts.
 
         With softmax these are the logits, which have the same order. Unlike probabilities, they do not tie at 0 by
         underflow.
         """
+        if self.expert_bias is not None:
+            return scores + self.expert_bias
         return scores if self.sigmoid else logits
 
     def _weight(self, logits: torch.Tensor, scores: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
@@ -313,6 +337,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.ep, self.sequence_parallel = tp, ep, sequence_parallel
+        self.planned_load = 1.0  # load of this rank's experts, relative to the mean, that --plan assumes
         self.length_factor = cp.size * (tp.size if sequence_parallel else 1)
         self.router = Router(config, tp=tp, cp=cp)
         self.experts = Experts(config, ep=ep, grouped=grouped, output_std=output_std)
@@ -348,7 +373,9 @@ class MoE(nn.Module):
 
         # ---- route, apply the experts, and combine their outputs
         routing = self.router(mine, kept, length=len(whole) * self.length_factor)
-        routes = plan_routes(routing.choice, self.ep, self.experts.num_experts, kept or Kept())
+        routes = plan_routes(
+            routing.choice, self.ep, self.experts.num_experts, kept or Kept(), planned_load=self.planned_load
+        )
         rows = self.experts(mine.flatten(0, 1), routes).view(*routing.weight.shape, x.shape[-1])  # [N, K, H]
         y = (routing.weight.to(x.dtype).unsqueeze(1) @ rows).view_as(mine)
 
@@ -384,6 +411,36 @@ class SharedGate(nn.Module):
         return F.linear(x, local(self.weight)).sigmoid()
 
 
+def biased_routers(model: nn.Module) -> list[Router]:
+    """Return the routers of `model` that have an expert bias."""
+    return [module for module in model.modules() if isinstance(module, Router) and module.expert_bias is not None]
+
+
+@torch.no_grad()
+def update_expert_bias_(
+    routers: Sequence[Router], sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor], *, factor: torch.Tensor | float
+) -> None:
+    """Move each expert's bias towards an even load: bias += rate sign(mean over experts of counts - counts).
+
+    The counts are those of all training tokens since the last call, over all ranks. They are integers in fp64, so every
+    layout computes the same bias. One all-reduce covers all layers. Megatron-LM has the same rule, but it also applies
+    it in a step that is skipped because of an overflow.
+
+    Args:
+        routers: routers with a bias. Each has processed training tokens since the last call.
+        sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
+        factor: 1 to update; 0 for a skipped step, whose counts are only logged.
+    """
+    own = [totals for router in routers if (totals := router.take_totals()) is not None]
+    totals = sum_over_ranks_(torch.stack(own))  # [layers, 2 E + 2]
+    counts = totals[:, : routers[0].num_experts]
+    steps = (counts.mean(dim=1, keepdim=True) - counts).sign().float() * (routers[0].bias_update_rate * factor)
+    for router, step, of_router in zip(routers, steps, totals, strict=True):
+        assert router.expert_bias is not None
+        router.expert_bias += step
+        router.add_summed_totals(of_router)
+
+
 def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
     """Return metrics of how evenly routers distributed the training tokens since the last call; {} without experts.
 
@@ -399,12 +456,14 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
         model: model whose routers are read. Their sums are reset.
         sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
     """
-    # ---- sum the totals of all routers over ranks
+    # ---- sum the totals of all routers over ranks; routers with a bias have been summed in each step
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
-    found = {name: totals for name, router in routers if (totals := router.take_totals()) is not None}
+    summed = {name: totals for name, router in routers if (totals := router.take_summed_totals()) is not None}
+    found = summed or {name: totals for name, router in routers if (totals := router.take_totals()) is not None}
     if not found:
         return {}
-    rows = sum_over_ranks_(torch.stack([*found.values()])).tolist()
+    stacked = torch.stack([*found.values()])
+    rows = (stacked if summed else sum_over_ranks_(stacked)).tolist()
 
     # ---- metrics of each layer
     by_layer: dict[str, dict[str, float]] = {}
@@ -427,7 +486,9 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
     }
 
 
-def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept) -> Routes:
+def plan_routes(
+    choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept, *, planned_load: float = 1.0
+) -> Routes:
     """Compute the routes of all rows, and exchange their counts between ep ranks with one all-to-all.
 
     Args:
@@ -435,6 +496,7 @@ def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept
         ep: expert-parallel axis.
         num_experts: experts per ep rank.
         kept: numbers of rows to reuse in a recomputation. In the forward pass they are stored there.
+        planned_load: load of this rank's experts, relative to the mean over experts, if tensors have no values.
     """
     flat = choice.flatten()
     order = flat.argsort(stable=True)
@@ -442,13 +504,16 @@ def plan_routes(choice: torch.Tensor, ep: MeshAxis, num_experts: int, kept: Kept
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat)).view(ep.size, num_experts)
     received = ep.all_to_all(counts, of="counts")
     if kept.sizes is None and not has_values(counts):
-        kept.sizes = _even_sizes(len(flat), ep.size, num_experts)
-    read = None if kept.sizes is not None else _host_sizes(counts, received)
+        kept.sizes = _planned_sizes(len(flat), ep.size, num_experts, planned_load)
+    copied = None
+    if kept.sizes is None:
+        copied = HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
 
     def sizes() -> Sizes:
         if kept.sizes is None:
-            assert read is not None
-            kept.sizes = read()
+            assert copied is not None
+            numbers, ranks = copied.wait(), ep.size
+            kept.sizes = Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
         return kept.sizes
 
     return Routes(order, _inverse(order), received, sizes)
@@ -459,28 +524,17 @@ def has_values(x: torch.Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
-def _host_sizes(counts: torch.Tensor, received: torch.Tensor) -> Callable[[], Sizes]:
-    """Start an asynchronous copy of the numbers of rows to the host; return a function that waits for it."""
-    ranks = len(counts)
-    flat, arrived = torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]), None
-    if flat.is_cuda:
-        flat, arrived = flat.to("cpu", non_blocking=True), torch.cuda.Event()
-        arrived.record()
+def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Sizes:
+    """Return the numbers of rows for `--plan`, where each rank divides `rows` rows over experts as evenly as possible.
 
-    def read() -> Sizes:
-        if arrived is not None:
-            arrived.synchronize()
-        numbers = flat.tolist()
-        return Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
-
-    return read
-
-
-def _even_sizes(rows: int, ranks: int, num_experts: int) -> Sizes:
-    """Return the numbers of rows for `rows` rows divided over experts as evenly as possible, for `--plan`."""
+    With a load above 1, this rank's experts receive `load` times as many rows as the mean expert, but at most all rows.
+    """
     least, more = divmod(rows, ranks * num_experts)
     each = [least + (expert < more) for expert in range(ranks * num_experts)]
     send = [sum(each[rank * num_experts : (rank + 1) * num_experts]) for rank in range(ranks)]
+    if load > 1.0 and ranks > 1:
+        busy = min(round(load * rows / (ranks * num_experts)), rows // num_experts)  # of one source and one expert
+        return Sizes(send, [busy * num_experts] * ranks, [busy * ranks] * num_experts)
     return Sizes(send, send, [least * ranks + more // num_experts] * num_experts)
 
 

@@ -157,6 +157,7 @@ def load_frozen_model(
     load = _open_reader(model, spec, place, source, record, trained)
     parts = (model, model.sharding_units(), place.axis, load)
     units = freeze(*parts, device=place.device, dtype=dtype, bits=bits, trained=trained)
+    load.fill_buffers(model, place.device)
     with place.dims.counter.paused():
         return model, units, load.checksum(place.axis)
 

@@ -126,10 +126,12 @@ class Estimator:
     Args:
         cluster: cluster, with the device and links of its file if there is one.
         device_type: "cuda" or "cpu", which selects the checks of the flags.
+        expert_load: load of all experts of the simulated rank, relative to the mean over experts. Above 1, the
+            estimates are those of a rank whose experts are all as busy as the busiest one.
     """
 
-    def __init__(self, cluster: Cluster, *, device_type: str) -> None:
-        self.cluster, self._device_type = cluster, device_type
+    def __init__(self, cluster: Cluster, *, device_type: str, expert_load: float = 1.0) -> None:
+        self.cluster, self.expert_load, self._device_type = cluster, expert_load, device_type
         self.calibration = calibration_for(cluster.device)
 
     def estimate(self, config: RunConfig, *, exposed: bool = False) -> Estimate:
@@ -153,7 +155,7 @@ class Estimator:
         # ---- simulations
         def run(costs: Costs | None) -> tuple[StepSimulator, SimulatedStep, SimulatedStep]:
             """Simulate an optimizer step and a synchronization of the replica groups."""
-            paper = paper_step(config, plan, costs, device_type=self._device_type)
+            paper = paper_step(config, plan, costs, device_type=self._device_type, expert_load=self.expert_load)
             step = measure(paper, count)
             return paper, step, paper.synchronize(step.seconds)
 

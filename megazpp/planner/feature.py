@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazpp.base.flags import check_not_negative, flag
+from megazpp.base.flags import check_not_negative, flag, spelling
 from megazpp.base.program import EXIT_ERROR
 from megazpp.parallel.launch import device_type
 from megazpp.planner.dry_run import dry_run
@@ -22,6 +22,12 @@ class PlanConfig(FeatureConfig):
     """
 
     plan: bool = flag(False, "print estimates of memory, communication and time, and exit", common=True)
+    plan_expert_load: float | None = flag(
+        None,
+        "load of the busiest expert, relative to the mean, at which --plan also prints memory and chooses the fastest "
+        "settings; the largest max_expert_load in metrics.jsonl of a similar run (default: only an even load)",
+        needs="--plan",
+    )
     dry_run: bool = flag(
         False,
         "run one optimizer step of one rank with fake tensors and process groups, compare its communication with the "
@@ -30,8 +36,11 @@ class PlanConfig(FeatureConfig):
     dry_run_rank: int = flag(0, "global rank that --dry-run simulates")
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a negative rank."""
+        """Raise ValueError for a negative rank or a load of the busiest expert below the mean."""
         check_not_negative(self, "dry_run_rank")
+        if self.plan_expert_load is not None and not self.plan_expert_load >= 1.0:
+            given = f"{spelling(self, 'plan_expert_load')} {self.plan_expert_load:g}"
+            raise ValueError(f"{given}: the busiest expert has at least the mean load, which is 1")
 
 
 class Planner(Feature):
@@ -43,7 +52,8 @@ class Planner(Feature):
         """Run --plan or --dry-run and return the exit status; return None, to train, without these flags."""
         flags = parsed.config.section(PlanConfig)
         if flags.plan:
-            print(plan_report(parsed.config, planned_cluster(parsed.config), device_type=device_type()))
+            cluster, load = planned_cluster(parsed.config), flags.plan_expert_load
+            print(plan_report(parsed.config, cluster, device_type=device_type(), expert_load=load))
             return 0
         if not flags.dry_run:
             return None

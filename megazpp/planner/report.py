@@ -31,26 +31,30 @@ SHOWN = 10  # number of the search's candidates that the report lists
 COLUMNS = ("MB between nodes", "GB", "s per step", "tokens/s", "TFLOP/s per GPU", "MFU", "to ZeRO-3", "Gbit/s*")
 
 
-def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str) -> str:
+def plan_report(config: RunConfig, cluster: Cluster, *, device_type: str, expert_load: float | None = None) -> str:
     """Return the report about a run. Nothing is started or allocated.
 
     Args:
         config: flags of the run.
         cluster: cluster, with the device and links of its file if there is one.
         device_type: "cuda" or "cpu", which selects the checks of the flags.
+        expert_load: load of the busiest expert, relative to the mean. The report adds the memory at this load, and the
+            search estimates ranks whose experts all have it. None: only an even load.
 
     Raises:
         ValueError: the flags conflict, do not fit the cluster, or lack --vocab-size.
     """
     config, estimator = for_planning(config, "--plan"), Estimator(cluster, device_type=device_type)
     own = estimator.estimate(config, exposed=True)
+    loaded = Estimator(cluster, device_type=device_type, expert_load=expert_load or 1.0)
     parts = (
         describe_plan(own.plan, own.micro_batches),
         _memory(estimator, own),
+        *([_memory_by_load(estimator, loaded, own)] if own.plan.layout.ep > 1 else []),
         _this_run(own, estimator),
         *([_contexts(estimator, own)] if own.plan.layout.cp > 1 else []),
         _side_by_side(estimator, config),
-        _best(search(estimator, config)),
+        _best(search(loaded, config)),
     )
     return "\n\n".join("\n".join(part) for part in parts)
 
@@ -90,6 +94,22 @@ def _memory(estimator: Estimator, own: Estimate) -> Iterator[str]:
     yield from aligned(rows)
     if not own.fits and own.plan.wire.reduce is not None:
         yield "flags that save memory: --no-zero-error-feedback, --zero-accumulate-in-bf16, --no-overlap-grad-reduce"
+
+
+def _memory_by_load(even: Estimator, loaded: Estimator, own: Estimate) -> Iterator[str]:
+    """Yield the memory at an even load and at the load of `loaded`, for each granularity of recomputation."""
+    loads = (even, *([loaded] if loaded.expert_load > even.expert_load else []))
+    rows = [("GB at a load of the busiest experts of", *(f"recompute {r or 'none'}" for r in RECOMPUTE))]
+    for estimator in loads:
+        found = [estimator.estimate(with_recompute(own.config, recompute)) for recompute in RECOMPUTE]
+        sizes = (f"{each.gigabytes:.3f}" + ("" if each.fits else " (does not fit)") for each in found)
+        rows.append((f"{estimator.expert_load:g} times the mean", *sizes))
+    yield from aligned(rows)
+    if len(loads) == 1:
+        yield (
+            "experts are not limited to a number of tokens, so uneven loads need more memory: pass --plan-expert-load "
+            "with the largest max_expert_load in metrics.jsonl of a similar run"
+        )
 
 
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:

@@ -91,6 +91,7 @@ class StepSimulator:
         frozen_bits: bits of the packed matrices of frozen parameters; None for the dtype in which the model computes.
         islands: plan of DiLoCo (local steps); None without it.
         lossless_share: size of lossless weight differences as a share of the whole weights.
+        expert_load: load of this rank's experts, relative to the mean over experts, see `trace_model`.
 
     Attributes:
         trace: operations and memory of the model.
@@ -119,6 +120,7 @@ class StepSimulator:
         frozen_bits: int | None = None,
         islands: DilocoPlan | None = None,
         lossless_share: float = 1.0,
+        expert_load: float = 1.0,
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
         self._layout = layout
@@ -137,6 +139,7 @@ class StepSimulator:
             documents=documents,
             with_entropy=with_entropy,
             prepare=prepare,
+            expert_load=expert_load,
         )
         # ---- axes
         self._moments, self._costs = moments, costs or Costs()

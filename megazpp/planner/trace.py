@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazpp.model.backends import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
-from megazpp.model.gpt import GPTModel
+from megazpp.model.gpt import GPTModel, MixtureLayer
 from megazpp.optim.muon_plan import LayerMatrix, layer_matrices
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.cost import Operation
@@ -109,6 +109,7 @@ def trace_model(
     documents: Documents | None = None,
     with_entropy: bool = False,
     prepare: Callable[[GPTModel], None] | None = None,
+    expert_load: float = 1.0,
 ) -> Trace:
     """Trace one micro-batch of the model. The result is cached for calls with equal arguments.
 
@@ -119,7 +120,7 @@ def trace_model(
         micro_batch_size: samples per micro-batch.
         tp: number of tensor-parallel ranks.
         cp: number of context-parallel ranks.
-        ep: number of expert-parallel ranks; all experts are assumed to get as many tokens.
+        ep: number of expert-parallel ranks.
         sequence_parallel: True if the residual stream is split along the sequence over tp.
         dtype: dtype in which the model computes.
         documents: how attention stays inside documents, which are assumed to be as long as a sample; None if attention
@@ -127,6 +128,8 @@ def trace_model(
         with_entropy: also compute the entropy of the predictions.
         prepare: function that changes the model before it runs, for example freezes parameters. Without trained
             parameters there is no backward.
+        expert_load: tokens of each expert of this rank, relative to the mean over all experts. It matters only if `ep`
+            is above 1, because otherwise a rank has all experts.
 
     Raises:
         ValueError: only some layers have experts, and layers also differ in other ways.
@@ -163,6 +166,9 @@ def trace_model(
         )
         if prepare is not None:
             prepare(model)
+        for layer in model.layers:
+            if isinstance(layer, MixtureLayer):
+                layer.mlp.planned_load = expert_load
         model.to(dtype)
         starts = torch.empty(micro_batch_size + 1, dtype=torch.int32) if documents else None
         tokens = torch.empty(micro_batch_size, seq_length, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Variants of a run (scheme, tensor parallelism, batch, recomputation), and the search for the fastest one.
+"""Variants of a run (scheme, tensor and expert parallelism, batch, recomputation), and the search for the fastest one.
 
 Sharding schemes compute the same optimizer steps and differ in communication and memory. Local steps (DiLoCo) are
 another algorithm. The search therefore keeps the run's local steps, and never adds or removes them.
@@ -7,6 +7,7 @@ another algorithm. The search therefore keeps the run's local steps, and never a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -183,12 +184,16 @@ class Choice(NamedTuple):
 def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
     """Estimate candidates with every scheme, tensor-parallel size and micro-batch size; the best comes first.
 
+    Models with experts also get every expert-parallel size, except with local steps, which support only size 1.
     Candidates with more recomputation are added only while the previous one does not fit. The local axis is not
     searched: it always has all ranks in a node, or NVLink domain, that differ in their data.
     """
     domain, choices = estimator.cluster.ranks_per_domain, []
-    for tp in nested_sizes(domain, domain):
-        sized = changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
+    experts, local = config.model.num_experts, config.section(DilocoConfig).asked
+    expert_sizes = [ep for ep in nested_sizes(domain, domain) if experts and experts % ep == 0 and not local] or [1]
+    for tp, ep in itertools.product(nested_sizes(domain, domain), expert_sizes):
+        sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "sequence_parallel": tp > 1}
+        sized = changed(config, parallel=sizes)
         for scheme, run in _searched(sized, estimator.cluster).items():
             for size in MICRO_BATCHES:
                 choices += _recomputations(estimator, run, scheme, size)
@@ -224,7 +229,10 @@ def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: 
         return []
     sized, islands = with_batch(config, estimator.cluster, size), config.section(DilocoConfig).asked
     samples, local = sized.batches.global_batch_size, max(estimator.cluster.local_domain_size // tp, 1)
-    name = scheme + (islands and f", {islands}") + f", tp {tp}, local domain {local}"
+    name = scheme + (islands and f", {islands}") + f", tp {tp}"
+    if config.model.num_experts is not None:
+        name += f", ep {config.parallel.expert_model_parallel_size}"
+    name += f", local domain {local}"
     name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")
     choices = []
     for recompute in RECOMPUTE:

@@ -261,6 +261,11 @@ def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:
         )
     if layout.island > 1 and layout.ep > 1:
         raise ValueError(f"{parallel} with --diloco-steps is not supported; use --expert-model-parallel-size 1")
+    if layout.island > 1 and model.moe_router_enable_expert_bias:
+        raise ValueError(
+            "--moe-router-enable-expert-bias with --diloco-steps is not supported: replica groups would have different "
+            "biases; use --moe-aux-loss-coeff instead"
+        )
 
 
 def _check_observers(

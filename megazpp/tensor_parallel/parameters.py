@@ -5,10 +5,11 @@ plain local tensors. Before sharding, `distribute_parameters` converts each para
 or replicated), the form that FSDP2, gradient clipping and resharded checkpoints need. Forward code reads parameters
 through `local`.
 
-Initial values: a generator seeded by (seed, name) fills the whole parameter, and each rank keeps its part. Weights
-therefore do not depend on the number of ranks or their placement. GPUs of different models generate different numbers
-from one seed, because CUDA divides a tensor by its number of multiprocessors. `share_parameters_` then copies the
-values from one rank to all ranks that hold the same part.
+Initial values: a generator seeded by (seed, name) fills the whole parameter, and each rank keeps its part. An expert's
+matrix has its own generator, seeded by (seed, name, expert), and a rank draws only the experts of which it holds rows.
+Weights therefore do not depend on the number of ranks or their placement. GPUs of different models generate different
+numbers from one seed, because CUDA divides a tensor by its number of multiprocessors. `share_parameters_` then copies
+the values from one rank to all ranks that hold the same part.
 """
 
 from __future__ import annotations
@@ -171,16 +172,19 @@ def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh | None, ep_mesh:
 
 @torch.no_grad()
 def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.device) -> None:
-    """Initialize every parameter in place, from values that depend only on the seed and the parameter's name.
+    """Initialize every parameter in place, from values that depend only on the seed and its name; zero every buffer.
 
     Args:
         model: model whose parameters are local tensors or DTensors of any placement.
         seed: seed of the run.
-        draw_device: device on which the whole tensors are generated, one at a time. The CPU and CUDA generate different
-            numbers from the same seed.
+        draw_device: device on which the whole tensors, or whole matrices of experts, are generated, one at a time. The
+            CPU and CUDA generate different numbers from the same seed.
     """
     for name, module, attribute, spec in owned_parameters(model):
         parameter = getattr(module, attribute)
+        if spec.expert:
+            _draw_experts_(parameter, name, spec, seed=seed, draw_device=draw_device)
+            continue
         full = draw_parameter(name, tuple(parameter.shape), spec, seed=seed, device=draw_device)
         if isinstance(parameter, DTensor):
             full, mesh = full.to(parameter.device), parameter.device_mesh
@@ -188,6 +192,31 @@ def initialize_parameters_(model: nn.Module, *, seed: int, draw_device: torch.de
             parameter.to_local().copy_(placed.to_local())
         else:
             parameter.copy_(full)
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def _draw_experts_(
+    parameter: torch.Tensor, name: str, spec: ParameterSpec, *, seed: int, draw_device: torch.device
+) -> None:
+    """Initialize a parameter of experts [E F, H] in place, drawing only the experts of which this rank holds rows.
+
+    Args:
+        parameter: local tensor, or DTensor whose rows are sharded.
+        name: name of the parameter.
+        spec: distribution of the values. All its `matrices` have F rows.
+        seed: seed of the run.
+        draw_device: device on which each expert's matrix [F, H] is generated.
+    """
+    rows, target = torch.arange(len(parameter), device=parameter.device), parameter
+    if isinstance(parameter, DTensor):
+        target = parameter.to_local()
+        rows = distribute_tensor(rows, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    rows, size = rows.cpu(), spec.matrices[0]  # numbers of this rank's rows in the whole parameter
+    for expert in rows.div(size, rounding_mode="floor").unique().tolist():
+        matrix = draw_parameter(f"{name}.{expert}", (size, *target.shape[1:]), spec, seed=seed, device=draw_device)
+        (here,) = torch.where(rows // size == expert)
+        target[here.to(target.device)] = matrix[(rows[here] % size).to(draw_device)].to(target.device)
 
 
 def existing_rows(model: nn.Module) -> dict[str, int]:

@@ -29,11 +29,12 @@ from megazpp.base.flags import check_positive, flag
 from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.optim.schedule import Schedule
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.host_copy import HostCopy
 from megazpp.parallel.launch import STOP_SIGNALS
 from megazpp.parallel.timeline import WAIT
 from megazpp.training.batches import BatchPlan
 from megazpp.training.metrics_logger import MetricsRecorder
-from megazpp.training.step import HostCopy, LaunchedStep, TrainStep
+from megazpp.training.step import LaunchedStep, TrainStep
 
 GARBAGE_INTERVAL = 50  # iterations between two runs of Python's garbage collector
 # Returns a context manager that is entered around an iteration and its data loading; all ranks have the same ones.

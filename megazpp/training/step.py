@@ -25,10 +25,12 @@ from typing import Any
 import torch
 
 from megazpp.model.gpt import GPTModel
+from megazpp.model.moe import biased_routers, update_expert_bias_
 from megazpp.optim.clip import clip_divisor, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_, skips_on_device, update_
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.host_copy import HostCopy
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.tensor_parallel.parameters import existing_rows, partial_parameters, sum_partial_gradients_
 from megazpp.training.anomalies import Evidence, Guard
@@ -67,6 +69,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         self._objective: Objective = self.objective or LanguageModelLoss(self.dims)
         self._partial, self._rows = partial_parameters(self.model), existing_rows(self.model)
+        self._routers = biased_routers(self.model)
         self._before: LaunchedStep | None = None
 
     def __call__(self, micro_batches: Sequence[Any], **settings: Any) -> StepRecord:
@@ -123,6 +126,9 @@ class TrainStep:
                 kept = scale / divisor
                 if found_inf is not None:
                     kept = kept.where(found_inf == 0.0, 0.0)
+            if self._routers:
+                factor = float(taken) if found_inf is None else 1.0 - found_inf
+                update_expert_bias_(self._routers, self.dims.world.all_reduce_, factor=factor)
             self.optimizer.zero_grad(set_to_none=True)
         # loss scale, error feedback and metrics
         self.scaler.update(found_inf=step.overflow)
@@ -213,25 +219,3 @@ class LaunchedStep:
         self.record.loss, self.record.grad_norm, self.record.skipped = loss, norm, not taken
         self.record.num_zeros = int(zeros[0]) if zeros else None
         return self.record
-
-
-class HostCopy:
-    """Copies a few numbers from the device to the host without waiting for the device.
-
-    On the CPU it keeps `values` itself, which must not be changed afterwards.
-    """
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values, self._arrived = values, None
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def wait(self) -> list[float]:
-        """Wait until the copy is complete, and return the values."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        values: list[float] = self._values.tolist()
-        return values

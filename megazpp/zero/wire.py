@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megazpp.kernels.block_quant import Feedback, pack, range_table, unpack, unpack_onto, unpack_sum
 from megazpp.kernels.formats import BlockFormat, ByteRange, MessageLayout, align, place_quantized
 from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
+from megazpp.parallel.host_copy import HostCopy
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -337,7 +338,7 @@ class LosslessCodec:
     def __init__(self, size: int) -> None:
         self.size, self._left_out = size, 0
         self.recent = torch.zeros(2, dtype=torch.int64)
-        self._arriving: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._arriving: HostCopy | None = None
 
     @property
     def message_bytes(self) -> int:
@@ -361,23 +362,15 @@ class LosslessCodec:
 
     def learn(self, messages: torch.Tensor) -> None:
         """Start to copy the size counters of received messages [N, M] to the host; `read_counters` reads them."""
-        if isinstance(messages, FakeTensor):
-            return
-        found, arrived = numbers(messages).clone(), None  # a view would keep the messages in memory
-        if found.is_cuda:
-            found = torch.empty(found.shape, dtype=torch.int64, pin_memory=True).copy_(found, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._arriving = found, arrived
+        if not isinstance(messages, FakeTensor):
+            self._arriving = HostCopy(numbers(messages).clone())  # a view would keep the messages in memory
 
     def read_counters(self) -> None:
         """Read the size counters of the last message; waits until they have reached the host."""
         if self._arriving is None:
             return
-        (found, event), self._arriving = self._arriving, None
-        if event is not None:
-            event.synchronize()
-        needed, left_out = zip(*found.tolist(), strict=True)
+        arriving, self._arriving = self._arriving, None
+        needed, left_out = zip(*arriving.wait(), strict=True)
         self.recent[:] = torch.tensor([max(1, *needed), int(self.recent[0])])
         self._left_out += sum(left_out)
 

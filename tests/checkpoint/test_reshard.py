@@ -6,7 +6,7 @@ import pytest
 from helpers.checkpoints import Attempt, run
 from helpers.ranks import ranks
 from helpers.tiers import chosen
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, train_plain
+from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, train_plain
 
 from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
@@ -20,6 +20,7 @@ PLAIN = Case(model=dataclasses.replace(GPT2_STYLE, num_layers=1), nodes=2, globa
 MUON = dataclasses.replace(PLAIN, optimizer=OptimizerConfig(optimizer="muon"))
 DIFFERENCES = dataclasses.replace(PLAIN, zero=KEPT, precision=PrecisionConfig(bf16=True))
 MIXTURE = Case(model=dataclasses.replace(MIXTURE_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
+BIASED = dataclasses.replace(MIXTURE, model=dataclasses.replace(BIASED_STYLE, make_vocab_size_divisible_by=3))
 MIXTURE_KEPT = dataclasses.replace(MIXTURE, zero=KEPT, precision=PrecisionConfig(bf16=True), tp=1, ep=2)
 LLAMA = Case(model=dataclasses.replace(LLAMA_STYLE, make_vocab_size_divisible_by=3), tp=2, nodes=2, zero=ZEROPP)
 ONCE = ([SEEDED], [SEEDED])
@@ -36,6 +37,7 @@ CASES = {
     "muon": (4, MUON, {"tp": 2}, ".momentum_buffer", 4, ONCE),
     "zeropp": (4, LLAMA, {"tp": 1}, ".exp_avg_sq", 17, BOTH),
     "experts": (4, dataclasses.replace(MIXTURE, tp=1, ep=2), {"ep": 1}, ".exp_avg_sq", 11, ([FEEDBACK], [FEEDBACK])),
+    "expert bias": (4, dataclasses.replace(BIASED, tp=1, ep=2), {"ep": 1, "tp": 2}, ".expert_bias", 1, BOTH),
     "experts, kept": (4, MIXTURE_KEPT, {"ep": 1, "tp": 2}, "secondary.", 15, BOTH),
     "experts, one node": (
         4,
@@ -51,7 +53,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "tp 2", "kept", "experts"))
+@pytest.mark.parametrize("case", chosen(CASES, "tp 2", "kept", "experts", "expert bias"))
 def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
     """Take two steps with the first layout, resume for two with the second, and resume for one with the first."""
     world, first, other, part, count, notes = case

@@ -8,7 +8,7 @@ import torch
 from helpers.checkpoints import run
 from helpers.ranks import ranks
 from helpers.tiers import chosen, slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case
+from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case
 
 from megazpp.diloco.config import DilocoConfig
 from megazpp.optim.optimizer import OptimizerConfig
@@ -35,6 +35,7 @@ CASES = {
     "zeropp, cp 2, tp 2, llama": llama(cp=2, tp=2, zero=ZEROPP, sequence_parallel=True, micro_batches=2),
     "differences, bf16": gpt(zero=DIFFERENCES, micro_batches=2, precision=BF16),
     "differences, fp16, tp 2, async": llama(tp=2, zero=DIFFERENCES, precision=FP16),
+    "zeropp, expert bias, ep 2, bf16": Case(model=BIASED_STYLE, nodes=2, ep=2, zero=ZEROPP, precision=BF16),
     "zeropp, muon, tp 2, fp16": llama(tp=2, zero=ZEROPP, precision=FP16, optimizer=MUON_3),
     "islands, muon": gpt(optimizer=MUON, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
     "islands, fp16": llama(precision=FP16, diloco=DilocoConfig(diloco_steps=3)),
@@ -51,7 +52,7 @@ CASES = {
 }
 DEFAULT = (
     *("zero 3, cp 2", "zeropp, k 2, bf16", "differences, bf16"),
-    *("islands, fragments, between two", "zeropp, muon, tp 2, fp16"),
+    *("islands, fragments, between two", "zeropp, muon, tp 2, fp16", "zeropp, expert bias, ep 2, bf16"),
 )
 
 
@@ -64,7 +65,7 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, name):
     for whole, resumed in zip(straight, ranks(4).run(run, case, STEPS, load=str(tmp_path), ckpt_step=2), strict=True):
         assert (resumed.start.iteration, resumed.steps, resumed.notes) == (2, whole.steps[2:], [])
         assert resumed.state == whole.state
-        assert len(resumed.state) > 60
+        assert len(resumed.state) > 50
         assert any(key.startswith("feedback.1x") for key in resumed.state) or "zeropp" not in name
 
 

@@ -86,6 +86,8 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
     "olmoe": ("olmoe", {}),
+    "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5}),
+    "glm4_moe, two shared experts": ("glm4_moe", {"n_shared_experts": 2, "first_k_dense_replace": 0}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.5}}),
     "yarn": ("llama", YARN),
     "yarn, its own ramp": ("qwen2", {"rope_parameters": YARN["rope_parameters"] | TURNS | {"attention_factor": 1.3}}),
@@ -112,6 +114,23 @@ def test_more_families_keep_every_bit_and_transformers_logits(name, tmp_path):
     torch.testing.assert_close(logits(back), expected, **BITS)
     torch.testing.assert_close(our_logits(open_checkpoint(ours, None)[0]), expected, **SUMS)
     assert json.loads((back / "config.json").read_text())["model_type"] == kind
+
+
+@pytest.mark.parametrize("changes", [{"n_group": 2}, {"topk_group": 2}, {"norm_topk_prob": False}])
+def test_glm_routers_that_limit_or_do_not_normalize_choices_are_refused_by_key(tmp_path, changes):
+    folder = save(make_model("glm4_moe"), tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    ((key, value),) = changes.items()
+    with pytest.raises(ValueError, match=f"{key} {value} is not supported here"):
+        open_model(folder)
+
+
+def test_glm_layer_that_predicts_a_second_token_is_left_out(tmp_path):
+    folder = save(make_model("glm4_moe"), tmp_path)
+    tensors = file_tensors(folder) | {"model.layers.3.eh_proj.weight": torch.ones(2)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert set(open_model(folder).tensors) == set(our_model(open_model(folder)).state_dict())
 
 
 KEPT = (  # keys of config.json that are kept
@@ -159,7 +178,7 @@ def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
 
 
 ON_RANKS = [
-    *("gpt2", "llama tied, biases, wide heads", "mistral beyond its window", "olmo2", "qwen2_moe"),
+    *("gpt2", "llama tied, biases, wide heads", "mistral beyond its window", "olmo2", "qwen2_moe", "glm4_moe"),
     *map(
         slow, ("mistral without", "qwen3", "qwen2 with windows", "qwen3 with alternating layers", "granite", "smollm3")
     ),

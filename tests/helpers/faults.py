@@ -30,8 +30,8 @@ def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:
 
 
 def state(step: TrainStep) -> dict[str, str]:
-    """Hash every tensor of this rank's weights and moments."""
-    found = {}
+    """Hash every tensor of this rank's weights, buffers and moments."""
+    found = {name: digest(buffer) for name, buffer in step.model.named_buffers()}
     for name, parameter in step.model.named_parameters():
         tensors = {"weight": parameter.detach(), **step.optimizer.state.get(parameter, {})}
         found |= {f"{name}.{key}": digest(x) for key, x in tensors.items()}

@@ -56,6 +56,15 @@ SIZES: dict[str, dict[str, Any]] = {  # by model_type
         "num_experts_per_tok": 3,
         "sliding_window": None,
     },
+    "glm4_moe": _LLAMA_SIZES
+    | {
+        "head_dim": 12,
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    },
     "olmoe": _LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None},
 }
 LLAMA3 = {  # RoPE settings of Llama 3.2
@@ -128,6 +137,9 @@ def randomized(model: transformers.PreTrainedModel) -> transformers.PreTrainedMo
         for name, parameter in model.named_parameters():
             is_norm = name.endswith("weight") and parameter.dim() == 1
             parameter.copy_(is_norm + 0.15 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

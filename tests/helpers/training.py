@@ -54,6 +54,12 @@ LLAMA_STYLE = replace(
 )
 
 MIXTURE_STYLE = replace(LLAMA_STYLE, num_layers=1, num_experts=4, moe_ffn_hidden_size=20, moe_aux_loss_coeff=0.01)
+BIASED_STYLE = replace(
+    MIXTURE_STYLE,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.05,
+)
 
 
 def packed_documents(vocab_size: int, seq: int, ends: list[tuple[int, int]]) -> MicroBatch:

@@ -1,16 +1,24 @@
 """Mixture of experts in one process: grouped products, numbers of loads, and refused flags."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from helpers.refusals import not_refused
-from helpers.training import MIXTURE_STYLE
+from helpers.training import BIASED_STYLE, MIXTURE_STYLE
 
 from megazpp.model.backends import grouped_product_is_right, loop_reason
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.model.moe import _grouped_products, _looped_products, router_metrics
+from megazpp.model.moe import (
+    Router,
+    _grouped_products,
+    _looped_products,
+    biased_routers,
+    router_metrics,
+    update_expert_bias_,
+)
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_experts
 from megazpp.tensor_parallel.parameters import initialize_parameters_
@@ -77,6 +85,43 @@ def test_router_metrics_equal_their_formulas():
     assert router_metrics(model, lambda sums: sums) == {}
 
 
+def test_expert_bias_changes_choices_but_not_weights_and_moves_towards_an_even_load():
+    """Expert 0 has a bias of 2, more than any sigmoid score, so every token chooses it. Evaluation changes nothing."""
+    config = dataclasses.replace(BIASED_STYLE, moe_router_bias_update_rate=0.25)
+    router = Router(config, tp=MeshAxis("tp"), cp=MeshAxis("cp"))
+    initialize_parameters_(router, seed=3, draw_device=torch.device("cpu"))
+    router.expert_bias[0] = 2.0
+    x = torch.randn(5, 3, config.hidden, generator=torch.Generator().manual_seed(1))
+    for training in (False, True, True):
+        routing = router.train(training)(x, length=5)
+    scores = (x @ router.weight.t()).sigmoid().flatten(0, 1).detach()
+    choice = (scores + torch.tensor([2.0, 0.0, 0.0, 0.0])).topk(2, -1).indices
+    assert torch.equal(routing.choice, choice)
+    weight = scores.gather(1, choice)
+    torch.testing.assert_close(routing.weight.detach(), weight / weight.sum(1, keepdim=True))
+
+    counts = 2 * torch.bincount(choice.flatten(), minlength=4)  # two training passes
+    expected = torch.tensor([2.0, 0.0, 0.0, 0.0]) + 0.25 * (counts.float().mean() - counts).sign()
+    assert biased_routers(router) == [router]
+    update_expert_bias_([router], lambda sums: sums, factor=1.0)
+    assert torch.equal(router.expert_bias, expected)
+    assert torch.equal(router.take_summed_totals()[:4], counts.double())
+    router(x, length=5)
+    update_expert_bias_([router], lambda sums: sums, factor=0.0)
+    assert torch.equal(router.expert_bias, expected)
+
+
+def test_router_metrics_do_not_sum_the_totals_of_biased_routers_again():
+    model = GPTModel(BIASED_STYLE, vocab_size=101, tp=MeshAxis("tp"))
+    initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
+    tokens = torch.randint(101, (2, 3, 16), generator=torch.Generator().manual_seed(2))
+    for batch in tokens:
+        model(batch, batch)
+    update_expert_bias_(biased_routers(model), lambda sums: 2 * sums, factor=1.0)
+    assert router_metrics(model, lambda sums: pytest.fail("summed twice"))["max_expert_load"] >= 1.0
+    assert router_metrics(model, lambda sums: pytest.fail("nothing to sum")) == {}
+
+
 def test_flags_that_experts_cannot_have_are_refused():
     rows = [
         ({"moe_router_topk": 5}, "--moe-router-topk 5 is more than --num-experts 4"),
@@ -91,6 +136,11 @@ def test_flags_that_experts_cannot_have_are_refused():
             "--moe-aux-loss-coeff 0.1 needs --moe-router-load-balancing-type seq_aux_loss",
         ),
         ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, "sigmoid: no softmax"),
+        (
+            {"moe_router_enable_expert_bias": True},
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not softmax",
+        ),
+        ({"moe_router_bias_update_rate": -1.0}, "--moe-router-bias-update-rate -1.0 is negative"),
         ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate needs"),
     ]
     assert not not_refused(rows, lambda changes: GPTConfig(**{"num_experts": 4} | SWIGLU | changes))
@@ -102,6 +152,15 @@ def test_layouts_that_do_not_fit_the_experts_are_refused():
         ({"ep": 4}, {"num_experts": 6}, "--num-experts 6 is not divisible by --expert-model-parallel-size 4"),
         ({"ep": 2}, {}, "--expert-model-parallel-size 2 needs --num-experts"),
         ({"tp": 8}, {"num_experts": 8}, "--num-experts 8 with --tensor-model-parallel-size 8, more than the 4 ranks"),
+        (
+            {"islands": 2},
+            {
+                "num_experts": 8,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+            },
+            "--moe-router-enable-expert-bias with --diloco-steps is not supported",
+        ),
         ({"ep": 8}, {"num_experts": 8}, "--expert-model-parallel-size 8 does not divide the 4 ranks of a node"),
     ]
 

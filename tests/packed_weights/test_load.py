@@ -14,7 +14,7 @@ from helpers.checkpoints import frozen_place, run
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from helpers.tiers import slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, dims_on_ranks, spec_of
+from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, dims_on_ranks, spec_of
 from torch import nn
 
 from megazpp.checkpoint.folder import CheckpointFolder
@@ -137,6 +137,12 @@ def test_frozen_model_reads_weights_once_per_node_and_is_bit_identical(load, lay
 
 def test_frozen_model_with_biases_and_tied_embedding_is_bit_identical(tied):
     ranks(2).run(load_frozen, dataclasses.replace(TIED, tp=2, sequence_parallel=True), tied)
+
+
+def test_frozen_model_reads_the_biases_of_routers(tmp_path):
+    case = Case(model=dataclasses.replace(BIASED_STYLE, moe_aux_loss_coeff=0.0))
+    ranks(1).run(run, case, 1, save=str(tmp_path))
+    ranks(2).run(load_frozen, case, str(tmp_path))
 
 
 # ---- streamed layers ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from helpers.small_run import parse
 
 from megazpp.planner.estimate import Estimator
+from megazpp.planner.feature import PlanConfig
 from megazpp.planner.report import plan_report
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
@@ -14,6 +15,27 @@ SLOW = Links(domain=Link(100.0), network=Link(0.1))
 FAST = Links(domain=Link(100.0), network=Link(100000.0, microseconds=0.1))
 SMALL = Device("a small GPU", teraflops=10.0, gigabytes=0.1, gigabytes_per_second=100.0)
 TINY = SMALL._replace(gigabytes=0.001)
+
+
+def test_memory_at_the_load_of_the_busiest_expert_is_printed_and_searched():
+    cluster = Cluster(num_nodes=1, ranks_per_node=2, links=SLOW, device=SMALL)
+    flags = "@configs/moe_tiny.args --bf16 --expert-model-parallel-size 2 --num-layers 1 --global-batch-size 4"
+    even, loaded = (
+        plan_report(parse(flags).config, cluster, device_type="cpu", expert_load=load) for load in (None, 2.0)
+    )
+    row = re.compile(r"^(\S+) times the mean +([\d.]+) ", re.MULTILINE)
+    ((one, size),) = row.findall(even)
+    assert "pass --plan-expert-load with the largest max_expert_load in metrics.jsonl" in even
+    ((first, same), (second, larger)) = row.findall(loaded)
+    assert (one, first, second) == ("1", "1", "2")
+    assert float(size) == float(same) < float(larger)
+    assert "--plan-expert-load" not in loaded
+    assert re.search(r"^fastest with all other flags as given: .*, tp \d, ep \d, ", loaded, re.MULTILINE)
+
+
+def test_load_below_the_mean_is_refused():
+    with pytest.raises(ValueError, match=r"--plan-expert-load 0\.5: the busiest expert has at least the mean load"):
+        PlanConfig(plan_expert_load=0.5)
 
 
 @functools.cache

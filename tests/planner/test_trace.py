@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.training import GPT2_STYLE, LLAMA_STYLE
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE
 
 from megazpp.model.backends import VARLEN_ARGUMENTS
 from megazpp.model.config import GPTConfig
@@ -46,6 +46,16 @@ def test_traced_products_equal_the_models_flops():
         padded = config.padded_vocab_size(VOCAB, tp)
         per_token = model_flops_per_token(like(config), padded_vocab_size=padded, seq_length=SEQ)
         assert tp * flops(trace(like(config), tp=tp)) == pytest.approx(SAMPLES * SEQ * per_token, rel=0.08)
+
+
+def test_products_and_memory_of_experts_grow_with_their_load():
+    """With ep 1 a rank has all experts, so their loads do not matter."""
+    even, busy = (trace(like(MIXTURE_STYLE), ep=2, expert_load=load) for load in (1.0, 1.5))
+    rows, products = SAMPLES * SEQ * MIXTURE_STYLE.moe_router_topk, 9  # 3 in forward and 6 in backward
+    assert flops(busy) - flops(even) == 5 * products * 2 * rows // 2 * 24 * 20
+    assert kept(busy) > kept(even)
+    alone, loaded = (trace(like(MIXTURE_STYLE), expert_load=load) for load in (1.0, 1.5))
+    assert (flops(alone), kept(alone)) == (flops(loaded), kept(loaded))
 
 
 def test_full_recomputation_adds_a_forward_and_keeps_less():

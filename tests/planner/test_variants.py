@@ -10,9 +10,16 @@ from megazpp.topology.cluster import Cluster, Device, Link, Links
 SLOW = Links(domain=Link(100.0), network=Link(0.1))
 
 
-def found(flags: str = "", *, gigabytes: float = 1.0, links: Links | None = SLOW, nodes: int = 2) -> dict[str, Choice]:
+def found(
+    flags: str = "",
+    *,
+    gigabytes: float = 1.0,
+    links: Links | None = SLOW,
+    nodes: int = 2,
+    model: str = "gpt_tiny",
+) -> dict[str, Choice]:
     """Return the candidates for a tiny model with ZeRO-3 on nodes of two ranks, by name, in their order."""
-    config = parse(f"@configs/gpt_tiny.args --bf16 {flags}").config
+    config = parse(f"@configs/{model}.args --bf16 {flags}").config
     device = Device("a GPU", teraflops=10.0, gigabytes=gigabytes, gigabytes_per_second=100.0)
     cluster = Cluster(num_nodes=nodes, ranks_per_node=2, links=links, device=device)
     return {choice.name: choice for choice in search(Estimator(cluster, device_type="cpu"), config)}
@@ -43,6 +50,17 @@ def test_search_keeps_local_steps():
         "ZeRO-3, --diloco-steps 4, tp 2, local domain 1",
     }
     assert all(choice.estimate.node_island_bytes > 0 for choice in choices.values())
+
+
+def test_search_tries_expert_parallel_sizes_of_models_with_experts():
+    choices = found("--global-batch-size 4 --num-layers 1", model="moe_tiny")
+    sizes = {f"--zeropp, tp {tp}, ep {ep}, local domain {2 // tp}" for tp in (1, 2) for ep in (1, 2)}
+    assert heads(choices, ", micro") >= sizes
+    for name, choice in choices.items():
+        assert f", ep {choice.estimate.plan.layout.ep}, " in name
+    local = found("--global-batch-size 4 --num-layers 1 --diloco-steps 4", model="moe_tiny")
+    assert all(", ep 1, " in name for name in local)
+    assert not any(", ep " in name for name in found("--global-batch-size 4 --num-layers 1"))
 
 
 @pytest.mark.slow

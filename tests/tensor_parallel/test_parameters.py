@@ -13,7 +13,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import CPU, STYLES, VOCAB, tp_mesh
 from helpers.tiers import slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, build_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -69,6 +69,31 @@ def test_initial_weights_match_one_process(size, style, tp, stage, replicas, blo
             assert len(weight) == (model.padded_vocab_size(VOCAB, tp) if name in VOCABULARY else rows)
             assert torch.equal(weight[:rows], expected[name][:rows]), name
             assert not weight[rows:].any()
+
+
+def experts_on_ranks(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[str, tuple[int, ...]]]]:
+    """Return the whole weights, and the name and shape of each expert's matrix that this rank drew."""
+    with mock.patch.object(parameters, "draw_parameter", side_effect=draw_parameter) as draw:
+        weights = weights_on_ranks(case)
+    return weights, [call.args[:2] for call in draw.call_args_list if ".experts." in call.args[0]]
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "num_drawn"),
+    [(4, {"nodes": 2, "ep": 2}, 1), slow(4, {"tp": 2, "ep": 4, "stage": 2}, 1), (3, {}, 2), slow(2, {"stage": 0}, 4)],
+)
+def test_ranks_draw_only_experts_of_which_they_hold_rows(size, layout, num_drawn):
+    """The matrices of 4 experts have 20 rows each, so 3 ranks hold parts of two experts. Weights match one process."""
+    model = dataclasses.replace(MIXTURE_STYLE, make_vocab_size_divisible_by=1)
+    expected = one_process_weights(model)
+    for weights, drawn in ranks(size).run(experts_on_ranks, Case(model=model, **layout)):
+        assert len(drawn) == 3 * num_drawn
+        assert {shape for _, shape in drawn} == {(20, 24)}
+        for name, weight in weights.items():
+            rows = min(len(weight), len(expected[name]))
+            assert torch.equal(weight[:rows], expected[name][:rows]), name
+    first, second = expected["layers.0.mlp.experts.gate"].chunk(4)[:2]
+    assert not torch.isclose(first, second).all()
 
 
 def drawn(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

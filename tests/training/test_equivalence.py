@@ -14,6 +14,7 @@ from helpers.faults import launch, poison_output, state
 from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import (
+    BIASED_STYLE,
     GPT2_STYLE,
     LLAMA_STYLE,
     Case,
@@ -244,7 +245,7 @@ def three_steps_with_a_nan_in_the_second(case: Case) -> None:
 
 
 def test_nan_on_one_rank_skips_the_update_on_all_ranks():
-    for case in (Case(stage=0), Case(stage=1), Case(tp=2)):
+    for case in (Case(stage=0), Case(stage=1), Case(tp=2), Case(model=BIASED_STYLE)):
         ranks(4).run(three_steps_with_a_nan_in_the_second, case)
 
 

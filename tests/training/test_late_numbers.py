@@ -9,14 +9,14 @@ import torch
 from helpers.faults import guarded, launch, state
 from helpers.ranks import ranks
 from helpers.tiers import chosen, slow
-from helpers.training import Case, build_step
+from helpers.training import BIASED_STYLE, Case, build_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazpp.optim.clip import clip_divisor, divide_grads_, global_grad_norm
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer, set_rates_, update_
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.host_copy import HostCopy
 from megazpp.training.objective import LanguageModelLoss
-from megazpp.training.step import HostCopy
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 ZEROPP = ZeroConfig(zeropp=True)
@@ -86,6 +86,7 @@ CASES = {
     "zeropp": Case(nodes=2, zero=ZEROPP, micro_batches=2),
     "tp": Case(tp=2, stage=2),
     "0": Case(stage=0),
+    "expert bias": Case(model=BIASED_STYLE, stage=2),
     "differences": Case(nodes=2, zero=LOSSLESS, precision=PrecisionConfig(bf16=True), tp=2),
 }
 
@@ -95,8 +96,7 @@ def test_late_and_immediate_numbers_give_identical_steps(case):
     ranks(4).run(late_and_at_once, case)
 
 
-def keep_state_where_only_the_loss_is_infinite() -> None:
-    case = Case()
+def keep_state_where_only_the_loss_is_infinite(case: Case) -> None:
     step, _ = build_step(case)
     guarded(step, case, None)
     launch(step, case, 0)
@@ -107,7 +107,8 @@ def keep_state_where_only_the_loss_is_infinite() -> None:
 
 
 def test_infinite_loss_skips_the_update_though_gradients_are_finite():
-    ranks(1).run(keep_state_where_only_the_loss_is_infinite)
+    for case in (Case(), Case(model=BIASED_STYLE)):
+        ranks(1).run(keep_state_where_only_the_loss_is_infinite, case)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel, MixtureLayer
-from megazpp.model.moe import Router
+from megazpp.model.moe import Router, biased_routers, update_expert_bias_
 from megazpp.optim.clip import global_grad_norm
 from megazpp.optim.optimizer import ShardedAdamW
 from megazpp.parallel.axis import MeshAxis
@@ -30,6 +30,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "pre-softmax": {"moe_router_pre_softmax": True},
     "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+    "expert bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.1,
+    },
     "shared": {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
     "no balance": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
     "some layers": {"moe_layer_freq": "[0,1]", "ffn_hidden_size": 20, "moe_ffn_hidden_size": 12},
@@ -74,7 +79,9 @@ def every_expert(moe: nn.Module, config: GPTConfig, x: torch.Tensor, *, norm: nn
     logits = y @ moe.router.weight.t()
     sigmoid = config.moe_router_score_function == "sigmoid"
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    chosen = torch.zeros_like(logits).scatter(-1, logits.topk(config.moe_router_topk, -1).indices, 1.0)
+    ranked = logits if moe.router.expert_bias is None else scores + moe.router.expert_bias
+    chosen = torch.zeros_like(logits).scatter(-1, ranked.topk(config.moe_router_topk, -1).indices, 1.0)
+    moe.counts = chosen.sum((0, 1))  # whole steps of the reference are one call
     weight = scores * chosen
     if not config.moe_router_pre_softmax:
         weight = weight / weight.sum(-1, keepdim=True)
@@ -113,8 +120,11 @@ def reference(config: GPTConfig) -> tuple[list[float], list[float], dict[str, to
         norms.append(torch.stack([g.norm() for g in gradients.values()]).norm().item())
         optimizer.step()
         optimizer.zero_grad()
+        for layer in model.layers if config.moe_router_enable_expert_bias else ():
+            error = layer.mlp.counts.mean() - layer.mlp.counts
+            layer.mlp.router.expert_bias += config.moe_router_bias_update_rate * error.sign()
     assert first is not None
-    return losses, norms, first, {name: p.detach() for name, p in model.named_parameters()}
+    return losses, norms, first, {name: x.detach() for name, x in (*model.named_parameters(), *model.named_buffers())}
 
 
 # ---- the program ----
@@ -144,7 +154,7 @@ def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[st
     own, partial = BATCH // dims.data_size, partial_parameters(model)
     mine = slice(dims.data_rank * own, (dims.data_rank + 1) * own)
     parts = list(zip(*(x[mine].chunk(micro_batches) for x in batch()), strict=True))
-    losses, norms, first = [], [], None
+    losses, norms, first, routers = [], [], None, biased_routers(model)
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64)
         for index, part in enumerate(parts):
@@ -160,9 +170,11 @@ def train(config: GPTConfig, nodes: int, zero: dict[str, Any], parallel: dict[st
         first = first or {name: full(p.grad) for name, p in named}
         optimizer.step()
         optimizer.zero_grad()
+        if routers:
+            update_expert_bias_(routers, dims.world.all_reduce_, factor=1.0)
         sharding.end_step(1.0, iteration=step + 1)
     sharding.reshard()
-    weights = {name: full(p.detach()) for name, p in model.named_parameters()}
+    weights = {name: full(x.detach()) for name, x in (*model.named_parameters(), *model.named_buffers())}
     return (losses, norms, first, weights), dims.counter.sent_bytes("cross")
 
 
@@ -204,16 +216,25 @@ def test_layouts_with_experts_train_as_one_process(case):
     ranks(4).run(compare, {}, *case)
 
 
-@pytest.mark.parametrize("changes", chosen(ROUTERS, "sigmoid", "shared"))
+@pytest.mark.parametrize("changes", chosen(ROUTERS, "expert bias", "shared"))
 def test_routers_train_as_one_process(changes):
     ranks(4).run(compare, changes, 2, TWO_HOPS, {"expert_model_parallel_size": 2})
 
 
+BIAS = ROUTERS["expert bias"]
 MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "context parallel": ({}, TWO_HOPS, {"context_parallel_size": 2}),
+    "context parallel, expert bias": (BIAS, TWO_HOPS, {"context_parallel_size": 2}),
     "two copies": ({}, {}, {"num_distributed_optimizer_instances": 2}),
     "stage 2": ({}, {"zero_stage": 2}, {}),
     "stage 1": ({}, {"zero_stage": 1}, {}),
+    "recomputation, tp, expert bias": (
+        BIAS | {"recompute_granularity": "full"},
+        TWO_HOPS,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "expert bias, two copies": (BIAS, {}, {"num_distributed_optimizer_instances": 2}),
+    "tp, expert bias": (BIAS, {}, {"tensor_model_parallel_size": 2}),
     "recomputation": ({"recompute_granularity": "full"}, TWO_HOPS, {}),
     "recomputation, tp": (
         {"recompute_granularity": "full"},
@@ -223,7 +244,7 @@ MORE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(MORE, "context parallel", "recomputation, tp"))
+@pytest.mark.parametrize("case", chosen(MORE, "context parallel", "recomputation, tp, expert bias"))
 def test_experts_train_as_one_process_with_other_features(case):
     changes, zero, parallel = case
     ranks(4).run(compare, changes, 2, zero, {"expert_model_parallel_size": 2} | parallel)
