@@ -34,7 +34,12 @@ from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
 from megazpp.parallel.worker import leave
 from megazpp.run.arguments import ParsedRun, parse_run_config
-from megazpp.run.checkpoint_flags import with_checkpoint_args, with_checkpoint_tokenizer, with_resumed_features
+from megazpp.run.checkpoint_flags import (
+    with_checkpoint_args,
+    with_checkpoint_tokenizer,
+    with_resumed_features,
+    with_resumed_weight_delta,
+)
 from megazpp.run.checks import RunPlan, check_run_config
 from megazpp.run.ranks import Job, announced_cluster, run_on_ranks
 from megazpp.run.trainer import TrainingParts
@@ -146,6 +151,7 @@ def with_checkpoint(parsed: ParsedRun, source: LoadSource | None, earlier: Check
         parsed = with_checkpoint_tokenizer(parsed, earlier, source.folder)
         if source.continues:
             parsed = with_resumed_features(parsed, earlier, source.folder)
+            parsed = with_resumed_weight_delta(parsed, earlier, source.folder)
     if source is not None and not source.candidates():
         anew = f"{source.folder.name} has no checkpoint; this run starts from random weights"
         parsed = parsed._replace(notices=(*parsed.notices, anew))

@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.chrome_trace import read_chrome_trace
 from helpers.pretrain import TOY, Home, Run
 from helpers.program import ROOT, Program, run_forked, run_program
@@ -27,6 +28,8 @@ from helpers.small_run import parse
 
 import pretrain_gpt
 from megazpp.base.program import LAUNCHER_PID
+from megazpp.checkpoint.safe_reader import SafeReader
+from megazpp.checkpoint.state import MODEL
 from megazpp.data import dataset
 from megazpp.planner.dry_run import DryRun
 from megazpp.report.page import report_html
@@ -175,6 +178,29 @@ def test_zeropp_on_two_nodes_of_two_logs_the_traffic_it_saves(main_job, home):
     assert cross < 0.1 * zero3["cross_bytes"]
     assert f"ZeRO-3 would have sent {zero3['cross_bytes'] / 1e6:.3f} MB" in run.output
     assert zero3["formula"] in run.output
+
+
+def saved_weights(run: Run) -> dict[str, torch.Tensor]:
+    reader = SafeReader(run.folder / "checkpoints" / "iter_0000006")
+    return {key: reader.read_whole(key) for key in reader.tensors() if key.startswith(MODEL)}
+
+
+@pytest.mark.slow
+def test_zeropp_in_bf16_sends_lossless_deltas_and_trains_like_zero3(home):
+    """With exact gradients all numbers of the run are bit-identical to ZeRO-3's, and fewer bytes cross nodes."""
+    flags = [*TOY, "--bf16", "--train-iters", "6", "--global-batch-size", "8", "--save-to-run-dir", "--eval-iters", "1"]
+    zero3 = home.pretrain(*flags, "--emulate-nodes", "2", run="bf16")
+    nodes = ["--emulate-nodes", "2", "--zeropp", "--no-zero-quantized-gradients"]
+    zeropp = home.pretrain(*flags, *nodes, run="bf16-zeropp")
+    note = "note: --zero-weight-delta auto: weights cross nodes as lossless deltas, because the speed of the links is"
+    assert zeropp.output.count(note) == 1
+    assert "weights are gathered in two hops, not quantized inside nodes, lossless differences across" in zeropp.output
+    assert "--zero-weight-delta auto" not in zero3.output.split("end of arguments")[0]
+    for key in ("lm_loss", "grad_norm"):
+        assert zeropp.values(key) == zero3.values(key), key
+    assert zeropp.summary["validation_loss"] == zero3.summary["validation_loss"]
+    torch.testing.assert_close(saved_weights(zeropp), saved_weights(zero3), rtol=0.0, atol=0.0)
+    assert zeropp.summary["cross_bytes_per_step"] < zero3.summary["cross_bytes_per_step"]
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py")

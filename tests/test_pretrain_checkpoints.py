@@ -56,6 +56,17 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(home, interrupted, c
     assert all(line in continued.output for line in validation)
 
 
+def test_resumed_run_keeps_its_weight_format_and_the_checkpoint_records_it(home, interrupted, continued):
+    chosen = "note: --zero-weight-delta auto: weights cross nodes as lossless deltas, because the speed of the links is"
+    kept = "note: --zero-weight-delta auto: lossless, as in saved, from which this run resumes"
+    assert (interrupted.output.count(chosen), interrupted.output.count(kept)) == (1, 0)
+    assert (continued.output.count(chosen), continued.output.count(kept)) == (0, 1)
+    for run in (interrupted, continued):
+        assert "not quantized inside nodes, lossless differences across" in run.output
+    flags = json.loads((home / "saved" / "iter_0000006" / "run.json").read_text())["flags"]
+    assert flags["zero_weight_delta"] == "lossless"
+
+
 def test_log_has_megatrons_checkpoint_lines(home, interrupted, continued):
     for run, line in (
         (interrupted, "saving checkpoint at iteration       3 to saved"),

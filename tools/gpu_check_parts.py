@@ -63,12 +63,13 @@ SAMPLES = {"llama_1b": 4, "gpt_1b3": 8}  # samples per step of large models
 STEPS, WARM_UP_STEPS, LOG_INTERVAL = 30, 10, 5
 TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-length 1024 --micro-batch-size 4 "
 TEXT += "--no-compile --emulate-nodes 2"  # compilation on four ranks would take most of the time
-OVERLAP_OFF = "--zeropp --no-overlap-param-gather --no-overlap-grad-reduce"
+INT8 = "--zeropp --zero-weight-delta none"  # without the flag, weights would cross nodes as lossless deltas
+OVERLAP_OFF = f"{INT8} --no-overlap-param-gather --no-overlap-grad-reduce"
 MORE_WAYS = (
-    "--zeropp --tensor-model-parallel-size 2 --sequence-parallel",
+    f"{INT8} --tensor-model-parallel-size 2 --sequence-parallel",
     "--zeropp --zero-weight-delta lossless --disturbed",
-    "--zeropp --context-parallel-size 2",
-    "--zeropp --optimizer muon --muon-full-interval 2",
+    f"{INT8} --context-parallel-size 2",
+    f"{INT8} --optimizer muon --muon-full-interval 2",
 )
 NATS_APART = 0.02  # tolerance for differences of mean losses, several times the difference between seeds
 ELEMENTS = (2**28, 2**30)
@@ -343,7 +344,7 @@ def streams(check: Check) -> None:
     for tp in degrees:
         split = f"--tensor-model-parallel-size {tp}{' --sequence-parallel' * (tp > 1)} " if tp > 1 else ""
         more = MORE_WAYS[: check.size(2 + 2 * check.long, 1)] if tp == 1 else ()
-        ways = ["--zero-stage 3", OVERLAP_OFF, "--zeropp --disturbed", *more]
+        ways = ["--zero-stage 3", OVERLAP_OFF, f"{INT8} --disturbed", *more]
         ways = [f"{way} {split}--num-layers 4" for way in ways]
         _, off, on, *_ = on_two_nodes(check, "-m gpu_check_workers streams", ways, later=3 * (tp != degrees[-1]))
         pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")

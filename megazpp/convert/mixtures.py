@@ -40,7 +40,7 @@ class Mixture(Relative):
         parts: names of an expert's gate, up and down matrices.
         always_normalized: True if config.json has no `norm_topk_prob`, and the weights of chosen experts add up to 1.
         inner: key of config.json with the width inside an expert.
-        shared: True if every token also passes through a shared MLP.
+        shared: True if every token also passes through a shared MLP with a gate.
         shared_name: name of the shared MLP.
         sparse: True if some layers may have a dense MLP instead of experts.
     """

@@ -36,7 +36,7 @@ from megazpp.diloco.outer import Islands
 from megazpp.optim.loss_scale import build_loss_scaler
 from megazpp.optim.optimizer import build_optimizer, build_orthogonalizer
 from megazpp.parallel.dims import ParallelDims
-from megazpp.planner.estimate import paper_step
+from megazpp.planner.estimate import Estimator, paper_step
 from megazpp.planner.report import describe_plan
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import (
@@ -179,7 +179,8 @@ def plan_dry_run(config: RunConfig, cluster: Cluster, rank: int) -> tuple[RunCon
         raise ValueError(
             f"--dry-run-rank {rank} is not a rank of the cluster, which has ranks 0 to {cluster.world_size - 1}"
         )
-    return config, check_run_config(config, cluster, device_type=CPU.type)
+    choice = Estimator(cluster, device_type=CPU.type).choose_weight_delta(config)
+    return config, check_run_config(config, cluster, device_type=CPU.type, weight_delta=choice)
 
 
 @contextmanager

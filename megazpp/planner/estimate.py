@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ from megazpp.planner.step import SimulatedStep, StepSimulator, TrafficTable, mea
 from megazpp.planner.trace import Documents
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, check_run_config
-from megazpp.topology.cluster import Cluster, Device
-from megazpp.topology.layout import WIRES, Layout
+from megazpp.topology.cluster import Cluster, Device, Links
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRES, Layout
 from megazpp.training.flops import model_flops_per_token
+from megazpp.zero.config import WeightDelta, default_weight_delta
 
 EXPOSED = 0.05  # share of the training time that DiLoCo's synchronizations may take in `sufficient_gigabits`
 USABLE_MEMORY = 0.9  # assumed share of device memory for tensors; CUDA, NCCL and fragmentation take the rest
@@ -138,14 +140,64 @@ class Estimator:
         """Estimate bytes, memory and time of a run.
 
         Args:
-            config: flags of the run.
+            config: flags of the run. --zero-weight-delta auto is replaced by the choice of `choose_weight_delta`.
             exposed: also estimate how much longer each axis makes the step, by one more simulation per axis.
 
         Raises:
             ValueError: the flags conflict, or do not fit the cluster.
         """
+        return self._estimate(config, self.choose_weight_delta(config), exposed=exposed)
+
+    def choose_weight_delta(self, config: RunConfig, *, gigabytes: float | None = None) -> WeightDelta | None:
+        """Choose lossless deltas or int8 blocks for --zero-weight-delta auto.
+
+        Lossless deltas are chosen if they fit into memory and the estimated step is not slower with them. If the speed
+        of the links is unknown, only memory decides. If the device is unknown, only communication is compared.
+
+        Args:
+            config: flags of the run.
+            gigabytes: memory of a rank's device in 1e9 bytes, for a cluster file without a device; None if unknown.
+
+        Returns:
+            the choice; None if there is nothing to choose, because flags set the format or no weights cross nodes.
+
+        Raises:
+            ValueError: the flags conflict, or do not fit the cluster.
+        """
+        # ---- cases without an estimate
+        if not config.zero.chooses_weight_delta:
+            return None
+        plan, default = (
+            check_run_config(config, self.cluster, device_type=self._device_type),
+            default_weight_delta(config.precision.param_dtype),
+        )
+        if plan.wire.gather is None:
+            return None
+        if not default.lossless:
+            return default
+        # ---- the cluster, in which a device of unknown speed computes in no time
+        device = self.cluster.device or Device("unknown", math.inf, gigabytes or math.inf, math.inf)
+        cluster = dataclasses.replace(self.cluster, device=device, links=known_links(plan.layout))
+        if cluster.links is None and math.isinf(device.gigabytes):
+            return default
+        # ---- estimates of both formats
+        estimator = Estimator(cluster, device_type=self._device_type)
+        lossless = estimator._estimate(config, WeightDelta(True, ""))
+        if not lossless.fits:
+            needs, usable = f"{lossless.gigabytes:.3g} GB per rank", f"{lossless.usable_gigabytes:.3g} GB are usable"
+            return WeightDelta(False, f"lossless deltas would need {needs} and {usable}")
+        if lossless.seconds is None:
+            return default
+        int8 = estimator._estimate(config, WeightDelta(False, ""))
+        assert int8.seconds is not None
+        what = "a step" if self.cluster.device is not None else "the communication of a step"
+        times = f"{lossless.seconds:.3g} s with lossless deltas and {int8.seconds:.3g} s with int8 blocks"
+        return WeightDelta(lossless.seconds <= int8.seconds, f"{what} is estimated to take {times}")
+
+    def _estimate(self, config: RunConfig, weight_delta: WeightDelta | None, *, exposed: bool = False) -> Estimate:
+        """Estimate a run with a choice of --zero-weight-delta auto that is already made."""
         # ---- plan of the run
-        plan = check_run_config(config, self.cluster, device_type=self._device_type)
+        plan = check_run_config(config, self.cluster, device_type=self._device_type, weight_delta=weight_delta)
         layout, efficiency = plan.layout, self.calibration.efficiency
         count = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
         diloco = plan.of(DilocoPlan)
@@ -182,6 +234,13 @@ class Estimator:
             exposed=hidden,
             muon=muon,
         )
+
+
+def known_links(layout: Layout) -> Links | None:
+    """Return the links of a layout's cluster; None if the speed of a link that the layout uses is unknown."""
+    links, axes = layout.cluster.links, (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
+    used = {kind for axis in axes for kind in layout.links(axis)}
+    return None if links is None or not used <= links.known.keys() else links
 
 
 def paper_step(

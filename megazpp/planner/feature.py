@@ -1,4 +1,4 @@
-"""Optional feature of pretraining: the flags --plan and --dry-run."""
+"""Optional feature of pretraining: the flags --plan and --dry-run, and the estimate for --zero-weight-delta auto."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from megazpp.base.flags import check_not_negative, flag, spelling
 from megazpp.base.program import EXIT_ERROR
 from megazpp.parallel.launch import device_type
 from megazpp.planner.dry_run import dry_run
+from megazpp.planner.estimate import Estimator
 from megazpp.planner.report import plan_report
-from megazpp.run.arguments import FeatureConfig, ParsedRun
+from megazpp.planner.variants import changed
+from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
 from megazpp.run.feature import Feature
 from megazpp.run.ranks import planned_cluster
+from megazpp.topology.cluster import Cluster
+from megazpp.zero.config import WeightDelta
+
+# Tokens of a vocabulary whose size becomes known only when the tokenizer is opened. The wire formats differ by the same
+# factor for all weights, so this number hardly matters for the choice between them.
+ASSUMED_VOCABULARY = 50304
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,14 @@ class Planner(Feature):
     """Feature that prints estimates or a dry run instead of training."""
 
     config = PlanConfig
+
+    def choose_weight_delta(
+        self, config: RunConfig, cluster: Cluster, *, device_type: str, gigabytes: float | None
+    ) -> WeightDelta | None:
+        """Choose by `Estimator.choose_weight_delta`, with an assumed vocabulary if no flag gives its size."""
+        size = config.tokenizer.vocab_size or config.tokenizer.model_vocab_size or ASSUMED_VOCABULARY
+        config = changed(config, tokenizer={"vocab_size": size})
+        return Estimator(cluster, device_type=device_type).choose_weight_delta(config, gigabytes=gigabytes)
 
     def command(self, parsed: ParsedRun) -> int | None:
         """Run --plan or --dry-run and return the exit status; return None, to train, without these flags."""

@@ -10,6 +10,7 @@ from megazpp.diloco.config import DilocoPlan
 from megazpp.planner.estimate import EXPOSED, Estimate, Estimator
 from megazpp.planner.simulator import Memory
 from megazpp.planner.variants import (
+    INT8,
     LOSSLESS,
     RECOMPUTE,
     Choice,
@@ -223,7 +224,10 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
                 f"{estimate.sufficient_gigabits:.3g}",
             ]
         size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (does not fit)")
-        rows.append((name, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
+        gather, label = estimate.plan.wire.gather, name
+        if INT8 in named and other.zero.chooses_weight_delta and gather is not None:
+            label += " (auto: lossless)" if gather.differences else " (auto: int8)"
+        rows.append((label, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
     # ---- notes and verdict
     note = "* per-node bandwidth, each way, above which the network is no longer the bottleneck"
@@ -241,8 +245,8 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             f"attention matrix, no recomputation; MFU is their share of {device.teraflops:g} TFLOP/s, the "
             "device's dense 16-bit peak"
         )
-        fitting = {name: each for name, each in found.items() if name in named and each.fits and name != LOSSLESS}
-        yield _verdict({name: each.tokens_per_second for name, each in fitting.items()})
+        compared = [name for name in named if name in found and found[name].fits and name not in (INT8, LOSSLESS)]
+        yield _verdict({name: found[name].tokens_per_second for name in compared})
 
 
 def _verdict(speeds: dict[str, float]) -> str:

@@ -16,7 +16,7 @@ from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster, nested_sizes
 
-LOSSLESS = "--zeropp, lossless"
+INT8, LOSSLESS = "--zeropp, int8", "--zeropp, lossless"  # formats between which --zero-weight-delta auto chooses
 PLAIN = {
     "zero_stage": 3,
     "use_distributed_optimizer": False,
@@ -24,7 +24,7 @@ PLAIN = {
     "zero_quantized_weights": None,
     "zero_hpz_partition_size": None,
     "zero_quantized_gradients": None,
-    "zero_weight_delta": None,
+    "zero_weight_delta": "auto",
 }
 SCHEMES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
@@ -33,7 +33,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "hpZ": {"zero_hpz_partition_size": "auto"},
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
-    LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},  # only for 16-bit weights
+    # only for 16-bit weights:
+    INT8: {"zeropp": True, "zero_weight_bits": None, "zero_weight_delta": "none"},
+    LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},
 }
 SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")
 MICRO_BATCHES = (1, 2, 4, 8, 16)

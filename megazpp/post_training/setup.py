@@ -33,7 +33,7 @@ from megazpp.post_training.lora import LoraConfig
 from megazpp.post_training.reference import find_frozen, reward_config
 from megazpp.post_training.rewards import RewardConfig, check_reward_functions
 from megazpp.run.arguments import ParsedRun, RunConfig
-from megazpp.run.checkpoint_flags import with_checkpoint_flags
+from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_resumed_weight_delta
 from megazpp.run.checks import check_model
 from megazpp.training.batches import BatchPlan
 
@@ -84,6 +84,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     parsed = parsed._replace(config=dataclasses.replace(parsed.config, checkpoint=given))
     parsed = with_checkpoint_flags(parsed, earlier, source.folder, TAKEN)
     check_same_model(earlier.flags, parsed.config.model, source.folder.path)
+    if source.continues:
+        parsed = with_resumed_weight_delta(parsed, earlier, source.folder)
     return _completed(parsed, source, earlier), source, earlier
 
 

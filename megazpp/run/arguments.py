@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megazpp.base.command_line import FlagParser, read_megatron_flags
+from megazpp.base.command_line import COMMAND_LINE, FlagParser, read_megatron_flags
 from megazpp.base.flags import flag, render_flags
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
@@ -286,12 +286,29 @@ def parse_run_config(
     # ---- distribute the configs, which are in the order of `classes`
     own, rest = configs[: len(extra)], configs[len(extra) :]
     parts = dict(zip(kinds, rest, strict=False))
+    if origins.get("zero_weight_delta") == COMMAND_LINE:
+        _check_choice(parts["zero"])
     config = RunConfig(**parts, features=tuple(features), sections=tuple(rest[len(kinds) :]))
     files = [text[1:] for text in argv if text.startswith("@")]
     name = Path(files[-1]).stem if files else "run"
     if implied is not None and config.checkpoint.load is not None and config.checkpoint.finetune:
         notices = (*notices, f"--finetune without a flag file: flags that are not set come from {implied[1:]}")
     return ParsedRun(config, origins, notices, name, show, extra=tuple(own))
+
+
+def _check_choice(zero: ZeroConfig) -> None:
+    """Raise a ValueError if --zero-weight-delta auto, set on the command line, has no format to choose.
+
+    Flag files are not checked, because the args.txt of every run has --zero-weight-delta.
+    """
+    if zero.zero_weight_delta != "auto" or zero.chooses_weight_delta:
+        return
+    if not zero.zeropp:
+        raise ValueError("--zero-weight-delta auto chooses the format in which --zeropp sends weights: add --zeropp")
+    raise ValueError(
+        f"--zero-weight-delta auto and {', '.join(zero.weight_format_flags)} are both set, but both decide in which "
+        "format weights are sent: leave one of them out"
+    )
 
 
 _DESCRIPTION = "Train a GPT. @FILE reads flags from a file; later flags win. Without flags: " + DEFAULT_FLAG_FILE

@@ -17,6 +17,7 @@ from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.data.tokenizer import load_tokenizer, marks_note, names_tokenizer
 from megazpp.run.arguments import RIVALS, ParsedRun
+from megazpp.zero.config import default_weight_delta
 
 # Parts of RunConfig that describe a model and its training data. Flags for the devices and for the sharding are not
 # taken, because the program that loads the checkpoint may run on another cluster.
@@ -95,6 +96,25 @@ def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder:
         config = parsed.config.with_section(_updated(section, taken, where))
         parsed = parsed.with_checkpoint(taken)._replace(config=config)
     return parsed
+
+
+def with_resumed_weight_delta(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
+    """Return `parsed` with the checkpoint's format of weights between nodes, in place of --zero-weight-delta auto.
+
+    Checkpoints from before auto existed record nothing unless --zero-weight-delta was set. They sent int8 blocks.
+    Nothing is replaced if other flags set the format, if the checkpoint's run had no format to choose, or if it sent
+    lossless deltas and this run computes in fp32.
+    """
+    zero = parsed.config.zero
+    kept = record.flags.get("zero_weight_delta") or "none"
+    if not zero.chooses_weight_delta or not record.flags.get("zeropp") or kept == "auto":
+        return parsed
+    if kept == "lossless" and not default_weight_delta(parsed.config.precision.param_dtype).lossless:
+        return parsed
+    where = folder.of(record.progress.iteration) / RECORD
+    notice = f"--zero-weight-delta auto: {kept}, as in {folder.name}, from which this run resumes"
+    taken = _updated(zero, {"zero_weight_delta": kept}, where)
+    return parsed.with_checkpoint(["zero_weight_delta"], [notice], zero=taken)
 
 
 def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:

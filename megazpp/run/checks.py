@@ -19,7 +19,14 @@ from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster, Links
 from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
-from megazpp.zero.config import CommPlan, plan_comm, wire_backends
+from megazpp.zero.config import (
+    CommPlan,
+    WeightDelta,
+    ZeroConfig,
+    default_weight_delta,
+    plan_comm,
+    wire_backends,
+)
 
 T = TypeVar("T")
 
@@ -47,6 +54,16 @@ class RunPlan(NamedTuple):
         """Return the feature plan of class `kind`; None if that feature has no plan for this run."""
         return next((plan for plan in self.features if isinstance(plan, kind)), None)
 
+    def weight_delta(self, config: ZeroConfig) -> str:
+        """Return the value of --zero-weight-delta that a checkpoint of this run records.
+
+        For auto this is the chosen format, with which a resumed run continues. It stays auto if no weights cross nodes
+        in two hops, so that a resumed run on more nodes may choose.
+        """
+        if not config.chooses_weight_delta or self.wire.gather is None:
+            return config.zero_weight_delta
+        return "lossless" if self.wire.gather.differences else "none"
+
     def with_links(self, links: Links) -> RunPlan:
         """Return a copy with measured link speeds in place of the cluster's configured or unknown ones."""
         cluster = dataclasses.replace(self.layout.cluster, links=links)
@@ -56,7 +73,14 @@ class RunPlan(NamedTuple):
 ModelPlan = tuple[Layout, CommPlan, tuple[str, ...]]  # layout, wire and notices of a `RunPlan`, enough for inference
 
 
-def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str, islands: int = 1) -> ModelPlan:
+def check_model_config(
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    device_type: str,
+    islands: int = 1,
+    weight_delta: WeightDelta | None = None,
+) -> ModelPlan:
     """Check the model against the cluster; return its layout, its communication plan and notices.
 
     Args:
@@ -64,6 +88,7 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
         cluster: ranks, nodes and links.
         device_type: "cuda" or "cpu".
         islands: number of DiLoCo's replica groups, which each train a separate copy of the model.
+        weight_delta: choice of --zero-weight-delta auto; None for a program that does not train and sends int8 weights.
 
     Raises:
         ValueError: flags contradict each other or do not fit the cluster or the device.
@@ -89,9 +114,13 @@ def check_model_config(config: RunConfig, cluster: Cluster, *, device_type: str,
         raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}")
 
     # ---- communication
-    wire = plan_comm(config.zero, layout, config.precision.param_dtype)
+    lossless = weight_delta is not None and weight_delta.lossless
+    wire = plan_comm(config.zero, layout, config.precision.param_dtype, lossless=lossless)
     wire_backends(wire, device_type)  # raises ValueError if the device cannot quantize
-    return layout, wire, (*cluster.notices, *layout.notices, *products, *wire.notices)
+    notices = (*cluster.notices, *layout.notices, *products, *wire.notices)
+    if weight_delta is not None and config.zero.chooses_weight_delta and wire.gather is not None:
+        notices += (weight_delta.describe(),)
+    return layout, wire, notices
 
 
 def check_run_config(
@@ -100,6 +129,7 @@ def check_run_config(
     *,
     device_type: str,
     start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable
+    weight_delta: WeightDelta | None = None,
 ) -> RunPlan:
     """Check all flags together and return the plan of the run, without creating process groups, files or tensors.
 
@@ -111,13 +141,15 @@ def check_run_config(
         cluster: ranks, nodes and links.
         device_type: "cuda" or "cpu".
         start: progress from which the run resumes; zero for a new run.
+        weight_delta: choice of --zero-weight-delta auto; None for the choice without knowledge of links and devices.
 
     Raises:
         ValueError: flags are missing, contradict each other, or do not fit the cluster or the device. The message
             names the flags and their values.
     """
     _check_required(config)
-    layout, wire, notices = _check_apart(config, cluster, device_type)
+    weight_delta = weight_delta or default_weight_delta(config.precision.param_dtype)
+    layout, wire, notices = _check_apart(config, cluster, device_type, weight_delta)
     batches = plan_batches(config.batches, data_parallel_size=layout.data).resumed_at(start)
     _check_observers(config, batches.total_iterations, cluster.world_size, device_type, start=start.iteration)
     schedule = build_schedule(
@@ -152,7 +184,7 @@ def _with_features(config: RunConfig, plan: RunPlan) -> RunPlan:
     return plan._replace(features=tuple(plans), notices=(*plan.notices, *notices))
 
 
-def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> ModelPlan:
+def _check_apart(config: RunConfig, cluster: Cluster, device_type: str, weight_delta: WeightDelta) -> ModelPlan:
     """Run the checks that are independent of each other, and report all their problems in one ValueError."""
     problems, plan = list[str](), None
     saves = config.checkpoint.save is not None or config.checkpoint.save_to_run_dir
@@ -165,7 +197,7 @@ def _check_apart(config: RunConfig, cluster: Cluster, device_type: str) -> Model
         problems.append(str(error))
     try:
         islands = max((feature.num_islands(config, cluster) for feature in config.features), default=1)
-        plan = check_model_config(config, cluster, device_type=device_type, islands=islands)
+        plan = check_model_config(config, cluster, device_type=device_type, islands=islands, weight_delta=weight_delta)
     except ValueError as error:
         problems.append(str(error))
     if plan is None or problems:

@@ -23,6 +23,7 @@ from megazpp.training.loop import AfterStep
 from megazpp.training.objective import Objective
 from megazpp.training.setup import ShardedModel
 from megazpp.training.step import LaunchedStep
+from megazpp.zero.config import WeightDelta
 
 
 class FeaturePlan(Protocol):
@@ -104,6 +105,23 @@ class Feature:
             ValueError: the nodes do not divide into the groups that the flags request.
         """
         return 1
+
+    def choose_weight_delta(
+        self, config: RunConfig, cluster: Cluster, *, device_type: str, gigabytes: float | None
+    ) -> WeightDelta | None:
+        """Choose the format of the weights that cross nodes, for --zero-weight-delta auto and 16-bit compute.
+
+        Only rank 0 calls this, after all flags were checked.
+
+        Args:
+            config: configuration of the run.
+            cluster: cluster, with the measured links if --measure-links is set.
+            device_type: "cuda" or "cpu".
+            gigabytes: memory of a rank's device in 1e9 bytes; None if it is unknown.
+        Returns:
+            the choice; None if the feature cannot estimate it.
+        """
+        return None
 
     def check(self, config: RunConfig, plan: RunPlan) -> FeaturePlan | None:
         """Check the feature's flags against all other flags and the run's plan.

@@ -130,7 +130,7 @@ class Trainer:
         named = list(model.named_parameters())
         optimizer = build_optimizer(named, config.optimizer, run.device, orthogonalizer=matrices)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
-        losses, flags = LossHistory(), parsed.values()
+        losses, flags = LossHistory(), parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
         values = RunValues(optimizer, scaler, losses)
         states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         guard = Guard(

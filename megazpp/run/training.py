@@ -15,9 +15,11 @@ import shlex
 import sys
 from pathlib import Path
 
+import torch
+
 import megazpp
 from megazpp.base.flags import render_arguments_block
-from megazpp.base.program import aligned, user_errors
+from megazpp.base.program import GIGA, aligned, user_errors
 from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
 from megazpp.checkpoint.read import LoadSource, Resumed, start_of
 from megazpp.data.dataset import cache_dir
@@ -38,7 +40,7 @@ from megazpp.training.context import Console, RunContext, RunFolder, default_run
 from megazpp.training.flops import device_name, mfu_convention
 from megazpp.training.loop import StopConditions
 from megazpp.training.tracking import Tracker, open_sinks, run_tags
-from megazpp.zero.config import wire_backends
+from megazpp.zero.config import default_weight_delta, wire_backends
 
 
 def run_training(
@@ -77,6 +79,8 @@ def run_training(
     with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop, answers=worker.rank == 0) as stops:
         # ---- build the run
         run, plan = open_context(parsed, plan, worker, tracker)
+        with user_errors():
+            plan = choose_weight_delta(parsed, plan, run, start_of(source, earlier))
         parsed = _with_folder_to_save_to(parsed, run)
         introduce(run, parsed, plan)
         trainer = Trainer(build_parts, parsed, plan, run, tracker)
@@ -123,6 +127,36 @@ def resumed_plan(plan: RunPlan, resumed: Resumed) -> RunPlan:
             f"the data was prepared; --ckpt-step {progress.iteration} resumes from it"
         )
     return plan._replace(batches=batches)
+
+
+def choose_weight_delta(parsed: ParsedRun, plan: RunPlan, run: RunContext, start: TrainingProgress) -> RunPlan:
+    """Return the plan with the weight format that rank 0 chooses for --zero-weight-delta auto.
+
+    The plan is returned unchanged if there is nothing to choose.
+
+    Args:
+        parsed: command line of the run.
+        plan: plan of the run, with the measured links if --measure-links is set.
+        run: process groups and device.
+        start: progress from which the run resumes.
+
+    Raises:
+        ValueError: a feature does not support the chosen format.
+    """
+    config, device = parsed.config, run.device
+    choices = config.zero.chooses_weight_delta and plan.wire.gather is not None
+    if not choices or not default_weight_delta(config.precision.param_dtype).lossless:
+        return plan
+    choice, cluster = None, plan.layout.cluster
+    if run.dims.world.rank == 0:
+        gigabytes = torch.cuda.get_device_properties(device).total_memory / GIGA if device.type == "cuda" else None
+        estimates = (
+            feature.choose_weight_delta(config, cluster, device_type=device.type, gigabytes=gigabytes)
+            for feature in config.features
+        )
+        choice = next((estimate for estimate in estimates if estimate is not None), None)
+    choice = run.dims.world.share_object(choice)
+    return check_run_config(config, cluster, device_type=device.type, start=start, weight_delta=choice)
 
 
 def _with_folder_to_save_to(parsed: ParsedRun, run: RunContext) -> ParsedRun:

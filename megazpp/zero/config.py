@@ -49,12 +49,15 @@ class ZeroConfig:
     zero_quantized_gradients: bool | None = flag(
         None, "qgZ: reduce gradients as 8-bit and 4-bit blocks (default: on with --zeropp)"
     )
-    zero_weight_bits: int | tuple[int, ...] = flag(
-        (8,), "bits per gathered weight: 8, or 16 to send the compute dtype without quantization", nargs="+"
-    )
-    zero_weight_delta: Literal["lossless", "none"] | None = flag(
+    zero_weight_bits: int | tuple[int, ...] | None = flag(
         None,
-        "lossless: nodes exchange exact weight changes (default: none)",
+        "bits per gathered weight: 8, or 16 to send the compute dtype without quantization (default: 8)",
+        nargs="+",
+    )
+    zero_weight_delta: Literal["auto", "lossless", "none"] = flag(
+        "auto",
+        "lossless: nodes exchange exact changes of 16-bit weights; none: whole weights; auto: lossless with --zeropp "
+        "and 16-bit compute if it fits into memory and is not estimated to be slower than int8, otherwise none",
         common=True,
     )
     zero_weight_keyframe_interval: int | None = flag(
@@ -98,7 +101,7 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         check_words(self)
         check_positive(self, "zero_weight_keyframe_interval")
-        written = as_words(self.zero_weight_bits)
+        written = as_words(8 if self.zero_weight_bits is None else self.zero_weight_bits)
         if written in ("16 4", "8 4"):
             raise ValueError(
                 f"--zero-weight-bits {written} is no longer supported: use --zero-weight-delta lossless, which sends "
@@ -118,7 +121,7 @@ class ZeroConfig:
     @property
     def weight_bits(self) -> int:
         """Bits per weight of a gather that sends whole weights: 8 or 16."""
-        bits = self.zero_weight_bits
+        bits = 8 if self.zero_weight_bits is None else self.zero_weight_bits
         return bits if isinstance(bits, int) else bits[0]
 
     @property
@@ -132,6 +135,22 @@ class ZeroConfig:
     def quantizes_weights(self) -> bool:
         """True if qwZ is on, set explicitly or implied by --zeropp."""
         return _default(self.zero_quantized_weights, self.zeropp)
+
+    @property
+    def chooses_weight_delta(self) -> bool:
+        """True if --zero-weight-delta auto has a format to choose: with --zeropp, unless a flag sets the format."""
+        return self.zero_weight_delta == "auto" and self.zeropp and not self.weight_format_flags
+
+    @property
+    def weight_format_flags(self) -> tuple[str, ...]:
+        """Flags that set the format of weights, as on a command line; --zero-weight-delta auto contradicts them.
+
+        These are --zero-quantized-weights and --zero-weight-bits with any value, and --zero-hpz-partition-size 1, which
+        keeps no weights to which deltas could be added.
+        """
+        names = [name for name in ("zero_quantized_weights", "zero_weight_bits") if getattr(self, name) is not None]
+        names += ["zero_hpz_partition_size"] if self.zero_hpz_partition_size == "1" else []
+        return tuple(as_written(self, field) for field in dataclasses.fields(self) if field.name in names)
 
     @property
     def hpz_partition_size(self) -> str:
@@ -197,6 +216,35 @@ class Dtypes(NamedTuple):
     reduce_dtype: torch.dtype
 
 
+class WeightDelta(NamedTuple):
+    """The format that --zero-weight-delta auto has chosen for the weights that cross nodes.
+
+    Attributes:
+        lossless: True for lossless deltas, False for int8 blocks.
+        reason: reason for the choice, as a clause for the log.
+    """
+
+    lossless: bool
+    reason: str
+
+    def describe(self) -> str:
+        """Return one line for the log with the choice and its reason."""
+        chosen = "lossless deltas" if self.lossless else "int8 blocks"
+        return f"--zero-weight-delta auto: weights cross nodes as {chosen}, because {self.reason}"
+
+
+def default_weight_delta(param_dtype: torch.dtype) -> WeightDelta:
+    """Return the choice of --zero-weight-delta auto if nothing is known about the links: lossless deltas if possible.
+
+    Args:
+        param_dtype: dtype in which weights are gathered and layers compute.
+    """
+    if param_dtype.itemsize != 2:
+        dtype = str(param_dtype).removeprefix("torch.")
+        return WeightDelta(False, f"with {dtype} compute nearly all weights change in every step")
+    return WeightDelta(True, "the speed of the links is unknown")
+
+
 class GatherPlan(NamedTuple):
     """The plan of the two-hop all-gather of weights."""
 
@@ -250,18 +298,21 @@ def _spell(fmt: BlockFormat | None) -> str:
     return "not quantized" if fmt is None else f"int{fmt.bits} in blocks of {fmt.block_size}"
 
 
-def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype) -> CommPlan:
+def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, lossless: bool = False) -> CommPlan:
     """Plan which of FSDP2's collectives the flags replace on `layout`.
 
     Args:
         config: the flags of ZeRO and ZeRO++.
         layout: the data ranks inside a node and across nodes.
         param_dtype: dtype in which weights are gathered and layers compute.
+        lossless: choice of --zero-weight-delta auto: whether lossless deltas cross nodes, not int8 blocks. Other values
+            of this flag ignore it.
     Raises:
         ValueError: the flags contradict each other or the layout; the message names the flags and their values.
     """
     # ---- weights: whole or as differences
-    keep, lossless = _keeps_secondary(config, layout), config.zero_weight_delta == "lossless"
+    keep = _keeps_secondary(config, layout)
+    lossless = lossless if config.chooses_weight_delta else config.zero_weight_delta == "lossless"
     if lossless and not keep:
         raise ValueError(
             "--zero-weight-delta lossless sends differences from the weights that a node keeps: it needs "
@@ -353,7 +404,8 @@ def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
     two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
     used = {
         "zero_quantized_weights": config.weight_bits < 16 and not (plan.gather and plan.gather.differences),
-        "zero_weight_bits": config.quantizes_weights and not (plan.gather and plan.gather.differences),
+        "zero_weight_bits": config.weight_bits == 8
+        or (config.quantizes_weights and not (plan.gather and plan.gather.differences)),
         "zero_weight_keyframe_interval": plan.gather is not None and plan.gather.differences,
         "zero_gradient_bits": two_hops,
         "zero_error_feedback": crossing,

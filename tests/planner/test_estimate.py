@@ -11,7 +11,7 @@ from megazpp.planner.estimate import Estimate, Estimator, paper_step
 from megazpp.planner.simulator import LOSSLESS_SHARES, Memory, lossless_share
 from megazpp.planner.step import measure
 from megazpp.planner.trace import trace_model
-from megazpp.planner.variants import changed, local_steps, schemes
+from megazpp.planner.variants import INT8, LOSSLESS, changed, local_steps, schemes
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import check_run_config
 from megazpp.topology.cluster import Cluster, Device, Link, Links
@@ -67,17 +67,66 @@ def test_tokens_and_flops_per_second_follow_from_step_seconds():
 def test_schemes_change_only_sharding_and_share_one_trace():
     run = config("--zeropp --zero-gradient-bits 8 8")
     found = schemes(run)
-    assert list(found) == ["ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp", "--zeropp, lossless"]
+    assert list(found) == ["ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp", INT8, LOSSLESS]
     assert found["--zeropp"] == run
-    assert len({(other.zero, other.parallel) for other in found.values()}) == 7
-    assert [name for name, other in found.items() if other.zero.zero_weight_delta == "lossless"] == [*found][-1:]
-    assert "--zeropp, lossless" not in schemes(changed(run, precision={"bf16": False}))
+    assert len({(other.zero, other.parallel) for other in found.values()}) == 8
+    deltas = {name: other.zero.zero_weight_delta for name, other in found.items()}
+    assert deltas == dict.fromkeys(found, "auto") | {INT8: "none", LOSSLESS: "lossless"}
+    assert not {INT8, LOSSLESS} & schemes(changed(run, precision={"bf16": False})).keys()
     trace_model.cache_clear()
     for other in found.values():
         estimate(other)
         assert (other.model, other.batches, other.precision) == (run.model, run.batches, run.precision)
         assert other.zero.zero_gradient_bits == (8, 8)
     assert trace_model.cache_info().misses == 1
+
+
+def test_auto_weight_delta_follows_dtype_memory_and_step_time():
+    lossless, int8, fp32 = "lossless deltas, because ", "int8 blocks, because ", "@configs/gpt_tiny.args"
+    fast = Links(domain=Link(0.01), network=Link(100000.0, microseconds=0.1))
+    small = DEVICE._replace(gigabytes=0.001)
+    bf16, unknown = "@configs/gpt_tiny.args --bf16", "the speed of the links is unknown"
+    steps, communication = "a step is estimated to take ", "the communication of a step is estimated to take "
+    for flags, cluster, gigabytes, said in [
+        (f"{bf16} --zeropp", pair(None, None), None, lossless + unknown),
+        (f"{bf16} --zeropp --zero-weight-delta auto", pair(None, None), None, lossless + unknown),
+        (f"{fp32} --fp16 --zeropp", pair(None, DEVICE), None, lossless + unknown),
+        (f"{bf16} --zeropp", pair(LINKS._replace(domain=None), DEVICE), None, lossless + unknown),
+        (f"{bf16} --zeropp", pair(None, None), 1.0, lossless + unknown),
+        (f"{bf16} --zeropp", pair(None, None), 0.001, int8 + "lossless deltas would need "),
+        (f"{bf16} --zeropp", pair(LINKS, small), None, int8 + "lossless deltas would need "),
+        (f"{bf16} --zeropp", pair(LINKS, DEVICE), None, lossless + steps),
+        (f"{bf16} --zeropp", pair(LINKS, None), None, lossless + communication),
+        (f"{bf16} --zeropp", pair(fast, DEVICE), None, int8 + steps),
+        (f"{bf16} --zeropp", pair(fast, None), None, int8 + communication),
+        (f"{fp32} --zeropp", pair(LINKS, DEVICE), None, int8 + "with float32 compute nearly all weights change"),
+        (bf16, pair(LINKS, DEVICE), None, None),
+        (f"{bf16} --zeropp", Cluster(num_nodes=1, ranks_per_node=4), None, None),
+        (f"{bf16} --zeropp --zero-weight-delta lossless", pair(), None, None),
+        (f"{bf16} --zeropp --zero-weight-delta none", pair(), None, None),
+        (f"{bf16} --zeropp --zero-quantized-weights", pair(), None, None),
+        (f"{bf16} --zeropp --no-zero-quantized-weights", pair(), None, None),
+        (f"{bf16} --zeropp --zero-weight-bits 8", pair(), None, None),
+        (f"{bf16} --zeropp --zero-hpz-partition-size 1", pair(), None, None),
+    ]:
+        run, where = parse(flags).config, (flags, cluster.links, cluster.device, gigabytes)
+        found = Estimator(cluster, device_type="cpu").choose_weight_delta(run, gigabytes=gigabytes)
+        if said is None:
+            assert found is None, where
+        else:
+            assert found is not None, where
+            start = f"--zero-weight-delta auto: weights cross nodes as {said}"
+            assert found.describe().startswith(start), (where, found)
+    # the estimate of a run is the one of the chosen format
+    run = parse(f"{bf16} --zeropp").config
+    for links, delta in ((LINKS, "lossless"), (fast, "none")):
+        own, chosen = (estimate(r, pair(links)) for r in (run, changed(run, zero={"zero_weight_delta": delta})))
+        assert (own.seconds, own.node_cross_bytes, own.memory) == (
+            chosen.seconds,
+            chosen.node_cross_bytes,
+            chosen.memory,
+        )
+        assert own.plan.wire.gather == chosen.plan.wire.gather
 
 
 def test_lossless_share_interpolates_between_learning_rates():

@@ -9,6 +9,7 @@ from helpers.small_run import parse
 from megazpp.planner.estimate import Estimator
 from megazpp.planner.feature import PlanConfig
 from megazpp.planner.report import plan_report
+from megazpp.planner.variants import INT8, LOSSLESS
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 SLOW = Links(domain=Link(100.0), network=Link(0.1))
@@ -51,12 +52,16 @@ def lines(text: str, start: str) -> list[str]:
 def test_zeropp_pays_on_a_slow_network_and_tables_are_complete():
     text = report("--zeropp")
     assert "ZeRO++ pays:" in text
-    schemes = {"ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp"}
+    schemes = {"ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp (auto: lossless)", INT8, LOSSLESS}
     kinds = {"parameters", "moments", "secondary partition", "error feedback", "activations"}
     assert {line.split("  ")[0] for line in text.splitlines()} >= schemes | kinds
     assert "fastest with all other flags as given: --zeropp, tp" in text
     assert len(re.findall(r"^  [\w+-]+, tp ", text, re.MULTILINE)) == 10
     assert "slower than the best" in text
+    (choice,) = lines(
+        text, "note: --zero-weight-delta auto: weights cross nodes as lossless deltas, because a step is "
+    )
+    assert re.search(r"estimated to take [\d.]+ s with lossless deltas and [\d.]+ s with int8 blocks$", choice)
     assert re.search(r"  and \d+ more that are slower, too large or cannot run$", text)
 
 

@@ -17,7 +17,12 @@ from megazpp.diloco.config import DilocoConfig
 from megazpp.features import FEATURES
 from megazpp.inference.sample import SampleConfig
 from megazpp.run.arguments import ParsedRun, parse_run_config
-from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_checkpoint_tokenizer, with_resumed_features
+from megazpp.run.checkpoint_flags import (
+    with_checkpoint_flags,
+    with_checkpoint_tokenizer,
+    with_resumed_features,
+    with_resumed_weight_delta,
+)
 
 SAVED = {
     "num_layers": 3, "hidden_size": 64, "seq_length": 48, "bf16": True, "seed": 77, "text_path": ["a.txt", "b.txt"],
@@ -155,3 +160,31 @@ def test_outer_optimizer_flags_are_kept_on_resume_unless_given():
     assert rates("", **chosen) == rates("--diloco-steps 10") == (None, None, None)
     with pytest.raises(DamagedError, match=r"run\.json: .*outer.lr"):
         rates("--diloco-steps 10", diloco_outer_lr="a lot")
+
+
+# ---- format of weights between nodes ----
+
+
+def test_resumed_run_keeps_the_weight_format_of_its_checkpoint():
+    for argv, saved, kept in [
+        ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "lossless"}, "lossless"),
+        ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "none"}, "none"),
+        ("--bf16 --zeropp --zero-weight-delta auto", {"zeropp": True, "zero_weight_delta": "none"}, "none"),
+        ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": None}, "none"),  # before auto existed
+        ("--bf16 --zeropp", {"zeropp": True}, "none"),  # before --zero-weight-delta existed
+        # no format in the checkpoint: it had one node, or another scheme
+        ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "auto"}, "auto"),
+        ("--bf16 --zeropp", {"zeropp": False, "zero_weight_delta": "auto"}, "auto"),
+        # nothing to choose in this run
+        ("--bf16", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),
+        ("--zeropp", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),  # fp32
+        ("--bf16 --zeropp --zero-quantized-weights", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),
+        ("--bf16 --zeropp --zero-weight-delta none", {"zeropp": True, "zero_weight_delta": "lossless"}, "none"),
+        ("--bf16 --zeropp --zero-weight-delta lossless", {"zeropp": True}, "lossless"),
+    ]:
+        settled = settle(argv, take=with_resumed_weight_delta, **saved)
+        assert settled.config.zero.zero_weight_delta == kept, (argv, saved)
+        took = settled.origins.get("zero_weight_delta") == "checkpoint"
+        assert took == any("from which this run resumes" in line for line in settled.notices), (argv, saved)
+    with pytest.raises(DamagedError, match=r"run\.json: zero_weight_delta is 'some'"):
+        settle("--bf16 --zeropp", take=with_resumed_weight_delta, zeropp=True, zero_weight_delta="some")

@@ -61,6 +61,11 @@ REFUSED = """
 1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is not a number from 1 to 64
 1 | --lr -1 --min-lr 1e-4 | --lr -1.0 is negative
 1 | --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not valid; expected two of 4, 8 and 16
+2 | --zero-weight-delta auto | --zero-weight-delta auto chooses the format in which --zeropp sends weights: add --zeropp
+2 | --zeropp --zero-weight-delta auto --zero-quantized-weights | auto and --zero-quantized-weights are both set
+2 | --zeropp --zero-weight-delta auto --no-zero-quantized-weights | auto and --no-zero-quantized-weights are both set
+2 | --zeropp --zero-weight-delta auto --zero-weight-bits 8 | auto and --zero-weight-bits 8 are both set
+2 | --zeropp --zero-weight-delta auto --zero-hpz-partition-size 1 | auto and --zero-hpz-partition-size 1 are both
 1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)
 1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam
@@ -94,6 +99,9 @@ def test_plan_holds_layout_batches_schedule_wire_formats_and_notices():
     assert plan.batches.num_micro_batches_at(0) == 4
     assert plan.schedule.learning_rate(3 * 32) == 1e-3
     assert plan.notices == ()
+    (note,) = [line for line in check("--zeropp", nodes=2, ranks_per_node=2).notices if "--zero-weight-delta" in line]
+    assert note.startswith("--zero-weight-delta auto: weights cross nodes as int8 blocks, because with float32 compute")
+    assert "--zero-weight-delta" not in str(check("--zeropp", ranks_per_node=4).notices)
     plan = check("--zeropp", nodes=2, ranks_per_node=2)
     assert plan.wire == plan_comm(ZeroConfig(zeropp=True), plan.layout, torch.float32) != CommPlan()
     cluster = Cluster(num_nodes=2, ranks_per_node=2, notices=("hosts: a, b",))

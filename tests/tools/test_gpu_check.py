@@ -10,7 +10,7 @@ import gpu_check_workers
 import pytest
 import torch
 from gpu_check import Part
-from gpu_check_parts import FLOAT8, OVERLAP_OFF, Check, on_two_nodes, train
+from gpu_check_parts import FLOAT8, INT8, OVERLAP_OFF, Check, on_two_nodes, train
 from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program
 
@@ -206,7 +206,7 @@ def test_kernel_save_and_generation_parts_report_their_rows(forking_check):
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "same"), [("gpu_check_workers streams", True), ("helpers.broken_overlap", False)])
 def test_disturbances_change_results_only_if_a_wait_is_missing(forking_check, program, same):
-    ways = [f"{way} --num-layers 2" for way in (OVERLAP_OFF, "--zeropp --disturbed")]
+    ways = [f"{way} --num-layers 2" for way in (OVERLAP_OFF, f"{INT8} --disturbed")]
     off, on = on_two_nodes(forking_check, f"-m {program}", ways)
     assert len(off) == len(on) == 4
     equal = [(a["lm_loss"], a["grad_norm"]) == (b["lm_loss"], b["grad_norm"]) for a, b in zip(off, on, strict=True)]

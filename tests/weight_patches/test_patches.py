@@ -75,7 +75,7 @@ def test_patches_after_an_anchor_rebuild_weights_bit_for_bit(world, case, tmp_pa
 def test_unsupported_weights_are_rejected_by_flag():
     rows = [
         ("", "--save-weight-patches needs --bf16 or --fp16"),
-        ("--bf16 --zeropp", "--zero-weight-delta lossless"),
+        ("--bf16 --zeropp --zero-weight-delta none", "--zero-weight-delta lossless"),
         ("--bf16 --diloco-steps 2", "--diloco-steps 2"),
         ("--bf16 --swiglu", "--swiglu"),
     ]

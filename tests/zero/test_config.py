@@ -29,6 +29,7 @@ def test_each_zeropp_switch_can_be_set_or_unset_alone():
     for flags, gather, reduce in [
         ({}, None, None),
         ({"zeropp": True}, GatherPlan(WEIGHTS, True), quantized),
+        ({"zeropp": True, "zero_weight_delta": "none"}, GatherPlan(WEIGHTS, True), quantized),
         ({"zeropp": True, "zero_quantized_weights": False}, GatherPlan(None, True), quantized),
         ({"zeropp": True, "zero_weight_bits": 16}, GatherPlan(None, True), quantized),
         ({"zeropp": True, "zero_weight_bits": (8,)}, GatherPlan(WEIGHTS, True), quantized),
@@ -45,6 +46,27 @@ def test_each_zeropp_switch_can_be_set_or_unset_alone():
     ]:
         found = plan(**flags)
         assert (found.gather, found.reduce, found.notices) == (gather, reduce, ()), flags
+
+
+def test_weight_delta_auto_takes_the_choice_unless_a_flag_sets_the_format():
+    cases: list[Any] = [
+        ({"zeropp": True}, True),
+        ({"zeropp": True, "zero_hpz_partition_size": "4"}, True),
+        ({}, False),
+        ({"zero_hpz_partition_size": "auto"}, False),
+        ({"zeropp": True, "zero_hpz_partition_size": "1"}, False),
+        ({"zeropp": True, "zero_quantized_weights": True}, False),
+        ({"zeropp": True, "zero_weight_bits": 8}, False),
+        ({"zeropp": True, "zero_weight_delta": "none"}, False),
+    ]
+    for flags, chooses in cases:
+        config = ZeroConfig(**flags)
+        found = [plan_comm(config, layout_of(), torch.bfloat16, lossless=lossless).gather for lossless in (False, True)]
+        assert config.chooses_weight_delta == chooses, flags
+        if chooses:
+            assert found == [GatherPlan(WEIGHTS, True), GatherPlan(None, True, True)], flags
+        else:
+            assert found[0] == found[1], flags
 
 
 def test_impossible_zero_flags_are_rejected_by_name():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.ranks import ranks
-from helpers.tiers import chosen
+from helpers.tiers import chosen, slow
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +22,7 @@ from megazpp.parallel.dims import ParallelConfig, ParallelDims, plan_dims
 from megazpp.tensor_parallel.parameters import initialize_parameters_, partial_parameters, sum_partial_gradients_
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import ModelSpec, build_model
-from megazpp.zero.config import ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
 VOCAB, SEQ, BATCH, STEPS = 61, 8, 16, 3
 TWO_HOPS = {"zeropp": True, "zero_weight_bits": 16, "zero_gradient_bits": (16, 16), "zero_error_feedback": False}
@@ -134,13 +134,20 @@ def full(x: torch.Tensor) -> torch.Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
-def build(config: GPTConfig, nodes: int, zero: ZeroConfig, **parallel: Any) -> Any:
+def build(config: GPTConfig, nodes: int, zero: ZeroConfig, bf16: bool = False, **parallel: Any) -> Any:
     size = torch.distributed.get_world_size()
     degrees = ParallelConfig(**parallel)
     layout = plan_dims(degrees, Cluster(num_nodes=nodes, ranks_per_node=size // nodes), zero_stage=zero.stage)
     dims = ParallelDims(layout, device_type="cpu")
     sequence_parallel = degrees.sequence_parallel
-    spec = ModelSpec(config=config, vocab_size=VOCAB, sequence_parallel=sequence_parallel, zero=zero, seed=7)
+    spec = ModelSpec(
+        config=config,
+        vocab_size=VOCAB,
+        sequence_parallel=sequence_parallel,
+        zero=zero,
+        precision=PrecisionConfig(bf16=bf16),
+        seed=7,
+    )
     return *build_model(spec, dims, torch.device("cpu")), dims
 
 
@@ -255,6 +262,19 @@ def test_bytes_between_nodes_do_not_depend_on_expert_parallelism():
     crossed = {ep: ranks(4).run(compare, {}, 2, TWO_HOPS, {"expert_model_parallel_size": ep}) for ep in (1, 2)}
     assert crossed[1] == crossed[2]
     assert min(crossed[1]) > 0
+
+
+def lossless_and_16_bits(parallel: dict[str, Any]) -> list[tuple[Any, int]]:
+    """Train in bf16 with lossless deltas, and with whole 16-bit weights between nodes."""
+    formats: list[dict[str, Any]] = [{"zero_weight_bits": None, "zero_weight_delta": "lossless"}, {}]
+    return [train(model_config(), 2, TWO_HOPS | other, {"bf16": True} | parallel) for other in formats]
+
+
+@pytest.mark.parametrize("ep", [2, slow(1)])
+def test_lossless_deltas_of_experts_train_as_whole_16_bit_weights(ep):
+    """Losses, norms, gradients and weights are bit-identical, so the router's choices are the same."""
+    for (lossless, _), (whole, _) in ranks(4).run(lossless_and_16_bits, {"expert_model_parallel_size": ep}):
+        torch.testing.assert_close(lossless, whole, rtol=0.0, atol=0.0)
 
 
 def noisy_choices(kept: bool) -> list[dict[str, torch.Tensor]]:

@@ -46,6 +46,7 @@ LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL, "flags")
 NO_OVERLAP, ISLANDS = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
+INT8 = "--zeropp --zero-weight-delta none"  # without the flag, bf16 weights would cross nodes as lossless deltas
 VARIANTS = {  # flags of pretrain_gpt.py; DiLoCo's replica groups are nodes, and momentum gives the most state
     "zero3": "",
     "zero3-overlap": "--overlap-param-gather --overlap-grad-reduce",
@@ -53,8 +54,8 @@ VARIANTS = {  # flags of pretrain_gpt.py; DiLoCo's replica groups are nodes, and
     "qwz": "--zero-quantized-weights",
     "hpz": "--zero-hpz-partition-size auto",
     "qgz": "--zero-quantized-gradients",
-    "zeropp": f"--zeropp {NO_OVERLAP}",
-    "zeropp-overlap": "--zeropp",
+    "zeropp": f"{INT8} {NO_OVERLAP}",
+    "zeropp-overlap": INT8,
     "lossless": "--zeropp --zero-weight-delta lossless",
     "diloco-10": f"{ISLANDS} 10",
     "diloco-10-delay": f"{ISLANDS} 10 --diloco-fragment-sync-delay 2",

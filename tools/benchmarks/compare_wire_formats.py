@@ -25,6 +25,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
 LAST_STEPS = 50  # number of steps at the end of training whose losses are averaged
 
 LOCAL_STEPS = "--diloco-steps 10 --diloco-outer-momentum 0.9 --diloco-outer-lr"
+INT8 = "--zeropp --zero-weight-delta none"  # without the flag, 16-bit weights would cross nodes as lossless deltas
 VARIANTS = {
     "ZeRO-3": "",
     "+qwZ": "--zero-quantized-weights",
@@ -34,7 +35,7 @@ VARIANTS = {
     "+qgZ 8/4, no error feedback": "--zero-quantized-gradients --no-zero-error-feedback",
     "+qgZ 8/4, errors fed back whole": "--zero-quantized-gradients --zero-error-feedback-beta 0",
     "+qgZ 4/4": "--zero-quantized-gradients --zero-gradient-bits 4 4",
-    "all (--zeropp)": "--zeropp",
+    "all (--zeropp)": INT8,
     "--zeropp, 16-bit weights": "--zeropp --zero-weight-bits 16",
     "--zeropp, 8/8 gradients": "--zeropp --zero-gradient-bits 8 8",
     "--zeropp, lossless": "--zeropp --zero-weight-delta lossless",
@@ -48,7 +49,7 @@ VARIANTS = {
     "Muon, whole": "--optimizer muon --emulate-nodes 1",
     "Muon, 2 nodes": "--optimizer muon",
     "Muon, 2 nodes, P = 5": "--optimizer muon --muon-full-interval 5",
-    "Muon, 2 nodes, --zeropp": "--optimizer muon --zeropp",
+    "Muon, 2 nodes, --zeropp": f"--optimizer muon {INT8}",
     "Muon, 4 nodes": "--optimizer muon --nproc 4 --emulate-nodes 4",
     "Muon, 4 nodes, P = 5": "--optimizer muon --nproc 4 --emulate-nodes 4 --muon-full-interval 5",
 }
