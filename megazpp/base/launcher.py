@@ -33,14 +33,8 @@ from typing import NamedTuple
 
 LOOPBACK = "127.0.0.1"
 _RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE")  # may be set without a number of ranks
-_JOB_IDS = (
-    "PMIX_NAMESPACE",
-    "FLUX_JOB_ID",
-    "PALS_APID",
-    "SLURM_JOB_ID",
-    "PBS_JOBID",
-    "LSB_JOBID",
-)  # equal on all ranks
+# Variables with the id of the job, which is equal on all ranks.
+_JOB_IDS = ("PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 class Launched(NamedTuple):

@@ -105,9 +105,15 @@ def convert(config: ConvertConfig, tokenizer: TokenizerConfig, say: Callable[[st
         model = with_adapter(model, adapter)
     if record is None:
         return bring_in(model, target, tokenizer, say)
-    if merges:
-        return rewrite(source, target, model, record, tokenizer, say)
-    return export(source, target, model, record, tokenizer, say, keep_adapters=config.keep_adapters)
+    if not merges:
+        return export(source, target, model, record, tokenizer, say, keep_adapters=config.keep_adapters)
+    # ---- a checkpoint with merged adapters, and without training state
+    own, flags = open_tokenizer(source, record, tokenizer, say), record.flags | {"lora_r": None, IMPORTED_FROM: None}
+    record = dataclasses.replace(record, scaler={}, groups=[], guard={}, layout={}, tokenizer_folder=None)
+    record = dataclasses.replace(record, flags=flags, vocab_size=model.rows, has_optimizer=False, has_rng=False)
+    with whole_folder(target) as unfinished:
+        write_weights(unfinished, model, record, {} if own is None else own.files)
+    return f"{target} holds the model as iteration {record.progress.iteration}{_described(model)}"
 
 
 _NAMES = {
@@ -184,24 +190,6 @@ def _inside(name: str, value: Any, rows: int, say: Callable[[str], None]) -> Any
         return value
     say(f"note: {name} {value} is left out of config.json, because it is beyond the {rows} rows of the embedding")
     return kept or None if isinstance(value, list) else None
-
-
-def rewrite(
-    source: Path,
-    target: Path,
-    model: Model,
-    record: CheckpointMetadata,
-    given: TokenizerConfig,
-    say: Callable[[str], None],
-) -> str:
-    """Write our checkpoint as a checkpoint with merged adapters and without training state; return a line about it."""
-    tokenizer = open_tokenizer(source, record, given, say)
-    new = dataclasses.replace(record, scaler={}, groups=[], guard={}, layout={}, tokenizer_folder=None)
-    new = dataclasses.replace(new, vocab_size=model.rows, has_optimizer=False, has_rng=False)
-    new = dataclasses.replace(new, flags=record.flags | {"lora_r": None, IMPORTED_FROM: None})
-    with whole_folder(target) as folder:
-        write_weights(folder, model, new, {} if tokenizer is None else tokenizer.files)
-    return f"{target} holds the model as iteration {record.progress.iteration}{_described(model)}"
 
 
 def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[str], None]) -> str:

@@ -35,10 +35,8 @@ class Gpt2:
     """GPT-2, with the methods of `llama.Relative`."""
 
     model_type, class_name, fused, predicts = "gpt2", "GPT2LMHeadModel", False, False
-    prefix, buffers = (
-        "transformer.",
-        re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
-    )  # masks in old files
+    prefix = "transformer."
+    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")  # masks in old files
 
     def read(self, settings: Settings) -> dict[str, Any]:
         """Return fields of GPTConfig; see `llama.Relative.read`."""

@@ -73,8 +73,15 @@ def open_model(folder: Path) -> Model:
     rows = settings.count("vocab_size")
     shapes = model_shapes(config, rows, settings.where, num_tensors=len(tensors), scalar_head=scores)
     pieces = _pieces(architecture, config, scores=scores)
-    if config.tied:
-        _drop_tied_copy(tensors, pieces[WORDS].theirs[0], str(folder))
+    if config.tied and (copy := tensors.pop("lm_head.weight", None)) is not None:
+        # Some files hold a copy. One that differs is refused, because versions of transformers treat it differently.
+        words = pieces[WORDS].theirs[0]
+        original = tensors.get(words, copy)
+        if copy.shape != original.shape or not torch.equal(copy.read().float(), original.read().float()):
+            raise ValueError(
+                f"{folder}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
+                "write false into config.json to keep both, or remove lm_head.weight from the files"
+            )
     length = config.max_position_embeddings
     assert length is not None
     tensors = join_all(pieces, tensors, shapes, str(folder))
@@ -210,34 +217,13 @@ def _open_files(folder: Path, architecture: Architecture, explicit: str | None) 
         places = read_json(folder / file).get("weight_map")
         if not isinstance(places, dict):
             raise ValueError(f"{folder / file} has no weight_map of files")
-    found: dict[str, Deferred] = {}
+    found, known = dict[str, Deferred](), (architecture.prefix, "lm_head.", "score.")
     for part in sorted({*map(str, places.values())}):
         if Path(part).name != part or part in ("", ".", ".."):
             raise ValueError(f"{folder} names {part!r} as a file of weights, which is not a file of this folder")
-        found |= _open_weights(folder / part, architecture)
+        tensors = open_tensors(folder / part, lambda name: not architecture.buffers.fullmatch(name))
+        found |= {name if name.startswith(known) else known[0] + name: entry for name, entry in tensors.items()}
     return found
-
-
-def _open_weights(path: Path, architecture: Architecture) -> dict[str, Deferred]:
-    """Open a file's weights by the names that transformers' model gives them; buffers are left out."""
-    tensors = open_tensors(path, lambda name: not architecture.buffers.fullmatch(name))
-    known = (architecture.prefix, "lm_head.", "score.")
-    return {name if name.startswith(known) else architecture.prefix + name: entry for name, entry in tensors.items()}
-
-
-def _drop_tied_copy(tensors: dict[str, Deferred], words: str, where: str) -> None:
-    """Drop the copy of a tied matrix that some files hold.
-
-    A ValueError reports copies that differ, because versions of transformers treat them differently.
-    """
-    copy, original = tensors.pop("lm_head.weight", None), tensors.get(words)
-    if copy is None or original is None:
-        return
-    if copy.shape != original.shape or not torch.equal(copy.read().float(), original.read().float()):
-        raise ValueError(
-            f"{where}: tie_word_embeddings is true, but lm_head.weight is not {words}; "
-            "write false into config.json to keep both, or remove lm_head.weight from the files"
-        )
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -34,16 +34,7 @@ import torch
 
 from megazpp.checkpoint.folder import TRACKER, read_tracker
 from megazpp.checkpoint.metadata import TrainingProgress
-from megazpp.convert.model import (
-    OUTPUT,
-    WORDS,
-    Deferred,
-    Model,
-    check_tensors,
-    checked_model,
-    fuse_qkv,
-    model_config,
-)
+from megazpp.convert.model import OUTPUT, WORDS, Deferred, Model, check_tensors, checked_model, fuse_qkv, model_config
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
@@ -106,7 +97,11 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     if version not in (0, 1.0, 2.0, 3.0):
         raise ValueError(f"{where}: checkpoint_version {version!r} is not known (0, 1.0, 2.0, 3.0)")
     settings = Settings(vars(arguments), f"{where}: args")
-    _check_ranks(settings, len(ranks))
+    if settings.count("pipeline_model_parallel_size", 1) > 1:
+        raise ValueError(f"{settings.where}: pipeline_model_parallel_size is not 1, but only 1 can be converted")
+    name = "tensor_model_parallel_size" if "tensor_model_parallel_size" in settings else "model_parallel_size"
+    if settings.count(name, len(ranks)) != len(ranks):
+        raise ValueError(f"{settings.where}: {name} is {settings.count(name)}, but there are {len(ranks)} ranks")
     config = model_config(_read_config(settings), where)
     # ---- tensors
     parts = [our_tensors(rank["model"], str(file)) for rank, file in zip(ranks, files, strict=True)]
@@ -169,14 +164,6 @@ def _rank_files(checkpoint: Path) -> list[Path]:
         if not found:
             raise ValueError(f"{folder / FILES[0]} is missing")
     return [found[0] for found in files]
-
-
-def _check_ranks(settings: Settings, found: int) -> None:
-    if settings.count("pipeline_model_parallel_size", 1) > 1:
-        raise ValueError(f"{settings.where}: pipeline_model_parallel_size is not 1, but only 1 can be converted")
-    name = "tensor_model_parallel_size" if "tensor_model_parallel_size" in settings else "model_parallel_size"
-    if settings.count(name, found) != found:
-        raise ValueError(f"{settings.where}: {name} is {settings.count(name)}, but there are {found} ranks")
 
 
 def _read_config(settings: Settings) -> dict[str, Any]:

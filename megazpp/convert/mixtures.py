@@ -70,7 +70,11 @@ class Mixture(Relative):
             found["moe_shared_expert_intermediate_size"] = settings.count("shared_expert_intermediate_size")
             found["moe_shared_expert_gate"] = True
         if self.sparse:
-            found["moe_layer_freq"] = self._read_layer_freq(settings, layers)
+            step, without = settings.count(_SPARSE[0], 1), settings.values.get(_SPARSE[1]) or []
+            if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
+                raise ValueError(f"{settings.where}: {_SPARSE[1]} {without!r} is not a list of layers")
+            marks = [int(layer not in without and (layer + 1) % step == 0) for layer in range(layers)]
+            found["moe_layer_freq"] = "1" if all(marks) else str(marks).replace(" ", "")
         return found
 
     def write(self, config: GPTConfig) -> dict[str, Any]:
@@ -109,14 +113,6 @@ class Mixture(Relative):
             if config.moe_shared_expert_gate:
                 found[f"{ours}.shared_gate.weight"] = same(f"{theirs}.shared_expert_gate.weight")
         return found
-
-    def _read_layer_freq(self, settings: Settings, layers: int) -> str:
-        """Return the layers that have experts, in the format of --moe-layer-freq."""
-        step, without = settings.count(_SPARSE[0], 1), settings.values.get(_SPARSE[1]) or []
-        if not isinstance(without, list) or any(not isinstance(layer, int) for layer in without):
-            raise ValueError(f"{settings.where}: {_SPARSE[1]} {without!r} is not a list of layers")
-        marks = [int(layer not in without and (layer + 1) % step == 0) for layer in range(layers)]
-        return "1" if all(marks) else str(marks).replace(" ", "")
 
 
 def _experts(names: Sequence[str], *, transposed: bool) -> ForeignTensors:

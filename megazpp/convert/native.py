@@ -92,8 +92,15 @@ def open_tokenizer(
         adds = bool(record.adds_special_tokens)
         found = read_tokenizer(folder, record.tokenizer_folder)
         tokenizer = load_tokenizer(dataclasses.replace(found, add_special_tokens=adds, eos_token=given.eos_token))
-    else:
-        tokenizer = _remade_tokenizer(record, say)
+    else:  # load or train the tokenizer that the flags of the run describe
+        saved: dict[str, Any] = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
+        config = TokenizerConfig(**saved | {"add_special_tokens": bool(record.adds_special_tokens)})
+        texts, mock = tuple(record.flags.get("text_path") or ()), bool(record.flags.get("mock_data"))
+        cache = record.flags.get("data_cache_path")
+        known, tokenizer = names_tokenizer(config) or texts or mock, None
+        if known:
+            data = DataConfig(text_path=texts, mock_data=mock, data_cache_path=cache)
+            tokenizer = build_tokenizer(config, data, log=say)
     if tokenizer is None:
         say("note: the checkpoint comes without a tokenizer; --tokenizer-model adds it to the output")
     elif record.tokenizer in (None, tokenizer.identity):
@@ -117,18 +124,3 @@ def write_weights(folder: Path, model: Model, record: CheckpointMetadata, tokeni
 
     folders, axis = CheckpointFolder(folder, "--output"), MeshAxis("checkpoint")
     return write_checkpoint(record, meta, folders, axis, read=read, tokenizer=tokenizer)
-
-
-def _remade_tokenizer(record: CheckpointMetadata, say: Callable[[str], None]) -> Tokenizer | None:
-    """Load or train the tokenizer that the flags of a checkpoint describe, if it has no tokenizer files."""
-    saved: dict[str, Any] = {f.name: record.flags.get(f.name) for f in dataclasses.fields(TokenizerConfig)}
-    saved["add_special_tokens"] = bool(saved["add_special_tokens"])
-    config, texts = TokenizerConfig(**saved), record.flags.get("text_path") or ()
-    if not (names_tokenizer(config) or texts or record.flags.get("mock_data")):
-        return None
-    data = DataConfig(
-        text_path=tuple(texts),
-        mock_data=bool(record.flags.get("mock_data")),
-        data_cache_path=record.flags.get("data_cache_path"),
-    )
-    return build_tokenizer(config, data, log=say)

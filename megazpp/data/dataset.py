@@ -55,10 +55,7 @@ class DataConfig:
         (), "prefixes of .bin/.idx files, with weights to blend: 0.3 A 0.7 B", nargs="*", common=True
     )
     text_path: tuple[str, ...] = flag(
-        (),
-        "text or JSON lines files to tokenize, or builtin:moby_dick",
-        nargs="*",
-        common=True,
+        (), "text or JSON lines files to tokenize, or builtin:moby_dick", nargs="*", common=True
     )
     train_data_path: tuple[str, ...] = flag((), "as --data-path, for training only", nargs="*")
     valid_data_path: tuple[str, ...] = flag((), "as --data-path, for validation only", nargs="*")
@@ -229,11 +226,20 @@ def build_datasets(
     check_eod(**batch_options(config, tokenizer))
     assert config.seq_length is not None
     paths, bounds = _paths_by_use(config), parse_split(config.split)
+    weights: tuple[float, ...] | None = None
     if any(paths.values()):
         opened = [open_sources(values, flag_name=name) for name, values in paths.items()]
         bounds = Splits((0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
-    else:
-        sources, weights = _open_shared(config, tokenizer, log)
+    else:  # --split divides the sources among the uses
+        if config.mock_data:
+            sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
+            sources = [DataSource(sequences, "mock data", None)]
+        elif config.text_path:
+            files = resolve_text_paths(config.text_path)
+            prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(config), log=log)
+            sources = [indexed_source(prefix, "--text-path")._replace(name=" ".join(config.text_path))]
+        else:
+            sources, weights = open_sources(config.data_path, flag_name="--data-path")
         sources = fit_for_split(sources, bounds)
         opened = [(sources, weights)] * len(bounds)
         for source in sources:
@@ -301,20 +307,6 @@ def unigram_entropy(dataset: Samples, vocab_size: int) -> float:
 def cache_dir(config: DataConfig) -> Path:
     """Return the folder of --data-cache-path, or its default."""
     return cache_folder() if config.data_cache_path is None else Path(config.data_cache_path).expanduser()
-
-
-def _open_shared(
-    config: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None]
-) -> tuple[list[DataSource], tuple[float, ...] | None]:
-    """Open the sources that --split divides among the uses; return them with the weights of --data-path, if any."""
-    if config.mock_data:
-        sequences = MockSequences(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
-        return [DataSource(sequences, "mock data", None)], None
-    if config.text_path:
-        files = resolve_text_paths(config.text_path)
-        prefix = cached_indexed_dataset(files, tokenizer, cache_dir=cache_dir(config), log=log)
-        return [indexed_source(prefix, "--text-path")._replace(name=" ".join(config.text_path))], None
-    return open_sources(config.data_path, flag_name="--data-path")
 
 
 def _paths_by_use(config: DataConfig) -> dict[str, tuple[str, ...]]:

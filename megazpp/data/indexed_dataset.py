@@ -235,22 +235,21 @@ class IndexedDatasetBuilder:
 
     def finalize(self) -> None:
         """Write the index, sync both files to disk, and rename them."""
-        sync(self._file)
-        write_synced(self._unfinished_idx, self._index_bytes())
-        self._idx_path.unlink(missing_ok=True)  # a reader must never open the new .bin with the old .idx
-        os.replace(self._unfinished_bin, self._bin_path)
-        os.replace(self._unfinished_idx, self._idx_path)
-        sync_directory(self._idx_path.parent)
-        self._file.close()  # closing earlier would let others claim the unfinished file
-
-    def _index_bytes(self) -> bytes:
+        # the index
         sizes = np.asarray(self._lengths, dtype="<i4")
         pointers = np.zeros(len(sizes), dtype="<i8")
         np.cumsum(sizes[:-1], dtype="<i8", out=pointers[1:])
         pointers *= self._dtype.itemsize
         documents = np.asarray(self._document_indices, dtype="<i8")
         header = _HEADER.pack(_MAGIC, 1, _CODES[self._dtype], len(sizes), len(documents))
-        return header + sizes.tobytes() + pointers.tobytes() + documents.tobytes()
+        # both files
+        sync(self._file)
+        write_synced(self._unfinished_idx, header + sizes.tobytes() + pointers.tobytes() + documents.tobytes())
+        self._idx_path.unlink(missing_ok=True)  # a reader must never open the new .bin with the old .idx
+        os.replace(self._unfinished_bin, self._bin_path)
+        os.replace(self._unfinished_idx, self._idx_path)
+        sync_directory(self._idx_path.parent)
+        self._file.close()  # closing earlier would let others claim the unfinished file
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self

@@ -99,8 +99,17 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         else:
             batches = [future.result() for future in self._ahead.pop(step, []) or self._submit(self._workers, step)]
         self.wait_seconds += time.perf_counter() - started
-        if self._workers is not None:
-            self._look_ahead(self._workers, step)
+        if self._workers is not None:  # submit the next steps, and cancel steps that were predicted wrongly
+            ahead: dict[_Step, list[Future[Any]]] = {}
+            for _ in range(_STEPS_AHEAD):
+                consumed, size = sum(step), step[1]
+                step = consumed, size if self._batch_size_at is None else self._batch_size_at(consumed)
+                if sum(step) > len(self._dataset):
+                    break
+                ahead[step] = self._ahead.pop(step, []) or self._submit(self._workers, step)
+            for future in itertools.chain.from_iterable(self._ahead.values()):
+                future.cancel()
+            self._ahead = ahead
         return [mapped(batch, lambda t: t.to(self._device, non_blocking=True)) for batch in batches]
 
     def close(self) -> None:
@@ -111,19 +120,6 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _look_ahead(self, workers: ThreadPoolExecutor, step: _Step) -> None:
-        """Submit the next steps to the threads, and cancel steps that were predicted wrongly."""
-        ahead: dict[_Step, list[Future[Any]]] = {}
-        for _ in range(_STEPS_AHEAD):
-            consumed, size = sum(step), step[1]
-            step = consumed, size if self._batch_size_at is None else self._batch_size_at(consumed)
-            if sum(step) > len(self._dataset):
-                break
-            ahead[step] = self._ahead.pop(step, []) or self._submit(workers, step)
-        for future in itertools.chain.from_iterable(self._ahead.values()):
-            future.cancel()
-        self._ahead = ahead
 
     def _submit(self, workers: ThreadPoolExecutor, step: _Step) -> list[Future[Any]]:
         return [workers.submit(self._build, first) for first in self._first_samples(step)]

@@ -34,12 +34,12 @@ from megazpp.data.tokenizer_folder import (
     VOCABULARY,
     TokenizerConfig,
     as_json,
+    fast,
     ids_of,
     names_tokenizer,
     open_folder,
     read_folder,
     read_settings,
-    with_default_description,
     with_eos,
 )
 
@@ -334,7 +334,9 @@ class HFTokenizer(Tokenizer):
     def __init__(
         self, files: Mapping[str, bytes], *, eos_token: str | None = None, add_special_tokens: bool = True
     ) -> None:
-        self.files = with_default_description(files)
+        self.files = dict(files)
+        if not {DESCRIPTION, CONFIG} & files.keys():  # nothing describes the class of the tokenizer
+            self.files |= as_json(DESCRIPTION, fast(None) if DEFINITION in files else MERGES_ALONE)
         self._theirs = open_folder(self.files)
         vocabulary: dict[str, int] = self._theirs.get_vocab()
         if eos_token is not None:

@@ -138,13 +138,6 @@ def as_json(name: str, values: Mapping[str, Any]) -> dict[str, bytes]:
     return {name: (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
-def with_default_description(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Add a tokenizer_config.json if no file describes the class of the tokenizer and its special tokens."""
-    if {DESCRIPTION, CONFIG} & files.keys():
-        return dict(files)
-    return {**files, **as_json(DESCRIPTION, fast(None) if DEFINITION in files else MERGES_ALONE)}
-
-
 def fast(eos: str | None) -> dict[str, Any]:
     """Return a tokenizer_config.json that sets the eos token and leaves all else to tokenizer.json."""
     return {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "clean_up_tokenization_spaces": False}

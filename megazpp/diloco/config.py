@@ -143,10 +143,6 @@ class DilocoPlan(NamedTuple):
         """
         return min(self.delay, self.steps // self.fragments)
 
-    def chosen_flags(self) -> dict[str, float]:
-        """Return the resolved values of the flags in RUN_DEPENDENT."""
-        return dict(zip(RUN_DEPENDENT, (self.outer_lr, self.outer_momentum), strict=True))
-
     def describe(self) -> str:
         """Return one line that describes the plan, for the log."""
         gradients, weights = (f"int{fmt.bits}" if fmt else "not quantized" for fmt in (self.gradients, self.weights))

@@ -46,7 +46,7 @@ class Diloco(Feature):
         if device.type == "cuda":  # the CPU's kernels are already compiled
             islands.compile_kernels(device)
         parts.states = island_parts(parts.states, islands, model, parts.values)
-        parts.flags |= plan.chosen_flags()
+        parts.flags |= {"diloco_outer_lr": plan.outer_lr, "diloco_outer_momentum": plan.outer_momentum}
         parts.guard.islands = True
         return Attached(
             synchronize=LocalSteps(islands, parts.objective, parts.guard, dims).after_step,

@@ -52,25 +52,22 @@ class LocalSteps:
         islands.count(self._objective.tokens)
         self._losses, self._steps = launched.loss + self._losses.to(launched.loss.device), self._steps + 1
         meets = last or islands.meets_at(iteration)
-        if meets and self._meet(launched):
-            return True
+        if meets:  # combine the decisions and losses of all groups
+            launched.check()
+            world = self._dims.world
+            known = torch.tensor([*self._guard.found, 0.0], dtype=torch.float64)
+            known[-1] = float(self._losses) / self._steps
+            failed, back, losses = world.all_reduce_(known.to(self._losses.device)).tolist()
+            launched.record.metrics = {**launched.record.metrics, INNER_LOSS: losses / world.size}
+            self._losses, self._steps = torch.zeros(()), 0
+            if self._guard.resolve(failed=failed > 0, back=back > 0):
+                return True  # all groups have reloaded a checkpoint
         with self._dims.timeline.span(COMPUTE, "synchronize"):
             if last:
                 islands.finish()
             else:
                 islands.after_step(iteration)
         return meets
-
-    def _meet(self, launched: LaunchedStep) -> bool:
-        """Combine decisions and losses of all replica groups; return True if all have reloaded a checkpoint."""
-        launched.check()
-        world = self._dims.world
-        known = torch.tensor([*self._guard.found, 0.0], dtype=torch.float64)
-        known[-1] = float(self._losses) / self._steps
-        failed, back, losses = world.all_reduce_(known.to(self._losses.device)).tolist()
-        launched.record.metrics = {**launched.record.metrics, INNER_LOSS: losses / world.size}
-        self._losses, self._steps = torch.zeros(()), 0
-        return self._guard.resolve(failed=failed > 0, back=back > 0)
 
 
 def check_island_holds(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:

@@ -54,7 +54,7 @@ class Drawing:
         batch, limit, counts = len(prompts), config.sample_tokens, [len(prompt) for prompt in prompts]
         longest = max(counts)
         device = model.embedding.word.weight.device  # frozen models have this tensor but no parameters
-        self._hooked = modules_with_hooks(model)
+        self._hooked = [each for each in model.modules() if each._forward_pre_hooks or each._forward_hooks]
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._prompts = torch.tensor(
             [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], dtype=torch.int64, device=device
@@ -160,8 +160,23 @@ class StepGraphs:
             key: value that is equal for steps with the same shapes and addresses.
             step: function that launches the step.
         """
+        # ---- capture the step if it comes for the second time; after a failure, warn and disable capturing
         if self.capture and key == self._last_key != self._graph_key:
-            self._capture(key, step)
+            try:
+                if self._stream is None:
+                    self._stream = torch.cuda.Stream()
+                self._graph = capture_graph(step, self._stream, memory_of=self._graph)
+            except RuntimeError as error:
+                self.drop()
+                self.capture = False
+                reason = str(error).partition("\n")[0]
+                warnings.warn(
+                    f"decoding runs eagerly, because its CUDA graph could not be captured: {reason}", stacklevel=2
+                )
+            else:
+                self._graph_key = key
+                self.captured += 1
+        # ---- replay its graph, or run it
         if self.capture and key == self._graph_key:
             assert self._graph is not None
             self._graph.replay()
@@ -173,23 +188,6 @@ class StepGraphs:
     def drop(self) -> None:
         """Free the graph and its memory."""
         self._graph = self._graph_key = self._last_key = None
-
-    def _capture(self, key: object, step: Callable[[], None]) -> None:
-        """Capture a step as a CUDA graph; after a failure, warn and disable capturing."""
-        try:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream()
-            self._graph = capture_graph(step, self._stream, memory_of=self._graph)
-        except RuntimeError as error:
-            self.drop()
-            self.capture = False
-            reason = str(error).partition("\n")[0]
-            warnings.warn(
-                f"decoding runs eagerly, because its CUDA graph could not be captured: {reason}", stacklevel=2
-            )
-        else:
-            self._graph_key = key
-            self.captured += 1
 
 
 def may_capture(model: GPTModel) -> bool:
@@ -225,11 +223,6 @@ def capture_graph(
         if collects:
             gc.enable()
     return graph
-
-
-def modules_with_hooks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that have hooks on their forward."""
-    return [module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks]
 
 
 @contextmanager

@@ -86,7 +86,10 @@ class Continuation:
             for name in self._tokenizer.specials if self._names else ():
                 self.text = self.text.replace(name, "")
         else:
-            self.text = text[: len(text) - self._uncertain(text)]
+            # Hold back the last characters, which may still change or turn out to begin a stop string.
+            known = text.rstrip(UNFINISHED)
+            begun = [n for stop in self._stop for n in range(1, len(stop)) if known.endswith(stop[:n])]
+            self.text = known[: len(known) - max(begun, default=0)]
         return self.over
 
     def finish(self) -> None:
@@ -97,13 +100,6 @@ class Continuation:
     def _decode(self) -> str:
         """Return the text of the new tokens."""
         return self._tokenizer.decode(self._tokens)[self._skip :]
-
-    def _uncertain(self, text: str) -> int:
-        """Count the last characters that may still change or turn out to begin a stop string."""
-        half = len(text) - len(text.rstrip(UNFINISHED))
-        text = text[: len(text) - half]
-        begun = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        return half + max(begun, default=0)
 
 
 class Stream:

@@ -41,8 +41,7 @@ class OptimizerConfig(MuonConfig):
         "matrices of the layers, AdamW for all other parameters)",
     )
     optimizer_backend: Literal["torch", "apex"] = flag(
-        "torch",
-        "library whose fused kernels the optimizer uses: torch, or apex (NVIDIA apex with its CUDA extensions)",
+        "torch", "library whose fused kernels the optimizer uses: torch, or apex (NVIDIA apex with its CUDA extensions)"
     )
     weight_decay: float = flag(
         0.01, "coefficient of weight decay, which does not apply to biases and one-dimensional parameters"
@@ -89,11 +88,10 @@ def build_optimizer(
     """
     if config.optimizer_backend == "apex":
         check_apex(device.type)
-    betas = (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "muon":
         assert orthogonalizer is not None, "--optimizer muon needs an orthogonalizer"
-        return Muon(dict(named_parameters), orthogonalizer, config, betas=betas, eps=config.adam_eps)
-    groups = parameter_groups(named_parameters, config.weight_decay)
+        return Muon(dict(named_parameters), orthogonalizer, config)
+    groups, betas = parameter_groups(named_parameters, config.weight_decay), (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=True)
     if config.optimizer_backend == "apex":
@@ -205,8 +203,6 @@ class Muon(torch.optim.Optimizer):
         named: all parameters by name.
         orthogonalizer: orthogonalization of the matrices; its `parameters` are those that Muon trains.
         config: flags of the optimizer.
-        betas: decay rates of AdamW's averages.
-        eps: constant in AdamW's denominator.
     """
 
     def __init__(
@@ -214,16 +210,14 @@ class Muon(torch.optim.Optimizer):
         named: dict[str, nn.Parameter],
         orthogonalizer: Orthogonalizer | JointOrthogonalizer,
         config: OptimizerConfig,
-        *,
-        betas: tuple[float, float],
-        eps: float,
     ) -> None:
         names = [matrix.name for matrix in orthogonalizer.parameters]
         groups = parameter_groups([(name, named[name]) for name in names], config.weight_decay)
         rest = [(name, parameter) for name, parameter in named.items() if name not in names]
         for group in parameter_groups(rest, config.weight_decay):
             groups.append(group | {"lr_mult": config.muon_adam_lr_multiple, "matrices": False})
-        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "fused": True, "matrices": True})
+        betas = (config.adam_beta1, config.adam_beta2)
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": config.adam_eps, "fused": True, "matrices": True})
         self._orthogonalizer, self._config = orthogonalizer, config
 
     @torch.no_grad()
@@ -252,11 +246,7 @@ class Muon(torch.optim.Optimizer):
                 _adamw_(group, self.state, grad_scale, found_inf)
 
     def _update_matrices_(
-        self,
-        group: dict[str, Any],
-        grad_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-        iteration: int,
+        self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
     ) -> None:
         """Update the matrices of `group` by Muon; see `step` for the other arguments."""
         # ---- momentum

@@ -326,9 +326,7 @@ def _all_reduce_in_graph(x: torch.Tensor, axis: str) -> None:
 
 _library = torch.library.Library("megazpp", "DEF")
 _all_reduce_operator = define_operator(
-    "all_reduce_(Tensor(a!) x, str axis) -> ()",
-    _all_reduce_in_graph,
-    lambda x, axis: None,
+    "all_reduce_(Tensor(a!) x, str axis) -> ()", _all_reduce_in_graph, lambda x, axis: None
 )
 _all_gather_operator = define_operator(
     "all_gather(Tensor x, str axis) -> Tensor",

@@ -153,8 +153,9 @@ def threads_on(device: torch.device, num_threads: int, name: str) -> ThreadPoolE
 
 def _report_once(error: BaseException, worker: Worker) -> int:
     """Print the error if this is the first rank to fail, and return the exit code."""
-    if _broke_in_a_collective(error):
-        time.sleep(REPORT_SECONDS)
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent):
+        time.sleep(REPORT_SECONDS)  # torch.distributed raised the error, most likely because another rank has ended
     try:
         first = worker.store.add(FAILURES.format(worker.restarts), 1) == 1
     except Exception:  # the process that hosts the store has ended, so another rank failed first
@@ -179,12 +180,6 @@ def _reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _broke_in_a_collective(error: BaseException) -> bool:
-    """Return True if torch.distributed raised the error, most likely because another rank has ended."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent)
 
 
 def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:

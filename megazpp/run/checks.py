@@ -147,9 +147,12 @@ def check_run_config(
         ValueError: flags are missing, contradict each other, or do not fit the cluster or the device. The message
             names the flags and their values.
     """
+    # ---- the core's flags
     _check_required(config)
     weight_delta = weight_delta or default_weight_delta(config.precision.param_dtype)
     layout, wire, notices = _check_apart(config, cluster, device_type, weight_delta)
+
+    # ---- batches and schedule
     batches = plan_batches(config.batches, data_parallel_size=layout.data).resumed_at(start)
     _check_observers(config, batches.total_iterations, cluster.world_size, device_type, start=start.iteration)
     schedule = build_schedule(
@@ -165,12 +168,9 @@ def check_run_config(
             f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
         )
-    return _with_features(config, RunPlan(layout, wire, batches, schedule, notices))
 
-
-def _with_features(config: RunConfig, plan: RunPlan) -> RunPlan:
-    """Return `plan` with the plans of all features; one ValueError reports the problems of all of them."""
-    problems, plans = list[str](), list[Any]()
+    # ---- optional features; one ValueError reports the problems of all of them
+    plan, problems, plans = RunPlan(layout, wire, batches, schedule, notices), list[str](), list[Any]()
     for feature in config.features:
         try:
             found = feature.check(config, plan)
@@ -180,8 +180,8 @@ def _with_features(config: RunConfig, plan: RunPlan) -> RunPlan:
             plans += [] if found is None else [found]
     if problems:
         raise ValueError("\n".join(problems))
-    notices = tuple(notice for found in plans for notice in found.notices)
-    return plan._replace(features=tuple(plans), notices=(*plan.notices, *notices))
+    notices += tuple(notice for found in plans for notice in found.notices)
+    return plan._replace(features=tuple(plans), notices=notices)
 
 
 def _check_apart(config: RunConfig, cluster: Cluster, device_type: str, weight_delta: WeightDelta) -> ModelPlan:

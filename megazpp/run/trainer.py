@@ -131,6 +131,7 @@ class Trainer:
         optimizer = build_optimizer(named, config.optimizer, run.device, orthogonalizer=matrices)
         scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
         losses, flags = LossHistory(), parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
+        rewinds = config.anomalies.loss_spike_action == "rewind"  # to the last checkpoint
         values = RunValues(optimizer, scaler, losses)
         states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         guard = Guard(
@@ -141,7 +142,7 @@ class Trainer:
             losses,
             dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
             verify_interval=config.verify.zero_verify_interval,
-            rewind=self._rewind if config.anomalies.loss_spike_action == "rewind" else None,
+            rewind=(lambda: self.checkpoints.rewind().iteration) if rewinds else None,
         )
 
         # ---- optional features
@@ -160,18 +161,32 @@ class Trainer:
         with user_errors():
             self.attached = [feature.attach(open_parts) for feature in config.features]
 
-        # ---- state and checkpoints
-        state = TrainState(model, sharding, values, [*open_parts.states, *parts.states])
+        # ---- metadata of checkpoints; `flags` has the value of every flag
         saves = config.checkpoint.save is not None or config.checkpoint.load is not None
         samples: dict[str, Any] = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data}
-        if saves and dims.world.rank == 0:  # only rank 0 writes the record and compares it on resume
+        if saves and dims.world.rank == 0:  # only rank 0 writes the metadata and compares it on resume
             samples |= parts.describe_samples()
-        record = self._record({**open_parts.flags, **parts.flags, SAMPLES: samples})
-        axis = open_axis(dims) if saves else dims.world
-        tokenizer_files = parts.tokenizer.files
-        self.checkpoints = Checkpoints(config.checkpoint, state, record, axis, run.log, tokenizer=tokenizer_files)
+        flags, tokenizer = {**open_parts.flags, **parts.flags, SAMPLES: samples}, parts.tokenizer
+        record = CheckpointMetadata(
+            progress=TrainingProgress(),
+            scaler={},
+            groups=[],
+            schedule=plan.schedule.state_dict(),
+            flags=found_from_anywhere(flags),
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=tokenizer.identity,
+            layout={name: dims.layout.axis_size(name) for name in dims.layout.coordinates},
+            run_dir=None if run.folder is None else str(run.folder.path.resolve()),
+            wandb_run_id=run.folder.wandb_run_id() if run.folder is not None and flags["wandb_project"] else None,
+            torch=torch.__version__,
+        )
 
-        # ---- step and its records
+        # ---- state and checkpoints
+        state = TrainState(model, sharding, values, [*open_parts.states, *parts.states])
+        axis = open_axis(dims) if saves else dims.world
+        self.checkpoints = Checkpoints(config.checkpoint, state, record, axis, run.log, tokenizer=tokenizer.files)
+
+        # ---- step
         self.step = TrainStep(
             model,
             sharding,
@@ -183,11 +198,25 @@ class Trainer:
             count_zeros=config.tracking.log_num_zeros_in_grad,
             objective=parts.objective,
         )
+
+        # ---- records: timers, metrics, and the meter of speed and remaining time
+        seq_length = config.data.seq_length
+        assert seq_length is not None
+        padded = config.model.padded_vocab_size(tokenizer.vocab_size, plan.layout.tp)
+        meter = Meter(
+            total_iterations=plan.batches.total_iterations,
+            total_samples=plan.batches.total_samples,
+            seq_length=seq_length,
+            world_size=plan.layout.cluster.world_size,
+            whole_samples=parts.whole_samples,
+            flops_per_token=model_flops_per_token(config.model, padded_vocab_size=padded, seq_length=seq_length),
+            peak_flops=peak_flops(device_name(run.device), config.precision.param_dtype),
+        )
         self.step_recorder = StepRecorder(config.timing, run, interval=config.tracking.log_interval)
         self.recorder = MetricsRecorder(
             config.tracking,
             run,
-            self._meter(),
+            meter,
             model=model,
             zero3=functools.partial(zero3_traffic, sharding.shard_elements, dims, config.precision),
             tracker=tracker,
@@ -293,40 +322,3 @@ class Trainer:
             for attached in self.attached:
                 contexts.enter_context(attached.evaluation_weights())
             yield
-
-    def _rewind(self) -> int:
-        """Reload weights and moments from the last checkpoint and return its iteration (--loss-spike-action rewind)."""
-        return self.checkpoints.rewind().iteration
-
-    def _record(self, flags: Mapping[str, Any]) -> CheckpointMetadata:
-        """Return the metadata that checkpoints store next to the tensors; `flags` has the value of every flag."""
-        run, tokenizer, folder = self.run, self.parts.tokenizer, self.run.folder
-        layout = run.dims.layout
-        return CheckpointMetadata(
-            progress=TrainingProgress(),
-            scaler={},
-            groups=[],
-            schedule=self.plan.schedule.state_dict(),
-            flags=found_from_anywhere(flags),
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer.identity,
-            layout={name: layout.axis_size(name) for name in layout.coordinates},
-            run_dir=None if folder is None else str(folder.path.resolve()),
-            wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
-            torch=torch.__version__,
-        )
-
-    def _meter(self) -> Meter:
-        """Return the meter that computes tokens per second, TFLOP/s and the remaining time from steps."""
-        model, plan, seq_length = self.config.model, self.plan, self.config.data.seq_length
-        assert seq_length is not None
-        padded = model.padded_vocab_size(self.parts.tokenizer.vocab_size, plan.layout.tp)
-        return Meter(
-            total_iterations=plan.batches.total_iterations,
-            total_samples=plan.batches.total_samples,
-            seq_length=seq_length,
-            world_size=plan.layout.cluster.world_size,
-            whole_samples=self.parts.whole_samples,
-            flops_per_token=model_flops_per_token(model, padded_vocab_size=padded, seq_length=seq_length),
-            peak_flops=peak_flops(device_name(self.run.device), self.config.precision.param_dtype),
-        )

@@ -19,9 +19,9 @@ import torch
 
 import megazpp
 from megazpp.base.flags import render_arguments_block
-from megazpp.base.program import GIGA, aligned, user_errors
+from megazpp.base.program import GIGA, UserError, aligned, user_errors
 from megazpp.checkpoint.metadata import CheckpointMetadata, TrainingProgress
-from megazpp.checkpoint.read import LoadSource, Resumed, start_of
+from megazpp.checkpoint.read import LoadSource, start_of
 from megazpp.data.dataset import cache_dir
 from megazpp.data.text import BUILTIN
 from megazpp.model.backends import find_product, model_backends
@@ -73,23 +73,47 @@ def run_training(
         if (cluster, cluster.notices) != (known, known.notices):  # the environment did not say which ranks share a node
             start = start_of(source, earlier)
             plan = check_run_config(config, cluster, device_type=worker.device.type, start=start)
-        find_product(parsed.config.model, worker.device)  # checks that the device supports --fp8-format
+        find_product(config.model, worker.device)  # checks that the device supports --fp8-format
         continued = earlier if source is not None and source.continues else None
         tracker = open_tracker(parsed, plan, worker, continued) if worker.rank == 0 else None
-    with tracker or contextlib.nullcontext(), StopConditions(parsed.config.stop, answers=worker.rank == 0) as stops:
-        # ---- build the run
-        run, plan = open_context(parsed, plan, worker, tracker)
+    with tracker or contextlib.nullcontext(), StopConditions(config.stop, answers=worker.rank == 0) as stops:
+        # ---- create the console, the process groups and the context that every part of the run uses
+        console, folder = Console(enabled=worker.rank == 0), tracker.folder if tracker else None
+        if folder is not None:
+            console.keep(folder.path / "log.txt")
+        dims = ParallelDims(plan.layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
+        seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
+        if config.cluster.measure_links:
+            links, lines = measure_links(dims, worker.device)
+            for line in lines:
+                console.log(line)
+            plan = plan.with_links(links)
+            if folder is not None:
+                folder.write("cluster.yaml", cluster_text(plan.layout.cluster))
+        run = RunContext(dims=dims, device=worker.device, console=console, folder=folder)
         with user_errors():
             plan = choose_weight_delta(parsed, plan, run, start_of(source, earlier))
-        parsed = _with_folder_to_save_to(parsed, run)
+
+        # ---- build the trainer
+        checkpoint = config.checkpoint
+        if checkpoint.save_to_run_dir and checkpoint.save is None:
+            save = dims.world.share_object(None if folder is None else str(folder.path / "checkpoints"))
+            checkpoint = dataclasses.replace(checkpoint, save=save)
+            parsed = parsed._replace(config=dataclasses.replace(config, checkpoint=checkpoint))
         introduce(run, parsed, plan)
         trainer = Trainer(build_parts, parsed, plan, run, tracker)
 
         # ---- load the checkpoint
         resumed = trainer.load(source)
         if resumed is not None:
-            with user_errors():
-                trainer.plan = resumed_plan(trainer.plan, resumed)
+            # With --load-fallback this may be an older checkpoint than the one for which `plan` was made.
+            planned, batches = plan.batches, plan.batches.resumed_at(resumed.progress)
+            if (batches.total_iterations, batches.total_samples) != (planned.total_iterations, planned.total_samples):
+                raise UserError(
+                    f"--load-fallback: {resumed.checkpoint} has another global batch size than the newer checkpoint "
+                    f"for which the data was prepared; --ckpt-step {resumed.progress.iteration} resumes from it"
+                )
+            trainer.plan = plan._replace(batches=batches)
         progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
         if tracker is not None and (progress.iteration > 0 or int(os.environ.get(RESTART_COUNT, "0")) > 0):
             tracker.resume(progress)
@@ -103,30 +127,11 @@ def run_training(
         # ---- report
         if source is not None and resumed is None:
             run.log(f"note: {source.folder.name} had no checkpoint; this run started from random weights")
-        if run.folder is not None:
-            run.log(f"records of this run: {run.folder.path}")
-            run.log(f"tokenizer and data indices: {cache_dir(parsed.config.data)}", short="")
+        if folder is not None:
+            run.log(f"records of this run: {folder.path}")
+            run.log(f"tokenizer and data indices: {cache_dir(config.data)}", short="")
             stopped = progress.stop_reason is not None
-            run.log(what_next(parsed, run.folder.path, stopped=stopped, generates=trainer.parts.generates))
-
-
-def resumed_plan(plan: RunPlan, resumed: Resumed) -> RunPlan:
-    """Return the plan of a run that resumes from the checkpoint that was loaded.
-
-    With --load-fallback this may be an older checkpoint than the one for which `plan` was made.
-
-    Raises:
-        ValueError: the batch sizes of the older checkpoint would make the run end elsewhere, so that the prepared data
-            does not fit.
-    """
-    planned, progress = plan.batches, resumed.progress
-    batches = planned.resumed_at(progress)
-    if (batches.total_iterations, batches.total_samples) != (planned.total_iterations, planned.total_samples):
-        raise ValueError(
-            f"--load-fallback: {resumed.checkpoint} has another global batch size than the newer checkpoint for which "
-            f"the data was prepared; --ckpt-step {progress.iteration} resumes from it"
-        )
-    return plan._replace(batches=batches)
+            run.log(what_next(parsed, folder.path, stopped=stopped, generates=trainer.parts.generates))
 
 
 def choose_weight_delta(parsed: ParsedRun, plan: RunPlan, run: RunContext, start: TrainingProgress) -> RunPlan:
@@ -157,16 +162,6 @@ def choose_weight_delta(parsed: ParsedRun, plan: RunPlan, run: RunContext, start
         choice = next((estimate for estimate in estimates if estimate is not None), None)
     choice = run.dims.world.share_object(choice)
     return check_run_config(config, cluster, device_type=device.type, start=start, weight_delta=choice)
-
-
-def _with_folder_to_save_to(parsed: ParsedRun, run: RunContext) -> ParsedRun:
-    """Return `parsed` in which --save is the subfolder "checkpoints" of the run folder, if --save-to-run-dir is set."""
-    checkpoint = parsed.config.checkpoint
-    if checkpoint.save is not None or not checkpoint.save_to_run_dir:
-        return parsed
-    save = run.dims.world.share_object(None if run.folder is None else str(run.folder.path / "checkpoints"))
-    checkpoint = dataclasses.replace(checkpoint, save=save)
-    return parsed._replace(config=dataclasses.replace(parsed.config, checkpoint=checkpoint))
 
 
 def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:
@@ -264,32 +259,3 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, worker: Worker, continued: Ch
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
     sinks = open_sinks(tracking, folder, parsed.values(), tags)
     return Tracker(tracking, folder, sinks, device=worker.device)
-
-
-def open_context(
-    parsed: ParsedRun, plan: RunPlan, worker: Worker, tracker: Tracker | None
-) -> tuple[RunContext, RunPlan]:
-    """Create the process groups, the console and the context that every part of the run uses.
-
-    Args:
-        parsed: command line of the run.
-        plan: plan of the run.
-        worker: this process.
-        tracker: writes the run's records; None on all ranks except rank 0.
-
-    Returns:
-        the context, and `plan` with the measured links if --measure-links is set.
-    """
-    config, console, folder = parsed.config, Console(enabled=worker.rank == 0), tracker.folder if tracker else None
-    if folder is not None:
-        console.keep(folder.path / "log.txt")
-    dims = ParallelDims(plan.layout, device_type=worker.device.type, nccl=config.nccl, timeout=worker.timeout)
-    seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
-    if config.cluster.measure_links:
-        links, lines = measure_links(dims, worker.device)
-        for line in lines:
-            console.log(line)
-        plan = plan.with_links(links)
-        if folder is not None:
-            folder.write("cluster.yaml", cluster_text(plan.layout.cluster))
-    return RunContext(dims=dims, device=worker.device, console=console, folder=folder), plan

@@ -64,15 +64,41 @@ def cluster_from_hosts(infos: Sequence[HostInfo]) -> Cluster:
             ranks; or a multi-node NVLink fabric includes only a part of a node. The message names the hosts and says
             which placement would work.
     """
+    # ---- nodes, which must have equally many ranks
     _check_gpus(infos)
     nodes = _group(range(len(infos)), lambda rank: _node(infos[rank]))
-    _check_equal_nodes(infos, nodes)
-    domains = _nvlink_domains(infos, nodes)
+    sizes = Counter(map(len, nodes))
+    if len(sizes) > 1:
+        usual = max(sizes, key=lambda size: (sizes[size], size))
+        listed = "; ".join(
+            f"{size} on {_spell(infos, [rank for node in nodes if len(node) == size for rank in node])}"
+            for size in sorted(sizes, reverse=True)
+        )
+        raise ValueError(
+            f"the hosts differ in their number of ranks: {listed}. Start {min(sizes)} on each of the {len(nodes)} "
+            f"hosts, or {usual} on each of {sizes[usual]} hosts"
+        )
+
+    # ---- domains: the groups of ranks that NVLink connects, or the nodes if it connects no ranks
+    keys: dict[int, Hashable] = {}
+    for node in nodes:
+        for rank, first in _joined(infos, node).items():
+            gpu = infos[rank].gpu
+            keys[rank] = gpu.fabric if gpu is not None and gpu.fabric else first
+    domains = _group(range(len(infos)), keys.__getitem__)
+    domains = nodes if all(len(domain) == 1 for domain in domains) else domains
     _check_domains(infos, nodes, domains)
+
+    # ---- order: domains by their first rank, and ranks inside a domain by PCI address or local rank
+    def place(rank: int) -> tuple[str, int, int]:
+        """Return the sort key of a rank."""
+        gpu = infos[rank].gpu
+        return (gpu.pci if gpu is not None else "", infos[rank].local_rank, rank)
+
     first_of_domain = {rank: domain[0] for domain in domains for rank in domain}
     nodes = sorted(nodes, key=lambda node: (min(first_of_domain[rank] for rank in node), node[0]))
-    domain_of = {rank: number for number, domain in enumerate(domains) for rank in domain}
-    order = tuple(rank for node in nodes for rank in _by_position(infos, node, domain_of))
+    parts = [part for node in nodes for part in _group(sorted(node, key=place), first_of_domain.__getitem__)]
+    order = tuple(rank for part in parts for rank in part)
     return Cluster(
         num_nodes=len(nodes),
         ranks_per_node=len(nodes[0]),
@@ -121,33 +147,6 @@ def _check_gpus(infos: Sequence[HostInfo]) -> None:
                 )
 
 
-def _check_equal_nodes(infos: Sequence[HostInfo], nodes: list[list[int]]) -> None:
-    """Raise a ValueError if the nodes differ in their number of ranks."""
-    sizes = Counter(map(len, nodes))
-    if len(sizes) == 1:
-        return
-    usual = max(sizes, key=lambda size: (sizes[size], size))
-    listed = "; ".join(
-        f"{size} on {_spell(infos, [rank for node in nodes if len(node) == size for rank in node])}"
-        for size in sorted(sizes, reverse=True)
-    )
-    raise ValueError(
-        f"the hosts differ in their number of ranks: {listed}. Start {min(sizes)} on each of the {len(nodes)} hosts, "
-        f"or {usual} on each of {sizes[usual]} hosts"
-    )
-
-
-def _nvlink_domains(infos: Sequence[HostInfo], nodes: list[list[int]]) -> list[list[int]]:
-    """Return the groups of ranks that NVLink connects, ordered by first rank; the nodes if NVLink connects no ranks."""
-    keys: dict[int, Hashable] = {}
-    for node in nodes:
-        for rank, first in _joined(infos, node).items():
-            gpu = infos[rank].gpu
-            keys[rank] = gpu.fabric if gpu is not None and gpu.fabric else first
-    domains = _group(range(len(infos)), keys.__getitem__)
-    return nodes if all(len(domain) == 1 for domain in domains) else domains
-
-
 def _joined(infos: Sequence[HostInfo], node: list[int]) -> dict[int, int]:
     """Map each rank of a node to the lowest rank of its NVLink group.
 
@@ -186,21 +185,6 @@ def _check_domains(infos: Sequence[HostInfo], nodes: list[list[int]], domains: l
                 f"ranks each, so it includes only a part of a host: {_spell(infos, domain)}. Only domains of whole "
                 f"hosts are supported. {OVERRIDE}"
             )
-
-
-def _by_position(infos: Sequence[HostInfo], node: list[int], domain_of: dict[int, int]) -> list[int]:
-    """Return the ranks of a node domain by domain.
-
-    Ranks inside a domain, and domains by their first rank, are sorted by PCI address or local rank.
-    """
-
-    def place(rank: int) -> tuple[str, int, int]:
-        """Return the sort key of a rank."""
-        gpu = infos[rank].gpu
-        return (gpu.pci if gpu is not None else "", infos[rank].local_rank, rank)
-
-    parts = _group(sorted(node, key=place), domain_of.__getitem__)
-    return [rank for part in parts for rank in part]
 
 
 def _spell(infos: Sequence[HostInfo], ranks: Sequence[int], most: int = 4) -> str:

@@ -39,11 +39,7 @@ from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind, nested_sizes
 AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "island")
 NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
 EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
-DATA_AXES = (
-    "shard",
-    "local",
-    "cross",
-)  # axes for weights and gradients: shard in one ring, local and cross in two hops
+DATA_AXES = ("shard", "local", "cross")  # for weights and gradients: shard in one ring, local and cross in two hops
 WIRES = ("tp", "local", "cross")  # classes of counted traffic; other axes count under one of these
 COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its replica group, outermost first
 CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
@@ -251,14 +247,7 @@ class Layout:
 
 
 def plan_layout(
-    cluster: Cluster,
-    *,
-    tp: int,
-    replicas: int,
-    islands: int = 1,
-    cp: int = 1,
-    cp_across: bool = False,
-    ep: int = 1,
+    cluster: Cluster, *, tp: int, replicas: int, islands: int = 1, cp: int = 1, cp_across: bool = False, ep: int = 1
 ) -> Layout:
     """Return the layout with the given parallel degrees on a cluster.
 

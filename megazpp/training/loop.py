@@ -127,7 +127,8 @@ def train(
         while not plan.is_complete(progress) and progress.stop_reason is None:
             iteration, batch_size = progress.iteration + 1, plan.batch_size_at(progress.consumed_samples)
             began, cpu_began, waited = time.perf_counter(), time.process_time(), loader.wait_seconds
-            # load the batch and launch the step
+
+            # ---- load the batch and launch the step
             with ExitStack() as around:
                 for observer in observers:
                     around.enter_context(observer(iteration))
@@ -145,7 +146,8 @@ def train(
                 final = plan.is_complete(after_it)
                 met = synchronize is None or synchronize(launched, iteration, final)
             collect_garbage(iteration)
-            # advance the progress, and decide whether to stop
+
+            # ---- advance the progress, and decide whether to stop
             micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
             progress = after_it._replace(
                 scheduled_samples=progress.scheduled_samples
@@ -157,7 +159,8 @@ def train(
             at_once = last or recorder.logs(iteration) or any(each.due(iteration, last=last) for each in after)
             if at_once:
                 launched.check()
-            # complete the record; if nothing needs the step's results now, they are recorded one step later
+
+            # ---- complete the record; if nothing needs the step's results now, they are recorded one step later
             record = launched.record
             record.consumed_samples, record.global_batch_size = progress.consumed_samples, batch_size
             record.tokens = None if recorder.meter.whole_samples else sum(batch.tokens.numel() for batch in batches)
@@ -169,7 +172,8 @@ def train(
             if at_once:
                 recorder.step(launched.wait(), last=last)
             before = None if at_once else launched
-            # save and evaluate
+
+            # ---- save and evaluate
             for each in after:
                 each.after_step(progress, last=last)
     recorder.run.console.stop_bar()

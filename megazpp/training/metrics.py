@@ -168,6 +168,8 @@ class Meter:
         left = datetime.timedelta(seconds=round(samples_left * seconds / samples))
         mfu = None if self.peak_flops is None else flops / self.peak_flops
         # the record for metrics.jsonl
+        consumed = {"consumed_tokens": last.consumed_samples * self.seq_length}
+        amount = consumed if self.whole_samples else {"tokens": tokens}
         fields = {
             "iteration": last.iteration,
             "lm_loss": loss,
@@ -175,11 +177,7 @@ class Meter:
             "max_grad_norm": max_norm,
             "learning_rate": last.learning_rate,
             "consumed_samples": last.consumed_samples,
-            **(
-                {"consumed_tokens": last.consumed_samples * self.seq_length}
-                if self.whole_samples
-                else {"tokens": tokens}
-            ),
+            **amount,
             "steps": count,
             "step_seconds": seconds / count,
             "tokens_per_second": speed,

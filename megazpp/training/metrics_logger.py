@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -89,34 +89,43 @@ class MetricsRecorder:
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a step; after a log interval or the `last` step, also write a log line."""
-        log = last or self.logs(record.iteration)
+        # ---- numbers that only a log line has
+        run, dims, log = self.run, self.run.dims, last or self.logs(record.iteration)
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT  # read before the norm below adds traffic
         if log and self.config.log_params_norm:
-            named, axes = self.model.named_parameters(), (self.run.dims.tp, self.run.dims.shard)
-            norm = global_parameter_norm(named, *axes, rows=existing_rows(self.model))
-            record.params_norm = float(norm)
+            named, axes = self.model.named_parameters(), (dims.tp, dims.shard)
+            record.params_norm = float(global_parameter_norm(named, *axes, rows=existing_rows(self.model)))
         if log:
-            with self.run.dims.counter.paused():
-                record.metrics = {**record.metrics, **router_metrics(self.model, self.run.dims.world.all_reduce_)}
+            with dims.counter.paused():
+                record.metrics = {**record.metrics, **router_metrics(self.model, dims.world.all_reduce_)}
+
+        # ---- the step
         self.meter.add(record)
         if not self.meter.whole_samples:
             self._uneven.append(record)
-            if log:
-                self._sum_tokens()
+        if log and self._uneven:  # sum each step's tokens over the data ranks, whose samples differ in length
+            with dims.counter.paused():
+                own = torch.tensor([step.tokens for step in self._uneven], dtype=torch.int64, device=run.device)
+                for step, tokens in zip(self._uneven, dims.sum_over_islands_(own).tolist(), strict=True):
+                    step.tokens = tokens
+            self._uneven = []
         self._note_spike(record)
-        self.run.console.advance(record.loss)
+        run.console.advance(record.loss)
         if self.tracker is not None:
             self.tracker.step(record)
-        if log:
-            self._log(record.iteration, sent)
+        if not log:
+            return
 
-    def _sum_tokens(self) -> None:
-        """Sum each step's tokens over the data ranks, whose samples differ in length: one all-reduce."""
-        dims, steps, self._uneven = self.run.dims, self._uneven, []
-        with dims.counter.paused():
-            own = torch.tensor([step.tokens for step in steps], dtype=torch.int64, device=self.run.device)
-            for step, tokens in zip(steps, dims.sum_over_islands_(own).tolist(), strict=True):
-                step.tokens = tokens
+        # ---- the log line of the interval, the timers, and the record of the interval
+        first, peak = self.last_interval is None, peak_memory_bytes(run.device)
+        interval = self.last_interval = self.meter.interval(sent, peak_memory_bytes=peak)
+        run.log(interval.line, short=interval.short_line)
+        if first and (line := memory_line(dims.world.rank, record.iteration, run.device)):
+            run.log(line)
+        if self.timers is not None and (times := self.timers.report_timers()):
+            run.log(times)
+        if self.tracker is not None:
+            self.tracker.interval(interval)
 
     def _note_spike(self, record: StepRecord) -> None:
         """Log a step whose gradient norm exceeds `SPIKE` times the median of the steps before it."""
@@ -201,18 +210,6 @@ class MetricsRecorder:
         self.run.log(closing_lines(summary, trained=self.last_interval is not None))
         if self.tracker is not None:
             self.tracker.summary(summary)
-
-    def _log(self, iteration: int, sent: Mapping[str, int]) -> None:
-        """Write the log line of an interval, and the timers, and record the interval."""
-        first, peak = self.last_interval is None, peak_memory_bytes(self.run.device)
-        interval = self.last_interval = self.meter.interval(sent, peak_memory_bytes=peak)
-        self.run.log(interval.line, short=interval.short_line)
-        if first and (line := memory_line(self.run.dims.world.rank, iteration, self.run.device)):
-            self.run.log(line)
-        if self.timers is not None and (times := self.timers.report_timers()):
-            self.run.log(times)
-        if self.tracker is not None:
-            self.tracker.interval(interval)
 
     def _sent_bytes_per_node(self) -> dict[str, int]:
         """Return the bytes sent since the last call, by wire: the sum over all ranks, divided by the number of nodes.

@@ -159,13 +159,9 @@ class Evaluator:
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self.model.embedding.word.weight.device)  # loss, tokens
         for batch in itertools.chain.from_iterable(steps):
-            totals += self._loss_and_tokens(batch)
+            totals += torch.stack((token_losses(self.model, batch).sum(), batch.loss_mask.sum()))
         loss, tokens = self.dims.sum_over_islands_(totals).tolist()
         return loss / tokens if tokens else math.nan
-
-    def _loss_and_tokens(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the sum of a micro-batch's losses and the number of its included tokens, [2]."""
-        return torch.stack((token_losses(self.model, batch).sum(), batch.loss_mask.sum()))
 
 
 class Score(NamedTuple):

@@ -42,8 +42,7 @@ class ProfilerConfig:
         (0,), "ranks that --profile and --record-memory-history record", nargs="+", metavar="RANK"
     )
     record_memory_history: bool = flag(
-        False,
-        f"record the last {MOST_ALLOCATIONS} CUDA allocations with their stacks for --memory-snapshot-path",
+        False, f"record the last {MOST_ALLOCATIONS} CUDA allocations with their stacks for --memory-snapshot-path"
     )
     memory_snapshot_path: str = flag(
         "snapshot.pickle",
@@ -97,7 +96,12 @@ class Profiler(AbstractContextManager["Profiler"]):
             return
         if self._profiles and self._trace is None:
             self._first = iteration  # a resumed run may start after --profile-step-start
-            self._start()
+            cuda = [ProfilerActivity.CUDA] if self._dims.timeline.device_type == "cuda" else []
+            # The threads of communication queues started before the profiler, which would ignore them by default.
+            threads = _ExperimentalConfig(profile_all_threads=True)
+            self._trace = profile(activities=[ProfilerActivity.CPU, *cuda], experimental_config=threads)
+            self._trace.start()
+            self._dims.timeline.attach(self)
         yield
         self._done, self._last = True, iteration
         if iteration == self._config.profile_step_end:
@@ -109,16 +113,6 @@ class Profiler(AbstractContextManager["Profiler"]):
     def span(self, track: str, name: str) -> AbstractContextManager[Any]:
         """Return a context manager that records a timeline span in the trace; the timeline calls it."""
         return record_function(f"{track} {name}")
-
-    def _start(self) -> None:
-        """Start torch's profiler and attach it to the timeline."""
-        activities = [ProfilerActivity.CPU]
-        if self._dims.timeline.device_type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        # The threads of communication queues started before the profiler, which would ignore them by default.
-        self._trace = profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True))
-        self._trace.start()
-        self._dims.timeline.attach(self)
 
     def _write_trace(self) -> None:
         """Stop torch's profiler and write its trace."""

@@ -89,14 +89,15 @@ class TrainStep:
         Raises:
             NotFiniteError: the guard ends the job, because of this step or of the previous one.
         """
-        # forward and backward of all micro-batches
+        # ---- forward and backward of all micro-batches
         self.model.train()
         self.sharding.begin_step(iteration)
         if self.guard is not None:
             self.guard.begin_step()
         local_losses, loss = self._forward_backward(micro_batches)
         named, axes, scale = list(self.model.named_parameters()), (self.dims.tp, self.dims.shard), self.scaler.scale
-        # gradient norm, and the previous step's check
+
+        # ---- gradient norm, and the previous step's check
         with self._span("norm"):
             sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
             norm = global_grad_norm(named, *axes, divisor=scale)
@@ -115,7 +116,8 @@ class TrainStep:
                 self._before.check()  # does not stall: these numbers are ready, and the device has work queued
             self._before = step
             found_inf = None if step.waits else (~(loss.isfinite() & norm.value.isfinite())).float()
-        # update or skip
+
+        # ---- update or skip
         taken = not step.skipped
         kept: torch.Tensor | float = 0.0  # factor by which the update scales gradients, and so their error feedback
         with self._span("optimizer"):
@@ -130,7 +132,8 @@ class TrainStep:
                 factor = float(taken) if found_inf is None else 1.0 - found_inf
                 update_expert_bias_(self._routers, self.dims.world.all_reduce_, factor=factor)
             self.optimizer.zero_grad(set_to_none=True)
-        # loss scale, error feedback and metrics
+
+        # ---- loss scale, error feedback and metrics
         self.scaler.update(found_inf=step.overflow)
         self.sharding.end_step(kept * (self.scaler.scale / scale), iteration=iteration)
         step.record.metrics = {**self._objective.metrics(), **self.sharding.metrics()}
@@ -159,6 +162,7 @@ class TrainStep:
         return self.dims.timeline.span(COMPUTE, name)
 
 
+@dataclass
 class LaunchedStep:
     """A step whose work is queued on the device; its results are read on request.
 
@@ -172,18 +176,15 @@ class LaunchedStep:
             not finite on the device.
     """
 
-    def __init__(
-        self,
-        record: StepRecord,
-        loss: torch.Tensor,
-        numbers: HostCopy,
-        guard: Guard | None,
-        evidence: Evidence | None,
-        *,
-        waits: bool,
-    ) -> None:
-        self.record, self.loss, self.waits = record, loss, waits
-        self._numbers, self._guard, self._evidence = numbers, guard, evidence
+    record: StepRecord
+    loss: torch.Tensor
+    numbers: HostCopy
+    guard: Guard | None
+    evidence: Evidence | None
+    _: KW_ONLY
+    waits: bool
+
+    def __post_init__(self) -> None:
         self._taken: bool | None = None
 
     def check(self) -> bool:
@@ -194,13 +195,13 @@ class LaunchedStep:
             CorruptWeightsError: gathered weights differ between ranks; raised on all ranks.
         """
         if self._taken is None:
-            loss, norm, *_ = self._numbers.wait()
-            if self._guard is None:
+            loss, norm, *_ = self.numbers.wait()
+            if self.guard is None:
                 self._taken = math.isfinite(norm)
             else:
-                assert self._evidence is not None
-                self._taken = self._guard.allows(self.record.iteration, loss, norm, self._evidence)
-            self._evidence = None
+                assert self.evidence is not None
+                self._taken = self.guard.allows(self.record.iteration, loss, norm, self.evidence)
+            self.evidence = None
         return self._taken
 
     @property
@@ -211,11 +212,11 @@ class LaunchedStep:
     @property
     def overflow(self) -> bool:
         """True if the gradient norm is not finite; False without waiting if the device decides."""
-        return self.waits and not math.isfinite(self._numbers.wait()[1])
+        return self.waits and not math.isfinite(self.numbers.wait()[1])
 
     def wait(self) -> StepRecord:
         """Wait for the loss and the gradient norm, store them in the record, and return it; raises as `check` does."""
-        taken, (loss, norm, *zeros) = self.check(), self._numbers.wait()
+        taken, (loss, norm, *zeros) = self.check(), self.numbers.wait()
         self.record.loss, self.record.grad_norm, self.record.skipped = loss, norm, not taken
         self.record.num_zeros = int(zeros[0]) if zeros else None
         return self.record

@@ -78,8 +78,7 @@ class TimingConfig:
         "collectives of each axis",
     )
     log_straggler: bool = flag(
-        False,
-        f"measure one step per log interval, and log the ranks whose compute takes over {SLOW} times the median",
+        False, f"measure one step per log interval, and log the ranks whose compute takes over {SLOW} times the median"
     )
     timeline_step: int | None = flag(
         None,
