@@ -37,7 +37,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
 from megazpp.tensor_parallel.lora import joined_factors, merged
-from megazpp.tensor_parallel.parameters import owned_parameters, seed_for
+from megazpp.tensor_parallel.parameters import ParameterSpec, owned_parameters, seed_for
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # integer dtype by bytes per element
 _PIECE = 1 << 18  # largest number of elements per step of the checksum (but at least one row)
@@ -270,7 +270,8 @@ class WeightReader:
     Every rank creates one, because the constructor verifies the files on all ranks together.
 
     Args:
-        model: model on the meta device, whose parameters are plain tensors with this tensor-parallel rank's shapes.
+        model: model on the meta device, whose parameters are plain tensors with this tensor-parallel rank's shapes, and
+            which has all experts.
         checkpoint: folder of the checkpoint.
         record: metadata of the checkpoint.
         place: axes of the frozen models.
@@ -306,7 +307,7 @@ class WeightReader:
             if not trained(name)
         }
         shapes = {
-            MODEL + name: tuple(size * (self._tp.size if dim == spec.split else 1) for dim, size in enumerate(part))
+            MODEL + name: tuple(size * (self._tp.size if dim == _split(spec) else 1) for dim, size in enumerate(part))
             for name, (part, spec) in parts.items()
         }
         shapes |= {MODEL + name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
@@ -324,16 +325,16 @@ class WeightReader:
             The rows on the CPU, in the dtype in which they were saved. Padding rows are zeros.
         """
         (part, spec), saved = self._parts[name], self._reader.tensors()[MODEL + name]
-        offsets = [0] * len(part)
-        if spec.split is not None:
-            offsets[spec.split] = self._tp.rank * part[spec.split]
+        offsets, split = [0] * len(part), _split(spec)
+        if split is not None:
+            offsets[split] = self._tp.rank * part[split]
         offsets[0] += rows.start
         shape = (rows.stop - rows.start, *part[1:])
         found = torch.zeros(shape, dtype=saved.properties.dtype)
         there = max(min(saved.size[0] - offsets[0], shape[0]), 0)
         if found[:there].numel():
             self._reader.read_box(MODEL + name, tuple(offsets), found[:there])
-            if spec.split is not None or self._tp.rank == 0:
+            if split is not None or self._tp.rank == 0:
                 self._sum += sum_of_bits(name, found[:there], offsets, saved.size)
         return found
 
@@ -356,3 +357,8 @@ class WeightReader:
             on = torch.device("cuda" if axis.timeline.device_type == "cuda" and axis.size > 1 else "cpu")
             total = axis.all_reduce_(total.to(on)).cpu()
         return spell_checksum(int(total))
+
+
+def _split(spec: ParameterSpec) -> int | None:
+    """Return the dimension of a parameter that tp splits; None for experts, which are whole on each rank."""
+    return None if spec.expert else spec.split

@@ -191,8 +191,12 @@ class StepGraphs:
 
 
 def may_capture(model: GPTModel) -> bool:
-    """Return True on CUDA, unless decoding communicates because of tensor or context parallelism."""
-    return model.embedding.word.weight.is_cuda and model.tp.size == model.cp.size == 1
+    """Return True on CUDA, unless decoding communicates because of tensor or context parallelism.
+
+    The products of a mixture of experts have sizes that vary from step to step, so these models are not captured.
+    """
+    dense = model.config.num_experts is None
+    return dense and model.embedding.word.weight.is_cuda and model.tp.size == model.cp.size == 1
 
 
 def capture_graph(

@@ -114,18 +114,11 @@ def run_on_checkpoint(
             return 0
         config = parsed.config
         check(config, parsed.extra[0])
-        if config.model.num_experts is not None:
-            ep = config.parallel.expert_model_parallel_size
-            if ep > 1:
-                raise ValueError(
-                    f"--expert-model-parallel-size {ep} is for training: data ranks generate and evaluate apart; "
-                    "leave it out"
-                )
-            if parsed.extra[1].packs:
-                raise ValueError(
-                    f"--num-experts {config.model.num_experts}: packed or streamed weights (--weights-device, "
-                    "--weight-bits) of a mixture of experts are not supported; leave these flags out"
-                )
+        if config.model.num_experts is not None and (ep := config.parallel.expert_model_parallel_size) > 1:
+            raise ValueError(
+                f"--expert-model-parallel-size {ep} is for training: data ranks generate and evaluate apart; "
+                "leave it out"
+            )
         # the ranks
         place, launch = detect_rank_info(config.launch), config.launch
         if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):

@@ -293,11 +293,12 @@ class Experts(nn.Module):
             by_source = _inverse(by_expert)
             rows = take_rows(rows, by_expert, by_source)
         # ---- apply the experts
-        gate, fc1, fc2 = (local(p).view(self.num_experts, self.inner, -1) for p in (self.gate, self.fc1, self.fc2))
+        weights = [local(p) for p in (self.gate, self.fc1, self.fc2)]
         if self.grouped and has_values(received):
+            gate, fc1, fc2 = (weight.view(self.num_experts, self.inner, -1) for weight in weights)
             rows = _grouped_products(rows, gate, fc1, fc2, received.sum(dim=0))
         else:
-            rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows)
+            rows = _looped_products(rows, *weights, routes.sizes().rows)
         # ---- send the results back
         if self.ep.size > 1:
             rows = exchange_rows(take_rows(rows, by_source, by_expert), self.ep, sizes.receive, sizes.send)
@@ -543,18 +544,22 @@ def _looped_products(
 ) -> torch.Tensor:
     """Apply each expert to its rows: (silu(x gate^T) * (x fc1^T)) fc2.
 
+    The matrices may be packed weights, which support only `split`, `F.linear` and `torch.mm`.
+
     Args:
         rows: [R, H], sorted by expert.
-        gate: [experts, F, H].
-        fc1: [experts, F, H].
-        fc2: [experts, F, H], the transposed output matrices.
+        gate: [experts F, H].
+        fc1: [experts F, H].
+        fc2: [experts F, H], the transposed output matrices.
         sizes: number of rows of each expert.
     """
+    inner = len(gate) // len(sizes)
     if not has_values(rows) and len(set(sizes)) == 1:  # batched products with the same operations, for --plan
         even = rows.view(len(sizes), -1, rows.shape[-1])
+        gate, fc1, fc2 = (weight.view(len(sizes), inner, -1) for weight in (gate, fc1, fc2))
         return ((F.silu(even @ gate.mT) * (even @ fc1.mT)) @ fc2).flatten(0, 1)
-    parts = zip(rows.split(sizes), gate, fc1, fc2, strict=True)
-    return torch.cat([(F.silu(part @ g.t()) * (part @ u.t())) @ d for part, g, u, d in parts])
+    parts = zip(rows.split(sizes), gate.split(inner), fc1.split(inner), fc2.split(inner), strict=True)
+    return torch.cat([torch.mm(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in parts])
 
 
 def _grouped_products(

@@ -17,7 +17,7 @@ candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -223,6 +223,7 @@ def plan_message(
     *,
     vectors: torch.dtype | None,
     align: int,
+    exact: Collection[str] = (),
 ) -> MessagePlan:
     """Lay out weights in a message.
 
@@ -235,11 +236,12 @@ def plan_message(
         vectors: dtype of vectors and other weights that are not matrices, which are then split over the parts too.
             None: these weights, and matrices of one row, are whole in every part, in fp32.
         align: the message's size is a multiple of this many bytes.
+        exact: names of matrices that are stored like vectors, and so are not quantized.
     """
     placed, start = [], 0
     for each, shape in shapes.items():
         rows = None
-        if len(shape) == 2 and (vectors is not None or shape[0] > 1):
+        if len(shape) == 2 and each not in exact and (vectors is not None or shape[0] > 1):
             rows = plan_rows(shape[1], bits, dtype)
         elif vectors is not None:
             rows = RowFormat(columns=math.prod(shape[1:]), dtype=vectors, fmt=None)

@@ -29,6 +29,7 @@ from megazpp.checkpoint.read import LoadSource
 from megazpp.checkpoint.weights import FrozenPlace, WeightReader
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
+from megazpp.model.moe import Experts
 from megazpp.packed_weights.format import LoadRows, MessagePlan, at_rest, plan_rows
 from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.packed_weights.store import FetchRing, WeightStore, write_store
@@ -98,8 +99,12 @@ def check_base_bits(config: GPTConfig, bits: int | None, dtype: torch.dtype, *, 
     Raises:
         ValueError: the columns of a split matrix are not a multiple of the block size.
     """
-    attention = "--num-attention-heads x --kv-channels"
-    for name, columns in (("--ffn-hidden-size", config.ffn_size), (attention, config.heads * config.head_size)):
+    sizes = {
+        "--ffn-hidden-size": config.dense_ffn_size,
+        "--moe-shared-expert-intermediate-size": config.moe_shared_expert_intermediate_size,
+        "--num-attention-heads x --kv-channels": config.heads * config.head_size,
+    }
+    for name, columns in ((name, size) for name, size in sizes.items() if size is not None):
         fmt = plan_rows(columns, *at_rest(bits, dtype)).fmt
         if tp > 1 and fmt is not None and columns % (tp * fmt.block_size):
             raise ValueError(
@@ -153,7 +158,7 @@ def load_frozen_model(
     Raises:
         ValueError: the checkpoint is damaged, or belongs to another model or tokenizer.
     """
-    model, dtype = model_on_meta(spec, place.dims, place.device), spec.precision.param_dtype
+    model, dtype = model_on_meta(spec, place.dims, place.device, whole_experts=True), spec.precision.param_dtype
     load = _open_reader(model, spec, place, source, record, trained)
     parts = (model, model.sharding_units(), place.axis, load)
     units = freeze(*parts, device=place.device, dtype=dtype, bits=bits, trained=trained)
@@ -197,7 +202,11 @@ def load_streamed_model(
     # Build the model on the meta device. A compiler and sequence parallelism cannot use packed weights, because these
     # are not ordinary tensors.
     plain = dataclasses.replace(spec.config, compile=False)
-    model = model_on_meta(dataclasses.replace(spec, config=plain, sequence_parallel=False), place.dims, device)
+    plain_spec = dataclasses.replace(spec, config=plain, sequence_parallel=False)
+    model = model_on_meta(plain_spec, place.dims, device, whole_experts=True)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.grouped = False  # a grouped product needs ordinary tensors
     layers, (bits, exact) = list(model.layers), config.at_rest(spec.precision)
     plan = plan_stream(model, layers, axis.size, bits, exact)
 

@@ -6,8 +6,9 @@
 
 The L ranks of a node with the same tensor-parallel index share a layer. Each fetches its part over its own link, and
 gathers the other parts inside the node. Nothing crosses nodes. The device holds a ring of 1 + `prefetch` messages, and
-the weights that are not streamed: the embedding, the output layer and all vectors, whole on every rank. While a layer
-computes, the next layers in the order of use are fetched. After the last layer, the first is fetched for the next pass.
+the weights that are not streamed, whole on every rank: the embedding, the output layer, all vectors and the routers of
+experts. While a layer computes, the next layers in the order of use are fetched. After the last layer, the first is
+fetched for the next pass.
 
 A matrix is never unpacked as a whole. Its pieces stay in the cache while they are multiplied, and one buffer is reused
 for all of them. The arithmetic does not depend on the location of the messages, so the results are bit-identical.
@@ -28,6 +29,7 @@ from torch import nn
 from megazpp.packed_weights.format import MessagePlan, Placed, parameter_slots, plan_message, replace_parameter
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
+from megazpp.tensor_parallel.parameters import exact_parameters
 
 PAGE = 4096
 _CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26  # elements of a matrix that are unpacked at once
@@ -37,7 +39,7 @@ class StreamPlan(NamedTuple):
     """The layouts of a streamed model's messages.
 
     Attributes:
-        kept: message that stays on the device, with the ends of the model and all vectors whole.
+        kept: message that stays on the device, with the ends of the model, and all vectors and routers whole.
         streamed: for each unit, the message with this rank's part of its matrices.
     """
 
@@ -76,14 +78,14 @@ def plan_stream(
         dtype: dtype of matrices that are not quantized.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    titles = {module: name for name, module in model.named_modules()}
+    titles, exact = {module: name for name, module in model.named_modules()}, exact_parameters(model)
     rest = {name: tuple(p.shape) for p, name in names.items()}
     streamed = []
     for unit in units:
         matrices = [names[p] for p in unit.parameters() if p.dim() == 2 and len(p) > 1]
-        shapes = {name: rest.pop(name) for name in matrices if name in rest}
+        shapes = {name: rest.pop(name) for name in matrices if name in rest and name not in exact}
         streamed.append(plan_message(titles[unit], shapes, num_parts, bits, dtype, vectors=None, align=PAGE))
-    kept = plan_message("what stays in memory", rest, 1, bits, dtype, vectors=None, align=PAGE)
+    kept = plan_message("what stays in memory", rest, 1, bits, dtype, vectors=None, align=PAGE, exact=exact)
     return StreamPlan(kept, tuple(streamed))
 
 
@@ -251,6 +253,14 @@ class PackedMatrix:
             out += bias
         return out.view(*x.shape[:-1], len(rows))
 
+    def product(self, x: torch.Tensor, rows: range) -> torch.Tensor:
+        """Return x [n, number of rows] times some rows [number of rows, columns]: [n, columns]."""
+        out = x.new_zeros(len(x), self.columns)
+        for first, piece in self._pieces(rows):
+            start = first - rows.start
+            out.addmm_(x[:, start : start + len(piece)], piece)
+        return out
+
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of `ids` [...] as [..., columns] in the compute dtype."""
         flat, part_rows = ids.reshape(-1), self.weight.part_rows
@@ -285,8 +295,8 @@ class PackedMatrix:
 class PackedWeight(torch.Tensor):
     """A tensor that replaces a module's weight and refers to a `PackedMatrix`, or to some of its rows.
 
-    It supports `F.linear`, a slice of rows (again a `PackedWeight`), and `F.embedding` on a whole matrix. Other
-    operations raise NotImplementedError.
+    It supports `F.linear`, slices and a split of its rows (again `PackedWeight`s), `torch.mm` with the rows as its
+    second argument, and `F.embedding` on a whole matrix. Other operations raise NotImplementedError.
     """
 
     matrix: PackedMatrix
@@ -309,8 +319,13 @@ class PackedWeight(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.linear and len(args) >= 2 and isinstance(args[1], cls):
             return args[1].matrix.linear(args[0], *args[2:], rows=args[1].rows, **kwargs)
+        if func is torch.mm and isinstance(args[1], cls):
+            return args[1].matrix.product(args[0], args[1].rows)
         if func is torch.Tensor.__getitem__ and isinstance(args[1], slice) and args[1].step in (None, 1):
             return cls(args[0].matrix, args[0].rows[args[1]])
+        if func is torch.Tensor.split and not kwargs.get("dim"):
+            matrix, rows, size = args[0].matrix, args[0].rows, args[1]
+            return tuple([cls(matrix, rows[first : first + size]) for first in range(0, len(rows), size)])
         if func is F.embedding and len(args) == 2 and isinstance(args[1], cls):
             assert len(args[1].rows) == args[1].matrix.num_rows, "rows are looked up in a whole matrix"
             return args[1].matrix.lookup(args[0])
@@ -322,4 +337,6 @@ class PackedWeight(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Refuse all other operations."""
-        raise NotImplementedError(f"{func} is not supported for packed weights: only F.linear and F.embedding are")
+        raise NotImplementedError(
+            f"{func} is not supported for packed weights: only F.linear, torch.mm and F.embedding are"
+        )

@@ -42,7 +42,7 @@ class ParameterSpec:
             query, key and value), for Muon; () if the parameter is not a matrix of a layer.
         transposed: True if the parameter is stored as [inputs, outputs].
         expert: True if the parameter is on the experts' mesh, where ep replaces tp.
-        exact: True if the parameter is never quantized between ranks.
+        exact: True if the parameter is never quantized, neither between ranks nor in packed weights.
         partial: True if each tp rank computes only a part of the gradient, see `sum_partial_gradients_`.
     """
 
@@ -150,6 +150,16 @@ def owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Pa
             if attribute not in specs:
                 raise TypeError(f"{type(module).__name__} has no ParameterSpec for {name}")
             yield name, module, attribute, specs[attribute]
+
+
+def exact_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that are never quantized; modules without `specs` have none."""
+    return frozenset(
+        f"{prefix}.{attribute}" if prefix else attribute
+        for prefix, module in model.named_modules()
+        for attribute, spec in getattr(module, "specs", {}).items()
+        if spec.exact
+    )
 
 
 def distribute_parameters(model: nn.Module, tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None = None) -> None:

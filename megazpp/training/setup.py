@@ -94,11 +94,21 @@ def shard_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> 
     return shard_built(model_on_meta(spec, dims, device), spec, dims)
 
 
-def model_on_meta(spec: ModelSpec, dims: ParallelDims, device: torch.device) -> GPTModel:
-    """Build this tensor-parallel rank's part of the model without memory; `device` is where it will run."""
+def model_on_meta(
+    spec: ModelSpec, dims: ParallelDims, device: torch.device, *, whole_experts: bool = False
+) -> GPTModel:
+    """Build this tensor-parallel rank's part of the model without memory.
+
+    Args:
+        spec: description of the model.
+        dims: mesh axes of the job.
+        device: device on which the model will run.
+        whole_experts: True to give this rank all experts of each layer, as frozen models need. False: the experts of
+            its expert-parallel rank.
+    """
     product = spec.product or find_product(spec.config, device)
     # These two make process groups and compute, so they need tensors with values.
-    ep = dims.experts.tp if spec.config.num_experts else None
+    ep = dims.experts.tp if spec.config.num_experts and not whole_experts else None
     grouped = find_grouped_product(spec.config, device, spec.precision.param_dtype)
     with torch.device("meta"):
         return GPTModel(
@@ -128,7 +138,7 @@ def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> Sharded
         spec: description of the model.
         dims: mesh axes of the job.
     """
-    experts = model.expert_units()
+    experts = [unit for unit in model.expert_units() if any(True for _ in unit.parameters())]
     distribute_parameters(model, dims.tp_mesh, dims.experts.tp_mesh if experts else None)
     units = [unit for unit in model.sharding_units() if any(True for module in unit for _ in module.parameters())]
     sharding = shard_model(

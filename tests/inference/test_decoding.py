@@ -160,16 +160,17 @@ def test_failed_capture_warns_and_decoding_runs_eagerly(monkeypatch):
     assert (graphs.capture, graphs.captured, graphs.replayed) == (False, 0, 0)
 
 
-@pytest.mark.parametrize(("cuda", "tp", "cp", "expected"), [
-    (True, 1, 1, True),
-    (True, 2, 1, False),
-    (True, 1, 2, False),
-    (False, 1, 1, False),
+@pytest.mark.parametrize(("cuda", "tp", "cp", "experts", "expected"), [
+    (True, 1, 1, None, True),
+    (True, 2, 1, None, False),
+    (True, 1, 2, None, False),
+    (False, 1, 1, None, False),
+    (True, 1, 1, 8, False),
 ])  # fmt: skip
-def test_steps_without_collectives_are_captured_on_cuda(cuda, tp, cp, expected):
-    word = SimpleNamespace(weight=SimpleNamespace(is_cuda=cuda))
+def test_steps_of_dense_models_without_collectives_are_captured_on_cuda(cuda, tp, cp, experts, expected):
+    word, config = SimpleNamespace(weight=SimpleNamespace(is_cuda=cuda)), SimpleNamespace(num_experts=experts)
     axes = {"tp": SimpleNamespace(size=tp), "cp": SimpleNamespace(size=cp)}
-    assert may_capture(SimpleNamespace(embedding=SimpleNamespace(word=word), **axes)) is expected
+    assert may_capture(SimpleNamespace(embedding=SimpleNamespace(word=word), config=config, **axes)) is expected
 
 
 def draw_on_ranks(config: SampleConfig, ends: Sequence[int], look_every: int) -> Drawn:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hf_models import TOKENS, VOCAB, make_model, our_model, save
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, Case, build_on_ranks, build_step
+from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, build_on_ranks, build_step
 
-from megazpp.inference.generate import generate
+from megazpp.convert.huggingface import open_model
+from megazpp.inference.generate import draw_completions, generate
 from megazpp.inference.sample import SampleConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -23,6 +25,7 @@ PROMPTS = ((5, 1, 100), (7,), (2, 3, 5, 7, 11, 13), tuple(range(30, 50)))  # the
 STYLES = {  # a larger standard deviation than usual, so that logits differ by much more than rounding
     "gpt2": dataclasses.replace(GPT2_STYLE, init_method_std=0.5),
     "llama": dataclasses.replace(LLAMA_STYLE, init_method_std=0.5),
+    "mixture": dataclasses.replace(MIXTURE_STYLE, num_layers=2, init_method_std=0.5),
 }
 GREEDY = SampleConfig(sample_tokens=20, sample_temperature=0.0)  # more tokens than the longest input, 16
 DRAWN = SampleConfig(sample_tokens=20, sample_temperature=0.7, sample_top_k=10)
@@ -65,7 +68,9 @@ DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
     [
         ("gpt2", 2, 1, 3, False),
         ("llama", 2, 2, 0, True),
+        ("mixture", 2, 2, 3, False),
         slow("gpt2", 4, 1, 1, False),
+        slow("mixture", 4, 2, 3, True),
         slow("gpt2", 4, 2, 3, True),
         slow("llama", 4, 4, 2, False),
     ],
@@ -81,6 +86,22 @@ def test_greedy_tokens_match_plain_forwards_and_samples_follow_the_seed(
         assert len(set(second[0])) > 2  # the text varies, so that equality is significant
         assert drawn == alone
         assert drawn[0] == drawn[2] != drawn[1]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_greedy_tokens_of_experts_equal_transformers(kind, tmp_path):
+    """Our cached decoding continues all prompts together, and transformers one after the other."""
+    theirs, count = make_model(kind), 12
+    ours = our_model(open_model(save(theirs, tmp_path)))
+    prompts = [TOKENS[0, :length].tolist() for length in (1, 5, 9)]
+    expected = [
+        theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=VOCAB)[0].tolist()
+        for prompt in prompts
+    ]
+    config = SampleConfig(sample_tokens=count, sample_temperature=0.0)
+    drawn = draw_completions(ours, ours.tp, prompts, config, torch.zeros(len(prompts), count, dtype=torch.float64))
+    assert [[*prompt, *row] for prompt, row in zip(prompts, drawn.tokens.tolist(), strict=True)] == expected
+    assert len({*drawn.tokens.flatten().tolist()}) > 4  # the texts vary, so that equality is significant
 
 
 def generate_sharded(case: Case) -> tuple[list[list[int]], list[int]]:

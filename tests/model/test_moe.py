@@ -35,7 +35,8 @@ def test_grouped_products_equal_looped_products_with_idle_experts():
     results = []
     for product, counts in ((_looped_products, sizes), (_grouped_products, torch.tensor(sizes))):
         given = [tensor.clone().requires_grad_() for tensor in tensors]
-        found = product(*given, counts)
+        rows, *weights = given
+        found = product(rows, *(w.flatten(0, 1) if product is _looped_products else w for w in weights), counts)
         results.append([found, *torch.autograd.grad(found.square().sum(), given)])
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
     assert all(gradient[idle].count_nonzero() == 0 for gradient in results[1][2:] for idle in (0, 2))
