@@ -17,6 +17,7 @@ import contextlib
 import gzip
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedIOBase
 from pathlib import Path
@@ -37,6 +38,9 @@ _KINDS: dict[str, Kind] = {
 }
 _COMPRESSED = (".gz", ".zst")
 _ADVICE = "unpack an archive, and name a compressed file .gz or .zst and a Parquet file .parquet"
+_JSON_ADVICE = (
+    "it would be read as one plain text: name it .jsonl if each line is an object (jq -c '.[]' converts an array)"
+)
 _BOM = b"\xef\xbb\xbf"
 _ENCODINGS = {  # byte order mark -> encoding; longer marks come first
     b"\xff\xfe\x00\x00": "UTF-32",
@@ -44,10 +48,19 @@ _ENCODINGS = {  # byte order mark -> encoding; longer marks come first
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
+_ENCODINGS_BY_ZEROS: dict[
+    tuple[bool, ...], str
+] = {  # which of four consecutive bytes are mostly NUL, in text of mostly Latin letters
+    (False, True, True, True): "UTF-32LE",
+    (True, True, True, False): "UTF-32BE",
+    (False, True, False, True): "UTF-16LE",
+    (True, False, True, False): "UTF-16BE",
+}
 _BINARY = (  # first bytes of zip, Parquet, bzip2, gzip, zstd, xz, 7z, rar and pickle files
     *(b"PK\x03\x04", b"PAR1", b"BZh", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"),
     *(b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x80"),
 )
+_JSON = re.compile(rb'\s*(\[\s*[{"]|\{\s*")')  # the beginning of a JSON array or object, which plain text rarely has
 Content = bytes | list[dict[str, object]]
 
 
@@ -113,6 +126,8 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
                 head = _read_head(decompressed(path, file))
                 if (reason := _not_text(head)) is not None:
                     raise ValueError(f"it is neither UTF-8 text nor JSON lines: {reason}")
+                if kind == "text" and _JSON.match(head.removeprefix(_BOM)):
+                    raise ValueError(f"it begins as JSON does, but is not named .jsonl, so {_JSON_ADVICE}")
                 if kind == "json lines" and (reason := _not_lines(head)) is not None:
                     raise ValueError(reason)
     except Exception as error:  # each decompressor raises its own types of exceptions
@@ -126,9 +141,9 @@ def _not_text(head: bytes) -> str | None:
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
     if encoding is not None and (len(head) % 2 or len(head) < 6):  # code units have two or four bytes
         encoding = None
-    if encoding is None and len(head) > 8 and not head.startswith(_BINARY):  # in UTF-16 every other byte is often NUL
-        zeros = [head[start::2].count(0) / len(head[start::2]) for start in (0, 1)]
-        encoding = "UTF-16" if max(zeros) > 0.4 and min(zeros) < 0.1 else None
+    if encoding is None and len(head) > 8 and not head.startswith(_BINARY):  # without a mark: many bytes are NUL
+        zeros = [head[start::4].count(0) / len(head[start::4]) > 0.4 for start in range(4)]
+        encoding = _ENCODINGS_BY_ZEROS.get(tuple(zeros))
     if encoding is not None:
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
@@ -227,13 +242,17 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
             value: object = record
             if isinstance(record, bytes):
                 text = record.removeprefix(_BOM)
+                if plain and (place := text.find(0)) >= 0:
+                    raise ValueError(f"byte {place} is 0x00, which text never contains")
                 if not plain and not text.strip():
                     continue
                 value = text.decode().replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text.decode())
             yield number, read(value)
         except UnicodeDecodeError as error:
             inside = error.object.count(b"\n", 0, error.start)  # lines of a plain text before the error
-            yield BadLine(block.path, number + inside, f"not UTF-8: {error}")
+            yield BadLine(
+                block.path, number + inside, f"not UTF-8: {error} (iconv -f LATIN1 -t UTF-8 converts Latin-1)"
+            )
         except (ValueError, RecursionError) as error:
             yield BadLine(block.path, number, in_words(error))
 

@@ -128,6 +128,9 @@ def test_bad_line_is_named_and_the_others_are_read(tmp_path):
         assert [bad.reason[:8] for bad in documents(write(tmp_path / name, b"text"))] == ["not JSON"]
     (bad,) = documents(write(tmp_path / "a.txt", b"a\nb\n\xff\n"))
     assert (bad.number, bad.reason[:9]) == (3, "not UTF-8")
+    assert "iconv -f LATIN1" in bad.reason
+    (bad,) = documents(write(tmp_path / "a.txt", b"a\n" * 5000 + b"\0"))
+    assert bad.reason == "byte 10000 is 0x00, which text never contains"
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -164,7 +167,13 @@ def test_files_of_unsupported_formats_are_rejected_in_advance(tmp_path):
         ("gzip.jsonl", gzip.compress(JSON_LINES), "name a compressed file .gz"),
         ("zstd.txt", zstd.compress(JSON_LINES), "name a compressed file .gz or .zst"),
         ("utf16.jsonl", "{}".encode("utf-16"), "it is UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"),
-        ("utf16le.txt", "call me".encode("utf-16-le"), "it is UTF-16 (iconv"),
+        ("utf16le.txt", "call me".encode("utf-16-le"), "it is UTF-16LE (iconv -f UTF-16LE -t UTF-8 converts it)"),
+        ("utf16be.txt", "call me".encode("utf-16-be"), "it is UTF-16BE (iconv -f UTF-16BE"),
+        ("utf32le.txt", "call me".encode("utf-32-le"), "it is UTF-32LE (iconv"),
+        ("utf32be.txt", "call me".encode("utf-32-be"), "it is UTF-32BE (iconv"),
+        ("array.txt", b'[\n {"text": "a"}]', "it begins as JSON does, but is not named .jsonl"),
+        ("array", b'["a", "b"]', "it begins as JSON does, but is not named .jsonl"),
+        ("lines.txt", b'{"text": "a"}\n', "it begins as JSON does, but is not named .jsonl"),
         ("utf32.txt", "call me".encode("utf-32"), "it is UTF-32 (iconv"),
         ("nul.txt", b"call\0me", "byte 4 is 0x00, which text never contains"),
         ("bell.jsonl", b'{"text": "a\x07"}', "byte 11 is 0x07, which text never contains"),
