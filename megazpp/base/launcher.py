@@ -7,14 +7,16 @@ Supported launchers and their variables:
 | torchrun, or set by users | RANK, WORLD_SIZE             | LOCAL_RANK, LOCAL_WORLD_SIZE                       |
 | mpirun (Open MPI)         | OMPI_COMM_WORLD_RANK, _SIZE  | OMPI_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE            |
 | mpirun (MVAPICH2)         | MV2_COMM_WORLD_RANK, _SIZE   | MV2_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE             |
+| horovodrun                | HOROVOD_RANK, _SIZE          | HOROVOD_LOCAL_RANK, _LOCAL_SIZE                    |
 | jsrun                     | JSM_NAMESPACE_RANK, _SIZE    | JSM_NAMESPACE_LOCAL_RANK, _LOCAL_SIZE              |
 | flux run                  | FLUX_TASK_RANK, _JOB_SIZE    | FLUX_TASK_LOCAL_ID, by FLUX_JOB_NNODES             |
-| mpiexec (MPICH, Intel)    | PMI_RANK, PMI_SIZE           | MPI_LOCALRANKID, MPI_LOCALNRANKS                   |
+| mpiexec (MPICH, Intel)    | PMI_RANK or PMI_ID, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS                   |
 | mpiexec (PALS)            | PMI_RANK, PMI_SIZE           | PMI_LOCAL_RANK, _SIZE or PALS_LOCAL_RANKID, _SIZE  |
 | srun                      | SLURM_PROCID, _STEP_NUM_TASKS| SLURM_LOCALID, SLURM_NTASKS_PER_NODE               |
 
 A job of one rank does not count as launched, and the program then starts its own workers. Only torchrun's variables
-count with one rank too.
+count with one rank too. A rank above 0 without a number of ranks is an error: each process of such a job would train
+alone.
 
 The order of the checks matters, because variables of two launchers can be set. On Slurm, mpirun starts one daemon per
 node with srun, and its ranks inherit the daemon's SLURM_PROCID. srun's PMI plugins set PMI_RANK and PMI_SIZE to the
@@ -32,7 +34,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 LOOPBACK = "127.0.0.1"
-_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE")  # may be set without a number of ranks
+_RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")  # may be set without a number of ranks
 # Variables with the id of the job, which is equal on all ranks.
 _JOB_IDS = ("PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
@@ -87,8 +89,11 @@ _MPI = (
     _of_prefix("mpirun", "OMPI_COMM_WORLD"),
     _of_prefix("mpirun", "MV2_COMM_WORLD"),
     _of_prefix("jsrun", "JSM_NAMESPACE"),
+    _of_prefix("horovodrun", "HOROVOD"),
     _Names("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",), nodes=("FLUX_JOB_NNODES",)),
+    _PMI._replace(rank="PMI_ID"),
 )
+_RANKS = (*(names.rank for names in (_TORCHRUN, *_MPI, _PMI, _SRUN)), "MPI_LOCALRANKID", *_RANKS_ALONE)
 
 
 def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
@@ -108,12 +113,13 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
 
     # no launcher found: a rank without a number of ranks is an error
     sizes = [names.size for names in (*_MPI, _PMI, _SRUN) if names.size in env]
-    alone = [name for name in _RANKS_ALONE if name in env]
-    if alone and not sizes:
-        given = f"{alone[0]}={env[alone[0]]}"
+    later = [name for name in _RANKS if env.get(name, "").isdecimal() and int(env[name]) > 0]
+    alone = [name for name in _RANKS_ALONE if name in env and not sizes]
+    for name in (*later, *alone):
         raise ValueError(
-            f"{given}: a launcher has started this process, and no variable says how many it has started. Set RANK, "
-            f"WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, or unset {alone[0]}"
+            f"{name}={env[name]}: a launcher has started this process, and no variable says how many it has started. "
+            f"Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank, or unset "
+            f"{name}"
         )
     return None
 

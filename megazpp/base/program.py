@@ -123,9 +123,9 @@ def announce(*names: str) -> None:
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
     """Return this process's rank from its launcher's variables, so that only rank 0 prints; 0 if it is unknown."""
-    if "RANK" in env:
-        return int(env["RANK"])
     try:
+        if "RANK" in env:
+            return int(env["RANK"])
         launched = find_launcher(env)
     except ValueError:  # `detect_rank_info` reports it later
         return 0

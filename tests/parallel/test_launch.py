@@ -48,6 +48,8 @@ PLACES = [
     ({}, {**mpi("OMPI_COMM_WORLD"), **ADDRESS}, STARTED),
     ({}, {**mpi("MV2_COMM_WORLD"), "PMI_RANK": "5", "PMI_SIZE": "8", **ADDRESS}, STARTED),
     ({}, {**mpi("JSM_NAMESPACE"), **ADDRESS}, STARTED),
+    ({}, {**mpi("HOROVOD"), **ADDRESS}, STARTED),
+    ({}, {"PMI_ID": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", **ADDRESS}, STARTED),
     ({}, {**HYDRA, **ADDRESS}, STARTED),
     ({}, {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PALS_RANKID": "5", **ADDRESS}, STARTED),
     ({}, {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", **ADDRESS}, STARTED),
@@ -61,7 +63,8 @@ PLACES = [
         for env in (
             {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
             {"PMI_RANK": "0", "PMI_SIZE": "1"},  # a container, or a step of one task
-            {"PMI_RANK": "3"},  # a stray variable without a size
+            {"PMI_RANK": "0"},  # a stray variable without a size
+            {"RANK": "first"},  # a variable of another program
             mpi("OMPI_COMM_WORLD", rank=0, size=1) | {"PMIX_RANK": "0"},
         )
     ),
@@ -81,6 +84,19 @@ REFUSED = [
     ({}, {**HYDRA, "MPI_LOCALNRANKS": "8"}, "unset PMI_SIZE"),
     ({}, {"PMIX_RANK": "3"}, "PMIX_RANK=3: a launcher has started this process, and no variable says how many"),
     ({}, {"ALPS_APP_PE": "0"}, "ALPS_APP_PE=0: a launcher"),
+    ({}, {"MP_CHILD": "0", "MP_PROCS": "2"}, "MP_CHILD=0: a launcher"),
+    # a rank above 0 whose number of ranks is missing, or of another launcher
+    *(
+        ({}, {name: "1", **others}, f"{name}=1: a launcher has started this process, and no variable says how many")
+        for name, others in {
+            "RANK": {},
+            "PMI_RANK": {},
+            "OMPI_COMM_WORLD_RANK": {},
+            "MPI_LOCALRANKID": {"MPI_LOCALNRANKS": "2"},
+            "PMIX_RANK": {"PMI_SIZE": "1"},
+            "SLURM_PROCID": {"SLURM_NTASKS": "2"},
+        }.items()
+    ),
     ({}, {"PMI_RANK": "0", "PMI_SIZE": "many"}, "PMI_SIZE=many, which is not a number"),
 ]
 
@@ -153,10 +169,10 @@ def test_rank_0_store_listens_on_loopback_only_and_one_process_nowhere():
 def test_srun_on_one_node_uses_the_loopback_address(monkeypatch):
     for hosts, address in (("host0\n", "127.0.0.1"), ("host0\nhost1\n", "host0")):
         monkeypatch.setattr("subprocess.run", mock.Mock(return_value=SimpleNamespace(stdout=hosts)))
-        env = {"SLURM_PROCID": "1", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
+        env = {**SRUN, "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "20007"}
         launch._set_missing_address(env)
         assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (address, "20007")
-        assert is_on_one_machine(RankInfo(started=True, world_size=4, rank=1), env) == (address == "127.0.0.1")
+        assert is_on_one_machine(STARTED, env) == (address == "127.0.0.1")
 
 
 def test_mpirun_on_one_node_uses_loopback_and_a_port_per_job():
