@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.pretrain import Run
 from helpers.program import ROOT, run_forked
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder
 
@@ -154,3 +155,13 @@ def find(rows: list[tuple[str, str, list[str]]], home: Path, start: Callable[[st
         if len(notes) != len(expected) or not all(map(str.startswith, notes, expected)):
             wrong.append((flags, data, notes))
     return wrong
+
+
+def test_tensorboard_drops_the_steps_of_a_run_that_lost_its_checkpoints(start, tmp_path):
+    """The same command starts again at iteration 0, without a restart count of torchrun."""
+    flags = "--micro-batch-size 4 --nproc 1 --tensorboard-dir events"
+    start(f"{flags} --load saved --train-iters 4")
+    shutil.rmtree(tmp_path / "saved")
+    start(f"{flags} --load saved --train-iters 2")
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]

@@ -115,7 +115,9 @@ def run_training(
                 )
             trainer.plan = plan._replace(batches=batches)
         progress, schedule = (resumed.progress, resumed.schedule) if resumed else (TrainingProgress(), plan.schedule)
-        if tracker is not None and (progress.iteration > 0 or int(os.environ.get(RESTART_COUNT, "0")) > 0):
+        checkpoint = config.checkpoint  # --load without a checkpoint: the run may have stopped before its first one
+        restarted = int(os.environ.get(RESTART_COUNT, "0")) > 0 or (checkpoint.load and not checkpoint.finetune)
+        if tracker is not None and (progress.iteration > 0 or restarted):
             tracker.resume(progress)
 
         # ---- train and evaluate

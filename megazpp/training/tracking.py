@@ -341,6 +341,8 @@ class TensorBoardSink:
         TensorBoard purges every point from one step number on, also for scalars that are plotted against samples. Their
         points before `progress` may have a larger number than the iteration. These are purged too, and written again.
         """
+        if not self._folder.is_dir():
+            return
         reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
         events = reader.EventAccumulator(str(self._folder), size_guidance={reader.SCALARS: 0}).Reload()
         points = {tag: events.Scalars(tag) for tag in events.Tags()[reader.SCALARS]}
