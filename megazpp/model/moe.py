@@ -119,14 +119,23 @@ class Router(nn.Module):
         self.specs = {"weight": ParameterSpec(std=config.init_method_std, partial=tp.size > 1, exact=True)}
         self._totals: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor, kept: Kept | None = None, *, length: int) -> Routing:
+    def forward(
+        self,
+        x: torch.Tensor,
+        kept: Kept | None = None,
+        *,
+        length: int | torch.Tensor,
+        counted: torch.Tensor | None = None,
+    ) -> Routing:
         """Choose the experts of each token, and compute the factors of their outputs and the router's losses.
 
         Args:
             x: [S, B, H], tokens of this rank.
             kept: decisions to repeat in a recomputation, or an empty `Kept` to store them in. None without
                 recomputation.
-            length: tokens of a complete sequence, over all ranks of tp and cp.
+            length: tokens of a complete sequence, over all ranks of tp and cp; [B] if sequences have different numbers
+                of counted tokens.
+            counted: [S, B] fp32, 1 for tokens that the losses include, 0 for others; None if all tokens count.
         """
         # ---- scores
         logits = F.linear(x.float(), local(self.weight).float())  # [S, B, E]
@@ -145,9 +154,9 @@ class Router(nn.Module):
 
         # ---- totals for the metrics, and losses
         shares = scores / scores.sum(dim=-1, keepdim=True) if self.sigmoid else scores
-        if self.training and not recomputing:
+        if self.training and not recomputing and torch.is_grad_enabled():
             self._count(choice, shares.detach())
-        loss = self._loss(logits, shares, choice, length) if self.training else None
+        loss = self._loss(logits, shares, choice, length, counted) if self.training else None
         return Routing(choice.flatten(0, 1), self._weight(logits, scores, choice).flatten(0, 1), loss)
 
     def take_totals(self) -> torch.Tensor | None:
@@ -182,7 +191,12 @@ class Router(nn.Module):
         return weight if self.scaling is None else weight * self.scaling
 
     def _loss(
-        self, logits: torch.Tensor, shares: torch.Tensor, choice: torch.Tensor, length: int
+        self,
+        logits: torch.Tensor,
+        shares: torch.Tensor,
+        choice: torch.Tensor,
+        length: int | torch.Tensor,
+        counted: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Return this rank's part of each sequence's losses [B], multiplied by their coefficients; None without losses.
 
@@ -194,17 +208,22 @@ class Router(nn.Module):
             logits: [S, B, E] fp32.
             shares: [S, B, E] fp32, normalized scores.
             choice: [S, B, K] int64, chosen experts.
-            length: tokens of a complete sequence.
+            length: counted tokens of a complete sequence, a number or [B].
+            counted: [S, B] fp32, 1 for tokens that the losses include; None if all tokens count.
         """
         loss: torch.Tensor | None = None
         if self.balance_coefficient > 0.0:
-            found = F.one_hot(choice, self.num_experts).sum(dim=(0, 2)).float()  # [B, E]
+            chosen = F.one_hot(choice, self.num_experts)
+            if counted is not None:
+                chosen, shares = chosen * counted[..., None, None], shares * counted.unsqueeze(-1)
+            found = chosen.sum(dim=(0, 2)).float()  # [B, E]
             for axis in self.sequence_axes:
                 found = axis.all_reduce_(found)
             balance = (found * shares.sum(dim=0)).sum(dim=-1) * (self.num_experts / (self.top_k * length * length))
             loss = self.balance_coefficient * balance
         if self.z_coefficient > 0.0:
-            z = logits.logsumexp(dim=-1).square().sum(dim=0) * (self.z_coefficient / length)
+            squares = logits.logsumexp(dim=-1).square()
+            z = (squares if counted is None else squares * counted).sum(dim=0) * (self.z_coefficient / length)
             loss = z if loss is None else loss + z
         return loss
 
@@ -327,7 +346,12 @@ class MoE(nn.Module):
             )
 
     def forward(
-        self, x: torch.Tensor, *, norm: Norm, kept: Kept | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm,
+        kept: Kept | None = None,
+        counted: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply the layer to `norm(x)`.
 
@@ -335,6 +359,8 @@ class MoE(nn.Module):
             x: [S, B, H], or [S/T, B, H] with sequence parallelism.
             norm: norm before the layer.
             kept: router decisions to repeat in a recomputation, or an empty `Kept` to store them in.
+            counted: tokens that the router's losses include, as in `AttentionInputs`; None if all tokens count. Its
+                mask has the tokens of all tp ranks.
 
         Returns:
             the output in the shape of `x`; this rank's part of each sequence's router losses [B] fp32, or None.
@@ -348,7 +374,11 @@ class MoE(nn.Module):
         mine = parts[tp.rank] if splits else whole
 
         # ---- route, apply the experts, and combine their outputs
-        routing = self.router(mine, kept, length=len(whole) * self.length_factor)
+        if counted is None:
+            routing = self.router(mine, kept, length=len(whole) * self.length_factor)
+        else:
+            mask, length = counted
+            routing = self.router(mine, kept, length=length, counted=mask.tensor_split(tp.size)[tp.rank])
         routes = plan_routes(routing.choice, self.ep, self.experts.num_experts, kept or Kept())
         rows = self.experts(mine.flatten(0, 1), routes).view(*routing.weight.shape, x.shape[-1])  # [N, K, H]
         y = (routing.weight.to(x.dtype).unsqueeze(1) @ rows).view_as(mine)

@@ -1,5 +1,6 @@
 """Mixture of experts in one process: grouped products, numbers of loads, and refused flags."""
 
+import dataclasses
 import math
 
 import pytest
@@ -76,6 +77,26 @@ def test_router_metrics_equal_their_formulas():
         assert found[name] == found[f"{name}/layer_0"] == pytest.approx(float(value), rel=1e-5)
     assert found["router_entropy"] <= math.log(4)
     assert router_metrics(model, lambda sums: sums) == {}
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_router_losses_leave_out_uncounted_tokens(recompute):
+    """Losses and gradients of padded rows equal those of each row alone without padding; sums differ by 1e-5."""
+    style = dataclasses.replace(MIXTURE_STYLE, num_layers=2, moe_z_loss_coeff=0.1, recompute_granularity=recompute)
+    tokens = torch.randint(101, (3, 9), generator=torch.Generator().manual_seed(2))
+    lengths, results = [4, 9, 1], []
+    for padded in (True, False):
+        model = GPTModel(style, vocab_size=101, tp=MeshAxis("tp"))
+        initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
+        if padded:
+            counted = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
+            found = model(tokens, tokens, with_router_loss=True, counted=counted).router_loss
+        else:
+            rows = [row[None, :length] for row, length in zip(tokens, lengths, strict=True)]
+            found = torch.cat([model(row, row, with_router_loss=True).router_loss for row in rows])
+        found.square().sum().backward()
+        results.append([found.detach(), *(layer.mlp.router.weight.grad for layer in model.layers)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
 def test_flags_that_experts_cannot_have_are_refused():
