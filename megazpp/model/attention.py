@@ -44,12 +44,15 @@ class AttentionInputs:
         document_starts: [documents + 1] int32 offsets of the documents in the B x S flattened tokens, for a document
             kernel (see backends.py).
         places: [B, S] int64 positions in the key-value cache at which new keys and values are stored.
+        counted: tokens that the losses of routers include, for layers with experts: ([S, B] fp32, 1 for such a token;
+            [B] fp32, their number in the whole sequence). None if all tokens count.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     mask: torch.Tensor | None
     document_starts: torch.Tensor | None = None
     places: torch.Tensor | None = None
+    counted: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def mark_varying(self) -> None:
         """Let one compiled graph accept any batch size, sequence length and number of keys.

@@ -139,6 +139,7 @@ class GPTModel(nn.Module):
         with_entropy: bool = False,
         with_values: bool = False,
         with_router_loss: bool = False,
+        counted: torch.Tensor | None = None,
     ) -> torch.Tensor | TokenOutputs:
         """Compute the losses of a batch with labels, or the logits of a batch without.
 
@@ -155,6 +156,7 @@ class GPTModel(nn.Module):
             with_entropy: also return entropies; needs labels.
             with_values: also return the outputs of the scalar head, which the model must have.
             with_router_loss: also return the losses of routers; in training, where `config.has_router_loss` is true.
+            counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
 
         Returns:
             Losses [B, S] fp32 with labels. Without labels, logits [B, S, V/T] of this tp rank's part of the padded
@@ -173,6 +175,9 @@ class GPTModel(nn.Module):
             labels = None if labels is None else labels.chunk(self.cp.size, dim=1)[self.cp.rank]
         # ---- inputs of attention for each kind of layer
         inputs = self._attention_inputs(position_ids, document_starts, cache, seq)
+        if counted is not None:
+            mine = counted.chunk(self.cp.size, dim=1)[self.cp.rank] if self.context_parallel else counted
+            inputs = dataclasses.replace(inputs, counted=(mine.t().float(), counted.sum(dim=1).clamp(min=1).float()))
         by_kind = self._inputs_by_kind(inputs, position_ids, cache, seq)
         x = self.embedding(tokens, position_ids)
         if cache is not None:
@@ -192,12 +197,13 @@ class GPTModel(nn.Module):
         if logits_at is not None:
             x = x[logits_at, torch.arange(batch, device=device)].unsqueeze(0)
         # ---- values, logits or losses
+        router_loss = self._summed(router_losses) if with_router_loss else None
         values = None
         if with_values:
             assert self.scalar_head is not None, "values need a scalar head"
             values = self._by_rows(self.scalar_head(x))
             if labels is None:
-                return TokenOutputs(values=values)
+                return TokenOutputs(values=values, router_loss=router_loss)
         if labels is None:
             return self._by_rows(self._multiplied(x, F.linear))
         head = functools.partial(
@@ -213,7 +219,6 @@ class GPTModel(nn.Module):
         if not (with_entropy or with_values or with_router_loss):
             return self._by_rows(losses)
         entropy = None if entropy is None else self._whole(entropy).t()
-        router_loss = self._summed(router_losses) if with_router_loss else None
         return TokenOutputs(self._by_rows(losses), entropy, values, router_loss)
 
     def _summed(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -460,7 +465,7 @@ class MixtureLayer(TransformerLayer):
         kept: Kept | None = None,
     ) -> Any:
         x = self.attend(x, inputs, masks[0], cache)
-        y, router_loss = self.mlp(x, norm=self.mlp_norm, kept=kept)
+        y, router_loss = self.mlp(x, norm=self.mlp_norm, kept=kept, counted=inputs.counted)
         x = x + self._added(y, self.mlp_norm, mask=masks[1])
         return x if router_loss is None else (x, router_loss)
 

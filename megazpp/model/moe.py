@@ -132,14 +132,23 @@ class Router(nn.Module):
         self._totals: torch.Tensor | None = None
         self._summed: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor, kept: Kept | None = None, *, length: int) -> Routing:
+    def forward(
+        self,
+        x: torch.Tensor,
+        kept: Kept | None = None,
+        *,
+        length: int | torch.Tensor,
+        counted: torch.Tensor | None = None,
+    ) -> Routing:
         """Choose the experts of each token, and compute the factors of their outputs and the router's losses.
 
         Args:
             x: [S, B, H], tokens of this rank.
             kept: decisions to repeat in a recomputation, or an empty `Kept` to store them in. None without
                 recomputation.
-            length: tokens of a complete sequence, over all ranks of tp and cp.
+            length: tokens of a complete sequence, over all ranks of tp and cp; [B] if sequences have different numbers
+                of counted tokens.
+            counted: [S, B] fp32, 1 for tokens that the losses include, 0 for others; None if all tokens count.
         """
         # ---- scores
         logits = F.linear(x.float(), local(self.weight).float())  # [S, B, E]
@@ -158,9 +167,9 @@ class Router(nn.Module):
 
         # ---- totals for the metrics, and losses
         shares = scores / scores.sum(dim=-1, keepdim=True) if self.sigmoid else scores
-        if self.training and not recomputing:
-            self._count(choice, shares.detach())
-        loss = self._loss(logits, shares, choice, length) if self.training else None
+        if self.training and not recomputing and torch.is_grad_enabled():
+            self._count(choice, shares.detach(), counted)
+        loss = self._loss(logits, shares, choice, length, counted) if self.training else None
         return Routing(choice.flatten(0, 1), self._weight(logits, scores, choice).flatten(0, 1), loss)
 
     def take_totals(self) -> torch.Tensor | None:
@@ -206,7 +215,12 @@ class Router(nn.Module):
         return weight if self.scaling is None else weight * self.scaling
 
     def _loss(
-        self, logits: torch.Tensor, shares: torch.Tensor, choice: torch.Tensor, length: int
+        self,
+        logits: torch.Tensor,
+        shares: torch.Tensor,
+        choice: torch.Tensor,
+        length: int | torch.Tensor,
+        counted: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Return this rank's part of each sequence's losses [B], multiplied by their coefficients; None without losses.
 
@@ -218,28 +232,35 @@ class Router(nn.Module):
             logits: [S, B, E] fp32.
             shares: [S, B, E] fp32, normalized scores.
             choice: [S, B, K] int64, chosen experts.
-            length: tokens of a complete sequence.
+            length: counted tokens of a complete sequence, a number or [B].
+            counted: [S, B] fp32, 1 for tokens that the losses include; None if all tokens count.
         """
         loss: torch.Tensor | None = None
         if self.balance_coefficient > 0.0:
-            found = F.one_hot(choice, self.num_experts).sum(dim=(0, 2)).float()  # [B, E]
+            chosen = F.one_hot(choice, self.num_experts)
+            if counted is not None:
+                chosen, shares = chosen * counted[..., None, None], shares * counted.unsqueeze(-1)
+            found = chosen.sum(dim=(0, 2)).float()  # [B, E]
             for axis in self.sequence_axes:
                 found = axis.all_reduce_(found)
             balance = (found * shares.sum(dim=0)).sum(dim=-1) * (self.num_experts / (self.top_k * length * length))
             loss = self.balance_coefficient * balance
         if self.z_coefficient > 0.0:
-            z = logits.logsumexp(dim=-1).square().sum(dim=0) * (self.z_coefficient / length)
+            squares = logits.logsumexp(dim=-1).square()
+            z = (squares if counted is None else squares * counted).sum(dim=0) * (self.z_coefficient / length)
             loss = z if loss is None else loss + z
         return loss
 
     @torch.no_grad()
-    def _count(self, choice: torch.Tensor, shares: torch.Tensor) -> None:
+    def _count(self, choice: torch.Tensor, shares: torch.Tensor, counted: torch.Tensor | None) -> None:
         """Add the choices [S, B, K] and the normalized scores [S, B, E] of a forward pass to the totals."""
+        factor = torch.ones_like(shares[..., 0]) if counted is None else counted  # [S, B], 0 for uncounted tokens
+        factor = factor.double()
         counts = torch.zeros(self.num_experts, dtype=torch.float64, device=choice.device)
-        counts.scatter_add_(0, choice.flatten(), torch.ones_like(choice, dtype=torch.float64).flatten())
-        entropy = -torch.xlogy(shares, shares).sum(dtype=torch.float64)
-        tokens = torch.full_like(entropy, shares[..., 0].numel())
-        found = torch.cat([counts, shares.sum(dim=(0, 1), dtype=torch.float64), torch.stack([tokens, entropy])])
+        counts.scatter_add_(0, choice.flatten(), factor.unsqueeze(-1).expand_as(choice).flatten())
+        sums = (shares.double() * factor.unsqueeze(-1)).sum(dim=(0, 1))
+        entropy = -(torch.xlogy(shares, shares).sum(dim=-1).double() * factor).sum()
+        found = torch.cat([counts, sums, torch.stack([factor.sum(), entropy])])
         self._totals = found if self._totals is None else self._totals + found
 
 
@@ -352,7 +373,12 @@ class MoE(nn.Module):
             )
 
     def forward(
-        self, x: torch.Tensor, *, norm: Norm, kept: Kept | None = None
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm,
+        kept: Kept | None = None,
+        counted: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply the layer to `norm(x)`.
 
@@ -360,6 +386,8 @@ class MoE(nn.Module):
             x: [S, B, H], or [S/T, B, H] with sequence parallelism.
             norm: norm before the layer.
             kept: router decisions to repeat in a recomputation, or an empty `Kept` to store them in.
+            counted: tokens that the router's losses include, as in `AttentionInputs`; None if all tokens count. Its
+                mask has the tokens of all tp ranks.
 
         Returns:
             the output in the shape of `x`; this rank's part of each sequence's router losses [B] fp32, or None.
@@ -373,7 +401,11 @@ class MoE(nn.Module):
         mine = parts[tp.rank] if splits else whole
 
         # ---- route, apply the experts, and combine their outputs
-        routing = self.router(mine, kept, length=len(whole) * self.length_factor)
+        if counted is None:
+            routing = self.router(mine, kept, length=len(whole) * self.length_factor)
+        else:
+            mask, length = counted
+            routing = self.router(mine, kept, length=length, counted=mask.tensor_split(tp.size)[tp.rank])
         routes = plan_routes(
             routing.choice, self.ep, self.experts.num_experts, kept or Kept(), planned_load=self.planned_load
         )

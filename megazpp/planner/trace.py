@@ -246,6 +246,8 @@ def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tup
         parameters = [p for module in modules for p in module.parameters()]
         parts = [[p for p in parameters if p not in of_experts], [p for p in parameters if p in of_experts]]
         found, first = [chosen(part) for part in parts if part], names[parameters[0]]
+        if parts[1] and not trained:  # frozen experts are in the frozen unit of their layer
+            found = [chosen(parameters), []]
         for p in parameters:
             del rest[names[p]]
         if not first.startswith("layers."):

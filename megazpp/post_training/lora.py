@@ -7,7 +7,7 @@ transformers' names (convert/peft.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,6 +22,7 @@ from megazpp.checkpoint.safe_reader import SafeReader
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD
 from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.convert.peft import (
+    ALL_LINEAR,
     AdapterSettings,
     Branch,
     default_targets,
@@ -83,10 +84,12 @@ class LoraConfig:
             base: name or folder of the base.
             checksum: checksum of the base's weights.
         Raises:
-            ValueError: a target is no linear layer of the model.
+            ValueError: a target is no linear layer of the model; or no layer of attention, if the model has experts.
         """
         assert self.lora_r is not None
         targets = self.lora_target_modules or default_targets(config)
+        if config.num_experts is not None:
+            _check_attention(config, targets)
         find_branches(config, targets)
         return AdapterSettings(self.lora_r, self.lora_alpha, self.lora_dropout, targets, base, checksum)
 
@@ -184,6 +187,18 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
         for layer in model.layers:
             assert isinstance(layer, TransformerLayer)
             layer.shared = agreeing
+
+
+def _check_attention(config: GPTConfig, targets: Sequence[str]) -> None:
+    """Raise ValueError for a target outside of attention, because experts take no adapters."""
+    modules = [x.module for x in find_branches(config, (ALL_LINEAR,)) if ".attention." in x.linear]
+    for target in targets:
+        if not any(f".{module}".endswith(f".{target}") for module in modules):
+            names = sorted({module.rpartition(".")[2] for module in modules})
+            raise ValueError(
+                f"--lora-target-modules {target} with --num-experts {config.num_experts}: only attention takes "
+                f"adapters; name some of {', '.join(names)}"
+            )
 
 
 def _adapter(

@@ -32,7 +32,7 @@ from megazpp.post_training.losses import (
     reward_losses,
     token_weights,
 )
-from megazpp.training.objective import Evaluator, Objective
+from megazpp.training.objective import Evaluator, Objective, router_flags, router_gradient
 
 Logps = Callable[[Any], torch.Tensor]  # function from a batch to the reference's [B, S] fp32 log-probabilities
 
@@ -90,25 +90,33 @@ class PreferenceLoss:
         self._sums = StepSums(self._dims)
 
     def loss(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
-        losses = self._reward if self._config.objective == "reward" else self._dpo
-        return losses(model, batch).sum() / self._pairs
+        compute = self._reward if self._config.objective == "reward" else self._dpo
+        losses, outputs = compute(model, batch)
+        return losses.sum() / self._pairs + router_gradient(outputs, 2 * self._pairs)
 
     def metrics(self) -> Mapping[str, float]:
         return self._sums.means()
 
-    def _reward(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
-        chosen, rejected = scores(model, batch).chunk(2)
+    def _reward(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, Any]:
+        """Return the losses of the pairs, and the outputs of the forward."""
+        asked = router_flags(model, batch.loss_mask)
+        outputs: TokenOutputs = model(batch.tokens, position_ids=batch.position_ids, with_values=True, **asked)
+        assert outputs.values is not None
+        chosen, rejected = scores_of(outputs.values, batch.loss_mask).chunk(2)
         self._sums.add("accuracy", (chosen > rejected).float())
         self._sums.add("margin", chosen - rejected)
         self._sums.add("mean_reward", torch.cat((chosen, rejected)))
-        return reward_losses(chosen, rejected, center=self._config.center_rewards_coefficient)
+        return reward_losses(chosen, rejected, center=self._config.center_rewards_coefficient), outputs
 
-    def _dpo(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
+    def _dpo(self, model: GPTModel, batch: PairBatch) -> tuple[torch.Tensor, Any]:
+        """Return the losses of the pairs, and the outputs of the forward."""
         reference = batch.ref_logps
         if reference is None:
             assert self._reference is not None, "dpo needs a reference"
             reference = (self._reference(batch) * batch.loss_mask).sum(dim=1)
-        losses = model(batch.tokens, batch.labels, position_ids=batch.position_ids)
+        asked = router_flags(model, batch.loss_mask)
+        outputs = model(batch.tokens, batch.labels, position_ids=batch.position_ids, **asked)
+        losses = outputs.losses if asked else outputs
         logps, lengths = -(losses * batch.loss_mask).sum(dim=1), batch.loss_mask.sum(dim=1)
         found = dpo_losses(
             *logps.chunk(2),
@@ -127,7 +135,7 @@ class PreferenceLoss:
         self._sums.add("rewards/accuracies", (found.chosen_rewards > found.rejected_rewards).float())
         for name, part in zip(("chosen", "rejected"), logps.chunk(2), strict=True):
             self._sums.add(f"logps/{name}", part)
-        return found.losses
+        return found.losses, outputs
 
 
 class PolicyLoss:
@@ -171,6 +179,7 @@ class PolicyLoss:
             temperature=self._temperature,
             with_entropy=True,
             with_values=config.objective == "ppo",
+            **router_flags(model, mask),
         )
         assert outputs.losses is not None
         assert outputs.entropy is not None
@@ -198,7 +207,7 @@ class PolicyLoss:
             self._sums.add("sampling_logp_difference/mean", difference, mask)
             self._sums.largest("sampling_logp_difference/max", difference.max())
         if ppo:
-            return self._ppo(policy.losses, outputs, batch)
+            return self._ppo(policy.losses, outputs, batch) + router_gradient(outputs, self._completions)
         losses = policy.losses
         if batch.ref_logps is not None:
             kl = kl_to_reference(logps, batch.ref_logps, mask, ratio if config.use_bias_correction_kl else None)
@@ -211,7 +220,7 @@ class PolicyLoss:
             num_tokens=self._tokens,
             max_completion_length=config.max_completion_length,
         )
-        return (losses * weights).sum()
+        return (losses * weights).sum() + router_gradient(outputs, self._completions)
 
     def metrics(self) -> Mapping[str, float]:
         return {**self._rollout_metrics(), **self._sums.means()}

@@ -77,7 +77,7 @@ def plan_models(
     make = functools.partial(
         paper_step,
         config,
-        plan,
+        plan=plan,
         device_type="cpu",
         rank=rank,
         on_cpu=on_cpu,
@@ -92,8 +92,10 @@ def plan_models(
         _freeze(model)
         add_adapters(model, settings, None)
 
+    whole = plan._replace(layout=dataclasses.replace(plan.layout, ep=1))  # ranks have all experts of a frozen model
+
     def asked_in(bits: int | None) -> Counter[Memory]:
-        step = make(prepare=_freeze, frozen_bits=bits)
+        step = make(prepare=_freeze, frozen_bits=bits, plan=whole)
         step.run_forward()
         return step.ledger.peak
 
@@ -200,7 +202,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
             )
             if post.needs_reference and not post.precompute_ref_log_probs:
                 reference = FrozenModel(policy, is_policy=True).logps
-        trained = count_elements(policy, dims.tp.size)
+        trained = count_elements(policy, tp_size=dims.tp.size, ep_size=dims.layout.ep)
         built = shard_built(policy, spec, dims)
         with fake:
             built.model.to_empty(device=CPU)
@@ -245,7 +247,7 @@ def _frozen(
     bits: int | None = None,
 ) -> tuple[GPTModel, FrozenUnits]:
     """Build a model of frozen units, except parameters whose names begin with `trained`."""
-    model = model_on_meta(spec, dims, CPU)
+    model = model_on_meta(spec, dims, CPU, whole_experts=True)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def load(name: str, rows: slice) -> torch.Tensor:
@@ -272,13 +274,13 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Ste
     post, model, itemsize = configs.training, config.model, config.precision.param_dtype.itemsize
     count = post.rollouts_at_once or plan.batches.global_batch_size * post.slices // plan.layout.data
     per_token = 2 * model.layers * (model.query_groups // plan.layout.tp) * model.head_size * itemsize
-    shard = plan.layout.axis_size("shard")
-    whole = [unit.size * shard * itemsize for unit in policy.units]
+    shards = plan.layout.axis_size("shard")
+    whole = [unit.size * unit.axis.size * itemsize for unit in policy.units]
     copied = [2 * size + unit.gather_buffer for size, unit in zip(whole, policy.units, strict=True)]
     return Counter(
         {
             Memory.GATHERED: sum(whole),
-            Memory.BUFFERS: max(copied) if shard > 1 else 0,  # buffers of a gather and of the previous one
+            Memory.BUFFERS: max(copied) if shards > 1 else 0,  # buffers of a gather and of the previous one
             Memory.UNPACKED: policy.unpacked_bytes,
             Memory.KEYS_AND_VALUES: count * configs.form.max_length * per_token,
         }

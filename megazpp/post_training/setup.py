@@ -113,10 +113,7 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         steps = config.values()["diloco_steps"]
         raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}")
     if config.model.num_experts is not None:
-        raise ValueError(
-            f"--num-experts {config.model.num_experts}: post-training (--objective {post.objective}) of a mixture of "
-            "experts is not supported; pretrain_gpt.py continues its training"
-        )
+        _check_experts(config, configs)
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet (--data-path)")
     if form.packing and post.objective != "sft":
@@ -161,6 +158,25 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             f"--global-batch-size {size} x --steps-per-generation {post.slices} is not divisible by --num-generations "
             f"{post.group_size}"
         )
+
+
+def _check_experts(config: RunConfig, configs: PostConfigs) -> None:
+    """Raise ValueError for flags that post-training of a mixture of experts does not support."""
+    post, lora, experts = configs.training, configs.lora, f"--num-experts {config.model.num_experts}"
+    if (ep := config.parallel.expert_model_parallel_size) > 1:
+        parallel = f"--expert-model-parallel-size {ep}"
+        if post.draws:
+            raise ValueError(
+                f"{parallel} with --objective {post.objective}: data ranks end their completions at different times, "
+                "but experts on other ranks need all of them; use --expert-model-parallel-size 1"
+            )
+        if lora.lora_r is not None:
+            raise ValueError(
+                f"{parallel} with --lora-r {lora.lora_r}: every rank uses all experts of the frozen base; use "
+                "--expert-model-parallel-size 1"
+            )
+    if post.rollout_graphs:
+        raise ValueError(f"--rollout-graphs with {experts}: a CUDA graph cannot hold products whose sizes vary")
 
 
 def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
@@ -248,6 +264,9 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         lora = dataclasses.replace(lora, lora_load=None)
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training takes --max-length instead")
+    for name in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if name in parsed.origins:
+            raise ValueError(f"--{name.replace('_', '-')} is for pretraining: here each sample is a document")
     if "max_length" not in parsed.origins:
         form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))
     longest = config.model.max_position_embeddings

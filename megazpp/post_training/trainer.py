@@ -157,7 +157,7 @@ class _PostTraining:
     def _open_objective(self) -> Objective:
         post, dims = self.post, self.run.dims
         if post.objective == "sft":
-            return LanguageModelLoss(dims)
+            return LanguageModelLoss(dims, pads=True)
         if post.precompute_ref_log_probs:
             self._look_up_reference()
             return PreferenceLoss(post, dims)

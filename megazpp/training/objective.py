@@ -67,10 +67,47 @@ class Objective(Protocol):
         """Return further numbers of the step, equal on all ranks; may wait for the device."""
 
 
-def token_losses(model: GPTModel, batch: MicroBatch) -> torch.Tensor:
-    """Return [micro-batch, sequence] losses of each token in nats; 0 where the loss mask excludes the token."""
-    losses = model(batch.tokens, batch.labels, position_ids=batch.position_ids, document_starts=batch.document_starts)
-    return losses * batch.loss_mask
+def token_losses(model: GPTModel, batch: MicroBatch, **flags: Any) -> torch.Tensor:
+    """Return [micro-batch, sequence] losses of each token in nats; 0 where the loss mask excludes the token.
+
+    Args:
+        model: the model.
+        batch: tokens, labels and loss mask.
+        flags: further arguments of the model's forward, as from `router_flags`.
+    """
+    starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
+    return model(batch.tokens, batch.labels, **starts, **flags) * batch.loss_mask
+
+
+def router_flags(model: GPTModel, loss_mask: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a training forward for routers; {} without experts.
+
+    The losses and the counted choices of routers include the tokens up to the last one of each row that the loss mask
+    includes. They leave out padding after it, so that they do not depend on the length to which rows are padded.
+
+    Args:
+        model: the model.
+        loss_mask: [B, S] fp32, 0 for excluded tokens.
+    """
+    if not model.training or model.config.num_experts is None:
+        return {}
+    places = torch.arange(loss_mask.shape[1], device=loss_mask.device)
+    last = torch.where(loss_mask > 0, places, -1).amax(dim=1, keepdim=True)
+    return {"counted": places <= last} | ({"with_router_loss": True} if model.config.has_router_loss else {})
+
+
+def router_gradient(outputs: Any, num_rows: torch.Tensor | int) -> torch.Tensor | float:
+    """Return 0 with the gradient of the losses of routers, as a mean over the rows of the global batch.
+
+    Args:
+        outputs: result of a forward with `router_flags`.
+        num_rows: rows of the global batch.
+    """
+    found: torch.Tensor | None = getattr(outputs, "router_loss", None)
+    if found is None:
+        return 0.0
+    mean = found.sum() / num_rows
+    return mean - mean.detach()
 
 
 class LanguageModelLoss:
@@ -81,12 +118,16 @@ class LanguageModelLoss:
     The losses of routers, each the mean over all sequences of the global batch, add to the gradients, but not to the
     value of the loss.
 
+    Args:
+        dims: parallel layout.
+        pads: True if rows may end with padding, which the losses of routers leave out (`router_flags`).
+
     Attributes:
         tokens: number of tokens that count in the last step, an fp64 scalar.
     """
 
-    def __init__(self, dims: ParallelDims) -> None:
-        self._dims = dims
+    def __init__(self, dims: ParallelDims, *, pads: bool = False) -> None:
+        self._dims, self._pads = dims, pads
         self.tokens = torch.zeros((), dtype=torch.float64)
         self._per_token = torch.tensor(1.0)
         self._batches: Sequence[MicroBatch] = ()
@@ -100,14 +141,15 @@ class LanguageModelLoss:
 
     def loss(self, model: GPTModel, batch: MicroBatch) -> torch.Tensor:
         """Return this micro-batch's share of the mean loss over the global batch."""
+        asked = router_flags(model, batch.loss_mask) if self._pads else {}
         if not model.config.has_router_loss:
-            return token_losses(model, batch).sum() * self._per_token
+            return token_losses(model, batch, **asked).sum() * self._per_token
+        asked["with_router_loss"] = True
         starts = {"position_ids": batch.position_ids, "document_starts": batch.document_starts}
-        found = model(batch.tokens, batch.labels, **starts, with_router_loss=True)
+        found = model(batch.tokens, batch.labels, **starts, **asked)
         sequences = sum(len(each.tokens) for each in self._batches) * self._dims.data_size // self._dims.island.size
-        router_loss = found.router_loss.sum() / sequences
         # The result has the value of the first loss and the gradients of both.
-        return (found.losses * batch.loss_mask).sum() * self._per_token + (router_loss - router_loss.detach())
+        return (found.losses * batch.loss_mask).sum() * self._per_token + router_gradient(found, sequences)
 
     def metrics(self) -> Mapping[str, float]:
         """Return no further numbers."""

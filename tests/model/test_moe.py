@@ -123,6 +123,37 @@ def test_router_metrics_do_not_sum_the_totals_of_biased_routers_again():
     assert router_metrics(model, lambda sums: pytest.fail("nothing to sum")) == {}
 
 
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_router_losses_leave_out_uncounted_tokens(recompute):
+    """Losses and gradients of padded rows equal those of each row alone without padding; sums differ by 1e-5."""
+    style = dataclasses.replace(MIXTURE_STYLE, num_layers=2, moe_z_loss_coeff=0.1, recompute_granularity=recompute)
+    tokens = torch.randint(101, (3, 9), generator=torch.Generator().manual_seed(2))
+    lengths, results = [4, 9, 1], []
+    for padded in (True, False):
+        model = GPTModel(style, vocab_size=101, tp=MeshAxis("tp"))
+        initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
+        if padded:
+            counted = torch.arange(9) < torch.tensor(lengths).unsqueeze(1)
+            found = model(tokens, tokens, with_router_loss=True, counted=counted).router_loss
+        else:
+            rows = [row[None, :length] for row, length in zip(tokens, lengths, strict=True)]
+            found = torch.cat([model(row, row, with_router_loss=True).router_loss for row in rows])
+        found.square().sum().backward()
+        results.append([found.detach(), *(layer.mlp.router.weight.grad for layer in model.layers)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
+def test_totals_leave_out_uncounted_tokens():
+    """The choices of padding change neither the logged loads nor the bias of experts."""
+    router = Router(MIXTURE_STYLE, tp=MeshAxis("tp"), cp=MeshAxis("cp"))
+    initialize_parameters_(router, seed=3, draw_device=torch.device("cpu"))
+    x = torch.randn(5, 3, MIXTURE_STYLE.hidden, generator=torch.Generator().manual_seed(1))
+    router.train()(x[:2], length=2)
+    expected = router.take_totals()
+    router(x, length=torch.tensor([2, 2, 2]), counted=torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])[:, None].expand(5, 3))
+    torch.testing.assert_close(router.take_totals(), expected)
+
+
 def test_flags_that_experts_cannot_have_are_refused():
     rows = [
         ({"moe_router_topk": 5}, "--moe-router-topk 5 is more than --num-experts 4"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers.training import CLIP, CPU, GPT2_STYLE, Case, build_on_ranks
+from helpers.training import CLIP, CPU, GPT2_STYLE, MIXTURE_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
@@ -17,6 +17,14 @@ from megazpp.training.setup import ShardedModel
 from megazpp.training.step import TrainStep
 
 STYLE = dataclasses.replace(GPT2_STYLE, init_method_std=0.3, max_position_embeddings=32)
+MIXTURE = dataclasses.replace(
+    MIXTURE_STYLE,
+    num_layers=2,
+    init_method_std=0.3,
+    max_position_embeddings=32,
+    moe_aux_loss_coeff=0.1,
+    moe_z_loss_coeff=0.01,
+)
 SEQ, BATCH = 24, 8  # tokens per row, rows per step
 
 

@@ -17,6 +17,7 @@ from helpers.training import CLIP, CPU, GPT2_STYLE, LLAMA_STYLE, Case, dims_on_r
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.convert.native import open_checkpoint
+from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.loss_scale import LossScaleConfig, build_loss_scaler
 from megazpp.optim.optimizer import OptimizerConfig, build_optimizer
@@ -76,15 +77,18 @@ def train_on_ranks(case: Case, lora: LoraConfig, load: str) -> dict[str, Any]:
 
 
 @functools.cache
-def in_one_process(kind: str, load: str, bits: Any = None) -> list[tuple[float, float]]:
+def in_one_process(
+    kind: str | GPTConfig, load: str, bits: Any = None, lora: LoraConfig = ALL
+) -> list[tuple[float, float]]:
     """Train as a reference: full frozen weights, rounded first if `bits`, with torch's own clipping and optimizer."""
-    case, model = Case(model=MODELS[kind]), our_model(open_checkpoint(Path(load), None)[0], 16)
+    style = MODELS[kind] if isinstance(kind, str) else kind
+    case, model = Case(model=style), our_model(open_checkpoint(Path(load), None)[0], 16)
     if bits is not None:
         for weight in (each.detach() for each in model.parameters() if each.dim() == 2):
             rows = plan_rows(weight.shape[1], bits)
             weight.copy_(rows.unpack(rows.pack(weight), torch.empty_like(weight)))
     base = {name: weight.clone() for name, weight in model.state_dict().items()}
-    add_adapters(model.requires_grad_(False), ALL.settings(case.model), None)
+    add_adapters(model.requires_grad_(False), lora.settings(case.model), None)
     for module in model.modules():
         if isinstance(module, LowRankAdapter):
             module.to_empty(device=CPU)

@@ -10,7 +10,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.tiers import slow
 from helpers.training import LLAMA_STYLE
-from post_training.policies import BATCH, SEQ, PostCase, build, near, train
+from post_training.policies import BATCH, MIXTURE, SEQ, PostCase, build, near, train
 
 from megazpp.post_training.batch import PairBatch, RolloutBatch, shortened
 from megazpp.post_training.config import PostTrainingConfig
@@ -33,6 +33,10 @@ OBJECTIVES = {
     "cispo": PostCase(post=grpo(loss_type=("cispo",))),
     "dr_grpo": PostCase(post=grpo(loss_type=("dr_grpo",))),
     "ppo": PostCase(post=PostTrainingConfig(objective="ppo"), temperature=0.7),
+    "reward of experts": PostCase(post=PostTrainingConfig(objective="reward"), model=MIXTURE),
+    "dpo of experts": PostCase(post=PostTrainingConfig(objective="dpo"), model=MIXTURE),
+    "grpo of experts": PostCase(post=grpo(), model=MIXTURE),
+    "ppo of experts": PostCase(post=PostTrainingConfig(objective="ppo"), model=MIXTURE),
     "ppo untied": PostCase(post=PostTrainingConfig(objective="ppo"), model=LLAMA),
 }
 
@@ -89,6 +93,10 @@ def in_one_process(objective: str) -> list[dict[str, float]]:
         (2, {"tp": 2}, ["reward untied", "ppo", "grpo"]),
         (2, {"micro_batch_size": 2}, ["dpo", "ppo"]),
         (2, {"cp": 2}, ["reward", "dapo", "dpo", "ppo untied"]),
+        (2, {"ep": 2, "micro_batch_size": 2}, ["reward of experts", "dpo of experts"]),
+        slow(2, {"tp": 2}, ["grpo of experts", "ppo of experts"]),
+        slow(4, {"ep": 4, "tp": 2, "sequence_parallel": True}, ["reward of experts", "dpo of experts"]),
+        slow(4, {"ep": 2, "cp": 2, "nodes": 2}, ["reward of experts", "dpo of experts"]),
         slow(8, {"cp": 2, "tp": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
         slow(4, {"tp": 2, "sequence_parallel": True}, [*OBJECTIVES]),
         slow(4, {"tp": 2, "nodes": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
@@ -115,9 +123,18 @@ def test_dpo_begins_with_the_rewards_of_its_reference():
     "layout", [{"micro_batch_size": 2}, slow({"tp": 2, "sequence_parallel": True}), slow({"cp": 2})]
 )
 def test_shortened_rows_on_each_rank_change_no_loss(layout):
-    objectives, world = ["reward untied", "dpo", "grpo", "dr_grpo", "ppo"], 4 if "tp" in layout else 2
+    objectives, world = ["reward untied", "dpo", "dpo of experts", "grpo", "dr_grpo", "ppo"], 4 if "tp" in layout else 2
     whole, short = (ranks(world).run(train_all, objectives, shortens=each, **layout) for each in (False, True))
     assert whole == [[near(steps, rel=2e-6, abs=2e-6) for steps in of_rank] for of_rank in short]
+
+
+def test_router_losses_change_gradients_and_no_logged_loss():
+    for name in ("reward of experts", "dpo of experts", "grpo of experts", "ppo of experts"):
+        model = dataclasses.replace(MIXTURE, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0)
+        (plain,) = ranks(1).run(train_all, [name], micro_batch_size=BATCH, model=model)
+        first, without = in_one_process(name)[0], plain[0][0]
+        assert first["loss"] == pytest.approx(without["loss"], rel=1e-6, abs=1e-6), name
+        assert abs(first["grad_norm"] - without["grad_norm"]) > 1e-4 * without["grad_norm"], name
 
 
 def compare_with_logits(case: PostCase) -> torch.Tensor:

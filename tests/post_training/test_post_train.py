@@ -336,6 +336,9 @@ TINY = f"@{ROOT}/configs/gpt_tiny.args --dry-run --nproc 4 --emulate-nodes 2 --z
 REFUSED = """
     --objective sft --load nowhere | --load nowhere has no checkpoint
     --objective sft --seq-length 8 | --seq-length 8: post-training takes --max-length
+    --objective sft --split 90,10,0 | --split is for pretraining: here each sample is a document
+    --objective dpo --reset-attention-mask | --reset-attention-mask is for pretraining
+    --objective grpo --eod-mask-loss | --eod-mask-loss is for pretraining
     --objective grpo | --objective grpo needs --reward-funcs or --reward-load
     --objective grpo --reward-funcs a:b --max-completion-length 8 --num-generations 3 | divisible
     --objective grpo --reward-funcs rewards.py:vowels --max-length 8 | leaves no room for a prompt

@@ -11,7 +11,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.recorded_graph import record_steps
 from helpers.tiers import slow
-from post_training.policies import BATCH, SEQ, PostCase, build, near, train
+from post_training.policies import BATCH, MIXTURE, SEQ, PostCase, build, near, train
 
 from megazpp.base.program import UserError
 from megazpp.data.tokenizer import ByteTokenizer
@@ -39,6 +39,8 @@ CASES = {
     "grpo": PostCase(post=GRPO),
     "grpo, two steps twice": PostCase(post=dataclasses.replace(LATER, beta=0.1), steps=5, temperature=0.8),
     "ppo": PostCase(post=PPO, steps=3),
+    "grpo of experts": PostCase(post=GRPO, model=MIXTURE),
+    "ppo of experts": PostCase(post=PPO, model=MIXTURE),
 }
 ZEROPP = ZeroConfig(zeropp=True)
 
@@ -116,6 +118,7 @@ def test_generation_without_any_reward_stops_the_run():
         (2, {"tp": 2, "micro_batch_size": 8}, ["grpo"]),
         (2, {"micro_batch_size": 2}, ["grpo, two steps twice"]),  # both ranks share each group of 4
         (2, {"cp": 2, "micro_batch_size": 8}, ["ppo"]),
+        (2, {"micro_batch_size": 2}, ["grpo of experts"]),
         slow(4, {"cp": 2, "micro_batch_size": 2}, [*CASES]),
         slow(4, {"tp": 2, "nodes": 2, "micro_batch_size": 2}, [*CASES]),
     ],
@@ -147,6 +150,7 @@ def compare_first_forward(case: PostCase) -> None:
     [
         (2, {"tp": 2}),
         (2, {"nodes": 2, "zero": ZEROPP}),
+        (2, {"nodes": 2, "zero": ZEROPP, "model": MIXTURE}),
         slow(1, {}),
         slow(4, {"tp": 2, "nodes": 2, "zero": ZEROPP, "sequence_parallel": True}),
     ],

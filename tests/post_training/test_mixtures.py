@@ -1,0 +1,199 @@
+"""Test post-training of mixtures of experts: TRL's losses, and adapters of attention beside frozen experts."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import run
+from helpers.frameworks import texts, tokenizer
+from helpers.hf_models import SIZES, make_model, our_model, randomized, save
+from helpers.ranks import ranks
+from helpers.refusals import not_refused
+from helpers.tiers import slow
+from helpers.training import LLAMA_STYLE, MIXTURE_STYLE, Case
+from post_training.test_lora import STEPS, adapt, in_one_process, train
+
+from megazpp.convert.huggingface import open_model
+from megazpp.data.loader import MicroBatch
+from megazpp.model.gpt import GPTModel
+from megazpp.post_training.batch import PairBatch
+from megazpp.post_training.config import PostTrainingConfig
+from megazpp.post_training.lora import LoraConfig
+from megazpp.post_training.objectives import PreferenceLoss
+from megazpp.post_training.reference import FrozenModel
+from megazpp.tensor_parallel.lora import adapters_off
+from megazpp.training.objective import LanguageModelLoss
+
+KINDS = ("mixtral", "qwen3_moe")
+SMALL = {"vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 1}
+ONE_RANK: Any = SimpleNamespace(data_size=1, island=SimpleNamespace(size=1), sum_over_data_=lambda x: x)
+MIXTURE = dataclasses.replace(MIXTURE_STYLE, num_layers=2, moe_aux_loss_coeff=0.0)
+DENSE = LLAMA_STYLE  # the same attention
+ATTENTION = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+
+
+# ---- losses of TRL ----
+
+
+def loss_of_trl(objective: str, model: Any, folder: Path, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return TRL's loss of the first batch, and the batch; the model then has the gradients."""
+    trl = pytest.importorskip("trl")
+    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[objective]
+    columns = {"completion": " {1}"} if objective == "sft" else {"chosen": " {1}", "rejected": " no{0}"}
+    without_aux = {} if objective == "reward" else {"router_aux_loss_coef": 0.0}  # this trainer has no such loss
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=model,
+        args=getattr(trl, f"{name}Config")(
+            output_dir=str(folder),
+            per_device_train_batch_size=4,
+            use_cpu=True,
+            report_to="none",
+            gradient_checkpointing=False,
+            **without_aux,
+        ),
+        train_dataset=texts(prompt="{} plus 1 is", **columns),
+        processing_class=tokenizer(),
+        **how,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    return loss.detach(), batch
+
+
+def ours(folder: Path, model: Any) -> GPTModel:
+    """Convert a model of transformers."""
+    return our_model(open_model(save(model, folder)), 32).train()
+
+
+def norm_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+
+
+def compare(model: GPTModel, objective: Any, batch: Any, theirs: Any, expected: torch.Tensor) -> None:
+    """Compare the loss and the gradient norm, which differ by fp32 sums in another order."""
+    objective.begin_step([batch])
+    loss = objective.loss(model, batch)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm_of(model), norm_of(theirs), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_supervised_loss_of_experts_equals_trl(kind, tmp_path):
+    theirs = make_model(kind, **SMALL)
+    model = ours(tmp_path / "ours", theirs)
+    expected, batch = loss_of_trl("sft", theirs, tmp_path)
+    tokens, mask = batch["input_ids"], (batch["labels"] != -100).float()
+    assert 0.0 < mask.mean() < 1.0
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+    own = MicroBatch(inputs, labels, mask[:, 1:].contiguous(), positions, None)
+    compare(model, LanguageModelLoss(ONE_RANK, pads=True), own, theirs, expected)
+
+
+def pairs(tokens: torch.Tensor, mask: torch.Tensor) -> PairBatch:
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return PairBatch(inputs, labels, mask[:, 1:].float().contiguous(), torch.arange(inputs.shape[1]).expand_as(inputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_dpo_loss_of_experts_equals_trl(kind, tmp_path):
+    theirs = make_model(kind, **SMALL)
+    reference = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for index, parameter in enumerate(reference.parameters()):
+            generator = torch.Generator().manual_seed(index)
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    model, frozen = ours(tmp_path / "ours", theirs), ours(tmp_path / "reference", reference)
+    expected, batch = loss_of_trl("dpo", theirs, tmp_path, ref_model=reference)
+    config = PostTrainingConfig(objective="dpo", beta=0.1)
+    objective = PreferenceLoss(config, ONE_RANK, FrozenModel(frozen).logps)
+    compare(model, objective, pairs(batch["input_ids"], batch["completion_mask"]), theirs, expected)
+    assert abs(expected - 0.693147) > 1e-3  # the reference is not the policy
+
+
+@pytest.mark.slow
+def test_reward_loss_of_experts_equals_trl(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("mixtral", **SIZES["mixtral"] | SMALL, num_labels=1)
+    theirs = randomized(transformers.AutoModelForSequenceClassification.from_config(config))
+    model = ours(tmp_path / "ours", theirs)
+    expected, batch = loss_of_trl("reward", theirs, tmp_path)
+    tokens, mask = batch["input_ids"], torch.nn.functional.pad(batch["attention_mask"], (0, 1))
+    own = pairs(torch.nn.functional.pad(tokens, (0, 1)), mask)
+    compare(model, PreferenceLoss(PostTrainingConfig(objective="reward"), ONE_RANK), own, theirs, expected)
+
+
+# ---- adapters beside frozen experts ----
+
+
+@pytest.fixture(scope="module")
+def loads(tmp_path_factory) -> dict[str, str]:
+    """Save checkpoints of a model with experts and of a dense one."""
+    found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in ("experts", "dense")}
+    for kind, model in (("experts", MIXTURE), ("dense", DENSE)):
+        ranks(2).run(run, Case(model=model, ep=2 if kind == "experts" else 1), 1, save=found[kind])
+    return found
+
+
+def train_adapters(case: Case, load: str) -> tuple[list[tuple[float, float]], list[str], int, int]:
+    """Return the steps, the names of trained parameters, and the bytes sent between nodes and inside a node."""
+    policy, dims = adapt(case, ATTENTION, load)
+    names, counter = [name for name, _ in policy.built.model.named_parameters()], dims.counter
+    before = [counter.sent_bytes(wire) for wire in ("cross", "local")]
+    batch = case.batch(9, 0, 1)
+    with torch.no_grad(), adapters_off(policy.built.model):
+        base = policy.built.model(batch.tokens, batch.labels)
+    policy.built.sharding.reshard()
+    steps = train(policy, dims, case)
+    with torch.no_grad(), adapters_off(policy.built.model):
+        assert torch.equal(policy.built.model(batch.tokens, batch.labels), base)  # the reference has not changed
+    assert [unit.name for unit in policy.base.units if unit.is_unpacked] == []
+    crossed, inside = (counter.sent_bytes(wire) - sent for wire, sent in zip(("cross", "local"), before, strict=True))
+    return steps, names, crossed, inside
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "recompute"),
+    [
+        (4, {"nodes": 2, "micro_batches": 2}, None),
+        slow(2, {"tp": 2, "sequence_parallel": True}, None),
+        slow(4, {"tp": 2, "nodes": 2}, "full"),
+    ],
+)
+def test_adapters_of_attention_train_beside_frozen_experts(loads, world, layout, recompute):
+    """Steps equal those of one process, up to fp32 sums; only the adapters cross nodes, as in a dense model."""
+    model = dataclasses.replace(MIXTURE, recompute_granularity=recompute)
+    results = ranks(world).run(train_adapters, Case(model=model, **layout), loads["experts"])
+    dense = ranks(world).run(train_adapters, Case(model=DENSE, **layout), loads["dense"])
+    expected = torch.tensor(in_one_process(MIXTURE, loads["experts"], lora=ATTENTION))
+    for (steps, names, crossed, inside), (_, same_names, same_crossed, less) in zip(results, dense, strict=True):
+        torch.testing.assert_close(torch.tensor(steps), expected, rtol=1e-5, atol=1e-5)
+        assert len(steps) == STEPS
+        assert names == same_names
+        assert all(".attention." in name for name in names)
+        assert crossed == same_crossed
+        assert inside != less
+    if "nodes" in layout:
+        assert max(crossed for *_, crossed, _ in results) > 0
+
+
+def test_adapters_outside_of_attention_are_refused_in_models_with_experts():
+    rows = [
+        (target, f"--lora-target-modules {target} with --num-experts 4: only attention takes adapters; name some of")
+        for target in ("all-linear", "up_proj", "gate", "experts", "w1")
+    ]
+
+    def settings(target: str) -> object:
+        return dataclasses.replace(ATTENTION, lora_target_modules=("q_proj", target)).settings(MIXTURE)
+
+    assert not_refused(rows, settings) == []
+    assert ATTENTION.settings(MIXTURE).targets == ATTENTION.lora_target_modules
+    assert LoraConfig(lora_r=2).settings(MIXTURE).targets == ("q_proj", "v_proj")
