@@ -49,7 +49,7 @@ class Runs:
 
 @pytest.mark.parametrize(
     ("kills", "islands"), [(2, ""), (1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
-)  # 30 kills were tested once
+)  # the test was run once with 30 kills
 def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, islands):
     """Ranks are killed at the start, while loading, in steps and in saves; all losses equal a run's without faults."""
     calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path / "runs"), 20 * kills

@@ -19,7 +19,7 @@ from megazpp.zero.config import DIFFERENCE_BLOCK, GRADIENT_BLOCK, ZeroConfig, bl
 T = TypeVar("T")
 
 RUN_DEPENDENT = ("diloco_outer_lr", "diloco_outer_momentum")  # flags whose defaults depend on the run
-# Outer momentum is used by default from this many planned synchronizations on, and from this many steps between two on.
+# The default is outer momentum if a run has at least FEWEST synchronizations, and at least SHORTEST steps between two.
 FEWEST, SHORTEST = 200, 10
 
 
