@@ -178,7 +178,7 @@ class ErrorFeedback(StatePart):
 class SecondaryPartition(StatePart):
     """The secondary partition, a copy of the weights that every node keeps, in runs with lossless weight deltas.
 
-    It is saved because the next delta is added to it. Without --zero-weight-delta this part has no tensors.
+    It is saved because the next delta is added to it. Without such deltas this part has no tensors.
     """
 
     prefix = SECONDARY

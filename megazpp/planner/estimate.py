@@ -167,12 +167,10 @@ class Estimator:
         # ---- cases without an estimate
         if not config.zero.chooses_weight_delta:
             return None
-        plan, default = (
-            check_run_config(config, self.cluster, device_type=self._device_type),
-            default_weight_delta(config.precision.param_dtype),
-        )
+        plan = check_run_config(config, self.cluster, device_type=self._device_type)
         if plan.wire.gather is None:
             return None
+        default = default_weight_delta(config.precision.param_dtype)
         if not default.lossless:
             return default
         # ---- the cluster, in which a device of unknown speed computes in no time
@@ -191,7 +189,7 @@ class Estimator:
         int8 = estimator._estimate(config, WeightDelta(False, ""))
         assert int8.seconds is not None
         what = "a step" if self.cluster.device is not None else "the communication of a step"
-        times = f"{lossless.seconds:.3g} s with lossless deltas and {int8.seconds:.3g} s with int8 blocks"
+        times = f"{lossless.seconds:.4g} s with lossless deltas and {int8.seconds:.4g} s with int8 blocks"
         return WeightDelta(lossless.seconds <= int8.seconds, f"{what} is estimated to take {times}")
 
     def _estimate(self, config: RunConfig, weight_delta: WeightDelta | None, *, exposed: bool = False) -> Estimate:

@@ -55,7 +55,9 @@ def zeropp(
         ranks_per_node: number of consecutive ranks that share a node. None reads the environment variable
             MEGAZPP_RANKS_PER_NODE; if that is not set either, the ranks find out which of them share a host.
         config: message formats and switches. The default is `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With
-            error feedback, the program must call `Sharding.end_step` after each optimizer step.
+            error feedback, the program must call `Sharding.end_step` after each optimizer step. Weights cross nodes as
+            int8 blocks also with `zero_weight_delta="auto"`, because the speed of the links is unknown here. With
+            16-bit mixed precision, "lossless" sends exact weights and adds an entry to `state_dict`.
         fsdp: keyword arguments of `fully_shard` for a model that is not wrapped yet, such as `mp_policy`.
     Returns:
         The handle on the sharded model. The model keeps a reference to it, so the caller may discard it.

@@ -36,6 +36,8 @@ CASES = {
     "differences, bf16": gpt(zero=DIFFERENCES, micro_batches=2, precision=BF16),
     "differences, fp16, tp 2, async": llama(tp=2, zero=DIFFERENCES, precision=FP16),
     "zeropp, expert bias, ep 2, bf16": Case(model=BIASED_STYLE, nodes=2, ep=2, zero=ZEROPP, precision=BF16),
+    "differences, tp 2, float8": gpt(tp=2, zero=DIFFERENCES, precision=BF16, sequence_parallel=True, float8="hybrid"),
+    "differences, muon, cp 2": llama(cp=2, zero=DIFFERENCES, precision=BF16, optimizer=MUON_3),
     "zeropp, muon, tp 2, fp16": llama(tp=2, zero=ZEROPP, precision=FP16, optimizer=MUON_3),
     "islands, muon": gpt(optimizer=MUON, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9)),
     "islands, fp16": llama(precision=FP16, diloco=DilocoConfig(diloco_steps=3)),

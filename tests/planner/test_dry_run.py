@@ -36,6 +36,7 @@ WORDS = {
     "MASK": "--reset-attention-mask",
     "FLOAT8": "--bf16 --fp8-format hybrid --hidden-size 64 --num-attention-heads 4",
     "MUON": "--optimizer muon --muon-full-interval 5",
+    "INT8": "--zeropp --zero-weight-delta none",  # without the flag, 16-bit weights cross nodes as lossless deltas
     "LOCAL": "--diloco-steps 4",
     "MOMENTUM": "--diloco-outer-momentum 0.9",
     "EXACT": "--diloco-weight-bits 16 --diloco-gradient-bits 16",
@@ -54,23 +55,23 @@ RUNS = table("""
     2x4   |   0 | --bf16 SP --optimizer sgd
     2x4   |   2 | --bf16 --hsdp --grad-reduce-in-bf16 TP LLAMA FULL
     2x4   |   0 | --bf16 --zero-hpz-partition-size auto
-    3x4   |   6 | --bf16 --zeropp CP K4
+    3x4   |   6 | --bf16 INT8 CP K4
     3x4   |  10 | --zeropp LLAMA SP SELECTIVE K4
-    2x2c  |   1 | --fp16 --zeropp LLAMA FULL --no-overlap-grad-reduce
-    2x4   |   0 | --bf16 --zeropp --zero-accumulate-in-bf16 --optimizer sgd K4
-    2x4   |   0 | --bf16 --zeropp --no-zero-error-feedback --zero-cross-every-microbatch
-    2x4   |   6 | --bf16 --zeropp --zero-weight-delta lossless
+    2x2c  |   1 | --fp16 INT8 LLAMA FULL --no-overlap-grad-reduce
+    2x4   |   0 | --bf16 INT8 --zero-accumulate-in-bf16 --optimizer sgd K4
+    2x4   |   0 | --bf16 INT8 --no-zero-error-feedback --zero-cross-every-microbatch
+    2x4   |   6 | --bf16 --zeropp
     2x4   |   0 | --bf16 MASK LLAMA K4
     2x4   |   0 | --bf16 MASK CP LLAMA SELECTIVE
     3x4   |   2 | CP SP LLAMA FULL --num-query-groups 2
-    3x4   |  10 | --bf16 MUON --zeropp TP
-    2x2   |   2 | FLOAT8 --zeropp SP
+    3x4   |  10 | --bf16 MUON INT8 TP
+    2x2   |   2 | FLOAT8 INT8 SP
     3x4   |  10 | --bf16 TP LOCAL
     2x4   |   0 | LOCAL MOMENTUM --no-zero-error-feedback K4
     2x4   |   0 | --bf16 LOCAL --diloco-fragment-sync-delay 1 SP LLAMA
     2x4   |   0 | --bf16 LOCAL --diloco-fragments 2 --diloco-fragment-sync-delay 3 --diloco-gradient-bits 8
     2x4   |   0 | --bf16 LOCAL EXACT --diloco-fragment-sync-delay 2
-    4x4   |   5 | --bf16 --zeropp LOCAL MOMENTUM --diloco-islands 2 --diloco-fragments 2 --diloco-fragment-sync-delay 3
+    4x4   |   5 | --bf16 INT8 LOCAL MOMENTUM --diloco-islands 2 --diloco-fragments 2 --diloco-fragment-sync-delay 3
     2x1   |   1 | LOCAL SHORT
     2x1   |   1 | LOCAL SHORT EXACT
     1x1   |   0 | --bf16 K4
@@ -113,7 +114,7 @@ def lasting(step: TrainStep, outer: list[OuterUnit]) -> dict[Memory, list[torch.
     }
 
 
-QUICK = ("--bf16 --zeropp CP K4", "--bf16 MUON --zeropp TP", "--bf16 TP LOCAL", "HUGE")
+QUICK = ("--bf16 INT8 CP K4", "--bf16 MUON INT8 TP", "--bf16 --zeropp", "--bf16 TP LOCAL", "HUGE")
 
 
 @pytest.mark.parametrize("case", chosen({row[-1]: row for row in RUNS}, *QUICK))
@@ -153,7 +154,7 @@ def test_dry_run_sends_planned_bytes_and_needs_planned_memory(case, monkeypatch)
 
 @pytest.mark.slow
 def test_three_micro_batches_extrapolate_to_many(monkeypatch):
-    run = run_config("--zeropp --bf16 K4", SQUARE)
+    run = run_config("INT8 --bf16 K4", SQUARE)
     few = dry_run(run, SQUARE, rank=1)
     assert "one optimizer step (3 micro-batches are run; the middle one counts 2 times):" in few.describe()
     monkeypatch.setattr(module, "SIMULATED_MICRO_BATCHES", 4)

@@ -31,7 +31,8 @@ from megazpp.training.setup import build_model
 # weights take most of the memory, so that a plan without some of them would be clearly wrong
 SMALL = (
     "@configs/gpt_tiny.args --num-layers 3 --seq-length 32 --hidden-size 256 --num-attention-heads 4 "
-    "--micro-batch-size 1 --global-batch-size 8 --vocab-size 99 --bf16 --hidden-dropout 0 --attention-dropout 0"
+    "--micro-batch-size 1 --global-batch-size 8 --vocab-size 99 --bf16 --hidden-dropout 0 --attention-dropout 0 "
+    "--zero-weight-delta none"
 )
 UNTIED = "--untie-embeddings-and-output-weights --normalization RMSNorm --swiglu --position-embedding-type rope"
 TWO_BY_TWO = Cluster(num_nodes=2, ranks_per_node=2)
