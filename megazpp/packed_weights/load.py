@@ -54,8 +54,7 @@ class WeightsConfig:
         aliases=("--weights-on",),
     )
     weight_bits: Literal[32, 16, 8, 4] | None = flag(
-        None,
-        "bits per element of packed weights (default: the bits of the compute dtype, without rounding)",
+        None, "bits per element of packed weights (default: the bits of the compute dtype, without rounding)"
     )
     weight_store: str | None = flag(
         None, "folder of packed weights for --weights-device disk, written once (default: a folder in the user's cache)"

@@ -73,13 +73,13 @@ def zeropp(
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
         model = model.get_submodule("_orig_mod")  # torch.compile's wrapper; FSDP2's hooks are on the inner module
     ranks_per_node = _ranks_per_node(ranks_per_node)
-    asked: dict[str, Any] = {"ranks_per_node": ranks_per_node, **_settings_of(config), **fsdp}
+    settings = {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    asked: dict[str, Any] = {"ranks_per_node": ranks_per_node, **settings, **fsdp}
     if isinstance(installed := model.__dict__.get(HANDLE), _Installed):
         installed.check(asked)
         return installed.sharding
 
     # ---- check the model, wrap it if it is not wrapped
-    _refuse_shared_units(model)
     _check_model(model)
     tensor = next(model.parameters())
     if not isinstance(model, FSDPModule):
@@ -103,7 +103,12 @@ def zeropp(
         )
     units = find_units(model)
     _check_units(units)
-    precision = _precision_of(units)
+    # The dtypes of the first unit with floating-point weights count; other units may differ.
+    dtypes = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
+    if not dtypes:
+        raise ValueError("the model has no parameters in fp32, bf16 or fp16, so ZeRO++ has nothing to reduce")
+    reduced = [dtype for unit in units for dtype in unit.reduce_dtypes]
+    precision = Dtypes(dtypes[0], reduced[0] if reduced else dtypes[0])
     wire = plan_comm(config, layout, precision.param_dtype)
     if wire.overlap_reduce:
         for unit in units:
@@ -139,22 +144,6 @@ class _Installed(NamedTuple):
         if differ:
             settings = "; ".join(f"{name} was {before.get(name)}, now {asked.get(name)}" for name in differ)
             raise ValueError(f"megazpp.zeropp was already called for this model with other settings: {settings}")
-
-
-def _settings_of(config: ZeroConfig) -> dict[str, Any]:
-    """Return the fields of a config by name, for the comparison of two `zeropp` calls."""
-    return {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
-
-
-def _refuse_shared_units(model: nn.Module) -> None:
-    """Raise ValueError if ZeRO++ is already installed in a part of `model`, or in a larger model that contains it."""
-    wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
-    for unit in (unit for module in wrapped for unit in find_units(module)):
-        if unit.has_our_comms:
-            raise ValueError(
-                f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
-                "once, for the outermost module"
-            )
 
 
 def trainer_callback(**arguments: Any) -> Any:
@@ -314,17 +303,17 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
     return share_survey(_get_default_store(), rank, world_size, describe_host(local_rank, device))
 
 
-def _precision_of(units: Sequence[Unit]) -> Dtypes:
-    """Return the compute and reduction dtypes of the first unit with floating-point weights; other units may differ."""
-    found = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
-    if not found:
-        raise ValueError("the model has no parameters in fp32, bf16 or fp16, so ZeRO++ has nothing to reduce")
-    reduced = [dtype for unit in units for dtype in unit.reduce_dtypes]
-    return Dtypes(found[0], reduced[0] if reduced else found[0])
-
-
 def _check_model(model: nn.Module) -> None:
     """Raise TypeError or ValueError for a model that is wrapped in a way that ZeRO++ does not support."""
+    # ---- ZeRO++ must not be installed in a part of the model, or in a larger model that contains it
+    wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
+    for unit in (unit for module in wrapped for unit in find_units(module)):
+        if unit.has_our_comms:
+            raise ValueError(
+                f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
+                "once, for the outermost module"
+            )
+    # ---- wrappers of the model
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
             raise TypeError(f"{type(module).__name__} has wrapped the model: ZeRO++ needs FSDP2 (fully_shard)")

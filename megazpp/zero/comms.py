@@ -65,16 +65,12 @@ class CommContext:
         codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
         lossless_codec: Callable[[int], LosslessCodec] = LosslessCodec,
     ) -> None:
-        self.cross, self.local, self.shard, self._codec = cross, local, shard, codec
-        self.plan, self.zero, self.precision, self.lossless_codec = plan, zero, precision, lossless_codec
-        self.restores_none = restores_none
+        self.plan, self.zero, self.precision, self.restores_none = plan, zero, precision, restores_none
+        self._codec, self.lossless_codec = codec, lossless_codec
         two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
         overlaps = two_hops or blocks_host  # on CUDA FSDP2 already overlaps the collectives that are not replaced
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
-        beside = self.overlap_gather or self.overlap_reduce
-        self.cross_queue, self.local_queue, self.shard_queue = (
-            axis.queue if beside else CommQueue() for axis in (cross, local, shard)
-        )
+        self._use_axes(cross, local, shard)
         self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
 
@@ -84,12 +80,14 @@ class CommContext:
         The copy shares the schedules, so that the hops of all units keep one order on every rank.
         """
         other = copy.copy(self)
-        other.cross, other.local, other.shard = cross, local, shard
-        beside = self.overlap_gather or self.overlap_reduce
-        other.cross_queue, other.local_queue, other.shard_queue = (
-            axis.queue if beside else CommQueue() for axis in (cross, local, shard)
-        )
+        other._use_axes(cross, local, shard)
         return other
+
+    def _use_axes(self, *axes: MeshAxis) -> None:
+        """Set the axes `cross`, `local` and `shard`, and their communication queues."""
+        self.cross, self.local, self.shard = axes
+        beside = self.overlap_gather or self.overlap_reduce
+        self.cross_queue, self.local_queue, self.shard_queue = (axis.queue if beside else CommQueue() for axis in axes)
 
     def codec(self, segments: Sequence[Segment], fmt: BlockFormat | None, dtype: torch.dtype) -> Codec:
         """Make the codec for flat shards with these segments.
@@ -215,13 +213,7 @@ class SummingReduce(FreshBuffers, ReduceScatter):
 
     def attach(self) -> None:
         """Replace FSDP2's `post_backward` for the unit by this object's method of that name."""
-
-        def wrap(original: Callable[..., None]) -> Callable[..., None]:
-            """Keep FSDP2's function, and return the replacement."""
-            self._fsdp2_post_backward = original
-            return self.post_backward
-
-        self.unit.wrap_post_backward(wrap)
+        self._fsdp2_post_backward = self.unit.replace_post_backward(self.post_backward)
 
     def post_backward(self, *given: Any) -> None:
         """Reduce the unit's gradients through FSDP2, with bookkeeping before and after.

@@ -150,8 +150,23 @@ class TwoHopGather(FreshBuffers, AllGather):
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
 
         # ---- the cross-node hop, if the weights have changed
-        messages, crossed = self._fresh_messages(input_tensor)
-        self._count_crossing()
+        crossed = False
+        for crossing in self._crossings():
+            messages = self.secondary.messages
+            if messages is None:
+                messages = self.secondary.allocate(input_tensor.device)
+            starts_early = self._keep and (self._schedule.overlap or self.secondary.sends_differences)
+            if starts_early and not self._compared:  # `start_early` relies on the shard reader
+                self.unit.check_shard_reader(input_tensor)
+                self._compared = True
+            self._start_cross_hop(crossing, messages, lambda: input_tensor)
+            crossed = True
+        messages = self.secondary.messages
+        assert messages is not None
+        if self._uncounted and not self._cross.counter.is_paused:
+            # Evaluations pause the counter. The weights that they sent between nodes also serve this training step.
+            self._cross.count("all_gather", self._uncounted)
+            self._uncounted = 0
         self._used = True
         self.num_uses += 1
 
@@ -226,7 +241,9 @@ class TwoHopGather(FreshBuffers, AllGather):
         It starts only if the messages received from other nodes are up to date.
         """
         if self._received is None and self.secondary.messages is not None and self._is_current:
-            self._received = self._start_local_hop(self.secondary.messages)
+            assert self._crossed is not None
+            hop = functools.partial(self._hop_inside, self.secondary.messages)
+            self._received = self._local_queue.submit(hop, after=(self._crossed,))
 
     def resident(self) -> Resident | None:
         """Return the resident weights, to which differences from other nodes are added; None if there are none.
@@ -283,31 +300,6 @@ class TwoHopGather(FreshBuffers, AllGather):
         """True if the secondary partition holds the weights that the next use needs."""
         return self.unit.is_sharded and self.next_crossing() == InterNodeMessage.NOTHING
 
-    def _fresh_messages(self, shard: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the messages of all nodes with the current weights.
-
-        If they are outdated, it starts a cross-node hop first.
-
-        Args:
-            shard: [S] this rank's flat shard.
-        Returns:
-            [N, M] messages, complete when the cross-node hop is done; and whether a cross-node hop was started.
-        """
-        crossed = False
-        for crossing in self._crossings():
-            messages = self.secondary.messages
-            if messages is None:
-                messages = self.secondary.allocate(shard.device)
-            starts_early = self._keep and (self._schedule.overlap or self.secondary.sends_differences)
-            if starts_early and not self._compared:  # `start_early` relies on the shard reader
-                self.unit.check_shard_reader(shard)
-                self._compared = True
-            self._start_cross_hop(crossing, messages, lambda: shard)
-            crossed = True
-        messages = self.secondary.messages
-        assert messages is not None
-        return messages, crossed
-
     def _start_cross_hop(
         self,
         crossing: InterNodeMessage,
@@ -339,21 +331,6 @@ class TwoHopGather(FreshBuffers, AllGather):
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
         """Return the bytes that this rank sends to each other node for this kind of message."""
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
-
-    def _count_crossing(self) -> None:
-        """Count the bytes of a cross-node hop that ran while the traffic counter was paused.
-
-        Evaluations pause the counter. The weights that they send between nodes also serve the next training step, so
-        its first use counts them.
-        """
-        if self._uncounted and not self._cross.counter.is_paused:
-            self._cross.count("all_gather", self._uncounted)
-            self._uncounted = 0
-
-    def _start_local_hop(self, messages: torch.Tensor) -> Work[torch.Tensor]:
-        """Submit the all-gather inside the node, without unpacking; returns its work."""
-        assert self._crossed is not None
-        return self._local_queue.submit(functools.partial(self._hop_inside, messages), after=(self._crossed,))
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:
         """Gather the messages inside the node: [N, M] -> [L, N, M]."""

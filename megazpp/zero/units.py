@@ -322,9 +322,10 @@ class Unit:
 
     # ---- gradients that FSDP2 has not reduced yet ----------------------------------------------------------------
 
-    def wrap_post_backward(self, wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Replace the function with which FSDP2 reduces the unit's gradients by `wrap(function)`."""
-        self._group.post_backward = wrap(self._group.post_backward)
+    def replace_post_backward(self, reduce: Callable[..., None]) -> Callable[..., None]:
+        """Replace the function with which FSDP2 reduces the unit's gradients, and return FSDP2's function."""
+        original, self._group.post_backward = self._group.post_backward, reduce
+        return original
 
     @property
     def reduces_gradients(self) -> bool:

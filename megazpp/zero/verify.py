@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,26 +95,20 @@ def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) ->
 
 
 def _sums_of_shards(unit: Unit, num_shards: int) -> torch.Tensor:
-    """Gather a unit and return the sums of its bits per owner's shard, [num_shards] int64."""
+    """Gather a unit and return the sums of its bits per owner's shard, [num_shards] int64.
+
+    FSDP2 gives each rank ceil(rows / num_shards) rows of a parameter, and the last ranks fewer or none.
+    """
     for module in unit.modules:
         module.unshard()
-    parts = [_sums_of_rows(getattr(p.module, p.attribute), num_shards) for p in unit.parameters]
+    sums = []
+    for p in unit.parameters:
+        parameter = getattr(p.module, p.attribute)
+        local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().contiguous()
+        words = local.view(local.shape[0], -1).view(WORDS[local.element_size()])  # bits read as integers
+        rows = words.sum(-1, dtype=torch.int64)
+        per_shard = -(-len(rows) // num_shards)
+        sums.append(F.pad(rows, (0, num_shards * per_shard - len(rows))).view(num_shards, per_shard).sum(1))
     for module in unit.modules:
         module.reshard()
-    return torch.stack(parts).sum(0)
-
-
-def _sums_of_rows(parameter: Any, num_shards: int) -> torch.Tensor:
-    """Return the sums of a parameter's bits per shard: [rows, ...] -> [num_shards].
-
-    FSDP2 gives each rank ceil(rows / num_shards) rows, and the last ranks fewer or none.
-    """
-    local = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().contiguous()
-    rows = _sums_of_bits(local.view(local.shape[0], -1))
-    per_shard = -(-len(rows) // num_shards)
-    return F.pad(rows, (0, num_shards * per_shard - len(rows))).view(num_shards, per_shard).sum(1)
-
-
-def _sums_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return the sums over the last dim of the elements' bits, read as integers: [..., n] -> [...] int64."""
-    return x.view(WORDS[x.element_size()]).sum(-1, dtype=torch.int64)
+    return torch.stack(sums).sum(0)

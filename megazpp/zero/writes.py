@@ -235,7 +235,7 @@ class WriteWatch:
         self._index = {gather: index for index, gather in enumerate(gathers)}
         self._root: nn.Module | None = None  # outermost module whose forward is running
         self._decided: Sequence[WatchedGather] = ()  # units on which that forward has voted
-        self._below: dict[nn.Module, list[WatchedGather]] = {}  # cache of `_units_below`
+        self._below: dict[nn.Module, list[WatchedGather]] = {}  # gathers of the units inside a module
         self._ballot: Ballot | None = None
         self._had_gradients = False  # whether autograd has recorded the last forward
         # Comparisons of checksums that the host has not read yet: ballot, units, results, and the event to wait for
@@ -283,7 +283,11 @@ class WriteWatch:
         """Vote on which weights to send between nodes, when the forward of an outermost FSDP2 module begins."""
         if self._root is not None or in_backward():  # activation checkpointing runs forwards inside a backward
             return
-        self._root, below = module, self._units_below(module)
+        self._root = module
+        if module not in self._below:
+            inside = set(module.modules())
+            self._below[module] = [g for g in self._gathers if not inside.isdisjoint(g.unit.modules)]
+        below = self._below[module]
         if any(gather.unit.is_sharded for gather in below):
             self._decided = below
             self._decide(below)
@@ -306,13 +310,6 @@ class WriteWatch:
                 f"{', '.join(late)}: the weights were written to between two forwards of a step, and the second "
                 "forward used the old weights; call sharding.invalidate_weights() after such a write"
             )
-
-    def _units_below(self, module: nn.Module) -> list[WatchedGather]:
-        """Return the gathers of the units inside `module`."""
-        if module not in self._below:
-            inside = set(module.modules())
-            self._below[module] = [g for g in self._gathers if not inside.isdisjoint(g.unit.modules)]
-        return self._below[module]
 
     def _decide(self, gathers: Sequence[WatchedGather]) -> None:
         """Vote on whether these units must send their weights between nodes, and start the exchange of votes."""
