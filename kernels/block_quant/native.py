@@ -89,6 +89,7 @@ def _table(table: RangeTable) -> _Table:
     """Return a table of segments as a C struct."""
     fmt = table.layout.fmt
     of_blocks = (0, 0, 0) if fmt is None else (fmt.bits, fmt.block_size, fmt.clip)
+    assert of_blocks[0] in (0, 4, 8), f"native.c would quantize to 4 bits instead of {of_blocks[0]}"
     return _Table(table.address, table.num_ranges, *of_blocks, DTYPES[table.dtype])
 
 

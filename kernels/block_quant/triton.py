@@ -115,6 +115,7 @@ def _constants(table: RangeTable) -> dict[str, object]:
     """Return the compile-time constants of a table's kernels."""
     fmt = table.layout.fmt
     bits, block_size = (0, 0) if fmt is None else (fmt.bits, fmt.block_size)
+    assert bits in (0, 4, 8), f"triton_tiles.py would quantize to 4 bits instead of {bits}"
     return {"BITS": bits, "BLOCK": block_size, "EXACT": DTYPES[table.dtype]}
 
 

@@ -169,7 +169,8 @@ def _rank_files(checkpoint: Path) -> list[Path]:
 def _read_config(settings: Settings) -> dict[str, Any]:
     """Return fields of GPTConfig. Arguments that older versions of Megatron lack have defaults."""
     settings.absent("apply_residual_connection_post_layernorm", "multi_latent_attention", "rotary_interleaved")
-    settings.absent("num_experts", "window_size")
+    settings.absent("num_experts", "window_size", "quick_geglu", "activation_func_clamp_value")
+    settings.absent("glu_linear_offset", empty=(None, 0, 0.0))
     settings.absent("rotary_seq_len_interpolation_factor", empty=(None, 1, 1.0))
     heads, hidden = settings.count("num_attention_heads"), settings.count("hidden_size")
     truths = {name: settings.truth(name, False) for name in _TRUTHS}

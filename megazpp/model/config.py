@@ -15,6 +15,7 @@ from typing import Literal
 from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
+ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # fields that exclude each other; without one of them, GeLU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +241,8 @@ class GPTConfig:
             _require(fits, f"--hidden-size {hidden} is not divisible by {given}")
             _require(heads % self.query_groups == 0, f"{given} is not divisible by {groups}")
         # ---- activations and the remaining groups of flags
-        _require(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other")
-        others = self.swiglu or self.squared_relu
-        _require(not (self.openai_gelu and others), "--openai-gelu excludes --swiglu and --squared-relu")
+        chosen = [spelling(self, name) for name in ACTIVATIONS if getattr(self, name)]
+        _require(len(chosen) < 2, f"{' and '.join(chosen)} exclude each other")
         self._check_patterns()
         self._check_experts()
         self._check_blocks()

@@ -31,6 +31,7 @@ class MLP(nn.Module):
         sequence_parallel: True if the residual stream is split along the sequence over tp.
         output_std: standard deviation of the initial weights of the second matrix.
         product: matrix product of the linear layers; None for 16-bit products that overlap with collectives on tp.
+        inner: feed-forward size, F; None for the config's.
     """
 
     def __init__(

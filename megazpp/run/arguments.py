@@ -19,7 +19,7 @@ from megazpp.base.flags import flag, render_flags
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.dataset import DataConfig
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
-from megazpp.model.config import GPTConfig
+from megazpp.model.config import ACTIVATIONS, GPTConfig
 from megazpp.optim.loss_scale import LossScaleConfig
 from megazpp.optim.optimizer import OptimizerConfig
 from megazpp.optim.schedule import ScheduleConfig
@@ -41,12 +41,12 @@ from megazpp.zero.verify import VerifyConfig
 
 Section = TypeVar("Section", bound="FeatureConfig")
 DEFAULT_FLAG_FILE = "@configs/gpt_tiny.args"
-_EXCLUSIVE = (  # groups of fields that exclude each other
+_EXCLUSIVE = (  # groups of fields that exclude each other; their configs reject two fields of one group
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    ("swiglu", "squared_relu", "openai_gelu"),
+    ACTIVATIONS,
     ("position_embedding_type", "use_rotary_position_embeddings"),
     ("recompute_granularity", "recompute_activations"),
     ("fp16", "bf16"),

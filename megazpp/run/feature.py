@@ -51,7 +51,8 @@ class TrainerParts:
         objective: loss of the run.
         guard: decides for each step whether the optimizer may update the weights.
         values: state that is not stored in tensors, such as the loss scale.
-        states: tensors of a checkpoint, in parts. A feature may add, wrap or replace parts of this list.
+        states: tensors of a checkpoint, in parts. A feature may add, wrap or replace parts of this list. Parts that the
+            program adds to it are not in the list.
         flags: flag values that checkpoints record, by field name. A feature may add to them.
     """
 
@@ -72,7 +73,8 @@ class Attached:
     """Functions of a feature that the trainer calls. The defaults do nothing.
 
     Attributes:
-        after_step: actions after steps, run after the trainer's checkpoints.
+        after_step: actions after steps, run after the trainer's checkpoints. A checkpoint therefore does not have what
+            these actions change after its step.
         synchronize: function that synchronizes DiLoCo's replica groups; see `train` in training/loop.py. The trainer
             uses the first feature that provides it.
         evaluation_weights: returns a context in which the model has the weights to evaluate, for a feature that

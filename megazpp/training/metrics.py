@@ -34,7 +34,9 @@ class StepRecord:
         skipped: True if nothing was updated, because the norm was not finite or the guard rejected the step.
         num_zeros: number of gradient elements that are zero; None unless --log-num-zeros-in-grad is given.
         params_norm: L2 norm of the parameters; None unless --log-params-norm is given.
-        metrics: further numbers of the objective and of the sharding, by name.
+        metrics: further numbers of the objective, the sharding and the routers, by name. metrics.jsonl and the log line
+            have their means over the interval; the log line omits names with a slash. wandb and TensorBoard have the
+            value of each step, as train/NAME.
         consumed_samples: samples consumed so far, including this step.
         global_batch_size: samples of this step over all ranks.
         tokens: tokens of this step's forward passes over all data ranks, padding included. None if every sample has the
@@ -175,6 +177,8 @@ class Meter:
             "lm_loss": loss,
             "grad_norm": last.grad_norm,
             "max_grad_norm": max_norm,
+            **({} if last.num_zeros is None else {"num_zeros": last.num_zeros}),
+            **({} if last.params_norm is None else {"params_norm": last.params_norm}),
             "learning_rate": last.learning_rate,
             "consumed_samples": last.consumed_samples,
             **amount,

@@ -102,6 +102,11 @@ def test_speed_of_steps_without_time_or_samples_is_zero():
     assert meter(step(1, seconds=0.0)).summary(cpu_seconds=0.0)["tokens_per_second"] == 0.0
 
 
+def test_optional_numbers_of_the_last_step_are_recorded():
+    fields = meter(step(1, params_norm=1.0), step(2, num_zeros=0.0, params_norm=345.5)).interval().fields
+    assert (fields["num_zeros"], fields["params_norm"]) == (0.0, 345.5)
+
+
 def test_largest_norm_of_an_interval_ignores_nan():
     for norms, largest in (((1.0, math.nan, 3.0), 3.0), ((math.nan, 2.0), 2.0), ((math.nan, math.inf), math.inf)):
         assert meter(*(step(grad_norm=norm) for norm in norms)).interval().fields["max_grad_norm"] == largest
