@@ -27,8 +27,9 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.dropout import Dropout, SharedGenerator
 from megazpp.model.kv_cache import KVCache, LayerCache
 from megazpp.model.mlp import MLP
-from megazpp.model.moe import Kept, MoE
+from megazpp.model.moe import MoE
 from megazpp.model.norms import Norm
+from megazpp.model.router import Kept
 from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.cross_entropy import linear_cross_entropy
 from megazpp.tensor_parallel.layers import Product, VocabParallelEmbedding

@@ -1,4 +1,6 @@
-"""Mixture of experts in place of an MLP: router, dispatch over expert-parallel ranks, products, combination.
+"""Mixture of experts in place of an MLP: dispatch over expert-parallel ranks, products, combination.
+
+The router is in router.py.
 
 Symbols: S sequence length, B batch size, T tensor-parallel ranks; N tokens of this rank, K experts per token, E experts
 per layer; P expert-parallel (ep) ranks with E / P experts each; H hidden size, F width inside an expert; R rows that
@@ -15,14 +17,12 @@ The experts of a layer share one parameter [E F, H] per matrix, which concatenat
 split over ep as a column-parallel weight is split over tp. The experts of a layer form a separate sharding unit
 (FSDP2's parameter group) on the axes `ParallelDims.experts`.
 
-Sources: Switch Transformer (arXiv 2101.03961) for the balance loss, ST-MoE (arXiv 2202.08906) for the z-loss,
-DeepSeek-V3 (arXiv 2412.19437) for sigmoid scores, Wang et al. (arXiv 2408.15664) for the expert bias, MegaBlocks (arXiv
-2211.15841) for dispatch without dropped tokens.
+Source: MegaBlocks (arXiv 2211.15841) for dispatch without dropped tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,55 +33,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megazpp.model.config import GPTConfig
 from megazpp.model.mlp import MLP
 from megazpp.model.norms import Norm
+from megazpp.model.router import Kept, Router, Sizes
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host_copy import HostCopy
 from megazpp.tensor_parallel.layers import Product
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import enter_region, exchange_rows, leave_region, take_rows
-
-
-class Routing(NamedTuple):
-    """The experts that the router chose for N tokens.
-
-    Attributes:
-        choice: [N, K] int64, experts of each token.
-        weight: [N, K] fp32, factors by which the experts' outputs are multiplied.
-        loss: [B] fp32, this rank's part of the balance loss and z-loss of each sequence, multiplied by their
-            coefficients. None in evaluation, or if both coefficients are 0.
-    """
-
-    choice: torch.Tensor
-    weight: torch.Tensor
-    loss: torch.Tensor | None
-
-
-class Sizes(NamedTuple):
-    """Numbers of rows in a dispatch, as Python ints on the host.
-
-    Attributes:
-        send: rows that this rank sends to each ep rank, [P].
-        receive: rows that this rank receives from each ep rank, [P].
-        rows: rows of each expert of this rank, [E / P].
-    """
-
-    send: list[int]
-    receive: list[int]
-    rows: list[int]
-
-
-class Kept:
-    """Decisions of a layer's forward pass, which activation recomputation in the backward pass must repeat.
-
-    Rounding may differ in the recomputation. If a token then chose another expert, the shapes of saved tensors and the
-    gradients would change.
-
-    Attributes:
-        choice: experts of each token; None before the forward pass.
-        sizes: numbers of rows, kept so that the host waits for them only once; None before they are known.
-    """
-
-    choice: torch.Tensor | None = None
-    sizes: Sizes | None = None
 
 
 class Routes(NamedTuple):
@@ -98,170 +55,6 @@ class Routes(NamedTuple):
     inverse: torch.Tensor
     received: torch.Tensor
     sizes: Callable[[], Sizes]
-
-
-class Router(nn.Module):
-    """Router that chooses K experts for each token: x [S, B, H] -> `Routing`.
-
-    Logits, scores and losses are fp32. In training with the balance loss, the forward pass all-reduces counts [B, E]
-    over tp and over cp, because their ranks have parts of a sequence.
-
-    Attributes:
-        expert_bias: [E] fp32, added to the scores for the choice only; the factors of the outputs come from the scores.
-            `update_expert_bias_` changes it once per optimizer step. None without --moe-router-enable-expert-bias.
-        bias_update_rate: change of each element of `expert_bias` per optimizer step.
-    """
-
-    expert_bias: torch.Tensor | None
-
-    def __init__(self, config: GPTConfig, *, tp: MeshAxis, cp: MeshAxis) -> None:
-        super().__init__()
-        assert config.num_experts is not None
-        self.num_experts, self.top_k = config.num_experts, config.moe_router_topk
-        self.sigmoid, self.pre_softmax = config.moe_router_score_function == "sigmoid", config.moe_router_pre_softmax
-        self.scaling = config.moe_router_topk_scaling_factor
-        balances = config.moe_router_load_balancing_type == "seq_aux_loss"
-        self.balance_coefficient = config.moe_aux_loss_coeff if balances else 0.0
-        self.z_coefficient = config.moe_z_loss_coeff
-        self.sequence_axes = (tp, cp)
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden))
-        self.specs = {"weight": ParameterSpec(std=config.init_method_std, partial=tp.size > 1, exact=True)}
-        self.bias_update_rate = config.moe_router_bias_update_rate
-        biased = config.moe_router_enable_expert_bias
-        self.register_buffer("expert_bias", torch.zeros(config.num_experts) if biased else None)
-        self._totals: torch.Tensor | None = None
-        self._summed: torch.Tensor | None = None
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        kept: Kept | None = None,
-        *,
-        length: int | torch.Tensor,
-        counted: torch.Tensor | None = None,
-    ) -> Routing:
-        """Choose the experts of each token, and compute the factors of their outputs and the router's losses.
-
-        Args:
-            x: [S, B, H], tokens of this rank.
-            kept: decisions to repeat in a recomputation, or an empty `Kept` to store them in. None without
-                recomputation.
-            length: tokens of a complete sequence, over all ranks of tp and cp; [B] if sequences have different numbers
-                of counted tokens.
-            counted: [S, B] fp32, 1 for tokens that the losses include, 0 for others; None if all tokens count.
-        """
-        # ---- scores
-        logits = F.linear(x.float(), local(self.weight).float())  # [S, B, E]
-        scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
-
-        # ---- choice
-        recomputing = kept is not None and kept.choice is not None
-        if recomputing:
-            assert kept is not None
-            choice = kept.choice
-            assert choice is not None
-        else:
-            choice = self._ranked(scores.detach(), logits.detach()).topk(self.top_k, dim=-1).indices
-        if kept is not None:
-            kept.choice = choice
-
-        # ---- totals for the metrics, and losses
-        shares = scores / scores.sum(dim=-1, keepdim=True) if self.sigmoid else scores
-        if self.training and not recomputing and torch.is_grad_enabled():
-            self._count(choice, shares.detach(), counted)
-        loss = self._loss(logits, shares, choice, length, counted) if self.training else None
-        return Routing(choice.flatten(0, 1), self._weight(logits, scores, choice).flatten(0, 1), loss)
-
-    def take_totals(self) -> torch.Tensor | None:
-        """Return the sums over the training tokens of this rank since the last call, and reset them.
-
-        Returns:
-            [2 E + 2] fp64: how often each expert was chosen [E]; the sum of each expert's normalized scores [E]; the
-            number of tokens; the sum of the entropies of the tokens' normalized scores, in nats. None if no training
-            tokens were processed.
-        """
-        totals, self._totals = self._totals, None
-        return totals
-
-    def add_summed_totals(self, totals: torch.Tensor) -> None:
-        """Add the totals of a step [2 E + 2], already summed over ranks, to those that `take_summed_totals` returns."""
-        self._summed = totals if self._summed is None else self._summed + totals
-
-    def take_summed_totals(self) -> torch.Tensor | None:
-        """Return the sum of the totals given to `add_summed_totals` since the last call; None if there were none."""
-        summed, self._summed = self._summed, None
-        return summed
-
-    def _ranked(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the values [S, B, E] whose K largest select the experts.
-
-        With softmax these are the logits, which have the same order. Unlike probabilities, they do not tie at 0 by
-        underflow.
-        """
-        if self.expert_bias is not None:
-            return scores + self.expert_bias
-        return scores if self.sigmoid else logits
-
-    def _weight(self, logits: torch.Tensor, scores: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        """Return the factors [S, B, K] by which the outputs of the chosen experts are multiplied."""
-        if self.sigmoid:
-            weight = scores.gather(-1, choice)
-            if self.top_k > 1:
-                weight = weight / (weight.sum(dim=-1, keepdim=True) + 1e-20)
-        elif self.pre_softmax:
-            weight = scores.gather(-1, choice)
-        else:
-            weight = logits.gather(-1, choice).softmax(dim=-1)
-        return weight if self.scaling is None else weight * self.scaling
-
-    def _loss(
-        self,
-        logits: torch.Tensor,
-        shares: torch.Tensor,
-        choice: torch.Tensor,
-        length: int | torch.Tensor,
-        counted: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Return this rank's part of each sequence's losses [B], multiplied by their coefficients; None without losses.
-
-        The balance loss of a sequence is E sum_i f_i P_i. f_i is the fraction of choices that select expert i, and P_i
-        is the mean normalized score of expert i. f is summed over the ranks that have parts of the sequence, and has no
-        gradient. P contains only this rank's tokens, so that the losses of these ranks add up to the complete loss.
-
-        Args:
-            logits: [S, B, E] fp32.
-            shares: [S, B, E] fp32, normalized scores.
-            choice: [S, B, K] int64, chosen experts.
-            length: counted tokens of a complete sequence, a number or [B].
-            counted: [S, B] fp32, 1 for tokens that the losses include; None if all tokens count.
-        """
-        loss: torch.Tensor | None = None
-        if self.balance_coefficient > 0.0:
-            chosen = F.one_hot(choice, self.num_experts)
-            if counted is not None:
-                chosen, shares = chosen * counted[..., None, None], shares * counted.unsqueeze(-1)
-            found = chosen.sum(dim=(0, 2)).float()  # [B, E]
-            for axis in self.sequence_axes:
-                found = axis.all_reduce_(found)
-            balance = (found * shares.sum(dim=0)).sum(dim=-1) * (self.num_experts / (self.top_k * length * length))
-            loss = self.balance_coefficient * balance
-        if self.z_coefficient > 0.0:
-            squares = logits.logsumexp(dim=-1).square()
-            z = (squares if counted is None else squares * counted).sum(dim=0) * (self.z_coefficient / length)
-            loss = z if loss is None else loss + z
-        return loss
-
-    @torch.no_grad()
-    def _count(self, choice: torch.Tensor, shares: torch.Tensor, counted: torch.Tensor | None) -> None:
-        """Add the choices [S, B, K] and the normalized scores [S, B, E] of a forward pass to the totals."""
-        factor = torch.ones_like(shares[..., 0]) if counted is None else counted  # [S, B], 0 for uncounted tokens
-        factor = factor.double()
-        counts = torch.zeros(self.num_experts, dtype=torch.float64, device=choice.device)
-        counts.scatter_add_(0, choice.flatten(), factor.unsqueeze(-1).expand_as(choice).flatten())
-        sums = (shares.double() * factor.unsqueeze(-1)).sum(dim=(0, 1))
-        entropy = -(torch.xlogy(shares, shares).sum(dim=-1).double() * factor).sum()
-        found = torch.cat([counts, sums, torch.stack([factor.sum(), entropy])])
-        self._totals = found if self._totals is None else self._totals + found
 
 
 class Experts(nn.Module):
@@ -442,81 +235,6 @@ class SharedGate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, local(self.weight)).sigmoid()
-
-
-def biased_routers(model: nn.Module) -> list[Router]:
-    """Return the routers of `model` that have an expert bias."""
-    return [module for module in model.modules() if isinstance(module, Router) and module.expert_bias is not None]
-
-
-@torch.no_grad()
-def update_expert_bias_(
-    routers: Sequence[Router], sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor], *, factor: torch.Tensor | float
-) -> None:
-    """Move each expert's bias towards an even load: bias += rate sign(mean over experts of counts - counts).
-
-    The counts are those of all training tokens since the last call, over all ranks. They are integers in fp64, so every
-    layout computes the same bias. One all-reduce covers all layers. Megatron-LM has the same rule, but it also applies
-    it in a step that is skipped because of an overflow.
-
-    Args:
-        routers: routers with a bias. Each has processed training tokens since the last call.
-        sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
-        factor: 1 to update; 0 for a skipped step, whose counts are only logged.
-    """
-    own = [totals for router in routers if (totals := router.take_totals()) is not None]
-    totals = sum_over_ranks_(torch.stack(own))  # [layers, 2 E + 2]
-    counts = totals[:, : routers[0].num_experts]
-    steps = (counts.mean(dim=1, keepdim=True) - counts).sign().float() * (routers[0].bias_update_rate * factor)
-    for router, step, of_router in zip(routers, steps, totals, strict=True):
-        assert router.expert_bias is not None
-        router.expert_bias += step
-        router.add_summed_totals(of_router)
-
-
-def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-    """Return metrics of how evenly routers distributed the training tokens since the last call; {} without experts.
-
-    max_expert_load: choices of the busiest expert, divided by the mean over experts; 1 if balanced. The maximum over
-        layers. The other metrics are means over layers.
-    idle_experts: fraction of the experts that received no tokens.
-    router_entropy: mean entropy of the tokens' normalized scores in nats; at most log(number of experts).
-    expert_balance: E sum_i f_i P_i over all tokens, with the symbols of `Router._loss`; 1 if balanced.
-
-    Each metric also appears per layer, with the suffix "/layer_N".
-
-    Args:
-        model: model whose routers are read. Their sums are reset.
-        sum_over_ranks_: function that sums a tensor in place over all ranks and returns it.
-    """
-    # ---- sum the totals of all routers over ranks; routers with a bias have been summed in each step
-    routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
-    summed = {name: totals for name, router in routers if (totals := router.take_summed_totals()) is not None}
-    found = summed or {name: totals for name, router in routers if (totals := router.take_totals()) is not None}
-    if not found:
-        return {}
-    stacked = torch.stack([*found.values()])
-    rows = (stacked if summed else sum_over_ranks_(stacked)).tolist()
-
-    # ---- metrics of each layer
-    by_layer: dict[str, dict[str, float]] = {}
-    for name, (*numbers, tokens, entropy) in zip(found, rows, strict=True):
-        experts = len(numbers) // 2
-        counts, scores, choices = numbers[:experts], numbers[experts:], sum(numbers[:experts])
-        by_layer[name.split(".")[1]] = {
-            "max_expert_load": max(counts) * experts / choices,
-            "idle_experts": sum(count == 0.0 for count in counts) / experts,
-            "router_entropy": entropy / tokens,
-            "expert_balance": experts * sum(c * s for c, s in zip(counts, scores, strict=True)) / (choices * tokens),
-        }
-
-    # ---- metrics of the model
-    names = next(iter(by_layer.values()))
-    means = {name: sum(layer[name] for layer in by_layer.values()) / len(by_layer) for name in names}
-    means["max_expert_load"] = max(layer["max_expert_load"] for layer in by_layer.values())
-    return means | {
-        f"{name}/layer_{layer}": value for layer, values in by_layer.items() for name, value in values.items()
-    }
 
 
 def plan_routes(

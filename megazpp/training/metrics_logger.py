@@ -25,7 +25,7 @@ from torch import nn
 
 from megazpp.base.program import MEGA, aligned, times_fewer
 from megazpp.checkpoint.metadata import TrainingProgress
-from megazpp.model.moe import router_metrics
+from megazpp.model.router import router_metrics
 from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims

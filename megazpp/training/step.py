@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megazpp.model.gpt import GPTModel
-from megazpp.model.moe import biased_routers, update_expert_bias_
+from megazpp.model.router import biased_routers, update_expert_bias_
 from megazpp.optim.clip import clip_divisor, count_zero_grads, global_grad_norm
 from megazpp.optim.loss_scale import LossScaler
 from megazpp.optim.optimizer import set_rates_, skips_on_device, update_

@@ -11,14 +11,8 @@ from helpers.training import BIASED_STYLE, MIXTURE_STYLE
 from megazpp.model.backends import grouped_product_is_right, loop_reason
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
-from megazpp.model.moe import (
-    Router,
-    _grouped_products,
-    _looped_products,
-    biased_routers,
-    router_metrics,
-    update_expert_bias_,
-)
+from megazpp.model.moe import _grouped_products, _looped_products
+from megazpp.model.router import Router, biased_routers, router_metrics, update_expert_bias_
 from megazpp.parallel.axis import MeshAxis
 from megazpp.run.checks import check_experts
 from megazpp.tensor_parallel.parameters import initialize_parameters_

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel, MixtureLayer
-from megazpp.model.moe import Router, biased_routers, update_expert_bias_
+from megazpp.model.router import Router, biased_routers, update_expert_bias_
 from megazpp.optim.clip import global_grad_norm
 from megazpp.optim.optimizer import ShardedAdamW
 from megazpp.parallel.axis import MeshAxis
