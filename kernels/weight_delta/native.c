@@ -1,134 +1,263 @@
 /* Lossless differences of 16-bit weights in C: produces the same bytes as reference.py, which defines them.
 
-A block is loaded, encoded and stored while it is in the L1 cache. Compilers vectorize the loops over all elements. Bits
-are written through a 64-bit word. Messages are little-endian, and so must be the machine.
+A block is loaded, encoded and stored while it is in the L1 cache. Compilers vectorize the loops over all elements of a
+block for the CPU that -march=native selects. Loops that shift each element by its own count use 32-bit numbers, because
+AVX2 has no such shift for 16-bit lanes.
+
+`extract` concatenates the low bits of all lanes of a 64-bit word, and `deposit` is its inverse. With BMI2 each of them
+is one instruction. Other CPUs use plain C, and so do all CPUs if the compiler's command defines MEGAZPP_PORTABLE
+(CC="cc -DMEGAZPP_PORTABLE"). Messages are little-endian, and so must be the machine.
 */
 
 #include <stdint.h>
 #include <string.h>
+
+/* AMD's Excavator, Zen and Zen 2 have BMI2, but execute pext and pdep in microcode, which is slower than plain C. */
+#if !defined(__BMI2__) || defined(__bdver4__) || defined(__znver1__) || defined(__znver2__) || defined(MEGAZPP_PORTABLE)
+#define USE_BMI2 0
+#else
+#define USE_BMI2 1
+#include <immintrin.h>
+#endif
 
 #define BLOCK 256
 #define MOST_POSITIONS 63
 #define DENSE 64
 #define RAW 255
 #define MOST_QUOTIENTS 1024
-#define ROOM 2048 /* bytes of a buffer for one body, before its length is compared with the capacity */
+#define ROOM 2048 /* bytes in which one body and the bytes that are written beyond its end fit */
+#define ONES 0x0101010101010101ull
+#define INLINE static inline __attribute__((always_inline))
+#define LIKELY(condition) __builtin_expect(!!(condition), 1)
 
+/* Shift and mask of the exponent, and an offset that is added to it; see EXPONENTS in reference.py. All functions with
+a parameter `f` are inlined, which makes these numbers constants in vectorized loops. */
 struct format {
-    int64_t shift, mask, above; /* shift and mask of the exponent, and an offset that is added to it */
+    int shift, mask, above;
+};
+static const struct format BF16 = {7, 0xFF, 0}, FP16 = {10, 0x1F, 96};
+
+/* A 16-bit number for each element of a block. In a pair, the low half belongs to the earlier element. */
+union lanes {
+    uint16_t one[BLOCK];
+    uint32_t two[BLOCK / 2];
 };
 
 /* Number 16-bit floats by increasing value; see `order` in reference.py. */
-static inline uint16_t order(uint16_t bits) { return bits ^ (((int16_t)bits >> 15) & 0x7FFF); }
+INLINE uint16_t order(uint16_t bits) { return bits ^ (uint16_t)(((int16_t)bits >> 15) & 0x7FFF); }
 
-static int bit_length(uint32_t x) { return x ? 32 - __builtin_clz(x) : 0; }
+INLINE int16_t exponent(uint16_t bits, struct format f) { return (int16_t)(((bits >> f.shift) & f.mask) + f.above); }
+
+INLINE int bit_length(uint32_t x) { return x ? 32 - __builtin_clz(x) : 0; }
+
+INLINE uint64_t load64(const void *at) {
+    uint64_t word;
+    memcpy(&word, at, 8);
+    return word;
+}
 
 /* The Rice parameter k of an element. */
-static inline int32_t parameter(int32_t c, int32_t exponent) {
-    int32_t k = c - exponent;
+INLINE int16_t parameter(int16_t c, int16_t exponent) {
+    int16_t k = c - exponent;
     k = k < 0 ? 0 : k;
     return k > 15 ? 15 : k;
 }
 
-/* Writes bits to memory, from the lowest bit of a byte. `word` holds `used` bits that are not written yet. */
+/* Masks of the low k bits, for a pair of Rice parameters. */
+INLINE uint32_t mask_pair(uint32_t k) { return (1u << (k & 0xFFFF) | 0x10000u << (k >> 16)) - 0x10001; }
+
+/* ---- bits of a 64-bit word */
+
+/* Concatenate the bits of `lanes` that are set in `masks`. Each lane of `width` bits has a mask of low bits. */
+INLINE uint64_t extract(uint64_t lanes, uint64_t masks, int width) {
+#if USE_BMI2
+    (void)width;
+    return _pext_u64(lanes, masks);
+#else
+    uint64_t bits = 0;
+    for (int from = 0, to = 0; from < 64; from += width) {
+        const uint64_t mask = masks >> from & ((1ull << width) - 1);
+        bits |= (lanes >> from & mask) << to;
+        to += __builtin_popcountll(mask);
+    }
+    return bits;
+#endif
+}
+
+/* Distribute bits among the lanes of a word: the inverse of `extract`. */
+INLINE uint64_t deposit(uint64_t bits, uint64_t masks, int width) {
+#if USE_BMI2
+    (void)width;
+    return _pdep_u64(bits, masks);
+#else
+    uint64_t lanes = 0;
+    for (int to = 0; to < 64; to += width) {
+        const uint64_t mask = masks >> to & ((1ull << width) - 1);
+        lanes |= (bits & mask) << to;
+        bits >>= __builtin_popcountll(mask);
+    }
+    return lanes;
+#endif
+}
+
+static uint16_t places_of[256][8]; /* the positions of the ones in each byte */
+
+/* Fill the table when the library is loaded, before any thread can read it. */
+__attribute__((constructor)) static void fill_places(void) {
+    for (int byte = 0; byte < 256; byte++)
+        for (int bit = 0, n = 0; bit < 8; bit++)
+            if (byte >> bit & 1) places_of[byte][n++] = (uint16_t)bit;
+}
+
+/* List the positions of the first `count` ones among `size` bits, a multiple of 64, and return how many were found. At
+most 64 further numbers are written to `places`. */
+INLINE int find_ones(const uint8_t *bits, int size, int count, uint16_t *places) {
+    int n = 0;
+    for (int base = 0; base < size && n < count; base += 64, bits += 8)
+        for (int i = 0; i < 8; i++) {
+            for (int j = 0; j < 8; j++) places[n + j] = (uint16_t)(places_of[bits[i]][j] + base + 8 * i);
+            n += __builtin_popcount(bits[i]);
+        }
+    return n < count ? n : count;
+}
+
+/* ---- encoder */
+
+/* Writes bits to memory, from the lowest bit of a byte. `word` holds `used` bits, 0 to 7, that do not fill a byte. */
 struct writer {
     uint8_t *at;
     uint64_t word;
     uint32_t used;
 };
 
-/* Append `width` bits, 0 to 63. */
-static inline void append(struct writer *w, uint64_t bits, uint32_t width) {
+/* Append `width` bits, 0 to 63. Up to 8 bytes are written beyond the end. */
+INLINE void append(struct writer *w, uint64_t bits, uint32_t width) {
+    const uint32_t total = w->used + width;
     w->word |= bits << w->used;
-    w->used += width;
-    if (w->used >= 64) {
-        memcpy(w->at, &w->word, 8);
-        w->at += 8;
-        w->used -= 64;
-        w->word = w->used ? bits >> (width - w->used) : 0;
-    }
+    memcpy(w->at, &w->word, 8);
+    w->at += total / 8;
+    w->word = LIKELY(total < 64) ? w->word >> (total & 56) : bits >> (64 - w->used);
+    w->used = total % 8;
 }
 
 /* Write the remaining bits and return the next free byte. */
-static inline uint8_t *finish(const struct writer *w) {
+INLINE uint8_t *finish(const struct writer *w) {
     memcpy(w->at, &w->word, 8);
     return w->at + (w->used + 7) / 8;
 }
 
-/* Write remainders, then quotients, and return the next free byte. Four values are combined before they are appended,
-which shortens the chain of dependent operations on the word. */
-static uint8_t *code(uint8_t *at, const uint32_t *values, const uint32_t *k, int count) {
-    struct writer w = {at, 0, 0};
-    uint32_t h[BLOCK + 4] = {0}, low[BLOCK];
-    for (int i = 0; i < count; i++) {
-        h[i] = values[i] >> k[i];
-        low[i] = values[i] & ((1u << k[i]) - 1);
+/* Append the quotients of 8 elements, some of which may be above 7.
+
+bits: codes of the quotients, limited to 7. masks: a byte for each element, with as many low ones as its code has bits.
+large: the top bits of those bytes whose quotient is at least 7. values, low: the elements and their masks. */
+static void append_large(
+    struct writer *w, uint64_t bits, uint64_t masks, uint64_t large, const uint16_t *values, const uint16_t *low
+) {
+    uint32_t done = 0;
+    for (; large; large &= large - 1) {
+        const int top = __builtin_ctzll(large), element = top / 8;
+        const uint32_t end = __builtin_popcountll(masks & ((1ull << top) - 1)); /* place of this element's one */
+        append(w, bits >> done & ((1ull << (end - done)) - 1), end - done);
+        uint32_t zeros = (values[element] >> __builtin_popcount(low[element])) - 7;
+        for (; zeros > 63; zeros -= 63) append(w, 0, 63);
+        append(w, 0, zeros);
+        done = end;
     }
-    int i = 0;
-    for (; i + 4 <= count; i += 4) {
-        uint32_t first = k[i] + k[i + 1], second = k[i + 2] + k[i + 3];
-        uint64_t bits = low[i] | low[i + 1] << k[i] | (uint64_t)(low[i + 2] | low[i + 3] << k[i + 2]) << first;
-        append(&w, bits, first + second);
-    }
-    for (; i < count; i++) append(&w, low[i], k[i]);
-    w = (struct writer){finish(&w), 0, 0};
-    for (i = 0; i < count; i += 4) {
-        uint32_t second = h[i] + h[i + 1] + 1, third = second + h[i + 2] + 1, fourth = third + h[i + 3] + 1;
-        if (i + 4 <= count && fourth < 63) {
-            append(&w, 1ull << h[i] | 1ull << second | 1ull << third | 1ull << fourth, fourth + 1);
-            continue;
-        }
-        for (int j = i; j < i + 4 && j < count; j++) {
-            for (uint32_t zeros = h[j]; zeros; zeros -= zeros < 63 ? zeros : 63) append(&w, 0, zeros < 63 ? zeros : 63);
-            append(&w, 1, 1);
-        }
-    }
-    return finish(&w);
+    append(w, bits >> done, __builtin_popcountll(masks) - done);
 }
 
-/* Extract the exponents of a block into `e` and return the highest finite one. */
-static int32_t exponents(uint32_t *e, const uint16_t *old, struct format f) {
-    uint32_t highest = 0;
-    for (int i = 0; i < BLOCK; i++) {
-        e[i] = ((old[i] >> f.shift) & f.mask) + f.above;
-        uint32_t finite = e[i] < 255 ? e[i] : 0;
-        highest = finite > highest ? finite : highest;
+/* Write remainders, then quotients, and return the next free byte.
+
+values: the numbers to encode. masks: (1 << k) - 1 for each. ones: 1 << quotient for each, where the quotient is limited
+to 7. The arrays are padded to a multiple of 16 elements with value 0, mask 0 and one 1. */
+static __attribute__((noinline)) uint8_t *code(
+    uint8_t *at, const uint16_t *values, const uint16_t *masks, const uint8_t *ones, int count
+) {
+    uint8_t unary[MOST_QUOTIENTS / 8 + 16];
+    struct writer w = {at, 0, 0}, u = {unary, 0, 0};
+    int i = 0;
+    for (; i < count; i += 16) {
+        /* ---- remainders of 8 elements twice, 4 in a word */
+        for (int j = i; j < i + 16; j += 8) {
+            const uint64_t mask = load64(masks + j), mask2 = load64(masks + j + 4);
+            const uint64_t bits = extract(load64(values + j), mask, 16);
+            const uint64_t bits2 = extract(load64(values + j + 4), mask2, 16);
+            const uint32_t width = __builtin_popcountll(mask), width2 = __builtin_popcountll(mask2);
+            if (LIKELY(width + width2 < 64)) {
+                append(&w, bits | bits2 << width, width + width2);
+            } else {
+                append(&w, bits, width);
+                append(&w, bits2, width2);
+            }
+        }
+        /* ---- quotients of 16 elements, 8 in a word; the mask of 1 << q is (2 << q) - 1 */
+        const uint64_t one = load64(ones + i), one2 = load64(ones + i + 8);
+        const uint64_t mask = one | (one - ONES), mask2 = one2 | (one2 - ONES); /* no byte borrows: none is 0 */
+        const uint64_t bits = extract(one, mask, 8), bits2 = extract(one2, mask2, 8);
+        const uint32_t width = __builtin_popcountll(mask), width2 = __builtin_popcountll(mask2);
+        if (LIKELY(!((one | one2) & ONES << 7) && width + width2 < 64)) {
+            append(&u, bits | bits2 << width, width + width2);
+        } else {
+            append_large(&u, bits, mask, one & ONES << 7, values + i, masks + i);
+            append_large(&u, bits2, mask2, one2 & ONES << 7, values + i + 8, masks + i + 8);
+        }
     }
-    return highest;
+    /* ---- append the quotients to the remainders, without the padding's, which are one bit each */
+    at = finish(&w);
+    finish(&u);
+    const int64_t end = 8 * (u.at - unary) + u.used - (i - count);
+    memcpy(at, unary, sizeof unary);
+    at[end / 8] &= (uint8_t)((1 << end % 8) - 1);
+    return at + (end + 7) / 8;
 }
 
 /* Encode the changes of one block: write its body and its kind, and return the body's bytes. Elements from `valid` on
-are padding. */
-static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct format f, uint8_t *kind, uint8_t *body,
-                   int64_t *changed) {
-    /* ---- z, and the number of changed elements */
-    uint32_t z[BLOCK], e[BLOCK], k[BLOCK], places[BLOCK];
-    int32_t highest, count = 0;
-    uint32_t total = 0, sum_k = 0, sum_h = 0;
+are padding. `body` has ROOM bytes. */
+INLINE int body_of(
+    const uint16_t *new, const uint16_t *old, int valid, struct format f, uint8_t *kind, uint8_t *body, int64_t *changed
+) {
+    /* ---- z, exponents, and the number of changed elements */
+    union lanes z, e, k, masks;
+    uint16_t ones[BLOCK / 2];
+    int16_t count = 0, highest = 0;
     for (int i = 0; i < BLOCK; i++) {
-        int16_t d = order(new[i]) - order(old[i]);
-        z[i] = (uint16_t)((d << 1) ^ (d >> 15));
-        count += z[i] != 0;
+        const int16_t d = order(new[i]) - order(old[i]), known = exponent(old[i], f);
+        const int16_t finite = ((known + 1) & 255) - 1; /* -1 for infinities and NaN of bf16 */
+        z.one[i] = (uint16_t)((uint16_t)d << 1) ^ (uint16_t)(d >> 15);
+        e.one[i] = known;
+        count += z.one[i] != 0;
+        highest = finite > highest ? finite : highest;
     }
     *changed = count;
     *kind = 0;
     if (!count) return 0;
-    /* ---- c from the mean change, and the Rice parameters */
-    highest = exponents(e, old, f);
-    for (int i = valid; i < BLOCK; i++) e[i] = 255;
+    /* ---- c from the mean change */
+    uint32_t total = 0, sums_k = 0, sum_h = 0;
+    for (int i = valid; i < BLOCK; i++) e.one[i] = 255;
     for (int i = 0; i < BLOCK; i++) {
-        int32_t lower = highest - (int32_t)e[i];
-        lower = lower < 0 ? 0 : lower > 31 ? 31 : lower;
-        total += (z[i] << 6) >> lower;
+        int16_t lower = highest - (int16_t)e.one[i];
+        lower = lower < 0 ? 0 : lower;
+        k.one[i] = lower > 31 ? 31 : lower;
+    }
+    for (int i = 0; i < BLOCK / 2; i++) {
+        total += (z.two[i] << 6 & 0x3FFFC0) >> (k.two[i] & 0xFFFF);
+        total += (z.two[i] >> 10 & 0x3FFFC0) >> (k.two[i] >> 16);
     }
     int32_t c = highest + bit_length((total >> 3) * 5) - 14;
     c = c < DENSE ? DENSE : c >= RAW ? RAW - 1 : c;
-    for (int i = 0; i < BLOCK; i++) {
-        k[i] = parameter(c, e[i]);
-        sum_k += k[i];
-        sum_h += z[i] >> k[i];
+    /* ---- Rice parameters and quotients */
+    for (int i = 0; i < BLOCK; i++) k.one[i] = parameter(c, e.one[i]);
+    for (int i = 0; i < BLOCK / 2; i++) {
+        uint32_t k0 = k.two[i] & 0xFFFF, k1 = k.two[i] >> 16, h0 = (z.two[i] & 0xFFFF) >> k0, h1 = z.two[i] >> 16 >> k1;
+        masks.two[i] = mask_pair(k.two[i]);
+        sums_k += k.two[i]; /* both halves stay below 65536 */
+        sum_h += h0 + h1;
+        h0 = h0 < 7 ? h0 : 7;
+        h1 = h1 < 7 ? h1 : 7;
+        ones[i] = (0x10000u << h0 | 0x1000000u << h1) >> 16; /* gcc vectorizes no shifts of less than 32 bits */
     }
     /* ---- length of the dense body */
+    uint32_t sum_k = (sums_k & 0xFFFF) + (sums_k >> 16);
     int size = 2 * valid, dense = (sum_k + 7) / 8 + (BLOCK + sum_h + 7) / 8;
     *kind = RAW;
     dense += dense & 1;
@@ -136,28 +265,30 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
         size = dense;
         *kind = c;
     }
-    /* ---- the sparse body, if it is the shortest */
-    if (count <= MOST_POSITIONS) {
-        uint32_t values[MOST_POSITIONS + 1], sparse_k[MOST_POSITIONS + 1], n = 0;
+    /* ---- the sparse body, if it is the shortest; each change takes at least a byte and a bit */
+    if (count <= MOST_POSITIONS && 1 + count + (count + 7) / 8 <= size) {
+        uint16_t places[MOST_POSITIONS + 64], values[MOST_POSITIONS + 1], low[MOST_POSITIONS + 1];
+        uint8_t differs[BLOCK], bits[BLOCK / 8], one[MOST_POSITIONS + 1];
+        for (int i = 0; i < BLOCK; i++) differs[i] = z.one[i] != 0;
+        for (int i = 0; i < BLOCK / 8; i++) bits[i] = extract(load64(differs + 8 * i), ONES, 8);
+        const int n = find_ones(bits, BLOCK, count, places);
         sum_k = sum_h = 0;
-        for (int i = 0; i < BLOCK; i++) {
-            places[n] = i;
-            n += z[i] != 0;
-        }
-        for (uint32_t i = 0; i < n; i++) {
-            values[i] = z[places[i]] - 1;
-            sparse_k[i] = k[places[i]];
-            sum_k += sparse_k[i];
-            sum_h += values[i] >> sparse_k[i];
+        for (int i = 0; i < n; i++) {
+            values[i] = z.one[places[i]] - 1;
+            low[i] = masks.one[places[i]];
+            const uint32_t h = values[i] >> k.one[places[i]];
+            sum_k += k.one[places[i]];
+            sum_h += h;
+            one[i] = 1 << (h < 7 ? h : 7);
         }
         int sparse = 1 + n + (sum_k + 7) / 8 + (n + sum_h + 7) / 8;
         sparse += sparse & 1;
         if (n + sum_h <= MOST_QUOTIENTS && sparse < 2 * valid && sparse <= size) {
             *kind = n;
             body[0] = c;
-            for (uint32_t i = 0; i < n; i++) body[1 + i] = places[i];
-            uint8_t *end = code(body + 1 + n, values, sparse_k, n);
-            *end = 0;
+            for (int i = 0; i < n; i++) body[1 + i] = places[i];
+            for (int i = n; i % 16; i++) low[i] = values[i] = 0, one[i] = 1;
+            *code(body + 1 + n, values, low, one, n) = 0;
             return sparse;
         }
     }
@@ -166,14 +297,15 @@ static int body_of(const uint16_t *new, const uint16_t *old, int valid, struct f
         memcpy(body, new, 2 * valid);
         return 2 * valid;
     }
-    *code(body, z, k, BLOCK) = 0;
+    *code(body, z.one, masks.one, (const uint8_t *)ones, BLOCK) = 0;
     return size;
 }
 
-/* Encode the difference between old and new weights; see `encode` in reference.py. */
-void megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, const struct format *f, uint8_t *kinds,
-                    uint8_t *halves, uint8_t *body, int64_t capacity, int64_t *numbers) {
-    uint8_t found[ROOM];
+INLINE void encode(
+    const uint16_t *new, const uint16_t *old, int64_t size, struct format f, uint8_t *kinds, uint8_t *halves,
+    uint8_t *body, int64_t capacity, int64_t *numbers
+) {
+    uint8_t buffer[ROOM]; /* for the bodies near the end of the message */
     int64_t offset = 0, written = 0, left_out = 0;
     for (int64_t start = 0; start < size; start += BLOCK) {
         int valid = size - start < BLOCK ? size - start : BLOCK;
@@ -186,10 +318,11 @@ void megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, cons
             b = memcpy(last_old, b, 2 * valid);
         }
         int64_t changed;
-        int bytes = body_of(a, b, valid, *f, kinds, found, &changed);
+        uint8_t *to = offset + ROOM <= capacity ? body + offset : buffer;
+        int bytes = body_of(a, b, valid, f, kinds, to, &changed);
         *halves = bytes / 2;
         if (offset + bytes <= capacity) {
-            memcpy(body + offset, found, bytes);
+            if (to == buffer) memcpy(body + offset, buffer, bytes);
             written = offset + bytes;
         } else {
             *kinds = *halves = 0;
@@ -204,37 +337,66 @@ void megazpp_encode(const uint16_t *new, const uint16_t *old, int64_t size, cons
     numbers[1] = left_out;
 }
 
-/* Decode the values of `count` elements from remainders and quotients. MOST_QUOTIENTS / 8 + 8 bytes after the body must
-be readable. */
-static void decode_values(const uint8_t *at, const uint32_t *k, int count, uint32_t *values) {
+/* Encode the difference between old and new weights; see `encode` in reference.py. */
+void megazpp_encode(
+    const uint16_t *new, const uint16_t *old, int64_t size, int64_t fp16, uint8_t *kinds, uint8_t *halves,
+    uint8_t *body, int64_t capacity, int64_t *numbers
+) {
+    if (fp16)
+        encode(new, old, size, FP16, kinds, halves, body, capacity, numbers);
+    else
+        encode(new, old, size, BF16, kinds, halves, body, capacity, numbers);
+}
+
+/* ---- decoder */
+
+/* Load at least 57 bits from a bit's offset. */
+INLINE uint64_t load_bits(const uint8_t *at, uint32_t offset) { return load64(at + offset / 8) >> offset % 8; }
+
+/* Load 64 bits from a bit's offset. */
+INLINE uint64_t load_all_bits(const uint8_t *at, uint32_t offset) {
+    return load_bits(at, offset) | (uint64_t)at[offset / 8 + 8] << 1 << (63 - offset % 8);
+}
+
+/* Decode the values of `count` elements from remainders and quotients. `masks` is (1 << k) - 1 for each element, padded
+with zeros to a multiple of 8. MOST_QUOTIENTS / 8 + 16 bytes after the remainders must be readable. */
+static void decode_values(const uint8_t *at, const uint16_t *masks, int count, uint16_t *values) {
+    /* ---- remainders, 4 in a word */
     uint32_t offset = 0;
-    for (int i = 0; i < count; i++) {
-        uint32_t word;
-        memcpy(&word, at + (offset >> 3), 4);
-        values[i] = (word >> (offset & 7)) & ((1u << k[i]) - 1);
-        offset += k[i];
-    }
-    at += (offset + 7) / 8;
-    int64_t previous = -1, base = 0;
-    for (int i = 0; i < count && base < MOST_QUOTIENTS; base += 64, at += 8) {
-        uint64_t word;
-        memcpy(&word, at, 8);
-        while (word && i < count) {
-            int64_t place = base + __builtin_ctzll(word);
-            word &= word - 1;
-            values[i] += (uint32_t)(place - previous - 1) << k[i];
-            previous = place;
-            i++;
+    for (int i = 0; i < count; i += 8) {
+        const uint64_t mask = load64(masks + i), mask2 = load64(masks + i + 4);
+        const uint32_t width = __builtin_popcountll(mask), width2 = __builtin_popcountll(mask2);
+        uint64_t bits = load_bits(at, offset), bits2 = bits >> width;
+        if (!LIKELY(width + width2 <= 57)) {
+            bits = load_all_bits(at, offset);
+            bits2 = load_all_bits(at, offset + width);
         }
+        bits = deposit(bits, mask, 16);
+        bits2 = deposit(bits2, mask2, 16);
+        memcpy(values + i, &bits, 8);
+        memcpy(values + i + 4, &bits2, 8);
+        offset += width + width2;
+    }
+    /* ---- quotients: the numbers of zeros between ones */
+    uint16_t places[1 + BLOCK + 64];
+    places[0] = -1;
+    const int n = find_ones(at + (offset + 7) / 8, MOST_QUOTIENTS, count, places + 1);
+    for (int i = n; i < count; i++) places[i + 1] = places[i] + 1; /* only in an invalid message */
+    for (int i = 0; i < count; i++) {
+        const uint16_t h = places[i + 1] - places[i] - 1, one = masks[i] + 1;
+        values[i] += (uint16_t)(h * one);
     }
 }
 
 /* Return the new weight for an old weight and its encoded change z (see reference.py). */
-static inline uint16_t moved(uint16_t old, uint32_t z) { return order(order(old) + (uint16_t)((z >> 1) ^ -(z & 1))); }
+INLINE uint16_t moved(uint16_t old, uint16_t z) {
+    return order(order(old) + (uint16_t)((uint16_t)(z >> 1) ^ (uint16_t) - (z & 1)));
+}
 
-/* Turn old weights into new ones, in place; see `decode` in reference.py. */
-void megazpp_decode(const uint8_t *kinds, const uint8_t *halves, const uint8_t *body, int64_t capacity, int64_t size,
-                    const struct format *f, uint16_t *weights) {
+INLINE void decode(
+    const uint8_t *kinds, const uint8_t *halves, const uint8_t *body, int64_t capacity, int64_t size, struct format f,
+    uint16_t *weights
+) {
     int64_t offset = 0;
     for (int64_t start = 0; start < size; start += BLOCK, kinds++, halves++) {
         int valid = size - start < BLOCK ? size - start : BLOCK, kind = *kinds;
@@ -244,29 +406,44 @@ void megazpp_decode(const uint8_t *kinds, const uint8_t *halves, const uint8_t *
         if (kind == RAW) {
             memcpy(block, body + offset, bytes);
         } else if (kind) {
+            uint16_t values[BLOCK];
+            union lanes k, masks;
             uint8_t padded[2 * BLOCK + MOST_QUOTIENTS / 8 + 16];
-            uint32_t values[BLOCK], k[BLOCK];
-            const uint8_t *at = padded;
-            memcpy(padded, body + offset, bytes);
-            memset(padded + bytes, 0, sizeof padded - bytes);
+            const uint8_t *at = body + offset;
+            if (offset + (int64_t)sizeof padded > capacity) { /* do not read beyond the end of the message */
+                at = memcpy(padded, at, bytes);
+                memset(padded + bytes, 0, sizeof padded - bytes);
+            }
             if (kind <= MOST_POSITIONS) {
-                int32_t c = *at++;
+                int16_t c = *at++;
                 const uint8_t *places = at;
                 for (int i = 0; i < kind; i++)
-                    k[i] = places[i] < valid ? parameter(c, ((block[places[i]] >> f->shift) & f->mask) + f->above) : 0;
-                decode_values(at + kind, k, kind, values);
+                    masks.one[i] = places[i] < valid ? (1 << parameter(c, exponent(block[places[i]], f))) - 1 : 0;
+                for (int i = kind; i % 8; i++) masks.one[i] = 0;
+                decode_values(at + kind, masks.one, kind, values);
                 for (int i = 0; i < kind; i++)
                     if (places[i] < valid) block[places[i]] = moved(block[places[i]], values[i] + 1);
             } else {
-                uint16_t old[BLOCK] = {0};
-                memcpy(old, block, 2 * valid);
-                for (int i = 0; i < BLOCK; i++) k[i] = parameter(kind, ((old[i] >> f->shift) & f->mask) + f->above);
-                for (int i = valid; i < BLOCK; i++) k[i] = 0;
-                decode_values(at, k, BLOCK, values);
+                uint16_t last[BLOCK] = {0}, *old = valid < BLOCK ? memcpy(last, block, 2 * valid) : block;
+                for (int i = 0; i < BLOCK; i++) k.one[i] = parameter(kind, exponent(old[i], f));
+                for (int i = valid; i < BLOCK; i++) k.one[i] = 0;
+                for (int i = 0; i < BLOCK / 2; i++) masks.two[i] = mask_pair(k.two[i]);
+                decode_values(at, masks.one, BLOCK, values);
                 for (int i = 0; i < BLOCK; i++) old[i] = moved(old[i], values[i]);
-                memcpy(block, old, 2 * valid);
+                if (valid < BLOCK) memcpy(block, old, 2 * valid);
             }
         }
         offset += bytes;
     }
+}
+
+/* Turn old weights into new ones, in place; see `decode` in reference.py. */
+void megazpp_decode(
+    const uint8_t *kinds, const uint8_t *halves, const uint8_t *body, int64_t capacity, int64_t size, int64_t fp16,
+    uint16_t *weights
+) {
+    if (fp16)
+        decode(kinds, halves, body, capacity, size, FP16, weights);
+    else
+        decode(kinds, halves, body, capacity, size, BF16, weights);
 }

@@ -1,40 +1,34 @@
 """Lossless differences of CPU tensors in C: compiles native.c at first use and calls it through ctypes.
 
-A call releases Python's global interpreter lock.
+A call runs on one thread and releases Python's global interpreter lock. Concurrent calls share no state.
 """
 
 from __future__ import annotations
 
-from ctypes import CDLL, Structure, byref, c_int64, c_void_p
+from ctypes import CDLL, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megazpp.kernels.c_library import CLibraryError, find_c_library
-from megazpp.kernels.weight_delta.reference import EXPONENTS
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
-
-
-class _Format(Structure):
-    """The struct `format` of native.c."""
-
-    _fields_ = [(name, c_int64) for name in ("shift", "mask", "above")]
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
     """Encode the difference between old and new weights; see `reference.encode`."""
     data, table = ([c_void_p(x.data_ptr()) for x in group] for group in ((new, old), (kinds, halves, body)))
-    fmt, size, capacity = _Format(*EXPONENTS[new.dtype]), c_int64(len(new)), c_int64(len(body))
-    _functions().megazpp_encode(*data, size, byref(fmt), *table, capacity, c_void_p(numbers.data_ptr()))
+    size, capacity, fp16 = c_int64(len(new)), c_int64(len(body)), c_int64(new.dtype == torch.float16)
+    _functions().megazpp_encode(*data, size, fp16, *table, capacity, c_void_p(numbers.data_ptr()))
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
     """Turn old weights into new ones, in place; see `reference.decode`."""
     places = [c_void_p(x.data_ptr()) for x in (kinds, halves, body)]
-    fmt, size, capacity = _Format(*EXPONENTS[weights.dtype]), c_int64(len(weights)), c_int64(len(body))
-    _functions().megazpp_decode(*places, capacity, size, byref(fmt), c_void_p(weights.data_ptr()))
+    size, capacity, fp16 = c_int64(len(weights)), c_int64(len(body)), c_int64(weights.dtype == torch.float16)
+    _functions().megazpp_decode(*places, capacity, size, fp16, c_void_p(weights.data_ptr()))
 
 
 def _functions() -> CDLL:

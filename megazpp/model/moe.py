@@ -107,12 +107,12 @@ class Experts(nn.Module):
             by_source = _inverse(by_expert)
             rows = take_rows(rows, by_expert, by_source)
         # ---- apply the experts
-        weights = [local(p) for p in (self.gate, self.fc1, self.fc2)]
+        gate, fc1, fc2 = (local(p) for p in (self.gate, self.fc1, self.fc2))
         if self.grouped and has_values(received):
-            gate, fc1, fc2 = (weight.view(self.num_experts, self.inner, -1) for weight in weights)
+            gate, fc1, fc2 = (weight.view(self.num_experts, self.inner, -1) for weight in (gate, fc1, fc2))
             rows = _grouped_products(rows, gate, fc1, fc2, received.sum(dim=0))
         else:
-            rows = _looped_products(rows, *weights, routes.sizes().rows)
+            rows = _looped_products(rows, gate, fc1, fc2, routes.sizes().rows)
         # ---- send the results back
         if self.ep.size > 1:
             rows = exchange_rows(take_rows(rows, by_source, by_expert), self.ep, sizes.receive, sizes.send)

@@ -1,6 +1,7 @@
 """Test lossless weight deltas: decoding is bit-exact, implementations agree, and blocks that do not fit wait."""
 
 import itertools
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,7 +10,7 @@ from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.kernels.c_library import CLibraryError
+from megazpp.kernels.c_library import CLibraryError, find_compiler, load_c_library
 from megazpp.kernels.weight_delta import TRITON, decode, encode, message_bytes, native, numbers, reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -45,6 +46,59 @@ def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: in
     found = torch.full((2,), 77, dtype=torch.int64, device=device)
     module.encode(new.to(device), old.to(device), kinds, halves, body, found)
     return kinds, halves, body, found
+
+
+def blocks_of_all_widths(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights of magnitudes from 2^-16 to 1 whose steps have few to many bits, with some very large steps."""
+    generator = torch.Generator().manual_seed(5)
+    size = 6 * reference.BLOCK
+    signs = 1 - 2 * torch.randint(2, (size,), generator=generator)
+    old = (signs * torch.exp2(-16 * torch.rand(size, generator=generator))).to(dtype)
+    scales = torch.exp2(torch.tensor([-2.0, 0, 3, 7, 11, 0])).repeat_interleave(reference.BLOCK)
+    steps = (scales * torch.randn(size, generator=generator)).round()
+    steps[5 * reference.BLOCK :] *= torch.rand(reference.BLOCK, generator=generator) < 0.1  # a sparse body
+    steps[100 :: reference.BLOCK] = 200 * scales[100 :: reference.BLOCK]
+    return reference.order(reference.order(bits(old)) + steps.to(torch.int16)).view(dtype), old
+
+
+@pytest.fixture(params=["BMI2", "portable"])
+def c_library(request, monkeypatch):
+    """Let `native` use the C code that this CPU's instructions select, or the one for CPUs without BMI2."""
+    if isinstance(native.library(), CLibraryError):
+        pytest.skip("needs a C compiler")
+    if request.param == "portable":
+        monkeypatch.setenv("CC", " ".join([*find_compiler(), "-DMEGAZPP_PORTABLE"]))
+        portable = load_c_library(Path(native.__file__).with_name("native.c"))
+        monkeypatch.setattr(native, "library", lambda: portable)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_rice_parameters_and_long_quotients_are_packed(c_library, dtype):
+    new, old = blocks_of_all_widths(dtype)
+    expected, got = (coded(module, new, old, 2 * len(new)) for module in (reference, native))
+    assert all(map(torch.equal, got, expected))
+    exponents = reference._exponents(old)
+    k = torch.stack([reference._parameters(kind, e) for kind, e in zip(expected[0].tolist(), exponents, strict=True)])
+    dense = (expected[0] >= reference.DENSE) & (expected[0] < reference.RAW)
+    assert set(range(16)) == set(k[dense].flatten().tolist())
+    assert int(k[dense].view(-1, 8).sum(1).max()) > 63, "more bits than a word holds"
+    assert 0 < expected[0][-1] <= reference.MOST_POSITIONS
+    received = old.clone()
+    native.decode(*got[:3], received)
+    assert torch.equal(bits(received), bits(new))
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 15, 17, 63, 255, 257, 700])
+def test_unaligned_weights_of_any_size_are_packed(c_library, size):
+    for dtype, scale in itertools.product(DTYPES, (0.02, 1, 50)):
+        new, old = pair(size + 3, dtype, scale, seed=size)
+        new, old = new[3:], old[3:]
+        capacity = 2 * size + 14
+        got = coded(native, new, old, capacity)
+        assert all(map(torch.equal, got, coded(reference, new, old, capacity))), (dtype, scale)
+        received = torch.cat((old, old[:3]))[1 : size + 1].copy_(old)
+        native.decode(*got[:3], received)
+        assert torch.equal(bits(received), bits(new)), (dtype, scale)
 
 
 @pytest.mark.parametrize("name", ["native", pytest.param("triton", marks=[pytest.mark.gpu] * (DEVICE == "cuda"))])
