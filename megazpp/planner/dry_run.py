@@ -53,6 +53,7 @@ from megazpp.planner.variants import changed, for_planning
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, check_run_config
 from megazpp.topology.cluster import Cluster
+from megazpp.topology.layout import WIRE_NAMES
 from megazpp.training.objective import Objective
 from megazpp.training.setup import ModelSpec, ShardedModel, shard_on_meta
 from megazpp.training.step import TrainStep
@@ -131,7 +132,8 @@ def _compared(planned: TrafficTable, counted: TrafficTable) -> Iterator[str]:
     for key in sorted(planned | counted):
         ours, theirs = planned.get(key, NOTHING), counted.get(key, NOTHING)
         calls, sizes = (tuple(map(str, pair)) for pair in zip(ours, theirs, strict=True))
-        rows.append((*key, *calls, *sizes, "" if ours == theirs else "DIFFERS"))
+        wire, *what = key
+        rows.append((WIRE_NAMES[wire], *what, *calls, *sizes, "" if ours == theirs else "DIFFERS"))
     yield from aligned(rows)
     sent = sum(traffic.sent_bytes for traffic in counted.values())
     yield f"{sent / MEGA:.3f} MB: " + ("as planned" if planned == counted else "NOT AS PLANNED")

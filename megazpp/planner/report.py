@@ -25,7 +25,7 @@ from megazpp.planner.variants import (
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan
 from megazpp.topology.cluster import Cluster, nested_sizes
-from megazpp.topology.layout import WIRES
+from megazpp.topology.layout import WIRE_NAMES, WIRES
 
 PAYS = 1.02  # speed ratio to the next scheme from which on the report says that ZeRO++ pays
 SHOWN = 10  # number of the search's candidates that the report lists
@@ -116,7 +116,7 @@ def _memory_by_load(even: Estimator, loaded: Estimator, own: Estimate) -> Iterat
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     """Yield lines about the run's communication, time per step, exposed communication and total time."""
     # ---- communication
-    sent = ", ".join(f"{wire} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
+    sent = ", ".join(f"{WIRE_NAMES[wire]} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"a rank sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
     if own.muon:
         yield own.muon

@@ -41,6 +41,7 @@ NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; o
 EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
 DATA_AXES = ("shard", "local", "cross")  # for weights and gradients: shard in one ring, local and cross in two hops
 WIRES = ("tp", "local", "cross")  # classes of counted traffic; other axes count under one of these
+WIRE_NAMES = {"tp": "tp", "local": "intra-node", "cross": "inter-node", "island": "replica-group"}  # names in texts
 COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in its replica group, outermost first
 CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megazpp.base.program import GIGA, MEGA, TERA
+from megazpp.topology.layout import WIRE_NAMES
 
 INNER_LOSS = "inner_loss"  # DiLoCo: mean loss over replica groups and over the steps since they last synchronized
 NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "island": 0}  # `island`: the part of `cross` between replica groups
@@ -222,7 +223,7 @@ class Meter:
             f"model TFLOP/s per rank: {flops / TERA:#.4g}",
             None if mfu is None else f"MFU: {mfu:.1%}",
             None if peak_memory_bytes is None else f"max memory (GB): {peak_memory_bytes / GIGA:.2f}",
-            *(f"{wire} MB per step: {value / MEGA:.3f}" for wire, value in sent.items() if value),
+            *(f"{WIRE_NAMES[wire]} MB per step: {value / MEGA:.3f}" for wire, value in sent.items() if value),
             f"eta: {left}",
         ]
         # the short line for a terminal

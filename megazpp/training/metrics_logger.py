@@ -30,7 +30,7 @@ from megazpp.optim.clip import global_parameter_norm
 from megazpp.parallel.axis import Traffic
 from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.parameters import existing_rows
-from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRES
+from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, WIRE_NAMES, WIRES
 from megazpp.training.context import RunContext
 from megazpp.training.flops import memory_line, peak_memory_bytes
 from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, closing_lines, validation_lines
@@ -311,7 +311,8 @@ def traffic_in_words(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
 def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
     """Return the traffic rows as an aligned table, with the comparison with ZeRO-3 below."""
     header = ("collective", "axis", "wire", "calls", "MB sent per node")
-    lines = [header, *((r.collective, r.axis, r.wire, str(r.calls), f"{r.sent_bytes / MEGA:.3f}") for r in rows)]
+    cells = ((r.collective, r.axis, WIRE_NAMES[r.wire], str(r.calls), f"{r.sent_bytes / MEGA:.3f}") for r in rows)
+    lines = [header, *cells]
     text = list(aligned(lines))
     if zero3 is not None:
         cross = sum(row.sent_bytes for row in rows if row.wire == "cross")

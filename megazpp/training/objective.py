@@ -96,7 +96,7 @@ def router_flags(model: GPTModel, loss_mask: torch.Tensor) -> dict[str, Any]:
     return {"counted": places <= last} | ({"with_router_loss": True} if model.config.has_router_loss else {})
 
 
-def router_gradient(outputs: Any, num_rows: torch.Tensor | int) -> torch.Tensor | float:
+def router_gradient(outputs: Any, num_rows: torch.Tensor | float) -> torch.Tensor | float:
     """Return 0 with the gradient of the losses of routers, as a mean over the rows of the global batch.
 
     Args:

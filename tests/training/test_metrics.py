@@ -140,7 +140,7 @@ def test_log_line_begins_with_megatrons_line_byte_for_byte():
         " loss scale: 65536.0 | grad norm: 1.000 | num zeros: 12.0 | params norm: 345.679 |"
         " number of skipped iterations:   0 | number of nan iterations:   0 | max grad norm: 1.000 |"
         " tokens/s per rank: 400.0 | model TFLOP/s per rank: 0.8000 | MFU: 50.0% | max memory (GB): 3.21 |"
-        " tp MB per step: 2.500 | local MB per step: 1.250 | eta: 0:04:10 |"
+        " tp MB per step: 2.500 | intra-node MB per step: 1.250 | eta: 0:04:10 |"
     )
 
 
@@ -148,7 +148,7 @@ def test_synchronizations_appear_in_log_line_record_and_summary():
     filled = meter(step(1), step(2, metrics={INNER_LOSS: 3.5}), step(3), step(4, metrics={INNER_LOSS: 2.5}))
     interval = filled.interval(NOTHING_SENT | {"cross": 8_000_000, "island": 8_000_000})
     assert " inner_loss: 3 | synchronizations: 2 | loss scale" in interval.line
-    assert " cross MB per step: 2.000 | island MB per step: 2.000 |" in interval.line
+    assert " inter-node MB per step: 2.000 | replica-group MB per step: 2.000 |" in interval.line
     found = interval.fields
     assert (found["inner_loss"], found["synchronizations"], found["island_bytes"]) == (3.0, 2, 2_000_000)
     summary = filled.summary(cpu_seconds=1.0)
