@@ -4,7 +4,8 @@ The model's own code runs once on the meta device, so the trace always agrees wi
 a layer or the head (final norm and output layer), in forward or in backward. Layers are alike, so at most three are
 run.
 
-The file is longer than others because one recorder assigns operations, communication and memory to the same segments.
+This is one file of more than 300 lines, because one recorder assigns operations, communication and memory to the same
+segments.
 """
 
 from __future__ import annotations
