@@ -7,7 +7,6 @@ another algorithm. The search therefore keeps the run's local steps, and never a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -186,20 +185,35 @@ class Choice(NamedTuple):
 def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
     """Estimate candidates with every scheme, tensor-parallel size and micro-batch size; the best comes first.
 
-    Models with experts also get every expert-parallel size, except with local steps, which support only size 1.
+    The best candidate of each scheme and tensor-parallel size is also estimated with every other expert-parallel size,
+    if the model has experts.
     Candidates with more recomputation are added only while the previous one does not fit. The local axis is not
     searched: it always has all ranks in a node, or NVLink domain, that differ in their data.
     """
     domain, choices = estimator.cluster.ranks_per_domain, []
-    experts, local = config.model.num_experts, config.section(DilocoConfig).asked
-    expert_sizes = [ep for ep in nested_sizes(domain, domain) if experts and experts % ep == 0 and not local] or [1]
-    for tp, ep in itertools.product(nested_sizes(domain, domain), expert_sizes):
-        sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "sequence_parallel": tp > 1}
-        sized = changed(config, parallel=sizes)
+    for tp in nested_sizes(domain, domain):
+        sized = changed(config, parallel={"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1})
         for scheme, run in _searched(sized, estimator.cluster).items():
-            for size in MICRO_BATCHES:
-                choices += _recomputations(estimator, run, scheme, size)
+            of_scheme = [each for size in MICRO_BATCHES for each in _recomputations(estimator, run, scheme, size)]
+            choices += of_scheme + _other_expert_sizes(estimator, run, scheme, of_scheme)
     return sorted(choices, key=lambda choice: choice.order)
+
+
+def _other_expert_sizes(estimator: Estimator, config: RunConfig, scheme: str, choices: list[Choice]) -> list[Choice]:
+    """Return candidates like the best of `choices`, which are of `config`, with other expert-parallel sizes.
+
+    Local steps support only size 1, so with them there are none.
+    """
+    best, experts = min(choices, key=lambda choice: choice.order), config.model.num_experts
+    if best.estimate is None or experts is None or config.section(DilocoConfig).asked:
+        return []
+    found, domain = list[Choice](), estimator.cluster.ranks_per_domain
+    size, recompute = best.estimate.plan.batches.micro_batch_size, best.estimate.config.model.recompute_granularity
+    for ep in nested_sizes(domain, domain):
+        if experts % ep == 0 and ep != config.parallel.expert_model_parallel_size:
+            other = changed(config, parallel={"expert_model_parallel_size": ep})
+            found += _recomputations(estimator, other, scheme, size, (recompute,))
+    return found
 
 
 def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
@@ -224,7 +238,13 @@ def _has_wide_islands(islands: DilocoConfig, cluster: Cluster) -> bool:
     return islands.number(cluster) != cluster.num_local_domains
 
 
-def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: int) -> list[Choice]:
+def _recomputations(
+    estimator: Estimator,
+    config: RunConfig,
+    scheme: str,
+    size: int,
+    granularities: tuple[Recompute, ...] = RECOMPUTE,
+) -> list[Choice]:
     """Return candidates with more and more recomputation, up to the first that fits or is not possible."""
     tp, asked = config.parallel.tensor_model_parallel_size, config.batches.global_batch_size
     if size > 1 and asked is not None and size * estimator.cluster.world_size > asked * _ranks_of_a_sample(config):
@@ -237,7 +257,7 @@ def _recomputations(estimator: Estimator, config: RunConfig, scheme: str, size: 
     name += f", local domain {local}"
     name += f", micro-batch {size}" + (f" of batch {samples}" if samples != asked else "")
     choices = []
-    for recompute in RECOMPUTE:
+    for recompute in granularities:
         label = f"{name}, recompute {recompute or 'none'}"
         try:
             choices.append(Choice(label, estimator.estimate(with_recompute(sized, recompute))))
