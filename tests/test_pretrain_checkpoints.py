@@ -58,7 +58,7 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(home, interrupted, c
 
 def test_resumed_run_keeps_its_weight_format_and_the_checkpoint_records_it(home, interrupted, continued):
     chosen = "note: --zero-weight-delta auto: weights cross nodes as lossless deltas, because the speed of the links is"
-    kept = "note: --zero-weight-delta auto: lossless, as in saved, from which this run resumes"
+    kept = "note: --zero-weight-delta auto: lossless, as in the checkpoint of --load saved\n"
     assert (interrupted.output.count(chosen), interrupted.output.count(kept)) == (1, 0)
     assert (continued.output.count(chosen), continued.output.count(kept)) == (0, 1)
     for run in (interrupted, continued):

@@ -112,7 +112,7 @@ def with_resumed_weight_delta(parsed: ParsedRun, record: CheckpointMetadata, fol
     if kept == "lossless" and not default_weight_delta(parsed.config.precision.param_dtype).lossless:
         return parsed
     where = folder.of(record.progress.iteration) / RECORD
-    notice = f"--zero-weight-delta auto: {kept}, as in {folder.name}, from which this run resumes"
+    notice = f"--zero-weight-delta auto: {kept}, as in the checkpoint of {folder.name}"
     taken = _updated(zero, {"zero_weight_delta": kept}, where)
     return parsed.with_checkpoint(["zero_weight_delta"], [notice], zero=taken)
 

@@ -185,6 +185,6 @@ def test_resumed_run_keeps_the_weight_format_of_its_checkpoint():
         settled = settle(argv, take=with_resumed_weight_delta, **saved)
         assert settled.config.zero.zero_weight_delta == kept, (argv, saved)
         took = settled.origins.get("zero_weight_delta") == "checkpoint"
-        assert took == any("from which this run resumes" in line for line in settled.notices), (argv, saved)
+        assert took == any("as in the checkpoint of" in line for line in settled.notices), (argv, saved)
     with pytest.raises(DamagedError, match=r"run\.json: zero_weight_delta is 'some'"):
         settle("--bf16 --zeropp", take=with_resumed_weight_delta, zeropp=True, zero_weight_delta="some")
