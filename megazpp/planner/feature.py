@@ -35,6 +35,7 @@ class PlanConfig(FeatureConfig):
         "load of the busiest expert, relative to the mean, at which --plan also prints memory and chooses the fastest "
         "settings; the largest max_expert_load in metrics.jsonl of a similar run (default: only an even load)",
         needs="--plan",
+        metavar="X",
     )
     dry_run: bool = flag(
         False,
@@ -69,6 +70,8 @@ class Planner(Feature):
         flags = parsed.config.section(PlanConfig)
         if flags.plan:
             cluster, load = planned_cluster(parsed.config), flags.plan_expert_load
+            if load is not None and parsed.config.model.num_experts is None:
+                raise ValueError(f"{spelling(flags, 'plan_expert_load')} {load:g} needs --num-experts")
             print(plan_report(parsed.config, cluster, device_type=device_type(), expert_load=load))
             return 0
         if not flags.dry_run:

@@ -7,7 +7,7 @@ import pytest
 from helpers.small_run import parse
 
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.feature import PlanConfig
+from megazpp.planner.feature import FEATURE, PlanConfig
 from megazpp.planner.report import plan_report
 from megazpp.planner.variants import INT8, LOSSLESS
 from megazpp.topology.cluster import Cluster, Device, Link, Links
@@ -34,7 +34,9 @@ def test_memory_at_the_load_of_the_busiest_expert_is_printed_and_searched():
     assert re.search(r"^fastest with all other flags as given: .*, tp \d, ep \d, ", loaded, re.MULTILINE)
 
 
-def test_load_below_the_mean_is_refused():
+def test_load_below_the_mean_or_without_experts_is_refused():
+    with pytest.raises(ValueError, match="--plan-expert-load 2 needs --num-experts"):
+        FEATURE.command(parse("@configs/gpt_tiny.args --plan --plan-expert-load 2"))
     with pytest.raises(ValueError, match=r"--plan-expert-load 0\.5: the busiest expert has at least the mean load"):
         PlanConfig(plan_expert_load=0.5)
 
