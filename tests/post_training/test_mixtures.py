@@ -51,6 +51,7 @@ def loss_of_trl(objective: str, model: Any, folder: Path, **how: Any) -> tuple[t
             output_dir=str(folder),
             per_device_train_batch_size=4,
             use_cpu=True,
+            bf16=False,
             report_to="none",
             gradient_checkpointing=False,
             **without_aux,
@@ -180,7 +181,7 @@ def test_adapters_of_attention_train_beside_frozen_experts(loads, world, layout,
         assert names == same_names
         assert all(".attention." in name for name in names)
         assert crossed == same_crossed
-        assert inside != less
+        assert (inside != less) == ("nodes" in layout and "tp" not in layout)  # the base is gathered inside the node
     if "nodes" in layout:
         assert max(crossed for *_, crossed, _ in results) > 0
 

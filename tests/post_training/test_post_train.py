@@ -325,6 +325,64 @@ def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, d
     assert synced[3]["rewards/margins"] > 1e-3
 
 
+@pytest.fixture(scope="module")
+def experts(home) -> str:
+    """Pretrain a model with experts on two expert-parallel ranks and return its folder."""
+    style = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
+    mixture = "--num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2"
+    changed = MODEL.replace("--nproc 1", "--nproc 2").replace("--save base", "--save experts")
+    tool(home, "../pretrain_gpt", f"{changed} {style} {mixture} --untie-embeddings-and-output-weights")
+    return "experts"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("sft", f"{SFT} --packing --expert-model-parallel-size 2"),
+        ("reward", f"{DPO.replace('dpo', 'reward')} --expert-model-parallel-size 2"),
+        ("dpo", f"{DPO} --expert-model-parallel-size 2"),
+        ("synced", f"{DPO} --expert-model-parallel-size 2 --sync-ref-model --ref-model-sync-steps 2"),
+        ("lora", f"{DPO} --lora-r 3 --base-weight-bits 4"),
+        ("grpo", f"--objective grpo {DRAWN} --num-generations 4 --beta 0.1 --steps-per-generation 2"),
+        ("ppo", f"--objective ppo {DRAWN} --tensor-model-parallel-size 2"),
+    ],
+)
+def test_training_of_experts_resumes_bit_for_bit(home, experts, name, flags):
+    flags = (
+        f"{flags} --zeropp --emulate-nodes 2 --train-iters 4"
+        if name in ("lora", "grpo")
+        else f"{flags} --train-iters 4"
+    )
+    straight = trained(home, f"experts-{name}", f"{flags} --save-interval 3", load=experts)
+    assert all(row["max_expert_load"] >= 1.0 for row in straight)
+    going_on = stopped(home, f"experts-{name}", 3)
+    assert trained(home, going_on, flags, load=going_on) == straight[3:]
+    if name in ("dpo", "lora"):
+        assert straight[0]["lm_loss"] == LN_2
+
+
+def test_texts_of_experts_do_not_depend_on_layout_and_place_of_the_weights(home, experts):
+    said = {
+        tool(home, "generate", f"--load {experts} --prompt Say --temperature 0 --sample-tokens 8 {flags}")
+        .partition("Say")[2]
+        .partition("\n")[0]
+        for flags in ("", "--tensor-model-parallel-size 2", "--weights-device host", "--weights-device disk")
+    }
+    assert len(said) == 1
+
+
+def test_flags_that_experts_do_not_support_are_rejected(home, experts):
+    rows = """
+        --objective grpo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective grpo: data
+        --objective ppo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective ppo: data
+        --objective sft --lora-r 2 --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --lora-r 2
+        --objective sft --lora-r 2 --lora-target-modules all-linear | all-linear with --num-experts 4: only attention
+        --objective grpo --reward-funcs a:b --rollout-graphs | --rollout-graphs with --num-experts 4
+    """
+    fixed = f"--load {experts} --data-path prompts.jsonl --micro-batch-size 8 --train-iters 1 --nproc 2"
+    assert not_refused(table(rows), lambda flags: asked(home, f"{fixed} {flags}")) == []
+
+
 def asked(home: Path, flags: str) -> object:
     """Prepare a command line in `home` as the program does before it starts workers."""
     with contextlib.chdir(home):
@@ -402,6 +460,15 @@ def test_plan_and_dry_run_without_a_checkpoint_count_all_models(home, capsys):
         assert {"keys and values", "reward model", "total"} <= kinds
         assert ("frozen base" in kinds) == bool(lora) == ("reference model" not in kinds)
         assert ("fastest with all other flags" in output or "speed is unknown" in output) == (not lora)
+
+
+def test_plan_and_dry_run_count_frozen_and_trained_experts(home, capsys):
+    mixture = TINY.replace("gpt_tiny", "moe_tiny")
+    for flags in ("--objective dpo --expert-model-parallel-size 2", "--objective sft --lora-r 2"):
+        assert asked(home, f"{mixture} {flags}") == 0
+        off = re.search(r"MB at the fullest moment \((\S+) %\)", capsys.readouterr().out)
+        assert off is not None
+        assert abs(float(off[1])) < 2.0, flags
 
 
 def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun, LoadSource]:
