@@ -207,9 +207,8 @@ class EmulatedCluster:
     def uplink_bytes(self) -> list[UplinkBytes]:
         """Return the bytes that each node has exchanged with other nodes so far."""
         links = {link["ifname"]: link["stats64"] for link in json.loads(self._run(self.nodes, "ip -json -s link show"))}
-        found = [
-            links[f"node{node}"] for node in range(self.nodes)
-        ]  # the bridge's ends: a node's sent bytes are received here
+        # The bridge's ends of the links receive the bytes that a node has sent.
+        found = [links[f"node{node}"] for node in range(self.nodes)]
         return [UplinkBytes(sent=end["rx"]["bytes"], received=end["tx"]["bytes"]) for end in found]
 
     def start(self, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> RankProcesses:

@@ -173,10 +173,9 @@ def files_with_gpu_tests() -> list[str]:
 def correct(check: Check) -> None:
     """Run the tests marked `gpu`, in parallel if pytest-xdist is installed."""
     files = files_with_gpu_tests()
-    several = (
-        f"-n {min(8, os.cpu_count() or 1)} --dist worksteal" if find_spec("xdist") and check.device == "cuda" else ""
-    )
-    words = f"-m pytest -m gpu -vv -rN --continue-on-collection-errors -p no:cacheprovider {several} {' '.join(files)}"
+    words = f"-m pytest -m gpu -vv -rN --continue-on-collection-errors -p no:cacheprovider {' '.join(files)}"
+    if find_spec("xdist") and check.device == "cuda":
+        words += f" -n {min(8, os.cpu_count() or 1)} --dist worksteal"
     log = check.folder / "log.txt"
     code, text = check.run(words, log, check.left()), log.read_text(errors="replace")
     counts = {status.lower(): text.count(f" {status}") for status in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
@@ -231,9 +230,7 @@ def programs(check: Check) -> None:
                 "grpo", f"{trained} {sums} {few} --num-generations 8 --reward-funcs tools/demo_post_training.py:correct"
             ),
         },
-        {
-            "ppo": post("ppo", f"{trained} {sums} {few} --reward-load {folder}/reward"),
-        },
+        {"ppo": post("ppo", f"{trained} {sums} {few} --reward-load {folder}/reward")},
     ]
 
     # Run them. Each must exit with 0 and log only finite losses.

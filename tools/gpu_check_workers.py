@@ -176,9 +176,8 @@ class CopyingAxis(MeshAxis):
         """Return x repeated for each rank, in `out` if given."""
         if out is None:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        out.view(self.size, *x.shape).copy_(
-            x.clone().expand(self.size, *x.shape)
-        )  # cloned, as `x` may be part of `out`
+        own = x.clone()  # because `x` may be part of `out`
+        out.view(self.size, *x.shape).copy_(own.expand(self.size, *x.shape))
         return out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
@@ -203,11 +202,24 @@ def pretended(config: RunConfig, rows: int, data: list[MicroBatch], device: torc
     dims = ParallelDims(plan_dims(config.parallel, PRETENDED, zero_stage=3), device_type=device.type)
     for axis in (dims.tp, dims.cross, dims.local, dims.shard):
         axis.__class__ = CopyingAxis
+    return functools.partial(our_step(config, rows, dims, device), data, learning_rate=1e-4, weight_decay=0.0)
+
+
+def our_step(config: RunConfig, rows: int, dims: ParallelDims, device: torch.device) -> TrainStep:
+    """Build our training step with a new model.
+
+    Args:
+        config: flags of the run.
+        rows: size of the vocabulary.
+        dims: mesh axes.
+        device: device of the model.
+    """
     built = build_model(config.model_spec(rows), dims, device)
-    optimizer = build_optimizer(list(built.model.named_parameters()), config.optimizer, device)
-    scaler = build_loss_scaler(config.loss_scale, fp16=False)
-    step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
-    return functools.partial(step, data, learning_rate=1e-4, weight_decay=0.0)
+    matrices = build_orthogonalizer(built.model, config.optimizer, dims, config.precision.param_dtype)
+    named = list(built.model.named_parameters())
+    optimizer = build_optimizer(named, config.optimizer, device, orthogonalizer=matrices)
+    scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
+    return TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
 
 
 def train(side: str, words: list[str]) -> None:
@@ -286,12 +298,7 @@ def _steps(config: RunConfig, device: torch.device) -> list[float]:
     rows = config.model.padded_vocab_size((config.tokenizer.vocab_size or 1) + 1, 1)
     tokens = torch.randint(rows, (2, (config.data.seq_length or 1) + 1), generator=torch.Generator().manual_seed(1))
     batch = make_micro_batch(tokens, eod=None).to(device)
-    built = build_model(config.model_spec(rows), dims, device)
-    matrices = build_orthogonalizer(built.model, config.optimizer, dims, config.precision.param_dtype)
-    named = list(built.model.named_parameters())
-    optimizer = build_optimizer(named, config.optimizer, device, orthogonalizer=matrices)
-    scaler = build_loss_scaler(config.loss_scale, fp16=config.precision.fp16)
-    step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
+    step = our_step(config, rows, dims, device)
     records = [step([batch], learning_rate=1e-3, weight_decay=0.1) for _ in range(3)]
     numbers = [number for record in records for number in (record.loss, record.grad_norm)]
     return [float("nan") if number is None else number for number in numbers]

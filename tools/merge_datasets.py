@@ -28,9 +28,7 @@ class MergeConfig:
     """
 
     input: tuple[str, ...] = flag(
-        (),
-        "prefixes of the .bin/.idx pairs, in order; a folder means all its pairs, sorted by name",
-        nargs="+",
+        (), "prefixes of the .bin/.idx pairs, in order; a folder means all its pairs, sorted by name", nargs="+"
     )
     output_prefix: str | None = flag(None, "prefix of the .bin/.idx pair to write", metavar="PREFIX")
     overwrite: bool = flag(False, "replace an existing pair with the output's prefix")

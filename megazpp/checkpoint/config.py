@@ -37,9 +37,7 @@ class CheckpointConfig:
     load_rng: bool = flag(True, "load the states of the random generators")
     finetune: bool = flag(False, "load only the weights and start at iteration 0")
     lora_base: tuple[str, ...] = flag(
-        (),
-        "folders of checkpoints with the base weights of the LoRA adapters in --load, if they were moved",
-        nargs="*",
+        (), "folders of checkpoints with the base weights of the LoRA adapters in --load, if they were moved", nargs="*"
     )
     exit_on_missing_checkpoint: bool = flag(False, "stop with an error if --load has no checkpoint")
     use_checkpoint_args: bool = flag(False, "take the model's shape from the checkpoint")

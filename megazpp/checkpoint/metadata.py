@@ -183,12 +183,8 @@ def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
     """
     if rows == record.vocab_size or (record.layout and rows > record.vocab_size):
         return None
-    hint = (
-        ""
-        if record.layout
-        else "; convert the model again: an older version took the vocabulary size from the tokenizer"
-    )
-    return f"has {rows} rows for {record.vocab_size} tokens{hint}"
+    hint = "; convert the model again: an older version took the vocabulary size from the tokenizer"
+    return f"has {rows} rows for {record.vocab_size} tokens{'' if record.layout else hint}"
 
 
 # Flags that determine the shapes or the meaning of the weights. `check_same_model` compares them.
@@ -260,13 +256,9 @@ def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) ->
     names = [name for name, derived in SHAPE.items() if getattr(model, derived) != getattr(other, derived)]
     if names:
         own = dataclasses.asdict(model)
-        names = [
-            name for name in names if own[name] != saved.get(name)
-        ] or names  # omit values derived from other flags
-        raise ValueError(
-            f"{_differences(names, own, saved, where)}; "
-            "--use-checkpoint-args takes the model's shape from the checkpoint"
-        )
+        given = [name for name in names if own[name] != saved.get(name)]  # without values derived from other flags
+        changes = ", ".join(_changes(given or names, own, saved))
+        raise ValueError(f"{changes} in {where}; --use-checkpoint-args takes the model's shape from the checkpoint")
 
 
 def check_same_vocabulary(record: CheckpointMetadata, vocab_size: int, where: Path) -> None:
@@ -290,7 +282,8 @@ def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], whe
     if pair == {"adam", "muon"} and saved.get("optimizer_backend") == flags["optimizer_backend"]:
         return
     if names := [name for name in ("optimizer", "optimizer_backend") if saved.get(name) != flags[name]]:
-        raise ValueError(f"{_differences(names, flags, saved, where)}; pass --no-load-optim to start with new moments")
+        changes = ", ".join(_changes(names, flags, saved))
+        raise ValueError(f"{changes} in {where}; pass --no-load-optim to start with new moments")
 
 
 def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -424,11 +417,6 @@ def agreed_schedule(
         "\n".join([*lines, sizes] if sizes else lines) + "\n--override-opt_param-scheduler uses this run's values, "
         "--use-checkpoint-opt_param-scheduler uses the checkpoint's"
     )
-
-
-def _differences(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any], where: Path) -> str:
-    """Return one line that lists the flags `names` with this run's values and the checkpoint's. `where` is its path."""
-    return f"{', '.join(_changes(names, now, saved))} in {where}"
 
 
 def _changes(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -282,7 +282,8 @@ def speedup(samples: Iterable[Sample], variant: str) -> float | None:
 def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
     """Return the table of seconds and speed ratios, with a row for each rate and a column for each variant."""
     rows = []
-    for rate in sorted({s.rate for s in samples}, key=_bits_per_second):
+    bits = {s.rate: None if s.rate == LOCAL else parse_rate(s.rate) for s in samples}  # None: unlimited
+    for rate in sorted(bits, key=lambda rate: bits[rate] or math.inf):
         here = [s for s in samples if s.rate == rate]
         cells = []
         for name in names:
@@ -293,11 +294,6 @@ def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
         most = max(sum(s.variant == name for s in here) for name in names)
         rows.append([rate, *cells, str(most)])
     return _markdown(["uplink", *names, "rounds"], rows)
-
-
-def _bits_per_second(rate: str) -> float:
-    """Return the rate as a number for sorting; infinite for unlimited and local runs."""
-    return (None if rate == LOCAL else parse_rate(rate)) or math.inf
 
 
 def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -> list[str]:
