@@ -5,7 +5,8 @@ first rank of a tensor-parallel group samples for the group. Otherwise ranks wit
 different tokens.
 
 While the weights stay gathered, data ranks do not communicate. Each may have its own prompts and stop independently. If
-weights are streamed, all ranks must run equally many forwards, so rank 0 samples for all ranks.
+weights are streamed, or several ranks share out the experts, all ranks must run equally many forwards. Rank 0 then
+samples for all ranks.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def generate(
     capacity = min(max_length, max(map(len, rows)) + config.sample_tokens)
     device = model.embedding.word.weight.device  # frozen models have this tensor but no parameters
     cache: KVCache | None = KVCache(len(model.layers), len(rows), capacity, device=device, on_host=cache_on_host)
-    together = dims.tp if sharding.keeps_gathered else dims.world  # ranks that must run equally many forwards
+    apart = sharding.keeps_gathered and dims.layout.ep == 1
+    together = dims.tp if apart else dims.world  # ranks that must run equally many forwards
     with torch.no_grad(), evaluating(model), sharding.keep_unsharded():
         for _ in range(config.sample_tokens):
             if max(map(len, rows)) > max_length:

@@ -60,6 +60,16 @@ def generate_on_ranks(case: Case, *asked: tuple[tuple[tuple[int, ...], ...], Sam
     return found
 
 
+@pytest.mark.parametrize("layout", [{"ep": 2}, slow({"ep": 4, "tp": 2})])
+def test_ranks_that_share_out_experts_generate_the_same_texts(layout):
+    """Rank 0 samples for all ranks, so that they run equally many forwards."""
+    case, asked = Case(model=STYLES["mixture"], **layout), [(PROMPTS[:3], GREEDY, 1, 0), (PROMPTS[:3], DRAWN, 1, 0)]
+    results = ranks(max(layout.values())).run(generate_on_ranks, case, *asked)
+    for greedy, drawn in results:
+        assert greedy == [greedy_reference(case.model, prompt) for prompt in PROMPTS[:3]]
+        assert drawn == results[0][1]
+
+
 DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
 
 
