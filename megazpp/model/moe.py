@@ -256,14 +256,16 @@ def plan_routes(
     received = ep.all_to_all(counts, of="counts")
     if kept.sizes is None and not has_values(counts):
         kept.sizes = _planned_sizes(len(flat), ep.size, num_experts, planned_load)
-    copied = None
-    if kept.sizes is None:
-        copied = HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
+
+    def copy() -> HostCopy:
+        return HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
+
+    # Exchanges of rows always need their sizes on the host, so the copy starts early. Grouped products do not.
+    copied = copy() if kept.sizes is None and ep.size > 1 else None
 
     def sizes() -> Sizes:
         if kept.sizes is None:
-            assert copied is not None
-            numbers, ranks = copied.wait(), ep.size
+            numbers, ranks = (copied or copy()).wait(), ep.size
             kept.sizes = Sizes(numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :])
         return kept.sizes
 

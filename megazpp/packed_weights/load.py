@@ -222,6 +222,9 @@ def load_streamed_model(
         load = open_reader()
         kept, *held = raise_on_all_ranks(files, lambda: pack_where_they_stay(plan, load, axis.rank, device, pin=pin))
 
+    if any(True for _ in model.buffers()):  # biases of experts are small and stay on the device
+        raise_on_all_ranks(files, lambda: open_reader().fill_buffers(model, device))
+
     def read(index: int, buffer: torch.Tensor) -> torch.Tensor:
         return store.read(index + 1, buffer) if on_disk else held[index]
 

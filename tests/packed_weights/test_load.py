@@ -166,9 +166,14 @@ def test_frozen_model_with_biases_and_tied_embedding_is_bit_identical(tied):
 
 
 def test_frozen_model_reads_the_biases_of_routers(tmp_path):
-    case = Case(model=dataclasses.replace(BIASED_STYLE, moe_aux_loss_coeff=0.0))
+    """The biases after a step of 0.25 are of the size of the scores, so that they decide choices."""
+    case = Case(model=dataclasses.replace(BIASED_STYLE, moe_aux_loss_coeff=0.0, moe_router_bias_update_rate=0.25))
     ranks(1).run(run, case, 1, save=str(tmp_path))
     ranks(2).run(load_frozen, case, str(tmp_path))
+    ((tokens, expected),) = ranks(1).run(resident, case, str(tmp_path))
+    ((ours, losses, _),) = ranks(1).run(stream, case, str(tmp_path), WeightsConfig(weights_device="host"))
+    assert ours == tokens
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [{"nodes": 2}, slow({"nodes": 2, "ep": 2})])
