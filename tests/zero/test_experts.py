@@ -73,7 +73,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 # ---- the reference: all experts compute all tokens ----
 
 
-def every_expert(moe: nn.Module, config: GPTConfig, x: torch.Tensor, *, norm: nn.Module, kept: Any = None) -> Any:
+def every_expert(
+    moe: nn.Module, config: GPTConfig, x: torch.Tensor, *, norm: nn.Module, kept: Any = None, counted: Any = None
+) -> Any:
     """Return the output of `norm(x)`, and the router's losses of each sequence. All experts compute all tokens."""
     y = norm(x)
     logits = y @ moe.router.weight.t()
