@@ -39,6 +39,7 @@ from megazpp.parallel.comm_queue import Work
 from megazpp.zero.checksum import checksum
 from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import InterNodeMessage, TwoHopGather
+from megazpp.zero.gradients import combine_votes
 from megazpp.zero.schedule import in_backward
 from megazpp.zero.units import Unit
 
@@ -354,9 +355,4 @@ class WriteWatch:
 
     def _exchange(self, votes: Sequence[int]) -> list[int]:
         """Return the bitwise or of all ranks' votes; runs in a communication thread."""
-        found = torch.tensor(votes, dtype=torch.uint8)
-        for axis in self._axes:
-            received = axis.all_to_all(found.repeat(axis.size, 1), of="votes")
-            found = functools.reduce(torch.bitwise_or, received.unbind())
-        agreed: list[int] = found.tolist()
-        return agreed
+        return combine_votes(self._axes, votes)
