@@ -110,6 +110,7 @@ def zeropp(
     # ---- install the collectives
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
     sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True, watch=True)
+    _refuse_later_comms(units)
     setattr(model, HANDLE, _Installed(sharding, layout.cluster.ranks_per_node, asked))
     if sharding.keeps_state:
         # `KeptState` must not go into a container: that would call it in its forward, or count it as one of its items
@@ -153,6 +154,20 @@ def _refuse_shared_units(model: nn.Module) -> None:
                 f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
                 "once, for the outermost module"
             )
+
+
+def _refuse_later_comms(units: Sequence[Unit]) -> None:
+    """Make each forward of a unit raise RuntimeError if the program has replaced ZeRO++'s collectives by its own."""
+    for unit in units:
+        if unit.has_our_comms:
+
+            @torch.compiler.disable
+            def check(*_: Any, unit: Unit = unit) -> None:
+                """Check the unit; its modules call this before each forward."""
+                unit.refuse_other_comms()
+
+            for module in unit.modules:
+                module.register_forward_pre_hook(check, prepend=True)  # before FSDP2's hook, which gathers
 
 
 def trainer_callback(**arguments: Any) -> Any:

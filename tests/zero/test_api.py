@@ -11,6 +11,7 @@ import torch.distributed as dist
 from helpers.ranks import ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 import megazpp
 from megazpp.zero.api import RANKS_PER_NODE
@@ -116,6 +117,48 @@ def call_in_a_pass(place: str) -> None:
     model.zero_grad()
     model(torch.ones(2, 16)).sum().backward()
     torch.testing.assert_close(model[0][0].weight.grad.full_tensor(), expected)
+
+
+def set_own_collectives() -> None:
+    """Set a collective before the call of `zeropp`, or after it and after a first backward."""
+    for setter, made, name in (
+        ("set_custom_all_gather", DefaultAllGather, "all-gathers"),
+        ("set_custom_reduce_scatter", DefaultReduceScatter, "reduce-scatters"),
+    ):
+        own = type("Own", (made,), {})()
+        model = wrapped()
+        getattr(model[1], setter)(own)
+        with pytest.raises(ValueError, match=f"1 uses Own for its {name}, which ZeRO"):
+            megazpp.zeropp(model, ranks_per_node=2, config=config())
+        model = wrapped()
+        megazpp.zeropp(model, ranks_per_node=2, config=config())
+        model(torch.ones(2, 16)).sum().backward()
+        getattr(model[1], setter)(own)
+        with pytest.raises(RuntimeError, match=f"1 uses Own for its {name}, which was set after"):
+            model(torch.ones(2, 16))
+
+
+def test_own_collectives_are_rejected():
+    ranks(4).run(set_own_collectives)
+
+
+def cast_after_the_call() -> None:
+    """Cast weights to fp64 after the call, in a model that trains them and in a frozen one."""
+    exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
+    kept, cast, frozen = models = [wrapped() for _ in range(3)]
+    for model in models:
+        megazpp.zeropp(model, ranks_per_node=2, config=exact)
+    cast.double()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"reduced in torch.float64.*call model.float\(\)"):
+            cast(torch.ones(2, 16, dtype=torch.float64))
+    frozen.double().requires_grad_(False)  # frozen weights are only gathered
+    found = frozen(torch.ones(2, 16, dtype=torch.float64))
+    torch.testing.assert_close(found.float(), kept(torch.ones(2, 16)))
+
+
+def test_fp64_cast_after_the_call_is_rejected_if_trained():
+    ranks(4).run(cast_after_the_call)
 
 
 @contextmanager
