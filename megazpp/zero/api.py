@@ -141,8 +141,9 @@ class _Installed(NamedTuple):
 
 
 def _settings_of(config: ZeroConfig) -> dict[str, Any]:
-    """Return the fields of a config by name, for the comparison of two `zeropp` calls."""
-    return {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    """Return the fields of a config by name, for the comparison of two `zeropp` calls. Lists become tuples."""
+    values = {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _refuse_shared_units(model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Test calls of `megazpp.zeropp`: repeated calls for one model, process groups, and frozen weights."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -45,6 +46,8 @@ def call_again(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RANKS_PER_NODE, "2")
         assert megazpp.zeropp(model, config=config(zero_weight_bits=16)) is handle
+    as_list = config(zero_weight_bits=16, zero_gradient_bits=[8, 4])
+    assert megazpp.zeropp(model, ranks_per_node=2, config=as_list) is handle
     for name, arguments in {
         "ranks_per_node was 2, now 1": {"ranks_per_node": 1, "config": config(zero_weight_bits=16)},
         "ranks_per_node was 2, now None": {"config": config(zero_weight_bits=16)},
@@ -250,6 +253,31 @@ def test_frozen_weights_cross_nodes_only_once():
         ".": 0,
     }.items():
         assert ranks(4).run(bytes_per_step, frozen) == [[whole, trained, trained, trained]] * 4
+
+
+def bytes_after_freezing(optimizer: str, **how: Any) -> list[int]:
+    """Return the weight bytes per step of a model whose first unit is frozen after two steps, with zero gradients."""
+    model = wrapped()
+    handle = megazpp.zeropp(model, ranks_per_node=2, config=config(zero_weight_bits=16))
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, **how)
+    sent, key = [0], ("cross", "cross", "all_gather")
+    for step in range(5):
+        if step == 2:
+            model[0].requires_grad_(False)
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        sent.append(handle.counter.table()[key].sent_bytes)
+    return [after - before for before, after in itertools.pairwise(sent)]
+
+
+def test_weights_frozen_with_zero_gradients_cross_nodes_while_they_change():
+    whole = 4 * (4 * 16 * 16 // 4 + 4 * 16 // 4)
+    for foreach in (False, True):
+        for found in ranks(4).run(bytes_after_freezing, "SGD", foreach=foreach):
+            assert found == [whole, whole, whole, whole // 2, whole // 2]
+    for found in ranks(4).run(bytes_after_freezing, "AdamW"):  # its weight decay changes them in every step
+        assert found == [whole] * 5
 
 
 def test_only_the_trained_part_of_quantized_weights_crosses_nodes():
