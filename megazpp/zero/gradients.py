@@ -277,9 +277,9 @@ class RankAgreement:
         self._reduces.append(reduce)
 
     @property
-    def differs(self) -> bool:
-        """True if the ranks disagree on whether this is the last backward; waits for the votes, not for the device."""
-        return CROSSES | WAITS in self._votes.join()
+    def votes(self) -> Work[list[int]]:
+        """The votes on the running backward, see `disagree`."""
+        return self._votes
 
     def begin(self) -> None:
         """Start the exchange if this is the first reduction of a backward."""
@@ -346,6 +346,11 @@ class RankAgreement:
                     "last backward, or call set_is_last_backward(True) before every backward, which makes gradients "
                     "complete in every micro-batch"
                 )
+
+
+def disagree(votes: Work[list[int]]) -> bool:
+    """Return True if the ranks disagree on whether a backward is the last one. Waits for votes, not for the device."""
+    return CROSSES | WAITS in votes.join()
 
 
 def combine_votes(axes: Iterable[MeshAxis], votes: Sequence[int]) -> list[int]:

@@ -28,7 +28,7 @@ from megazpp.kernels.block_quant import Feedback
 from megazpp.kernels.formats import align
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import CommContext, LateSum, SummingReduce, division_after_sum
-from megazpp.zero.gradients import GradientMarks, UnusedParameters
+from megazpp.zero.gradients import GradientMarks, UnusedParameters, disagree
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, Segment
 
@@ -412,13 +412,21 @@ class TwoHopReduce(SummingReduce):
         self._waiting, self._errors_settled = (), False
         if self._unused is not None:
             self._unused.read_later(hop.target, hop.flags)
-        return self._cross_queue.submit(functools.partial(self._hop_across, inside, hop, result), after=(inside,))
+        votes = Work([]) if self._agreement is None else self._agreement.votes
+        return self._cross_queue.submit(
+            functools.partial(self._hop_across, inside, hop, result, votes), after=(inside,)
+        )
 
-    def _hop_across(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> torch.Tensor:
-        """Run the cross-node hop: partial sums [N, S] -> `result`, this rank's [S] summed over the nodes."""
+    def _hop_across(
+        self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor, votes: Work[list[int]]
+    ) -> torch.Tensor:
+        """Run the cross-node hop: partial sums [N, S] -> `result`, this rank's [S] summed over the nodes.
+
+        It does nothing if the ranks have voted differently on whether to run it.
+        """
         (_, codec), partial_sums = self._codecs_of(hop.target), inside.join()
         device = partial_sums.device
-        if self._agreement is not None and self._agreement.differs:  # some ranks do not call this hop
+        if disagree(votes):
             return result.zero_()
         sent = _empty(codec, hop, self._cross.size, device=device)
         errors = self._errors_for(hop.target, device)

@@ -127,10 +127,8 @@ class WatchedGather(TwoHopGather):
         for trained, shards in self._parts():
             if not trained and bool(checksum(shards) != self._sums[0]):
                 return False
-        now, trained = self.unit.fingerprint(), self._trained
-        self._made_from = tuple(
-            before if each else after for before, after, each in zip(self._made_from, now, trained, strict=True)
-        )
+        parts = zip(self._made_from, self.unit.fingerprint(), self._trained, strict=True)
+        self._made_from = tuple(before if trained else now for before, now, trained in parts)
         return True
 
     def next_crossing(self) -> InterNodeMessage:
