@@ -73,7 +73,8 @@ def zeropp(
     if isinstance(getattr(model, "_orig_mod", None), FSDPModule):
         model = model.get_submodule("_orig_mod")  # torch.compile's wrapper; FSDP2's hooks are on the inner module
     ranks_per_node = _ranks_per_node(ranks_per_node)
-    settings = {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    fields = {f"config.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     asked: dict[str, Any] = {"ranks_per_node": ranks_per_node, **settings, **fsdp}
     if isinstance(installed := model.__dict__.get(HANDLE), _Installed):
         installed.check(asked)
@@ -117,6 +118,7 @@ def zeropp(
     # ---- install the collectives
     dims = ParallelDims(layout, device_type=mesh.device_type, mesh=mesh)
     sharding = install_comms(model, units, dims, wire, config, precision, stage=3, means=True, watch=True)
+    _refuse_later_comms(units)
     setattr(model, HANDLE, _Installed(sharding, layout.cluster.ranks_per_node, asked))
     if sharding.keeps_state:
         # `KeptState` must not go into a container: that would call it in its forward, or count it as one of its items
@@ -144,6 +146,20 @@ class _Installed(NamedTuple):
         if differ:
             settings = "; ".join(f"{name} was {before.get(name)}, now {asked.get(name)}" for name in differ)
             raise ValueError(f"megazpp.zeropp was already called for this model with other settings: {settings}")
+
+
+def _refuse_later_comms(units: Sequence[Unit]) -> None:
+    """Make each forward of a unit raise RuntimeError if the program has replaced ZeRO++'s collectives by its own."""
+    for unit in units:
+        if unit.has_our_comms:
+
+            @torch.compiler.disable
+            def check(*_: Any, unit: Unit = unit) -> None:
+                """Check the unit; its modules call this before each forward."""
+                unit.refuse_other_comms()
+
+            for module in unit.modules:
+                module.register_forward_pre_hook(check, prepend=True)  # before FSDP2's hook, which gathers
 
 
 def trainer_callback(**arguments: Any) -> Any:

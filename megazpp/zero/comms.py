@@ -17,6 +17,7 @@ from megazpp.kernels.formats import BlockFormat, MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, Work
 from megazpp.zero.config import CommPlan, Dtypes, PrecisionConfig, ZeroConfig
+from megazpp.zero.gradients import RankAgreement
 from megazpp.zero.schedule import GatherSchedule, ReduceSchedule
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, LosslessCodec, Segment, plan_message
@@ -44,12 +45,15 @@ class CommContext:
         precision: compute and reduction dtypes, for the elements that are not quantized.
         restores_none: whether gradients end as in FSDP2: a parameter without a gradient on any rank gets None instead
             of zeros, and partial sums are dropped when the program clears the gradients.
+        hosts: with `restores_none`, gloo axes inside the node, across nodes and over tensor-parallel ranks,
+            for votes between hosts.
         codec: makes the codec that packs and unpacks the messages of a unit.
         lossless_codec: makes the codec for lossless differences of a unit's weights.
     Attributes:
         overlap_gather, overlap_reduce: whether gathers and reductions overlap with the compute.
         cross_queue, local_queue, shard_queue: communication queues of the axes.
         gather_schedule, reduce_schedule: decide which hop runs when.
+        agreement: with `restores_none`, shares facts about a backward between ranks; None otherwise.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class CommContext:
         zero: ZeroConfig,
         precision: PrecisionConfig | Dtypes,
         restores_none: bool = False,
+        hosts: Sequence[MeshAxis] = (),
         codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
         lossless_codec: Callable[[int], LosslessCodec] = LosslessCodec,
     ) -> None:
@@ -73,6 +78,10 @@ class CommContext:
         self._use_axes(cross, local, shard)
         self.gather_schedule = GatherSchedule(overlap=self.overlap_gather, queue=self.cross_queue)
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
+        self.agreement: RankAgreement | None = None
+        if restores_none and plan.reduce is not None:
+            queues = self.local_queue, self.cross_queue
+            self.agreement = RankAgreement(self.reduce_schedule, hosts, (local, cross), queues)
 
     def over(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis) -> CommContext:
         """Return a copy for units that are sharded along other axes, such as experts.

@@ -83,7 +83,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         """Plan the messages for the dtypes in which FSDP2 gathers the unit now."""
         context, plan = self._context, self._context.plan.gather
         assert plan is not None
-        dtypes = self.unit.gather_dtypes
+        dtypes = self._dtypes = self.unit.gather_dtypes
         self._codec = (
             context.codec(self.unit.segments, plan.fmt, dtypes[0])
             if len(set(dtypes)) == 1 and dtypes[0] in QUANTIZABLE
@@ -141,11 +141,12 @@ class TwoHopGather(FreshBuffers, AllGather):
     ) -> Pending | None:
         """Gather the unit's parameters; FSDP2 calls this as its all-gather."""
         # ---- check the input against the planned messages
-        if self._codec.dtype == torch.uint8:
-            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
-        if input_tensor.dtype != self._codec.dtype:  # the program has cast the parameters before the first forward
+        if self._dtypes != self.unit.gather_dtypes:  # the program has cast the parameters
+            self.unit.check_dtypes()
             self._plan_messages()
             self.drop()
+        if self._codec.dtype == torch.uint8:
+            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
         size = self._codec.layout.size
         assert input_tensor.numel() == size, f"a shard of {input_tensor.numel()} elements, planned {size}"
 
@@ -224,7 +225,7 @@ class TwoHopGather(FreshBuffers, AllGather):
             True if a cross-node hop was started.
         """
         wanted = self.secondary.sends_differences or (self._schedule.overlap and self._used)
-        messages = self.secondary.messages if wanted else None
+        messages = self.secondary.messages if wanted and self._dtypes == self.unit.gather_dtypes else None
         shard = None if messages is None else self.unit.shard_reader(self._codec.dtype)
         if messages is None or shard is None:
             return False

@@ -28,7 +28,7 @@ from megazpp.kernels.block_quant import Feedback
 from megazpp.kernels.formats import align
 from megazpp.parallel.comm_queue import Work
 from megazpp.zero.comms import CommContext, LateSum, SummingReduce, division_after_sum
-from megazpp.zero.gradients import GradientMarks, UnusedParameters
+from megazpp.zero.gradients import GradientMarks, UnusedParameters, disagree
 from megazpp.zero.units import Unit
 from megazpp.zero.wire import Codec, Segment
 
@@ -90,7 +90,6 @@ class TwoHopReduce(SummingReduce):
         self._num_uses, self._uses_before = num_uses, 0
         self._waiting: tuple[int, ...] = ()  # indices of the parameters whose partial sums wait for the cross-node hop
         self._partial_sums: PartialSums | None = None  # accessed by tasks of the local queue only
-        self._factors: torch.Tensor | None = None  # keeps a tensor alive that the local queue reads
         # Error feedback of the cross-node hop, accessed by the cross queue, and between backwards by `end_step`
         self._errors: Feedback | None = None
         self._errors_of: tuple[int, ...] = ()  # indices of the parameters that `_errors` has room for
@@ -99,7 +98,10 @@ class TwoHopReduce(SummingReduce):
         self._present: set[int] = set()  # indices of the parameters with a gradient on this rank
         self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # cache of `_flags_of`
         self._unused = UnusedParameters(unit) if context.restores_none else None
-        self._marks = GradientMarks(unit) if context.restores_none else None
+        self._marks = GradientMarks(unit, (self._cross.rank + self._local.rank) % 2) if context.restores_none else None
+        self._agreement = context.agreement
+        if self._agreement is not None:
+            self._agreement.add(self)
 
     def begin_micro_batch(self, *, last: bool) -> None:
         """Set whether the next micro-batch is the step's last one, after which the partial sums cross nodes."""
@@ -108,6 +110,8 @@ class TwoHopReduce(SummingReduce):
     def begin(self) -> None:
         """Fix the parameters of this reduction, and give trained parameters without a gradient zeros."""
         super().begin()
+        if self._agreement is not None:
+            self._agreement.begin()
         self._present = set(self.reduced)
         # All ranks gather a unit together, so "was gathered since the last backward" is equal on all of them. A rank
         # that has a gradient has gathered the unit.
@@ -118,7 +122,9 @@ class TwoHopReduce(SummingReduce):
             missing = [i for i in self.unit.trained if i not in self._present and self.unit.can_fill(i)]
             self.unit.fill_gradients(missing)
             self.reduced = tuple(sorted(self._present.union(missing)))
-        self._drop_discarded()
+        if self._marks is not None:
+            self._marks.begin(self._waiting, self.reduced)
+        self._drop_discarded_errors()
         if self._unused is not None:
             self._unused.begin(self._present, {*self.reduced, *self._waiting})
 
@@ -127,7 +133,7 @@ class TwoHopReduce(SummingReduce):
 
         In a last backward in which the unit has no gradients, its partial sums cross now.
         """
-        if not self.reduced and self._waiting and self._crosses:
+        if not self.reduced and self._waiting and self.crosses:
             self._cross_waiting()
         is_late = self._late is not None
         super().end()
@@ -148,7 +154,7 @@ class TwoHopReduce(SummingReduce):
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         """Start the intra-node hop, and after the last micro-batch the cross-node hop; see `SummingReduce.start`."""
-        self._dtype, keep = gradients.dtype, not self._crosses
+        self._dtype, keep = gradients.dtype, not self.crosses
         hop = Hop(self.reduced, self.result_indices, self._flags_of(self.reduced, gradients.device))
         inside = self._local_queue.submit(functools.partial(self._hop_inside, gradients, hop, keep=keep))
         self._schedule.sent(inside)
@@ -186,6 +192,16 @@ class TwoHopReduce(SummingReduce):
     def restores_none(self) -> bool:
         """True if gradients end as in FSDP2, with None for unused parameters (`CommContext.restores_none`)."""
         return self._unused is not None
+
+    @property
+    def crosses(self) -> bool:
+        """True if the gradients of the running backward cross nodes."""
+        return self._every_micro_batch or (self._last_micro_batch and self.unit.in_last_backward)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Indices of the parameters whose partial sums wait for the hop across nodes, the same on all ranks."""
+        return self._waiting
 
     @property
     def waits(self) -> bool:
@@ -233,16 +249,40 @@ class TwoHopReduce(SummingReduce):
 
     # ---- discarded gradients --------------------------------------------------------------------------------------
 
-    def _drop_discarded(self) -> None:
-        """Drop partial sums and quantization errors of gradients that the program has cleared."""
-        # ---- partial sums; without marks clearing is not detected, and with HSDP `.grad` is None until the last sum
-        if self._waiting and self._marks is not None:
-            kept = tuple(index for index in self._waiting if self.unit.gradient(index) is not None)
-            self._factors = self._marks.take(kept)  # the attribute keeps it in memory until the next backward
-            if kept != self._waiting or self._factors is not None:
-                self._local_queue.submit(functools.partial(self._keep_partial_sums, kept, self._factors))
-            self._waiting = kept
-        # ---- errors: a zero scale drops them, without waiting for the device
+    def take_writes(self) -> torch.Tensor:
+        """Return [P] what the program has done to the gradients that wait; see `GradientMarks.take`."""
+        assert self._marks is not None
+        return self._marks.take(self._waiting)
+
+    def scale_partial_sums(self, states: Work[torch.Tensor], columns: slice) -> None:
+        """Do to the partial sums what the program has done to `.grad`, in the local queue.
+
+        Args:
+            states: its result [N, *] has a row for each shard whose partial sums this rank holds, from its rank.
+            columns: the columns of `waiting` in this result.
+        """
+        scale = functools.partial(self._scale_partial_sums, self._waiting, states, columns)
+        self._local_queue.submit(scale, after=(states,))
+
+    def drop_partial_sums(self) -> None:
+        """Drop all partial sums and the marks in `.grad`; call it at the end of a backward."""
+        if self._marks is not None:
+            self._marks.begin(self._waiting, ())
+        if self._unused is not None:
+            self._unused.forget()
+        self._waiting = ()
+
+        def drop() -> None:
+            """Free the partial sums; runs in the local queue."""
+            self._partial_sums = None
+
+        self._local_queue.submit(drop)
+
+    def _drop_discarded_errors(self) -> None:
+        """Drop quantization errors of gradients that the program has cleared.
+
+        A zero scale drops them, without waiting for the device.
+        """
         if self._unused is not None and not self._errors_settled and not self._late_sums and self._errors is not None:
             for index, (_, scales) in self._parts_of_errors():
                 gradient = self.unit.gradient(index)
@@ -251,18 +291,23 @@ class TwoHopReduce(SummingReduce):
                 elif gradient._local_tensor.numel():
                     scales.mul_(gradient._local_tensor.any())
 
-    def _keep_partial_sums(self, indices: tuple[int, ...], factors: torch.Tensor | None) -> None:
-        """Keep only the partial sums of the parameters `indices`, scaled by `factors` [P]; runs in the local queue."""
-        held = self._partial_sums
+    def _scale_partial_sums(self, indices: tuple[int, ...], states: Work[torch.Tensor], columns: slice) -> None:
+        """Scale the partial sums of the parameters `indices`; see `scale_partial_sums`."""
+        held, found = self._partial_sums, states.join()[:, columns]
         assert held is not None
-        if not indices:
-            self._partial_sums = None
+        if not found.is_cuda and bool((found == 1).all()):
             return
         held = self._partial_sums = self._with_layout(held, indices)
-        if factors is not None:
-            sizes = torch.tensor([segment.size for segment in self.unit.segments_of(indices)], device=factors.device)
-            factor = torch.repeat_interleave(factors, sizes, output_size=held.sums.shape[1])
-            held.sums.copy_(torch.where(factor == 0, 0.0, held.sums * factor))  # 0 * NaN would be NaN
+        sizes = torch.tensor([segment.size for segment in self.unit.segments_of(indices)], device=found.device)
+        factors = torch.nan_to_num(
+            found, nan=1.0, posinf=0.0
+        )  # an error follows NaN; a gradient that is None is dropped
+        factor = torch.repeat_interleave(factors, sizes, dim=1, output_size=held.sums.shape[1])
+        held.sums.copy_(torch.where(factor == 0, 0.0, held.sums * factor))  # 0 * NaN would be NaN
+        if (
+            held.flags is not None
+        ):  # FSDP2 sets a gradient that the program has cleared to None again if no rank has one
+            held.flags.masked_fill_(found.isinf(), 0)
 
     # ---- layouts --------------------------------------------------------------------------------------------------
 
@@ -328,11 +373,6 @@ class TwoHopReduce(SummingReduce):
 
     # ---- the two hops, inside a node and across nodes ---------------------------------------------------------------
 
-    @property
-    def _crosses(self) -> bool:
-        """True if the gradients of the running backward cross nodes."""
-        return self._every_micro_batch or (self._last_micro_batch and self.unit.in_last_backward)
-
     def _hop_inside(self, gradients: torch.Tensor, hop: Hop, *, keep: bool) -> torch.Tensor:
         """Run the intra-node hop: [N L S] in FSDP2's rank order -> partial sums [N, S] of all micro-batches so far."""
         num_nodes, num_local = self._cross.size, self._local.size
@@ -372,12 +412,22 @@ class TwoHopReduce(SummingReduce):
         self._waiting, self._errors_settled = (), False
         if self._unused is not None:
             self._unused.read_later(hop.target, hop.flags)
-        return self._cross_queue.submit(functools.partial(self._hop_across, inside, hop, result), after=(inside,))
+        votes = Work([]) if self._agreement is None else self._agreement.votes
+        return self._cross_queue.submit(
+            functools.partial(self._hop_across, inside, hop, result, votes), after=(inside,)
+        )
 
-    def _hop_across(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> torch.Tensor:
-        """Run the cross-node hop: partial sums [N, S] -> `result`, this rank's [S] summed over the nodes."""
+    def _hop_across(
+        self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor, votes: Work[list[int]]
+    ) -> torch.Tensor:
+        """Run the cross-node hop: partial sums [N, S] -> `result`, this rank's [S] summed over the nodes.
+
+        It does nothing if the ranks have voted differently on whether to run it.
+        """
         (_, codec), partial_sums = self._codecs_of(hop.target), inside.join()
         device = partial_sums.device
+        if disagree(votes):
+            return result.zero_()
         sent = _empty(codec, hop, self._cross.size, device=device)
         errors = self._errors_for(hop.target, device)
         codec.pack(partial_sums, sent[..., : codec.message_bytes], errors=errors, beta=self._beta)
@@ -393,7 +443,7 @@ class TwoHopReduce(SummingReduce):
     def _cross_waiting(self) -> None:
         """Start the cross-node hop of partial sums in a last backward in which the unit has no gradients."""
         self.unit.refuse_gradient_hooks()
-        device = self.unit.gradient(self._waiting[0])._local_tensor.device
+        device = self.unit.padded_shards()[0].device
         assert self._group is not None, "one rank alone reduces nothing"
         hop = Hop((), self._waiting, self._flags_of((), device))
         result = torch.empty(self.unit.segments_of(hop.target)[-1].stop, dtype=self._dtype, device=device)

@@ -39,6 +39,7 @@ On CUDA, memory that one stream allocates and another one uses must not be reuse
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -139,6 +140,7 @@ class ReduceSchedule:
         self.overlap, self._blocks_host = overlap, blocks_host
         self._sending: deque[Work[Any]] = deque()
         self._finishing: list[tuple[Work[Any] | None, Finish]] = []
+        self._checks: list[Callable[[], None]] = []
         self._backward = -1
 
     def sent(self, work: Work[Any]) -> None:
@@ -150,6 +152,15 @@ class ReduceSchedule:
     def finish_later(self, work: Work[Any] | None, finish: Finish) -> None:
         """Call `finish` at the end of the backward, after waiting for `work`."""
         self._finishing.append((work, finish))
+        self._call_at_end()
+
+    def check_later(self, check: Callable[[], None]) -> None:
+        """Call `check` at the end of the backward, after everything is finished. It may raise an exception."""
+        self._checks.append(check)
+        self._call_at_end()
+
+    def _call_at_end(self) -> None:
+        """Make autograd call `end_backward` at the end of the running backward."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
             self._backward = backward
@@ -160,13 +171,17 @@ class ReduceSchedule:
         self._backward = -1
         self._finish(aborted=False)
         self._sending.clear()  # all are done; a work would keep its result in memory, the partial sums of a unit
+        checks, self._checks = self._checks, []
+        for check in checks:
+            check()
 
     def finish_aborted(self) -> None:
         """Finish the reductions of an earlier backward that an exception ended.
 
         Autograd does not call `end_backward` after an exception.
         """
-        if self._finishing and self._backward != torch._C._current_graph_task_id():
+        if self._backward != torch._C._current_graph_task_id():
+            self._checks.clear()
             self._finish(aborted=True)
 
     def _finish(self, *, aborted: bool) -> None:

@@ -425,7 +425,7 @@ def install_comms(
         means: whether gradients behave as in FSDP2: they are divided (`set_gradient_divide_factor`), a parameter that
             has no gradient on any rank gets None, and gradients that wait are dropped when the program clears them.
             Otherwise gradients are sums, and a parameter without a gradient gets zeros.
-        watch: whether ranks vote before each forward on which weights were written to (writes.py).
+        watch: whether ranks vote before each forward on which weights were written to (writes.py). `means` needs it.
         experts: modules that are sharded along `dims.experts`.
     Returns:
         The handle on the sharded model.
@@ -442,7 +442,10 @@ def install_comms(
         return (dims.cross, dims.local, dims.shard) if two_hops else (dims.shard, dims.shard, dims.shard)
 
     # ---- one all-gather and one reduce-scatter per unit
-    context = CommContext(*axes_of(dims), plan=wire, zero=zero, precision=precision, restores_none=means)
+    hosts: list[MeshAxis] = []
+    if watch and (wire.gather or wire.reduce):
+        hosts = dims.host_axes("local", "cross", *(["tp"] if dims.layout.tp > 1 else []))
+    context = CommContext(*axes_of(dims), plan=wire, zero=zero, precision=precision, restores_none=means, hosts=hosts)
     of_experts = context.over(*axes_of(dims.experts)) if experts else context
     comms = [
         make_comms(unit, of_experts if unit.modules[0] in experts else context, watch=watch)
@@ -452,7 +455,7 @@ def install_comms(
     ]
     made = [pair for pair in comms if pair is not None]
     if watched := [gather for gather, _ in made if isinstance(gather, WatchedGather)]:
-        WriteWatch(watched, model, *dims.host_axes("local", "cross"))
+        WriteWatch(watched, model, *hosts[:2])
 
     # ---- hand them to FSDP2, and set how it scales gradients
     for unit, pair in zip(units, comms, strict=True):

@@ -111,11 +111,13 @@ class Unit:
                 f"{self.name} reshards to fewer ranks after forward, which ZeRO++ does not support: set "
                 "reshard_after_forward=True"
             )
-        if not type(group._all_gather_comm).__name__.startswith("Default"):
-            raise ValueError(
-                f"{self.name} uses {type(group._all_gather_comm).__name__} for its all-gathers, which ZeRO++ would "
-                "replace: remove the call that sets it"
-            )
+        for comm, name in (group._all_gather_comm, "all-gathers"), (group._reduce_scatter_comm, "reduce-scatters"):
+            kind = type(comm)
+            if not (kind.__module__.startswith("torch.") and kind.__name__.startswith("Default")):
+                raise ValueError(
+                    f"{self.name} uses {kind.__name__} for its {name}, which ZeRO++ would replace: remove the call "
+                    "that sets it"
+                )
         # ---- types and dtypes of its parameters
         for parameter, p in zip(self.parameters, group.fsdp_params, strict=True):
             kind = type(p.sharded_param._local_tensor)
@@ -124,13 +126,27 @@ class Unit:
                     f"{parameter.name} is a {kind.__name__}, a tensor subclass with its own all-gather: ZeRO++ needs "
                     "plain tensors; keep weights in bf16 or fp32 (torchao: enable_fsdp_float8_all_gather=False)"
                 )
+        self.check_dtypes()
+
+    def check_dtypes(self) -> None:
+        """Raise ValueError if the gradients of the unit would be reduced in a dtype that ZeRO++ does not support."""
         for dtype in self.reduce_dtypes - set(QUANTIZABLE):
             name = self.parameters[self.trained[0]].name
             raise ValueError(
                 f"the gradients of {self.name} ({name} and others) are reduced in {dtype}: ZeRO++ reduces fp32, bf16 "
-                "and fp16; call model.float() before fully_shard, or set "
+                "and fp16; call model.float() before the first forward, or set "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
+
+    def refuse_other_comms(self) -> None:
+        """Raise RuntimeError if the program has replaced this project's collectives since they were installed."""
+        group = self._group
+        for comm, name in (group._all_gather_comm, "all-gathers"), (group._reduce_scatter_comm, "reduce-scatters"):
+            if not type(comm).__module__.startswith("megazpp."):
+                raise RuntimeError(
+                    f"{self.name} uses {type(comm).__name__} for its {name}, which was set after the call of "
+                    "megazpp.zeropp and replaces ZeRO++: remove the call that sets it"
+                )
 
     def fingerprint(self) -> Fingerprint:
         """Return a value per parameter that changes if its shard is replaced, or if a write moves its version counter.

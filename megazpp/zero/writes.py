@@ -39,6 +39,7 @@ from megazpp.parallel.comm_queue import Work
 from megazpp.zero.checksum import checksum
 from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import InterNodeMessage, TwoHopGather
+from megazpp.zero.gradients import combine_votes
 from megazpp.zero.schedule import in_backward
 from megazpp.zero.units import Unit
 
@@ -100,9 +101,10 @@ class WatchedGather(TwoHopGather):
         if not any(stepped):
             return
         frozen_too = any(each and not trained for each, trained in zip(stepped, self._trained, strict=False))
-        if keyframe or frozen_too or self._made_from is None or self._trained != self.unit.is_trained:
+        outdated = keyframe or self._made_from is None or self._trained != self.unit.is_trained
+        if outdated or (frozen_too and not self._keeps_frozen()):
             self.drop()
-        else:
+        elif any(each and trained for each, trained in zip(stepped, self._trained, strict=True)):
             self._has_stepped, self._received = True, None
             if self.secondary.sends_differences:  # a later write is not part of this step's difference
                 assert self._crossed is not None
@@ -110,6 +112,24 @@ class WatchedGather(TwoHopGather):
                 self._keep_sums()
                 self._made_from = self.unit.fingerprint()
         self._after_step = self.unit.fingerprint()
+
+    def _keeps_frozen(self) -> bool:
+        """Return True if an optimizer step has not changed the frozen parameters, whose gradients may be zeros.
+
+        The host waits for the device. Only a parameter that was frozen while it had a gradient needs this.
+        """
+        assert self._crossed is not None
+        assert self._sums is not None
+        assert self._made_from is not None
+        self._crossed.wait()
+        if self.secondary.sends_differences:
+            return False
+        for trained, shards in self._parts():
+            if not trained and bool(checksum(shards) != self._sums[0]):
+                return False
+        parts = zip(self._made_from, self.unit.fingerprint(), self._trained, strict=True)
+        self._made_from = tuple(before if trained else now for before, now, trained in parts)
+        return True
 
     def next_crossing(self) -> InterNodeMessage:
         """Return the kind of message that this rank has to send, including the evidence of checksums.
@@ -351,9 +371,4 @@ class WriteWatch:
 
     def _exchange(self, votes: Sequence[int]) -> list[int]:
         """Return the bitwise or of all ranks' votes; runs in a communication thread."""
-        found = torch.tensor(votes, dtype=torch.uint8)
-        for axis in self._axes:
-            received = axis.all_to_all(found.repeat(axis.size, 1), of="votes")
-            found = functools.reduce(torch.bitwise_or, received.unbind())
-        agreed: list[int] = found.tolist()
-        return agreed
+        return combine_votes(self._axes, votes)

@@ -1,5 +1,6 @@
 """Test calls of `megazpp.zeropp`: repeated calls for one model, process groups, and frozen weights."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from helpers.ranks import ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 import megazpp
 from megazpp.zero.api import RANKS_PER_NODE
@@ -44,6 +46,8 @@ def call_again(monkeypatch: pytest.MonkeyPatch | None = None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RANKS_PER_NODE, "2")
         assert megazpp.zeropp(model, config=config(zero_weight_bits=16)) is handle
+    as_list = config(zero_weight_bits=16, zero_gradient_bits=[8, 4])
+    assert megazpp.zeropp(model, ranks_per_node=2, config=as_list) is handle
     for name, arguments in {
         "ranks_per_node was 2, now 1": {"ranks_per_node": 1, "config": config(zero_weight_bits=16)},
         "ranks_per_node was 2, now None": {"config": config(zero_weight_bits=16)},
@@ -116,6 +120,48 @@ def call_in_a_pass(place: str) -> None:
     model.zero_grad()
     model(torch.ones(2, 16)).sum().backward()
     torch.testing.assert_close(model[0][0].weight.grad.full_tensor(), expected)
+
+
+def set_own_collectives() -> None:
+    """Set a collective before the call of `zeropp`, or after it and after a first backward."""
+    for setter, made, name in (
+        ("set_custom_all_gather", DefaultAllGather, "all-gathers"),
+        ("set_custom_reduce_scatter", DefaultReduceScatter, "reduce-scatters"),
+    ):
+        own = type("Own", (made,), {})()
+        model = wrapped()
+        getattr(model[1], setter)(own)
+        with pytest.raises(ValueError, match=f"1 uses Own for its {name}, which ZeRO"):
+            megazpp.zeropp(model, ranks_per_node=2, config=config())
+        model = wrapped()
+        megazpp.zeropp(model, ranks_per_node=2, config=config())
+        model(torch.ones(2, 16)).sum().backward()
+        getattr(model[1], setter)(own)
+        with pytest.raises(RuntimeError, match=f"1 uses Own for its {name}, which was set after"):
+            model(torch.ones(2, 16))
+
+
+def test_own_collectives_are_rejected():
+    ranks(4).run(set_own_collectives)
+
+
+def cast_after_the_call() -> None:
+    """Cast weights to fp64 after the call, in a model that trains them and in a frozen one."""
+    exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
+    kept, cast, frozen = models = [wrapped() for _ in range(3)]
+    for model in models:
+        megazpp.zeropp(model, ranks_per_node=2, config=exact)
+    cast.double()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"reduced in torch.float64.*call model.float\(\)"):
+            cast(torch.ones(2, 16, dtype=torch.float64))
+    frozen.double().requires_grad_(False)  # frozen weights are only gathered
+    found = frozen(torch.ones(2, 16, dtype=torch.float64))
+    torch.testing.assert_close(found.float(), kept(torch.ones(2, 16)))
+
+
+def test_fp64_cast_after_the_call_is_rejected_if_trained():
+    ranks(4).run(cast_after_the_call)
 
 
 @contextmanager
@@ -207,6 +253,31 @@ def test_frozen_weights_cross_nodes_only_once():
         ".": 0,
     }.items():
         assert ranks(4).run(bytes_per_step, frozen) == [[whole, trained, trained, trained]] * 4
+
+
+def bytes_after_freezing(optimizer: str, **how: Any) -> list[int]:
+    """Return the weight bytes per step of a model whose first unit is frozen after two steps, with zero gradients."""
+    model = wrapped()
+    handle = megazpp.zeropp(model, ranks_per_node=2, config=config(zero_weight_bits=16))
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, **how)
+    sent, key = [0], ("cross", "cross", "all_gather")
+    for step in range(5):
+        if step == 2:
+            model[0].requires_grad_(False)
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        sent.append(handle.counter.table()[key].sent_bytes)
+    return [after - before for before, after in itertools.pairwise(sent)]
+
+
+def test_weights_frozen_with_zero_gradients_cross_nodes_while_they_change():
+    whole = 4 * (4 * 16 * 16 // 4 + 4 * 16 // 4)
+    for foreach in (False, True):
+        for found in ranks(4).run(bytes_after_freezing, "SGD", foreach=foreach):
+            assert found == [whole, whole, whole, whole // 2, whole // 2]
+    for found in ranks(4).run(bytes_after_freezing, "AdamW"):  # its weight decay changes them in every step
+        assert found == [whole] * 5
 
 
 def test_only_the_trained_part_of_quantized_weights_crosses_nodes():

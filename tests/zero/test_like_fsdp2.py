@@ -334,6 +334,56 @@ SCENARIOS["scaled"] = lambda mode: given_up(
 
 
 @scenario
+def small_parameters_alone_change(mode: str) -> Run:
+    """Clear or scale the gradients of parameters that have fewer rows than ranks."""
+    run = Run(mode)
+    small = torch.optim.SGD([p for p in run.model.parameters() if p.shape[0] < RANKS], lr=0.1)
+    for step in range(4):
+        run.backward(2 * step, last=False, factor=5.0)
+        if step < 2:
+            small.zero_grad(set_to_none=step == 1)
+        else:
+            for block in run.model.blocks:
+                block.scale.grad.mul_(0.25 if step == 2 else -3.0)
+            run.model.heads[0].bias.grad.div_(3)  # shards of one element
+        run.backward(2 * step + 1)
+        run.step()
+    return run
+
+
+@scenario
+def one_rank_clears(mode: str) -> Run:
+    """Clear or scale on one rank only: it changes this rank's shards."""
+    run = Run(mode)
+    for step in range(4):
+        run.backward(3 * step, last=False, factor=5.0)
+        if dist.get_rank() == 1:
+            if step < 2:
+                run.optimizer.zero_grad(set_to_none=step == 1)
+            else:
+                torch._foreach_mul_(run.gradients(), 0.5)
+        run.backward(3 * step + 1, last=False, order=(0, 1))
+        if dist.get_rank() == 2 and step == 3:
+            run.model.blocks[2].zero_grad(set_to_none=False)
+        run.backward(3 * step + 2)
+        run.step()
+    return run
+
+
+@scenario
+def kept_gradients_are_scaled_while_others_wait(mode: str) -> Run:
+    """Accumulate on top of complete gradients, and scale or zero both."""
+    run = Run(mode)
+    for step in range(3):
+        run.backward(3 * step, factor=2.0)
+        run.backward(3 * step + 1, last=False)
+        torch._foreach_mul_(run.gradients(), (0.1, 1.0, 0.0)[step])
+        run.backward(3 * step + 2)
+        run.step(set_to_none=step == 1)
+    return run
+
+
+@scenario
 def one_of_two_optimizers_clears(mode: str) -> Run:
     run = Run(mode)
     blocks, heads = (run.adam(part) for part in (run.model.blocks, run.model.heads))
@@ -567,15 +617,13 @@ def test_unused_block_sends_nothing_and_flags_take_16_bytes():
     message = -(-4 * (20 + 2 + 21 + 10) // 16) * 16
     weights, gradients = message, message + 16
     # each micro-batch has two uses and one reduction: one message to the other node, two inside the node
-    assert whole[1] - without[1] == weights + gradients
-    assert whole[0] - without[0] == 2 * (2 * 2 * weights + 2 * gradients)
+    writes = 4 * 4, 4  # what the second backward says about `.grad` of four parameters, across nodes and inside a node
+    assert whole[1] - without[1] == weights + gradients + writes[0]
+    assert whole[0] - without[0] == 2 * (2 * 2 * weights + 2 * gradients) + writes[1]
 
 
 def gradients_between_backwards() -> None:
-    """Check that gradients are zeros, except for each shard's first element, until the step's last backward.
-
-    After the last backward they equal FSDP2's.
-    """
+    """Check that gradients are two marks until the step's last backward, and then equal FSDP2's."""
     plain, exact = Run("plain"), Run("exact")
     for sample in range(6):
         last = sample % 3 == 2
@@ -590,15 +638,96 @@ def gradients_between_backwards() -> None:
             plain.step()
             exact.step()
             continue
-        for expected, found in pairs:  # a gradient that no rank has is zeros instead of None
+        for expected, found in pairs:  # also where plain FSDP2 has None
             local = found.to_local().view(-1)
-            assert not local[1:].any()
-            assert (local[:1].abs() <= 2.0**-90).all()
+            middle = (len(local) + 1 - sum(divmod(dist.get_rank(), 2)) % 2) // 2
+            assert (local[:middle] == 2.0**-90).all()
+            assert (local[middle:] == 2.0**40).all()
             assert expected is None or expected.full_tensor().any()
 
 
-def test_unfinished_gradients_read_as_zeros():
+def test_unfinished_gradients_read_as_marks():
     ranks(RANKS).run(gradients_between_backwards)
+
+
+def clip_values(run: Run) -> None:
+    torch.nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
+
+
+def add_to_one_small_gradient(run: Run) -> None:
+    run.model.blocks[1].scale.grad.add_(0.125)
+
+
+def zero_rows(run: Run) -> None:
+    run.model.blocks[2].up.weight.grad.to_local()[1:] = 0.0
+
+
+def zero_first_rows(run: Run) -> None:
+    run.model.blocks[2].up.weight.grad.to_local()[:1] = 0.0
+
+
+def add_on_one_rank(run: Run) -> None:
+    if dist.get_rank() == 3:
+        run.model.heads[0].weight.grad.to_local().add_(1e-3)
+
+
+def put_aside(run: Run) -> None:
+    run.aside = run.gradients()
+    run.optimizer.zero_grad()
+
+
+WRITES: dict[str, tuple[str, Callable[[Run], object]]] = {
+    "added": ("heads.0.weight, ", lambda run: torch._foreach_add_(run.gradients(), 1e-3)),
+    "decay": (
+        "heads.0.weight, ",
+        lambda run: [p.grad.add_(p.detach()) for p in run.model.parameters() if p.grad is not None],
+    ),
+    "noise": ("heads.0.weight, ", lambda run: [grad.add_(torch.randn_like(grad)) for grad in run.gradients()]),
+    "clipped by value": ("heads.0.weight, ", clip_values),
+    "clipped by norm": (
+        "heads.0.weight, ",
+        lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0),
+    ),
+    "one small gradient": ("blocks.1.scale were", add_to_one_small_gradient),
+    "last rows zeroed": ("blocks.2.up.weight were", zero_rows),
+    "first rows zeroed": ("blocks.2.up.weight were", zero_first_rows),
+    "on one rank": ("heads.0.weight were", add_on_one_rank),
+    "put aside": ("heads.0.weight, ", put_aside),
+}
+
+
+def write_between_backwards(writes: list[str]) -> None:
+    """Check that each write raises the same error on all ranks in the next backward, and that training can go on."""
+    for mode in ("exact", "exact, no overlap"):
+        run = Run(mode)
+        for sample, (match, write) in enumerate(WRITES[name] for name in writes):
+            run.backward(sample, last=False)
+            write(run)
+            with pytest.raises(RuntimeError, match=rf"gradients of {match}.*set_is_last_backward\(True\) before every"):
+                run.backward(sample, last=sample % 2 == 0)
+            run.optimizer.zero_grad()
+            run.backward(sample)
+            run.step()
+
+
+def test_other_writes_to_unfinished_gradients_are_rejected():
+    ranks(RANKS).run(write_between_backwards, list(WRITES))
+
+
+def call_last_on_some_ranks(waits: tuple[int, ...]) -> None:
+    run = Run("exact" if len(waits) == 1 else "exact, no overlap")
+    for last in (True, False):
+        run.backward(0, last=False)
+        with pytest.raises(RuntimeError, match="call it with the same value on all ranks"):
+            run.backward(1, last=last ^ (dist.get_rank() in waits))
+        run.optimizer.zero_grad()
+        run.backward(2)
+        run.step()
+
+
+@pytest.mark.parametrize("waits", [(1,), (2, 3), (0, 2)])
+def test_last_backward_of_some_ranks_is_rejected(waits):
+    ranks(RANKS).run(call_last_on_some_ranks, waits)
 
 
 def steps_too_early() -> None:
