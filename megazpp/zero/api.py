@@ -159,6 +159,7 @@ def _refuse_later_comms(units: Sequence[Unit]) -> None:
                 unit.refuse_other_comms()
 
             for module in unit.modules:
+                assert isinstance(module, nn.Module)
                 module.register_forward_pre_hook(check, prepend=True)  # before FSDP2's hook, which gathers
 
 
