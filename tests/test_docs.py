@@ -372,7 +372,7 @@ def test_quoted_messages_and_log_fields_occur_in_the_source():
             assert part.strip() in source_strings(), f"{message}: {part.strip()!r}"
     rows = re.findall(r"^\| (`.*?) \| ", log.partition("| field |")[2].partition("## ")[0], re.M)
     for field in re.findall(r"`([^`]+)`", " ".join(rows)):
-        name = re.sub("^(tp|local|cross|island) ", "", field)
+        name = re.sub("^(tp|intra-node|inter-node|replica-group) ", "", field)
         assert re.search(rf"(?m)(^| ){re.escape(name)}", source_strings()), field
 
 

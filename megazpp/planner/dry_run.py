@@ -7,9 +7,10 @@ are replaced:
 - Process groups use torch's back end "fake", which sends nothing.
 - Tensors have shapes but no memory (FakeTensorMode). `.item()` returns 1.
 
-The process simulates a CPU, whatever device is planned. The bytes sent are the same on every device, and RMSNorm keeps
-the same tensors as CUDA's kernel. Data loading, checkpoints and the verification of gathered weights do not run. With
---reset-attention-mask every sample is one document, and attention uses a mask, as on a CPU.
+The process simulates a CPU, whatever device is planned. The bytes sent are the same on every device. RMSNorm and
+attention with dropout keep the same tensors as CUDA's kernels. Data loading, checkpoints and the verification of
+gathered weights do not run. With --reset-attention-mask every sample is one document, and attention uses a mask, as on
+a CPU.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -236,7 +239,7 @@ def count_step(
         task = make_task(spec, dims, fake)
         if task.objective is not None:
             task.objective.metrics = dict  # type: ignore[method-assign]
-        with fake, FusedNorm(), FakeScalars(), PeakBytes() as live:
+        with fake, FusedNorm(), AttentionDropout(), FakeScalars(), PeakBytes() as live:
             # ---- training step
             islands = None
             if (diloco := plan.of(DilocoPlan)) is not None:
@@ -280,6 +283,20 @@ def _send_what_is_under_way(islands: Islands) -> None:
         _, last = most_under_way(islands.fragments, plan)
         for turn in range(1, plan.fragments + last + 2):  # each fragment once, and then again up to `last`
             islands.after_step(turn * plan.steps // plan.fragments)
+
+
+class AttentionDropout(TorchFunctionMode):
+    """Function mode that gives attention with dropout the memory of CUDA's fused kernels, which keep no S x S scores.
+
+    On a CPU, torch has no fused attention with dropout and keeps several S x S tensors per layer. The mode runs
+    attention without dropout instead, because fake tensors have no values that dropout could change.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention and "dropout_p" in options:
+            options["dropout_p"] = 0.0
+        return func(*args, **options)
 
 
 class FakeScalars(TorchDispatchMode):

@@ -34,7 +34,7 @@ class ZeroConfig:
         "ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also parameters (default: 3)",
         common=True,
     )
-    use_distributed_optimizer: bool = flag(False, "Megatron's name for --zero-stage 1")
+    use_distributed_optimizer: bool = flag(False, "Megatron-LM's name for --zero-stage 1; not with --zeropp")
     zeropp: bool = flag(
         False,
         "ZeRO++: quantized collectives in two hops (qwZ, hpZ and qgZ)",
@@ -336,7 +336,10 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     }
     asked = [name for name, on in wanted.items() if on]
     if asked and config.stage != 3:
-        raise ValueError(f"{asked[0]} needs --zero-stage 3, not {config.stage}: it changes how shards are communicated")
+        given = f"--zero-stage {config.stage}"
+        if config.zero_stage is None:
+            given = f"--use-distributed-optimizer, which selects {given}"
+        raise ValueError(f"{asked[0]} needs --zero-stage 3, the default, not {given}; remove that flag")
 
     # ---- overlap with the compute
     overlap_gather, overlap_reduce = (

@@ -42,6 +42,7 @@ WORDS = {
     "EXACT": "--diloco-weight-bits 16 --diloco-gradient-bits 16",
     "SHORT": "--num-layers 1 --vocab-size 8192 --seq-length 8 --micro-batch-size 1",
     "HUGE": "--num-layers 1 --hidden-size 73728 --num-attention-heads 192 --ffn-hidden-size 294912",
+    "DROPOUT": "--attention-dropout 0.1 --seq-length 512 --max-position-embeddings 512 --num-attention-heads 6",
     "K4": "",  # four micro-batches per step
 }
 # Cases: nodes x ranks per node ("c": ranks in cyclic order), the rank that runs, and flags.
@@ -61,6 +62,7 @@ RUNS = table("""
     2x4   |   0 | --bf16 INT8 --zero-accumulate-in-bf16 --optimizer sgd K4
     2x4   |   0 | --bf16 INT8 --no-zero-error-feedback --zero-cross-every-microbatch
     2x4   |   6 | --bf16 --zeropp
+    2x4   |   6 | --fp16 --zeropp DROPOUT
     2x4   |   0 | --bf16 MASK LLAMA K4
     2x4   |   0 | --bf16 MASK CP LLAMA SELECTIVE
     3x4   |   2 | CP SP LLAMA FULL --num-query-groups 2
@@ -114,7 +116,14 @@ def lasting(step: TrainStep, outer: list[OuterUnit]) -> dict[Memory, list[torch.
     }
 
 
-QUICK = ("--bf16 INT8 CP K4", "--bf16 MUON INT8 TP", "--bf16 --zeropp", "--bf16 TP LOCAL", "HUGE")
+QUICK = (
+    "--bf16 INT8 CP K4",
+    "--bf16 MUON INT8 TP",
+    "--bf16 --zeropp",
+    "--fp16 --zeropp DROPOUT",
+    "--bf16 TP LOCAL",
+    "HUGE",
+)
 
 
 @pytest.mark.parametrize("case", chosen({row[-1]: row for row in RUNS}, *QUICK))

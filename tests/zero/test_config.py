@@ -72,7 +72,11 @@ def test_weight_delta_auto_takes_the_choice_unless_a_flag_sets_the_format():
 def test_impossible_zero_flags_are_rejected_by_name():
     lossless: dict[str, Any] = {"zeropp": True, "zero_weight_delta": "lossless"}
     wrong: list[Any] = [
-        ({"zeropp": True, "zero_stage": 2}, "--zeropp needs --zero-stage 3, not 2"),
+        ({"zeropp": True, "zero_stage": 2}, "--zeropp needs --zero-stage 3, the default, not --zero-stage 2; remove"),
+        (
+            {"zeropp": True, "use_distributed_optimizer": True},
+            "--zeropp needs --zero-stage 3, the default, not --use-distributed-optimizer, which selects --zero-stage 1",
+        ),
         ({"zero_quantized_weights": True, "use_distributed_optimizer": True}, "--zero-quantized-weights needs"),
         ({"zero_hpz_partition_size": "3"}, "--zero-hpz-partition-size 3 is not valid; expected auto, 1"),
         ({"zero_hpz_partition_size": "all"}, "--zero-hpz-partition-size all"),
