@@ -87,7 +87,8 @@ def zeropp(
         _wrap(model, tensor.device.type, fsdp)
     elif fsdp:
         raise ValueError(
-            f"{next(iter(fsdp))}: the model is already wrapped by fully_shard; pass this argument to fully_shard"
+            f"{next(iter(fsdp))} is not an argument of zeropp itself (ranks_per_node, config), and the model is "
+            "already wrapped by fully_shard: correct the name, or pass an argument of fully_shard to fully_shard"
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -123,7 +124,10 @@ def zeropp(
     if sharding.keeps_state:
         # `KeptState` must not go into a container: that would call it in its forward, or count it as one of its items
         containers = nn.Sequential | nn.ModuleList | nn.ModuleDict
-        next(m for m in model.modules() if not isinstance(m, containers)).add_module(STATE, KeptState(sharding))
+        owner = next(m for m in model.modules() if not isinstance(m, containers))
+        owner.add_module(STATE, KeptState(sharding))
+        if hasattr(owner, "_keys_to_ignore_on_save"):  # transformers' save_pretrained can write only tensors
+            owner._keys_to_ignore_on_save = {*(owner._keys_to_ignore_on_save or ()), f"{STATE}._extra_state"}
     if dist.get_rank() == 0:
         for line in (layout.describe(), wire.describe(), *wire.notices):
             print(f"megazpp: {line}", flush=True)
@@ -166,6 +170,9 @@ def _refuse_later_comms(units: Sequence[Unit]) -> None:
 def trainer_callback(**arguments: Any) -> Any:
     """Return a callback for the Trainer of transformers or TRL that calls `zeropp` when training begins.
 
+    After training has begun, its attribute `sharding` is the handle that `zeropp` returned. The checkpoints of the
+    Trainer hold no state of ZeRO++: the first step of a resumed run sends whole weights.
+
     Args:
         arguments: keyword arguments of `zeropp`.
     """
@@ -174,12 +181,24 @@ def trainer_callback(**arguments: Any) -> Any:
     class Zeropp(TrainerCallback):
         """The callback: installs ZeRO++ in the model that the Trainer has wrapped."""
 
+        sharding: Sharding | None = None
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             """Install ZeRO++ in the wrapped model; the Trainer calls this before the first step."""
             model: nn.Module = given["model"]
             if not isinstance(model, FSDPModule):
-                raise TypeError("the Trainer has not wrapped the model with FSDP2: set fsdp=True and fsdp_version 2")
-            zeropp(model, **arguments)
+                raise TypeError(
+                    f"the Trainer trains a {type(model).__name__}, and ZeRO++ needs FSDP2: pass TrainingArguments "
+                    'fsdp=True and fsdp_config={"version": 2}. On CPUs, accelerate uses DDP and ignores these arguments'
+                )
+            compiled = getattr(model, "_orig_mod", None)
+            if compiled is not None and not isinstance(compiled, FSDPModule):
+                raise ValueError("torch_compile=True of TrainingArguments is not supported with ZeRO++: remove it")
+            self.sharding = zeropp(model, **arguments)
+            # The Trainer loads a checkpoint before this call, and refuses entries that the model does not have yet.
+            for module in list(model.modules()):
+                if STATE in module._modules:
+                    delattr(module, STATE)
 
     return Zeropp()
 
