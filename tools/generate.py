@@ -145,7 +145,7 @@ class Starts:
                 f"note: {name} and its continuation exceed the model's {longest} tokens, so each token attends only to "
                 "the latest ones"
             )
-        return check_start(Start(ids, shown), longest, f"{name} (--truncate-prompt removes its beginning)")
+        return check_start(Start(ids, shown), longest, name, advice="--truncate-prompt removes its beginning")
 
     def _start(self, prompt: GivenPrompt) -> Start:
         """Return the untruncated token IDs of a prompt, rendered with the chat template if --chat is given."""

@@ -410,12 +410,17 @@ def agreed_schedule(
         return Schedule(**saved).stretched(ratio)
     # no flag selects one of the two schedules: explain how they differ
     differ = [name for name in own if own[name] != saved.get(name)]
-    lines = [f"the schedule's {name.replace('_', ' ')} is {own[name]}, in {where} {saved.get(name)}" for name in differ]
+    lines = [
+        f"the schedule's {name.replace('_', ' ').replace('ramp', 'weight-decay ramp')} is {own[name]}, "
+        f"in {where} {saved.get(name)}"
+        for name in differ
+    ]
     if ratio != 1:
         lines.append(f"a step of the schedule has {float(ratio):g} times the samples that it had in {where}")
     raise ValueError(
         "\n".join([*lines, sizes] if sizes else lines) + "\n--override-opt_param-scheduler uses this run's values, "
-        "--use-checkpoint-opt_param-scheduler uses the checkpoint's"
+        "--use-checkpoint-opt_param-scheduler uses the checkpoint's: pass one of them (the first one to train longer "
+        "than planned)"
     )
 
 

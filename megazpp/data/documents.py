@@ -112,8 +112,8 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
         ValueError: the file or a package is missing, its beginning is damaged or has another format than the name
             says, or a column is missing.
     """
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give its files, {path}/*")
+    if not path.exists() or path.is_dir():
+        raise ValueError(missing_file(path))
     try:
         kind = kind_of(path)
         with open(path, "rb") as file:
@@ -134,6 +134,15 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if kind == "text" and len(keys) != 1:
         raise ValueError(f"{path} is plain text with one text per document, so it has no {' and '.join(keys)}")
+
+
+def missing_file(path: Path) -> str:
+    """Return a message about a path that is a folder or does not exist."""
+    if path.is_dir():
+        return f"{path} is a folder: give its files, {path}/*"
+    if "*" in path.name:  # a shell passes a pattern on if it matches nothing
+        return f"{path} matches no file"
+    return f"{path} does not exist"
 
 
 def _not_text(head: bytes) -> str | None:
@@ -250,9 +259,9 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
             yield number, read(value)
         except UnicodeDecodeError as error:
             inside = error.object.count(b"\n", 0, error.start)  # lines of a plain text before the error
-            yield BadLine(
-                block.path, number + inside, f"not UTF-8: {error} (iconv -f LATIN1 -t UTF-8 converts Latin-1)"
-            )
+            where = f"byte {error.object[error.start]:#04x} in position {error.start}, {error.reason}"
+            advice = "iconv -f WINDOWS-1252 -t UTF-8 converts Latin-1 and Windows text"
+            yield BadLine(block.path, number + inside, f"not UTF-8: {where} ({advice})")
         except (ValueError, RecursionError) as error:
             yield BadLine(block.path, number, in_words(error))
 
@@ -260,7 +269,8 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
     """Treat a malformed line as --on-error says: raise ValueError, or log that it is skipped."""
     if on_error == "stop":
-        raise ValueError(f"{bad} (--on-error skip skips such lines)")
+        unit = "files" if kind_of(bad.path) == "text" else "lines"  # a plain text is one document
+        raise ValueError(f"{bad} (--on-error skip skips such {unit})")
     log(f"skipped {bad}")
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import sentencepiece
 
 from megazpp.data.cache import build_once, cache_key
-from megazpp.data.documents import BadLine, check_readable, kind_of, read_texts
+from megazpp.data.documents import BadLine, check_readable, kind_of, missing_file, read_texts
 from megazpp.data.indexed_dataset import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 
@@ -43,7 +43,7 @@ def resolve_text_paths(values: Sequence[str]) -> list[Path]:
                 known = ", ".join(BUILTIN + file.stem for file in sorted(_CORPUS.glob("*.jsonl")))
                 raise ValueError(f"--text-path {value}: there is no such corpus; there are {known}")
         elif not path.is_file():
-            raise ValueError(f"--text-path {value} {'is a directory' if path.is_dir() else 'does not exist'}")
+            raise ValueError(f"--text-path {missing_file(path)}")
         paths.append(path)
     return paths
 

@@ -27,16 +27,18 @@ def start_of(prompt: str, tokenizer: Tokenizer) -> Start:
     return Start(tokenizer.encode(prompt) or [tokenizer.eod or 0], prompt)
 
 
-def check_start(start: Start, longest: int, name: str) -> Start:
+def check_start(start: Start, longest: int, name: str, *, advice: str = "") -> Start:
     """Return `start`; raise ValueError if it has more tokens than the model accepts.
 
     Args:
         start: the beginning of a text.
         longest: longest input of the model, in tokens.
         name: source of the text, for the error.
+        advice: clause that says what to do, at the end of the error.
     """
     if len(start.ids) > longest:
-        raise ValueError(f"{name} has {len(start.ids)} tokens, and the model takes at most {longest}")
+        end = f": {advice}" if advice else ""
+        raise ValueError(f"{name} has {len(start.ids)} tokens, and the model takes at most {longest}{end}")
     return start
 
 

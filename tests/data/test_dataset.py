@@ -263,7 +263,11 @@ def test_unreadable_text_is_rejected_by_name(tmp_path):
     rows = [
         (lambda: next(documents), f"--text-path {path}, line 3: not JSON"),
         (lambda: resolve_text_paths([f"{tmp_path}/none"]), "none does not exist"),
-        (lambda: resolve_text_paths([f"{tmp_path}"]), "is a directory"),
+        (
+            lambda: resolve_text_paths([f"{tmp_path}"]),
+            f"--text-path {tmp_path} is a folder: give its files, {tmp_path}/*",
+        ),
+        (lambda: resolve_text_paths([f"{tmp_path}/*.txt"]), "*.txt matches no file"),
         (lambda: resolve_text_paths(["builtin:hamlet"]), "there is no such corpus; there are builtin:moby_dick"),
         (lambda: cached_indexed_dataset(empty, ByteTokenizer(), **cache), "--text-path empty.jsonl holds no text"),
         (lambda: cached_sentencepiece(empty, 300, **cache), "--text-path empty.jsonl holds no text"),

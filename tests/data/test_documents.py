@@ -22,6 +22,7 @@ from megazpp.data.documents import (
     read_blocks,
     read_records,
     read_texts,
+    stop_or_skip,
 )
 
 TEXTS = ["one\ntwo", "", "naïve—日本語 🐳", "line\u2028separator", "a\x00b", "x" * 5000]
@@ -128,7 +129,10 @@ def test_bad_line_is_named_and_the_others_are_read(tmp_path):
         assert [bad.reason[:8] for bad in documents(write(tmp_path / name, b"text"))] == ["not JSON"]
     (bad,) = documents(write(tmp_path / "a.txt", b"a\nb\n\xff\n"))
     assert (bad.number, bad.reason[:9]) == (3, "not UTF-8")
-    assert "iconv -f LATIN1" in bad.reason
+    assert "byte 0xff in position 4" in bad.reason
+    assert "iconv -f WINDOWS-1252" in bad.reason
+    with pytest.raises(ValueError, match="--on-error skip skips such files"):  # a plain text is skipped as a whole
+        stop_or_skip(bad, "stop", print)
     (bad,) = documents(write(tmp_path / "a.txt", b"a\n" * 5000 + b"\0"))
     assert bad.reason == "byte 10000 is 0x00, which text never contains"
 
@@ -156,7 +160,8 @@ def test_files_of_unsupported_formats_are_rejected_in_advance(tmp_path):
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("a.jsonl", JSON_LINES)
     rows = [
-        ("none.jsonl", None, "No such file"),
+        ("none.jsonl", None, "none.jsonl does not exist"),
+        ("*.jsonl", None, "*.jsonl matches no file"),
         ("folder", None, "is a folder: give its files"),
         ("junk.jsonl.gz", b"junk junk junk", "gzip"),
         ("junk.jsonl.zst", b"junk junk junk", "cannot be read"),
