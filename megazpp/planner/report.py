@@ -117,7 +117,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
     """Yield lines about the run's communication, time per step, exposed communication and total time."""
     # ---- communication
     sent = ", ".join(f"{WIRE_NAMES[wire]} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
-    yield f"a rank sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
+    yield f"rank 0 sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
     if own.muon:
         yield own.muon
     islands, device, gpus = own.plan.of(DilocoPlan), estimator.cluster.device, estimator.cluster.world_size

@@ -133,7 +133,7 @@ def test_local_steps_have_a_row_but_no_verdict_or_candidates():
     assert "\n--diloco-steps 30 is another algorithm, not the same training faster:" in text
     assert "(--diloco-steps 30: a synchronization's bytes take at most 5 % of the time)" in text
     assert "diloco" not in lines(text, "ZeRO++")[0]
-    assert "islands" not in lines(text, "a rank sends")[0]
+    assert "islands" not in lines(text, "rank 0 sends")[0]
     assert not any("--diloco" in line for line in lines(text, "  "))
 
 
@@ -156,7 +156,7 @@ def test_report_of_local_steps_has_means_and_candidates_keep_them():
 def test_report_without_links_and_device_has_no_times():
     text = report("--zeropp", links=None, device=None)
     assert "no times: the cluster file does not describe both links and device" in text
-    assert "a rank sends per optimizer step" in text
+    assert "rank 0 sends per optimizer step" in text
 
 
 @pytest.mark.slow
