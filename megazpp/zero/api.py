@@ -124,7 +124,7 @@ def zeropp(
     if sharding.keeps_state:
         # `KeptState` must not go into a container: that would call it in its forward, or count it as one of its items
         containers = nn.Sequential | nn.ModuleList | nn.ModuleDict
-        owner = next(m for m in model.modules() if not isinstance(m, containers))
+        owner: Any = next(m for m in model.modules() if not isinstance(m, containers))
         owner.add_module(STATE, KeptState(sharding))
         if hasattr(owner, "_keys_to_ignore_on_save"):  # transformers' save_pretrained can write only tensors
             owner._keys_to_ignore_on_save = {*(owner._keys_to_ignore_on_save or ()), f"{STATE}._extra_state"}
