@@ -278,7 +278,7 @@ REFUSED = """
 --dry-run PLANNED --tensor-model-parallel-size 8 | --tensor-model-parallel-size 8
 --dry-run PLANNED --micro-batch-size 3 | --global-batch-size
 --plan PLANNED --num-attention-heads 3 | --num-attention-heads
---plan PLANNED --price-per-gpu-hour 2 | --price-per-gpu-hour was removed: give the device
+--plan PLANNED --price-per-gpu-hour 2 | --price-per-gpu-hour was removed: set the key price_per_hour
 """
 
 

@@ -116,7 +116,7 @@ class PreferenceLoss:
             reference = (self._reference(batch) * batch.loss_mask).sum(dim=1)
         asked = router_flags(model, batch.loss_mask)
         outputs = model(batch.tokens, batch.labels, position_ids=batch.position_ids, **asked)
-        losses = outputs.losses if asked else outputs
+        losses = outputs.losses if "with_router_loss" in asked else outputs
         logps, lengths = -(losses * batch.loss_mask).sum(dim=1), batch.loss_mask.sum(dim=1)
         found = dpo_losses(
             *logps.chunk(2),

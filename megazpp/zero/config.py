@@ -58,7 +58,6 @@ class ZeroConfig:
         "auto",
         "lossless: nodes exchange exact changes of 16-bit weights; none: whole weights; auto: lossless with --zeropp "
         "and 16-bit compute if it fits into memory and is not estimated to be slower than int8, otherwise none",
-        common=True,
     )
     zero_weight_keyframe_interval: int | None = flag(
         None,

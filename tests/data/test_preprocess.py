@@ -119,7 +119,7 @@ def test_invalid_flags_are_rejected_before_anything_is_written(tmp_path):
     without_eod, before = TokenizerConfig(tokenizer_model=str(tmp_path)), contents(tmp_path)
     rows = [
         ({"input": ()}, BYTES, "--input is missing"),
-        ({"input": ("none.jsonl",)}, BYTES, "none.jsonl cannot be read: "),
+        ({"input": ("none.jsonl",)}, BYTES, "none.jsonl does not exist"),
         ({"output_prefix": None}, BYTES, "--output-prefix is missing"),
         ({"output_prefix": "/nowhere/x"}, BYTES, "/nowhere is no directory"),
         ({"json_keys": ("text", "text")}, BYTES, "--json-keys text text names a field twice"),

@@ -32,7 +32,7 @@ merge_datasets --input half --output-prefix x | half/x.idx does not exist
 merge_datasets --input modes --output-prefix x | multimodal
 merge_datasets --input a --output-prefix a --overwrite | a is one of the inputs
 merge_datasets --input a --output-prefix wide | wide.bin exists
-preprocess_data --input none.jsonl | none.jsonl cannot be read
+preprocess_data --input none.jsonl | none.jsonl does not exist
 preprocess_data --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 preprocess_data --input empty.jsonl | holds no text
 preprocess_data --input a.jsonl --tokenizer-type SentencePieceTokenizer --tokenizer-model y | y does not exist
@@ -44,7 +44,7 @@ preprocess_data --inptu a.jsonl | --inptu is not a flag; did you mean --input?
 train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a share from 0.98 to 1
 train_tokenizer --workers 1 | --input is missing
 train_tokenizer --input a.jsonl --output-prefix none/x | none is no directory
-train_tokenizer --input none.jsonl | none.jsonl cannot be read
+train_tokenizer --input none.jsonl | none.jsonl does not exist
 train_tokenizer --input empty.jsonl | holds no text
 train_tokenizer --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 train_tokenizer --input a.jsonl --vocab-size 0 | --vocab-size 0 is not positive

@@ -193,10 +193,10 @@ def test_traffic_table_is_aligned_and_ends_with_the_comparison():
     ]
     zero3 = Zero3Traffic(400, 800, 12, 6_000_000, "a formula")
     lines = [
-        "collective  axis   wire   calls  MB sent per node",
-        "all_gather  local  local  24     1.500",
-        "all_gather  cross  cross  6      0.300",
-        "all_to_all  cross  cross  6      0.200",
+        "collective  axis   wire        calls  MB sent per node",
+        "all_gather  local  intra-node  24     1.500",
+        "all_gather  cross  inter-node  6      0.300",
+        "all_to_all  cross  inter-node  6      0.200",
     ]
     assert traffic_table(rows, None).splitlines() == lines
     more = "between nodes: 0.500 MB per node; ZeRO-3 would have sent 6.000 MB, 12.0 times as much: a formula"
