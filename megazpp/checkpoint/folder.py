@@ -68,6 +68,13 @@ class CheckpointFolder:
         """The flag and the path of the folder, as messages name it."""
         return f"{self.flag} {self.path}"
 
+    def without_checkpoint(self) -> str:
+        """Return a message that the folder has no checkpoint, with the reason or the folder that was probably meant."""
+        text, below = f"{self.name} has no checkpoint", self.path / "checkpoints"
+        if not self.path.exists():
+            return f"{text}: it does not exist"
+        return f"{text}, but {below} has: give that folder" if (below / TRACKER).exists() else text
+
     def of(self, iteration: int) -> Path:
         """Return the path of the complete checkpoint of an iteration, whether it exists or not."""
         return self.path / f"iter_{iteration:07d}"

@@ -376,7 +376,7 @@ def find_weights(
     source = LoadSource(folder, iteration, False, optimizer=False, rng=False, fallback=fallback, lora_base=lora_base)
     record = peek(source)
     if record is None:
-        raise ValueError(f"{folder.name} has no checkpoint")
+        raise ValueError(folder.without_checkpoint())
     return source, record
 
 

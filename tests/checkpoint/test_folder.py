@@ -254,3 +254,13 @@ def test_tokenizer_on_a_full_disk_leaves_no_files(tmp_path):
     with mock.patch("os.fsync", full), pytest.raises(OSError, match="No space left"):
         write_tokenizer(tmp_path, TOKENIZER)
     assert not list(tmp_path.iterdir())
+
+
+def test_missing_checkpoint_is_explained_by_the_folder(tmp_path):
+    folder = CheckpointFolder(tmp_path, "--load")
+    assert folder.without_checkpoint() == f"--load {tmp_path} has no checkpoint"
+    none = CheckpointFolder(tmp_path / "none", "--load")
+    assert none.without_checkpoint() == f"--load {tmp_path}/none has no checkpoint: it does not exist"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / TRACKER).write_text("1")
+    assert folder.without_checkpoint().endswith(f"has no checkpoint, but {tmp_path}/checkpoints has: give that folder")
