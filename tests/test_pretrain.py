@@ -72,7 +72,7 @@ def test_run_logs_its_setup_and_results(main_job, home):
     ):
         assert output.count(text) == 1, f"{text!r} in:\n{output}"
     assert re.search(r"\n  --num-layers 2 +# configs/gpt_tiny.args:5\n", output)
-    for text in ("--num-workers", "Traceback", "\r", "note: --emulate-nodes", "between nodes", "cross MB"):
+    for text in ("--num-workers", "Traceback", "\r", "note: --emulate-nodes", "between nodes", "inter-node MB"):
         assert text not in output
 
 
