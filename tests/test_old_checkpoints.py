@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 ARCHIVE = ROOT / "tests" / "fixtures" / "checkpoints_4e7c419.tar.xz"
 PRETRAIN = "pretrain_gpt.py @tiny.args --nproc 2 --save-interval 100"
 ISLANDS = "--emulate-nodes 2 --diloco-steps 2 --diloco-islands 2 --diloco-gradient-bits 16 --diloco-weight-bits 16"
-LORA = "tools/post_train.py --objective sft --nproc 2 --lora-r 2 --lora-alpha 4 --data-path sft.jsonl --split 100,0,0"
+LORA = "tools/post_train.py --objective sft --nproc 2 --lora-r 2 --lora-alpha 4 --data-path sft.jsonl"
 BATCHES = "--max-length 16 --global-batch-size 2 --micro-batch-size 1 --lr 1e-2 --log-interval 1"
 CASES = {
     "plain": (

@@ -265,7 +265,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     if "seq_length" in parsed.origins:
         raise ValueError(f"--seq-length {config.data.seq_length}: post-training takes --max-length instead")
     for name in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if name in parsed.origins:
+        if parsed.origins.get(name) == COMMAND_LINE:  # a run's args.txt has every flag
             raise ValueError(f"--{name.replace('_', '-')} is for pretraining: here each sample is a document")
     if "max_length" not in parsed.origins:
         form = dataclasses.replace(form, max_length=min(LONGEST, config.model.max_position_embeddings or LONGEST))

@@ -1,6 +1,7 @@
 """Models with packed weights compute the same as the checkpoint, wherever the weights are stored, on any layout."""
 
 import dataclasses
+import functools
 import gc
 import resource
 import shutil
@@ -129,7 +130,9 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
     elements = sum(box.numel() for (_, _, _, box), _ in read_box.call_args_list)
     expected, before = losses_and_gradient(trained, case, dims), dims.counter.table()
 
-    assert all(map(torch.equal, losses_and_gradient(model, case, dims), expected))
+    # An expert of a trained model multiplies the rows of all ep ranks together, which rounds differently.
+    same = torch.equal if case.ep == 1 else functools.partial(torch.allclose, rtol=1e-4, atol=1e-6)
+    assert all(map(same, losses_and_gradient(model, case, dims), expected))
     assert list(model.parameters()) == []
     wires = {wire for wire, _, _ in dims.counter.table().keys() - before.keys()}
     assert wires == ({"local"} if dims.local.size > 1 else set())

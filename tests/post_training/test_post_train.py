@@ -411,7 +411,7 @@ REFUSED = """
     --objective dpo --sync-ref-model --weight-bits 8 | with --sync-ref-model the reference is
     --objective dpo --sync-ref-model --ref-load base | --ref-load base: the reference begins as
     --objective dpo | prompts.jsonl, line 1: there is no 'chosen', only 'prompt', 'word'
-    --objective sft --train-data-path a --valid-data-path b | a cannot be read
+    --objective sft --train-data-path a --valid-data-path b | a does not exist
     --objective sft --max-length 64 | --max-length 64 is longer than --max-position-embeddings 32
     --objective sft --save prompts.jsonl/a | --save: cannot write prompts.jsonl/a
     --objective sft --chat-template none.jinja | --chat-template none.jinja cannot be read
