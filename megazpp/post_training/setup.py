@@ -80,6 +80,7 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     source = choose_source(given, restarted=restarted)
     earlier = peek(source)
     if source is None or earlier is None:
+        assert given.load is not None
         raise ValueError(CheckpointFolder(given.load, "--load").without_checkpoint())
     parsed = parsed._replace(config=dataclasses.replace(parsed.config, checkpoint=given))
     parsed = with_checkpoint_flags(parsed, earlier, source.folder, TAKEN)
