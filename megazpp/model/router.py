@@ -219,13 +219,16 @@ class Router(nn.Module):
     @torch.no_grad()
     def _count(self, choice: torch.Tensor, shares: torch.Tensor, counted: torch.Tensor | None) -> None:
         """Add the choices [S, B, K] and the normalized scores [S, B, E] of a forward pass to the totals."""
-        factor = torch.ones_like(shares[..., 0]) if counted is None else counted  # [S, B], 0 for uncounted tokens
-        factor = factor.double()
         counts = torch.zeros(self.num_experts, dtype=torch.float64, device=choice.device)
-        counts.scatter_add_(0, choice.flatten(), factor.unsqueeze(-1).expand_as(choice).flatten())
-        sums = (shares.double() * factor.unsqueeze(-1)).sum(dim=(0, 1))
-        entropy = -(torch.xlogy(shares, shares).sum(dim=-1).double() * factor).sum()
-        found = torch.cat([counts, sums, torch.stack([factor.sum(), entropy])])
+        chosen = torch.ones_like(choice, dtype=torch.float64)
+        tokens = counts.new_full((), shares[..., 0].numel())
+        if counted is not None:
+            chosen, shares = chosen * counted.unsqueeze(-1), shares * counted.unsqueeze(-1)
+            tokens = counted.sum(dtype=torch.float64)
+        counts.scatter_add_(0, choice.flatten(), chosen.flatten())
+        sums = shares.sum(dim=(0, 1), dtype=torch.float64)
+        entropy = -torch.xlogy(shares, shares).sum(dtype=torch.float64)  # 0 for an uncounted token
+        found = torch.cat([counts, sums, torch.stack([tokens, entropy])])
         self._totals = found if self._totals is None else self._totals + found
 
 

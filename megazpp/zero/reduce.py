@@ -299,14 +299,12 @@ class TwoHopReduce(SummingReduce):
             return
         held = self._partial_sums = self._with_layout(held, indices)
         sizes = torch.tensor([segment.size for segment in self.unit.segments_of(indices)], device=found.device)
-        factors = torch.nan_to_num(
-            found, nan=1.0, posinf=0.0
-        )  # an error follows NaN; a gradient that is None is dropped
+        # An error follows NaN. Infinity stands for a gradient that is None, whose sums are dropped.
+        factors = torch.nan_to_num(found, nan=1.0, posinf=0.0)
         factor = torch.repeat_interleave(factors, sizes, dim=1, output_size=held.sums.shape[1])
         held.sums.copy_(torch.where(factor == 0, 0.0, held.sums * factor))  # 0 * NaN would be NaN
-        if (
-            held.flags is not None
-        ):  # FSDP2 sets a gradient that the program has cleared to None again if no rank has one
+        # A gradient that the program has set to None becomes None again if no rank has a later one.
+        if held.flags is not None:
             held.flags.masked_fill_(found.isinf(), 0)
 
     # ---- layouts --------------------------------------------------------------------------------------------------
