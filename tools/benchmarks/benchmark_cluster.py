@@ -41,6 +41,7 @@ from megazpp.topology.cluster import Cluster
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
+WARM_UP_STEPS = 4  # they create connections and state; the third delta is the first with a message of its own size
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
 LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
@@ -169,7 +170,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
     rounds = [each for each in rounds if results.missing(*each, args.variants)]
     if not rounds:
         return
-    # ---- rank processes, with a first step of each variant that does not count
+    # ---- rank processes, with first steps of each variant that do not count
     cluster = None if args.local else EmulatedCluster(nodes=args.nodes, ranks_per_node=args.ranks_per_node)
     with contextlib.ExitStack() as stack:
         if cluster is not None:
@@ -177,8 +178,9 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         driver = Driver(cluster, results.shape, flags_of_variants(args))
         stack.callback(driver.job.stop)
         results.parameters = driver.receive()["parameters"]
-        for name in args.variants:  # not counted: it creates connections and state
-            say(f"{name}: first step, {driver.step(name, 1)['seconds']:.2f} s")
+        for name in args.variants:
+            seconds = [driver.step(name, 1)["seconds"] for _ in range(WARM_UP_STEPS)]
+            say(f"{name}: {WARM_UP_STEPS} steps that are not counted, the last took {seconds[-1]:.2f} s")
         # ---- rounds
         for rate, index in rounds:
             if cluster is not None:
