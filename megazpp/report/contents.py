@@ -50,6 +50,10 @@ CHARTS = (
     Chart("entropy", "Entropy", "nats per token", "fit"),
     Chart("completions/mean_length", "Length of completions", "tokens", "zero"),
     Chart("tokens_per_second", "Throughput", "tokens per second", "zero"),
+    Chart("max_expert_load", "Busiest expert", "choices, relative to the mean", "fit"),
+    Chart("idle_experts", "Experts without tokens", "share of all experts", "zero"),
+    Chart("router_entropy", "Entropy of the router's scores", "nats per token", "fit"),
+    Chart("expert_balance", "Balance loss of the router", "1 is even", "fit"),
     Chart("grad_norm", "Gradient norm", "L2 norm before clipping", "log"),
     Chart("learning_rate", "Learning rate", "", "zero"),
     Chart("cross_bytes", "Inter-node traffic", "MB per step and node", "zero", 1 / MEGA),
@@ -207,6 +211,16 @@ def traffic_table(run: Run) -> Table:
         names = [str(row.get(key, NOTHING)) for key in ("axis", "wire", "collective")]
         rows.append([*names, *(_decimal(value, digits) for value, digits in figures)])
     return [["axis", "wire", "collective", "calls", "MB per node", "MB per node and step"], *rows]
+
+
+def experts_table(run: Run) -> Table:
+    """Return a table of the latest loads of experts that the run has recorded, with a row per layer with experts."""
+    row = run.rows[-1] if run.rows else {}
+    keys = [key for key in row if key.startswith("max_expert_load/")]
+    names = ("max_expert_load", "idle_experts", "router_entropy", "expert_balance")
+    layers = [key.partition("/")[2] for key in keys]
+    rows = [[layer.removeprefix("layer_"), *(_decimal(row.get(f"{n}/{layer}"), 3) for n in names)] for layer in layers]
+    return [["layer", "busiest expert, relative to the mean", "idle experts", "router entropy", "balance loss"], *rows]
 
 
 def traffic_line(run: Run) -> str:

@@ -19,6 +19,7 @@ from megazpp.report.contents import (
     completions_table,
     curves,
     differences_in_words,
+    experts_table,
     flag_differences,
     summary_table,
     tiles,
@@ -58,10 +59,12 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
     # The sections with tables.
     names = [_named(index, run.name) for index, run in enumerate(runs)]
     named = list(zip(names, runs, strict=True))
-    traffic, completions, topology, flags = list[str](), list[str](), list[str](), list[str]()
+    traffic, experts, completions, topology, flags = (list[str]() for _ in range(5))
     for name, run in named:
         if len(table := traffic_table(run)) > 1:
             traffic.append(f"<h3>{name}</h3>{_table(table)}<p>{escape(traffic_line(run))}</p>")
+        if len(table := experts_table(run)) > 1:
+            experts.append(f"<h3>{name}</h3>{_table(table)}")
         if len(table := completions_table(run)) > 1:
             completions.append(f"<h3>{name}</h3>{_table(table)}")
     for layout in dict.fromkeys(run.layout for run in runs if run.layout is not None):
@@ -73,6 +76,7 @@ def report_html(runs: Sequence[Run], now: datetime.datetime) -> str:
         "Summary": [_table(summary_table(runs), names)],
         "Flags that differ": flags,
         "Completions": completions,
+        "Experts by layer, last log line": experts,
         "Bytes by axis, wire and collective": traffic,
         "Placement of ranks": topology,
     }

@@ -12,6 +12,7 @@ from megazpp.report.contents import (
     completions_table,
     curves,
     differences_in_words,
+    experts_table,
     flag_differences,
     summary_table,
     thin,
@@ -138,3 +139,10 @@ def test_latest_completions_are_shown_with_rewards(tmp_path):
     assert completions_table(run)[1:] == [["3", "p", '["a"]', "right 0.5, long nan"]] * 16
     without = read(tmp_path / "without", row(2))
     assert len(traffic_table(without)) == len(completions_table(without)) == 1
+
+
+def test_loads_of_experts_are_shown_by_layer(tmp_path):
+    loads = {"max_expert_load": 1.5, "max_expert_load/layer_1": 2.0, "idle_experts/layer_1": 0.25}
+    table = experts_table(read(tmp_path / "run", row(1), row(2, **loads)))
+    assert table[1:] == [["1", "2.000", "0.250", "-", "-"]]
+    assert len(experts_table(read(tmp_path / "dense", row(1)))) == 1
