@@ -253,8 +253,11 @@ class EmulatedCluster:
             self._run(node, f"ip address add {_address(node)}/24 dev eth0 && ip link set eth0 up")
 
     def _inside(self, namespace: int) -> tuple[str, ...]:
-        """Return the command prefix that enters the namespace of a node; number `nodes` is the bridge's namespace."""
-        return ("nsenter", "--net", "--mount", "--target", str(self._holders[namespace].pid))
+        """Return the command prefix that enters the namespace of a node; number `nodes` is the bridge's namespace.
+
+        The command starts in the current folder. Without `--wd` it would start in /, where relative paths are wrong.
+        """
+        return ("nsenter", "--net", "--mount", f"--wd={os.getcwd()}", "--target", str(self._holders[namespace].pid))
 
     def _run(self, namespace: int, script: str) -> str:
         """Run a shell script in a namespace and return its output."""

@@ -106,13 +106,14 @@ def test_no_process_or_namespace_is_left_however_a_run_ends(tmp_path, send, numb
 
 @pytest.mark.slow
 @needs_root
-def test_ranks_get_torchruns_variables_hosts_and_links_of_their_node(tmp_path):
+def test_ranks_get_torchruns_variables_hosts_links_and_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
     program = (
         "import os, socket\n"
         f"words = [os.environ[name] for name in '{names} GLOO_SOCKET_IFNAME'.split()]\n"
         "words += [socket.gethostbyname('node1'), ','.join(sorted(os.listdir('/sys/class/net')))]\n"
-        f"open('{tmp_path}/' + words[0], 'w').write(' '.join(words))\n"
+        "open(words[0], 'w').write(' '.join(words))\n"
     )
     with EmulatedCluster(nodes=3, ranks_per_node=2) as cluster:
         assert cluster.start([sys.executable, "-c", program]).wait() == 0
