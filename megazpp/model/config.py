@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # fields that exclude each other; without one of them, GeLU
@@ -229,9 +229,7 @@ class GPTConfig:
         check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")
         too_small = f"--hidden-size {self.hidden_size} makes the MLP 0 channels wide: raise it or set --ffn-hidden-size"
         _require(self.hidden_size is None or self.ffn_size > 0, too_small)
-        for name in ("hidden_dropout", "attention_dropout"):
-            rate = getattr(self, name)
-            _require(0.0 <= rate < 1.0, f"{spelling(self, name)} {rate} is not in [0, 1)")
+        check_below_one(self, "hidden_dropout", "attention_dropout")
         # ---- heads
         groups = f"--num-query-groups {self.num_query_groups}"
         _require(self.num_query_groups == 1 or self.group_query_attention, f"{groups} needs --group-query-attention")
