@@ -50,6 +50,13 @@ def find_c_library(source: Path) -> CLibrary | CLibraryError:
         return error
 
 
+def functions_of(library: CLibrary | CLibraryError) -> ctypes.CDLL:
+    """Return the functions of a result of `find_c_library`, or raise the error if it is one."""
+    if isinstance(library, CLibraryError):
+        raise library
+    return library.functions
+
+
 def load_c_library(source: Path) -> CLibrary:
     """Compile `source` for this machine, unless the cache has it, and load it.
 

@@ -2,7 +2,7 @@
 
 Sample n comes from the dataset that is furthest behind its share: the largest share * max(n, 1) - taken in fp64, and
 the first dataset in a tie. Each choice depends on all earlier ones. `native` (C) and `reference` (Python, for machines
-without a C compiler) make identical choices. With many datasets, both compare only a few candidates for each sample.
+without a C compiler) make identical choices. With many datasets, C compares only a few candidates for each sample.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.kernels.blend_order.reference import groups_of
-from megazpp.kernels.c_library import CLibraryError, find_c_library
+from megazpp.kernels.c_library import find_c_library, functions_of
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
 AT_ONCE = 16  # equal to AT_ONCE in native.c
@@ -42,9 +41,8 @@ class NativePlanner:
     """
 
     def __init__(self, shares: npt.NDArray[np.float64]) -> None:
-        loaded, (distinct, starts, members) = library(), groups_of(shares)
-        if isinstance(loaded, CLibraryError):
-            raise loaded
+        self._function = functions_of(library()).megazpp_blend_order
+        distinct, starts, members = _groups_of(shares)
         size = len(distinct)
         own: tuple[npt.NDArray[Any], ...] = (distinct, np.zeros(size), starts, members, np.zeros(size, dtype=np.int32))
         room: tuple[npt.NDArray[Any], ...] = (
@@ -55,7 +53,6 @@ class NativePlanner:
         places = [[c_void_p(array.ctypes.data) for array in arrays] for arrays in self._arrays]
         block = (1 << 31) - 1 if size <= NARROW else round(2 * size**0.5)
         self._plan = _Plan(size, block, *places[0], -float("inf"), 1.0 / size, *places[1])
-        self._function = loaded.functions.megazpp_blend_order
 
     def plan(self, first: int, datasets: npt.NDArray[np.int16], numbers: npt.NDArray[np.int64]) -> None:
         """Plan the next samples and fill both arrays.
@@ -67,3 +64,19 @@ class NativePlanner:
         """
         arrays = [c_void_p(array.ctypes.data) for array in (datasets, numbers)]
         self._function(byref(self._plan), c_int64(first), c_int64(len(datasets)), *arrays)
+
+
+def _groups_of(
+    shares: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Group datasets by equal shares.
+
+    Args:
+        shares: [D] shares of the datasets.
+    Returns:
+        The distinct shares [G], the start [G + 1] of each group, and the groups' members [D], ascending in each group.
+    """
+    distinct, group = np.unique(shares, return_inverse=True)
+    starts = np.zeros(len(distinct) + 1, dtype=np.int32)
+    np.cumsum(np.bincount(group), out=starts[1:])
+    return distinct, starts, np.argsort(group, kind="stable").astype(np.int32)

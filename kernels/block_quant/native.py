@@ -6,7 +6,7 @@ call runs on one thread and releases Python's global interpreter lock. Concurren
 
 from __future__ import annotations
 
-from ctypes import CDLL, Structure, byref, c_float, c_int64, c_void_p
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megazpp.kernels.block_quant.range_table import Feedback, RangeTable
-from megazpp.kernels.c_library import CLibraryError, find_c_library
+from megazpp.kernels.c_library import find_c_library, functions_of
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -29,7 +29,7 @@ def pack(
     beta: float = 0.0,
 ) -> None:
     """Pack rows x [A, B, n] into messages [A, B, M]; see `megazpp.kernels.block_quant.pack`."""
-    _functions().megazpp_pack(
+    functions_of(library()).megazpp_pack(
         byref(_Shape(1, *x.shape[:2])),
         byref(_table(table)),
         byref(_data(x)),
@@ -44,7 +44,7 @@ def pack(
 
 def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
     """Unpack messages [K, A, B, M] and sum them over K into out [A, B, n]; see `reference.unpack_sum`."""
-    _functions().megazpp_unpack_sum(
+    functions_of(library()).megazpp_unpack_sum(
         byref(_Shape(messages.shape[0], *out.shape[:2])),
         byref(_table(table)),
         byref(_messages(messages)),
@@ -76,13 +76,6 @@ class _Messages(Structure):
     """The struct `messages` of native.c."""
 
     _fields_ = [("start", c_void_p), *((name, c_int64) for name in ("stride_k", "stride_a", "stride_b"))]
-
-
-def _functions() -> CDLL:
-    """Return the compiled functions; raise CLibraryError if there is no C compiler."""
-    if isinstance(loaded := library(), CLibraryError):
-        raise loaded
-    return loaded.functions
 
 
 def _table(table: RangeTable) -> _Table:

@@ -90,6 +90,14 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise ValueError(f"{spelling(config, name)} {value} is negative")
 
 
+def check_below_one(config: Any, *names: str) -> None:
+    """Raise a ValueError for the first of the fields `names` that is neither None nor at least 0 and below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            raise ValueError(f"{spelling(config, name)} {value} is not in [0, 1)")
+
+
 def spelling(config: Any, name: str) -> str:
     """Return the flag, such as `--micro-batch-size`, of the field `name` of a config or config class."""
     return next(flag_name(field) for field in dataclasses.fields(config) if field.name == name)

@@ -187,20 +187,13 @@ def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
     return f"has {rows} rows for {record.vocab_size} tokens{'' if record.layout else hint}"
 
 
-# Flags that determine the shapes or the meaning of the weights. `check_same_model` compares them.
-_SHAPE_FLAGS = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-    *("group_query_attention", "num_query_groups", "max_position_embeddings", "position_embedding_type"),
-    *("use_rotary_position_embeddings", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
-    *("rope_scaling_original_length", "rotary_seq_len_interpolation_factor", "rope_type", "rotary_scaling_factor"),
-    *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_attention_factor"),
-    *("no_rope_freq", "window_size", "window_attn_skip_freq", "qk_layernorm_all_heads", "norm_after_block"),
-    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "qk_layernorm"),
-    *("normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu", "squared_relu", "openai_gelu"),
-    *("untie_embeddings_and_output_weights", "disable_bias_linear", "add_qkv_bias"),
-    *("num_experts", "moe_layer_freq", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("moe_shared_expert_gate", "moe_router_score_function", "moe_router_pre_softmax"),
-    *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias"),
+# Fields of GPTConfig that determine neither the shapes nor the meaning of the weights. `check_same_model` compares all
+# others.
+_OTHER_FIELDS = (
+    *("make_vocab_size_divisible_by", "init_method_std", "use_cpu_initialization", "hidden_dropout"),
+    *("attention_dropout", "recompute_activations", "recompute_granularity", "recompute_modules", "recompute_method"),
+    *("recompute_num_layers", "fp8_format", "compile", "moe_router_bias_update_rate"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
 )
 # The GPTConfig property that is computed from the flag, for flags whose property has another name.
 _PROPERTIES = {
@@ -223,7 +216,8 @@ _PROPERTIES = {
     "disable_bias_linear": "linear_bias",
     "add_qkv_bias": "qkv_bias",
 }
-SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FLAGS}
+_SHAPE_FIELDS = [field.name for field in dataclasses.fields(GPTConfig) if field.name not in _OTHER_FIELDS]
+SHAPE = {name: _PROPERTIES.get(name, name) for name in _SHAPE_FIELDS}
 # Keys in `CheckpointMetadata.flags` that are not flags:
 SAMPLES = "samples"  # batch size, number of data ranks, and the description of the data by data/identity.py
 IMPORTED_FROM = "imported_from"  # Hugging Face folder that the model was converted from; it has the same weights

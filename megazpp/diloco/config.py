@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag
 from megazpp.kernels.formats import BlockFormat
 from megazpp.run.arguments import FeatureConfig
 from megazpp.topology.cluster import Cluster
@@ -68,10 +68,7 @@ class DilocoConfig(FeatureConfig):
         check_words(self)
         check_positive(self, "diloco_steps", "diloco_outer_lr", "diloco_fragments")
         check_not_negative(self, "diloco_fragment_sync_delay")
-        for name in ("diloco_outer_momentum", "diloco_fragment_update_alpha"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 <= value < 1.0:
-                raise ValueError(f"{spelling(self, name)} {value} is not in [0, 1)")
+        check_below_one(self, "diloco_outer_momentum", "diloco_fragment_update_alpha")
         if self.diloco_islands is not None and self.diloco_islands < 2:
             raise ValueError(f"--diloco-islands {self.diloco_islands}: at least 2 replica groups are needed")
         steps = self.diloco_steps

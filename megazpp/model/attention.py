@@ -222,72 +222,41 @@ def tokens_for_heads(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
     return exchange(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2).flatten(2)
 
 
-def rotary_angles(
-    position_ids: torch.Tensor, channels: int, base: float, scaling: float | None = None, original: int = 8192
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of the rotary angles, [S, B, 1, channels] fp32 each.
-
-    Channels i and i + channels/2 form a pair, which rotates by position x base^(-2i/channels) radians. Source:
-    RoFormer, with the half-split order of channels that Llama and Megatron-LM use.
-
-    Args:
-        position_ids: [B, S] int64 positions.
-        channels: number of rotated channels per head, even.
-        base: base of the frequencies.
-        scaling: divisor of the lowest frequencies, see `scaled_frequencies`; None for unscaled frequencies.
-        original: sequence length, in tokens, of the training before the scaling.
-    """
-    frequency = plain_frequencies(channels, base, position_ids.device)
-    if scaling is not None:
-        frequency = scaled_frequencies(frequency, scaling, original)
-    return turned_angles(position_ids, frequency)
-
-
 def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of the rotary angles that the flags of `config` define, shaped as in `rotary_angles`.
+    """Return cosine and sine of the rotary angles that the flags of `config` define, [S, B, 1, channels] fp32 each.
+
+    Channels i and i + channels/2 of the rotated channels form a pair, which rotates by position x base^(-2i/channels)
+    radians. Source: RoFormer, with the half-split order of channels that Llama and Megatron-LM use.
 
     Args:
         config: config of the model, with rotary embeddings.
         position_ids: [B, S] int64 positions.
     """
-    channels, interpolation = int(config.head_size * config.rotary_percent), config.rotary_seq_len_interpolation_factor
-    if config.rope_type == "rope" and interpolation is None:
-        scaling = config.rope_scaling, config.rope_scaling_original_length
-        return rotary_angles(position_ids, channels, config.rotary_base, *scaling)
+    # ---- unscaled frequencies [channels / 2], in radians per token
+    channels, device, factor = int(config.head_size * config.rotary_percent), position_ids.device, 1.0
     base: float | torch.Tensor = config.rotary_base
-    factor, longest = config.rotary_scaling_factor, config.max_position_embeddings
     if config.rope_type == "dynamic":
+        scale, longest = config.rotary_scaling_factor, config.max_position_embeddings
         assert longest is not None
         # the base stays a tensor on the device: the host does not wait for the longest position
         share = (position_ids.max() + 1).clamp(min=longest) / longest
-        base = base * (factor * share - (factor - 1.0)) ** (channels / (channels - 2))
-    frequency = plain_frequencies(channels, base, position_ids.device) / (interpolation or 1.0)
-    if config.rope_type != "yarn":
-        return turned_angles(position_ids, frequency)
-    attention_factor = config.yarn_attention_factor or 1.0 + 0.1 * math.log(factor)
-    return turned_angles(position_ids, yarn_frequencies(frequency, config), attention_factor)
+        base = base * (scale * share - (scale - 1.0)) ** (channels / (channels - 2))
+    frequency = base ** -(torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels)
 
+    # ---- scaled frequencies
+    if config.rotary_seq_len_interpolation_factor is not None:
+        frequency = frequency / config.rotary_seq_len_interpolation_factor
+    if config.rope_scaling is not None:
+        frequency = scaled_frequencies(frequency, config.rope_scaling, config.rope_scaling_original_length)
+    if config.rope_type == "yarn":
+        frequency = yarn_frequencies(frequency, config)
+        factor = config.yarn_attention_factor or 1.0 + 0.1 * math.log(config.rotary_scaling_factor)
 
-def plain_frequencies(channels: int, base: float | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the unscaled rotary frequencies base^(-2i/channels), [channels / 2] fp32, in radians per token."""
-    exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
-    return base**-exponent
-
-
-def turned_angles(
-    position_ids: torch.Tensor, frequency: torch.Tensor, factor: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of position x frequency, each multiplied by `factor`, shaped as in `rotary_angles`.
-
-    Args:
-        position_ids: [B, S] int64 positions.
-        frequency: [channels / 2] radians per token.
-        factor: factor of cosine and sine; None for 1.
-    """
+    # ---- angles
     angle = position_ids.t().unsqueeze(-1) * frequency  # [S, B, channels / 2]
     angle = torch.cat((angle, angle), dim=-1).unsqueeze(2)
     cos, sin = angle.cos(), angle.sin()
-    return (cos, sin) if factor is None else (cos * factor, sin * factor)
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor:

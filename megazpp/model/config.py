@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # fields that exclude each other; without one of them, GeLU
@@ -57,7 +57,7 @@ class GPTConfig:
         False,
         "lower the low rotary frequencies as Llama 3.1 does, for sequences longer than --rope-scaling-original-length",
     )
-    rope_scaling_factor: float = flag(8.0, "divisor of the lowest rotary frequencies with --use-rope-scaling")
+    rope_scaling_factor: float = flag(8.0, "divisor of the lowest rotary frequencies", needs="--use-rope-scaling")
     rope_scaling_original_length: int = flag(
         8192, "sequence length, in tokens, of the training without --use-rope-scaling", needs="--use-rope-scaling"
     )
@@ -74,18 +74,22 @@ class GPTConfig:
         1.0, "ratio of the new context length to the original one with --rope-type yarn or dynamic"
     )
     yarn_original_max_position_embeddings: int = flag(
-        4096, "context length, in tokens, of the training before --rope-type yarn"
+        4096, "context length, in tokens, of the training before --rope-type yarn", needs="--rope-type yarn"
     )
     yarn_beta_fast: float = flag(
-        32.0, "turns over the original context at and above which --rope-type yarn keeps a frequency unchanged"
+        32.0,
+        "turns over the original context at and above which YaRN keeps a frequency unchanged",
+        needs="--rope-type yarn",
     )
     yarn_beta_slow: float = flag(
-        1.0, "turns over the original context at and below which --rope-type yarn divides a frequency in full"
+        1.0,
+        "turns over the original context at and below which YaRN divides a frequency in full",
+        needs="--rope-type yarn",
     )
     yarn_attention_factor: float | None = flag(
         None,
-        "factor of the cosines and sines of the rotary angles with --rope-type yarn "
-        "(default: 1 + 0.1 ln --rotary-scaling-factor)",
+        "factor of the cosines and sines of the rotary angles (default: 1 + 0.1 ln --rotary-scaling-factor)",
+        needs="--rope-type yarn",
     )
     window_size: str | None = flag(
         None,
@@ -97,6 +101,7 @@ class GPTConfig:
         None,
         "layers that use --window-size: N for all layers but every Nth, or a list with 1 for each layer with a window "
         "and 0 for each other layer, such as [1,1,1,0] (default: all layers)",
+        needs="--window-size",
         metavar="N|LIST",
     )
     num_experts: int | None = flag(
@@ -229,9 +234,7 @@ class GPTConfig:
         check_positive(self, "norm_epsilon", "init_method_std", "rotary_base")
         too_small = f"--hidden-size {self.hidden_size} makes the MLP 0 channels wide: raise it or set --ffn-hidden-size"
         _require(self.hidden_size is None or self.ffn_size > 0, too_small)
-        for name in ("hidden_dropout", "attention_dropout"):
-            rate = getattr(self, name)
-            _require(0.0 <= rate < 1.0, f"{spelling(self, name)} {rate} is not in [0, 1)")
+        check_below_one(self, "hidden_dropout", "attention_dropout")
         # ---- heads
         groups = f"--num-query-groups {self.num_query_groups}"
         _require(self.num_query_groups == 1 or self.group_query_attention, f"{groups} needs --group-query-attention")
@@ -251,14 +254,12 @@ class GPTConfig:
 
     def _check_patterns(self) -> None:
         """Raise ValueError for a wrong --window-size, --window-attn-skip-freq or --no-rope-freq."""
-        window = self.window  # reads --window-size
+        _ = self.window  # reads --window-size
         for name in ("no_rope_freq", "window_attn_skip_freq"):
             given = f"{spelling(self, name)} {getattr(self, name)}"
             pattern = _pattern(given, getattr(self, name))
             fits = not isinstance(pattern, tuple) or self.num_layers in (None, len(pattern))
             _require(fits, f"{given} does not have one entry for each of --num-layers {self.num_layers}")
-        skips = f"--window-attn-skip-freq {self.window_attn_skip_freq}"
-        _require(self.window_attn_skip_freq is None or window is not None, f"{skips} needs --window-size")
         unrotated = f"--no-rope-freq {self.no_rope_freq}"
         _require(
             self.no_rope_freq is None or self.positions == "rope", f"{unrotated} needs --position-embedding-type rope"
@@ -284,8 +285,6 @@ class GPTConfig:
         score = self.moe_router_score_function
         fits = not self.moe_router_enable_expert_bias or score == "sigmoid"
         _require(fits, f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not {score}")
-        gate = self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None
-        _require(not gate, "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size")
         balance = self.moe_router_load_balancing_type == "none" and self.moe_aux_loss_coeff > 0.0
         coefficient = f"--moe-aux-loss-coeff {self.moe_aux_loss_coeff:g}"
         _require(not balance, f"{coefficient} needs --moe-router-load-balancing-type seq_aux_loss, not none")
@@ -323,20 +322,10 @@ class GPTConfig:
         scaled = f"--rotary-scaling-factor {scale}"
         _require(1.0 <= scale < math.inf, f"{scaled} is not a finite number of at least 1")
         _require(scale == 1.0 or self.rope_type != "rope", f"{scaled} needs --rope-type yarn or dynamic")
-        for name in (
-            "yarn_original_max_position_embeddings",
-            "yarn_beta_fast",
-            "yarn_beta_slow",
-            "yarn_attention_factor",
-        ):
-            given = f"{spelling(self, name)} {getattr(self, name)}"
-            default = type(self).__dataclass_fields__[name].default
-            _require(getattr(self, name) == default or self.rope_type == "yarn", f"{given} needs --rope-type yarn")
         known = self.rope_type != "dynamic" or self.max_position_embeddings is not None
         _require(known, "--rope-type dynamic needs --max-position-embeddings")
         # ---- flags of plain and scaled rotary embeddings
         _require(0.0 < percent <= 1.0, f"--rotary-percent {percent} is not in (0, 1]")
-        _require(factor == 8.0 or self.use_rope_scaling, f"--rope-scaling-factor {factor} needs --use-rope-scaling")
         if self.positions != "rope":
             return
         _require(1.0 <= factor < math.inf, f"--rope-scaling-factor {factor} is not a finite number of at least 1")

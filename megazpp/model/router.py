@@ -120,18 +120,16 @@ class Router(nn.Module):
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
 
         # ---- choice
-        recomputing = kept is not None and kept.choice is not None
-        if recomputing:
-            assert kept is not None
-            choice = kept.choice
-            assert choice is not None
-        else:
-            choice = self._ranked(scores.detach(), logits.detach()).topk(self.top_k, dim=-1).indices
-        if kept is not None:
-            kept.choice = choice
+        kept = kept or Kept()
+        recomputing = kept.choice is not None
+        if kept.choice is None:
+            kept.choice = self._ranked(scores.detach(), logits.detach()).topk(self.top_k, dim=-1).indices
+        choice = kept.choice
 
         # ---- totals for the metrics, and losses
         shares = scores / scores.sum(dim=-1, keepdim=True) if self.sigmoid else scores
+        if counted is not None:
+            shares = shares * counted.unsqueeze(-1)
         if self.training and not recomputing and torch.is_grad_enabled():
             self._count(choice, shares.detach(), counted)
         loss = self._loss(logits, shares, choice, length, counted) if self.training else None
@@ -195,7 +193,7 @@ class Router(nn.Module):
 
         Args:
             logits: [S, B, E] fp32.
-            shares: [S, B, E] fp32, normalized scores.
+            shares: [S, B, E] fp32, normalized scores, 0 for tokens that do not count.
             choice: [S, B, K] int64, chosen experts.
             length: counted tokens of a complete sequence, a number or [B].
             counted: [S, B] fp32, 1 for tokens that the losses include; None if all tokens count.
@@ -204,7 +202,7 @@ class Router(nn.Module):
         if self.balance_coefficient > 0.0:
             chosen = F.one_hot(choice, self.num_experts)
             if counted is not None:
-                chosen, shares = chosen * counted[..., None, None], shares * counted.unsqueeze(-1)
+                chosen = chosen * counted[..., None, None]
             found = chosen.sum(dim=(0, 2)).float()  # [B, E]
             for axis in self.sequence_axes:
                 found = axis.all_reduce_(found)
@@ -218,12 +216,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, choice: torch.Tensor, shares: torch.Tensor, counted: torch.Tensor | None) -> None:
-        """Add the choices [S, B, K] and the normalized scores [S, B, E] of a forward pass to the totals."""
+        """Add the choices [S, B, K] and the normalized scores [S, B, E], 0 for uncounted tokens, to the totals."""
         counts = torch.zeros(self.num_experts, dtype=torch.float64, device=choice.device)
         chosen = torch.ones_like(choice, dtype=torch.float64)
         tokens = counts.new_full((), shares[..., 0].numel())
         if counted is not None:
-            chosen, shares = chosen * counted.unsqueeze(-1), shares * counted.unsqueeze(-1)
+            chosen = chosen * counted.unsqueeze(-1)
             tokens = counted.sum(dtype=torch.float64)
         counts.scatter_add_(0, choice.flatten(), chosen.flatten())
         sums = shares.sum(dim=(0, 1), dtype=torch.float64)

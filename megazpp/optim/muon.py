@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from megazpp.base.flags import check_not_negative, check_positive, flag, spelling
+from megazpp.base.flags import flag
 from megazpp.optim.muon_plan import LayerMatrix, MatrixBlock, block_cost, plan_blocks, rows_of_parts
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
@@ -46,7 +46,7 @@ NewtonSchulz = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Flags of Muon; see the top of this file for the update rule."""
+    """Flags of Muon; see the top of this file for the update rule. `OptimizerConfig` checks their values."""
 
     muon_momentum: float = flag(0.95, "decay rate of Muon's running average of the gradient", needs=MUON)
     muon_use_nesterov: bool = flag(
@@ -80,13 +80,6 @@ class MuonConfig:
         "0 for no full steps",
         needs=MUON,
     )
-
-    def check_muon(self) -> None:
-        """Raise ValueError, with flag and value, for the first value out of its range."""
-        if not 0.0 <= self.muon_momentum < 1.0:
-            raise ValueError(f"{spelling(self, 'muon_momentum')} {self.muon_momentum} is not in [0, 1)")
-        check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
-        check_not_negative(self, "muon_full_interval")
 
     def scale(self, rows: int, columns: int) -> float:
         """Return the factor of the orthogonalized matrix, for a matrix of the given size."""

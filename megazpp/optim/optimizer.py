@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from megazpp.base.flags import check_not_negative, check_positive, check_words, flag, spelling
+from megazpp.base.flags import check_below_one, check_not_negative, check_positive, check_words, flag
 from megazpp.optim.apex import ApexAdam, check_apex
 from megazpp.optim.clip import divide_grads_
 from megazpp.optim.muon import JointOrthogonalizer, MuonConfig, Orthogonalizer, row_dtype
@@ -57,13 +57,10 @@ class OptimizerConfig(MuonConfig):
     def __post_init__(self) -> None:
         """Raise ValueError for values out of their range, and for apex with an optimizer that it does not support."""
         check_words(self)
-        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{spelling(self, name)} {value} is not in [0, 1)")
+        check_below_one(self, "adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum")
         check_positive(self, "adam_eps")  # with 0, elements whose gradients are all 0 (unused tokens) would become NaN
-        check_not_negative(self, "weight_decay", "clip_grad")
-        self.check_muon()
+        check_positive(self, "muon_num_ns_steps", "muon_extra_scale_factor", "muon_adam_lr_multiple")
+        check_not_negative(self, "weight_decay", "clip_grad", "muon_full_interval")
         if self.optimizer_backend == "apex" and self.optimizer != "adam":
             raise ValueError(f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}")
 

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import torch
 
-from megazpp.base.flags import check_words, flag
+from megazpp.base.flags import check_positive, check_words, flag
 from megazpp.base.program import MEGA
 from megazpp.parallel.timeline import (
     COMPUTE,
@@ -88,8 +88,7 @@ class TimingConfig:
 
     def __post_init__(self) -> None:
         check_words(self)
-        if self.timeline_step is not None and self.timeline_step < 1:
-            raise ValueError(f"--timeline-step {self.timeline_step} is not positive: the first iteration is 1")
+        check_positive(self, "timeline_step")
 
 
 class StepRecorder:

@@ -24,7 +24,7 @@ from megazpp.zero.wire import Codec, LosslessCodec, Segment, plan_message
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin, _get_gradient_divide_factors
 except ImportError as error:  # pragma: no cover
     raise ImportError(
         f"torch {torch.__version__} has moved FSDP2's comm interface; MegaZ++ supports torch 2.11 to 2.13"
@@ -109,14 +109,6 @@ class CommContext:
         return self._codec(plan_message(segments, fmt, exact_itemsize=dtype.itemsize), dtype)
 
 
-class FreshBuffers:
-    """A mixin that allocates a new buffer for each collective, so the caching allocator manages its lifetime."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate a buffer; FSDP2 calls this for the inputs and outputs of its collectives."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
 class Pending(dist.Work):
     """The handle that FSDP2 waits for before it uses gathered parameters.
 
@@ -133,7 +125,7 @@ class Pending(dist.Work):
         return True
 
 
-class CountedGather(FreshBuffers, AllGather):
+class CountedGather(DefaultAllocMixin, AllGather):
     """An all-gather over the shard axis in one hop: [n] shard -> [W n] parameters, as FSDP2's own."""
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
@@ -200,7 +192,7 @@ class LateSum:
         unit.add_to_gradients(result, self.indices, wanted)
 
 
-class SummingReduce(FreshBuffers, ReduceScatter):
+class SummingReduce(DefaultAllocMixin, ReduceScatter):
     """The base class of reduce-scatters: [W n] gradients of a unit -> this rank's [n] of their sum over ranks.
 
     FSDP2 passes only the gradients that a backward has computed, and does not say which parameters they belong to. So

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from megazpp.base.flags import as_words, as_written, check_positive, check_words, flag
+from megazpp.base.flags import as_words, as_written, check_below_one, check_positive, check_words, flag
 from megazpp.kernels.block_quant import backend
 from megazpp.kernels.formats import BlockFormat
 from megazpp.topology.layout import Layout
@@ -99,7 +99,8 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         check_words(self)
-        check_positive(self, "zero_weight_keyframe_interval")
+        check_positive(self, "zero_weight_keyframe_interval", "zero_error_feedback_reset")
+        check_below_one(self, "zero_error_feedback_beta")
         written = as_words(8 if self.zero_weight_bits is None else self.zero_weight_bits)
         if written in ("16 4", "8 4"):
             raise ValueError(
@@ -111,11 +112,6 @@ class ZeroConfig:
         bits = self.zero_gradient_bits
         if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
             raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not valid; expected two of 4, 8 and 16")
-        beta, reset = self.zero_error_feedback_beta, self.zero_error_feedback_reset
-        if not 0 <= beta < 1:
-            raise ValueError(f"--zero-error-feedback-beta {beta} is not valid; expected at least 0 and less than 1")
-        if reset is not None and reset < 1:
-            raise ValueError(f"--zero-error-feedback-reset {reset} is not a positive number of iterations")
 
     @property
     def weight_bits(self) -> int:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.parallel.comm_queue import Moment, Work
-from megazpp.zero.comms import AllGather, CommContext, FreshBuffers, Pending
+from megazpp.zero.comms import AllGather, CommContext, DefaultAllocMixin, Pending
 from megazpp.zero.secondary import Resident, Secondary
 from megazpp.zero.units import Fingerprint, Unit
 from megazpp.zero.wire import QUANTIZABLE, LosslessCodec, MixedCodec
@@ -42,7 +42,7 @@ class InterNodeMessage(IntEnum):
     KEYFRAME = 2
 
 
-class TwoHopGather(FreshBuffers, AllGather):
+class TwoHopGather(DefaultAllocMixin, AllGather):
     """The all-gather of one unit in two hops, which replaces FSDP2's.
 
     FSDP2's flat rank is cross rank x L + local rank. Each use compares the unit's fingerprint (`Unit.fingerprint`) with
@@ -71,7 +71,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._made_from: Fingerprint | None = None
         self._has_stepped = False
         self._after_step: Fingerprint | None = None  # fingerprint after the last step; None once `drop` was called
-        self._crossed: Work[None] | None = None  # the last cross-node hop
+        self._crossed = Work(None)  # the last cross-node hop; a finished work before the first one
         self._received: Work[torch.Tensor] | None = None  # an intra-node hop that was started before its use
         self._used = False  # whether the unit was used since its last cross-node hop started
         self._compared = False  # whether `Unit.shard_reader` was checked against FSDP2's input
@@ -174,7 +174,6 @@ class TwoHopGather(FreshBuffers, AllGather):
         # ---- the intra-node hop, unless it was prefetched, and unpacking
         received, self._received = self._received, None
         if received is None:
-            assert self._crossed is not None
             hop = functools.partial(self._hop_inside, messages)
             unpack = functools.partial(self._unpack, hop, output_tensor)  # one task for both saves host time
             done = self._local_queue.submit(unpack, after=(self._crossed,))
@@ -242,7 +241,6 @@ class TwoHopGather(FreshBuffers, AllGather):
         It starts only if the messages received from other nodes are up to date.
         """
         if self._received is None and self.secondary.messages is not None and self._is_current:
-            assert self._crossed is not None
             hop = functools.partial(self._hop_inside, self.secondary.messages)
             self._received = self._local_queue.submit(hop, after=(self._crossed,))
 
@@ -254,8 +252,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         secondary = self.secondary
         if not isinstance(secondary, Resident) or secondary.weights is None:
             return None
-        if self._crossed is not None:
-            self._crossed.wait()
+        self._crossed.wait()
         return secondary
 
     def lossless(self) -> LosslessCodec:
@@ -263,8 +260,7 @@ class TwoHopGather(FreshBuffers, AllGather):
 
         It waits for the last cross-node hop first, so that the codec's size counters are current.
         """
-        if self._crossed is not None:
-            self._crossed.wait()
+        self._crossed.wait()
         differences = self.secondary.differences if isinstance(self.secondary, Resident) else None
         assert isinstance(differences, LosslessCodec)
         differences.read_counters()
@@ -320,8 +316,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self._made_from = self.unit.fingerprint()
         self._uncounted = 0
         if self._cross.counter.is_paused:
-            if self._crossed is not None:
-                self._crossed.wait()  # the length of the next message depends on the counters that it has received
+            self._crossed.wait()  # the length of the next message depends on the counters that it has received
             self._uncounted = (self._cross.size - 1) * self._crossing_bytes(crossing)
         self._crossed = self._cross_queue.submit(lambda: self._take_in(crossing, messages, shard), since=since)
 

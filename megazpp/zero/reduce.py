@@ -74,6 +74,12 @@ class TwoHopReduce(SummingReduce):
         unit: the sharding unit.
         context: axes, schedules and formats that all units share.
         num_uses: returns how often the unit was gathered, the same number on every rank.
+    Attributes:
+        waiting: indices of the parameters whose partial sums wait for the hop across nodes. They are the same on all
+            ranks, and count even if the program has cleared the gradients.
+        kept_errors: the error feedback of the hop across nodes; None before the first quantization and if it is off.
+            Only tasks of the cross queue access it during a backward.
+        restores_none: True if gradients end as in FSDP2, with None for unused parameters.
     """
 
     def __init__(self, unit: Unit, context: CommContext, num_uses: Callable[[], int] = lambda: 0) -> None:
@@ -88,15 +94,15 @@ class TwoHopReduce(SummingReduce):
         self._partial_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
         self._codecs: dict[tuple[tuple[int, ...], torch.dtype], tuple[Codec, Codec]] = {}
         self._num_uses, self._uses_before = num_uses, 0
-        self._waiting: tuple[int, ...] = ()  # indices of the parameters whose partial sums wait for the cross-node hop
+        self.waiting: tuple[int, ...] = ()
         self._partial_sums: PartialSums | None = None  # accessed by tasks of the local queue only
-        # Error feedback of the cross-node hop, accessed by the cross queue, and between backwards by `end_step`
-        self._errors: Feedback | None = None
-        self._errors_of: tuple[int, ...] = ()  # indices of the parameters that `_errors` has room for
+        self.kept_errors: Feedback | None = None
+        self._errors_of: tuple[int, ...] = ()  # indices of the parameters that `kept_errors` has room for
         self._errors_settled = True  # whether an optimizer step has used the last result
         self._last_micro_batch = True
         self._present: set[int] = set()  # indices of the parameters with a gradient on this rank
         self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}  # cache of `_flags_of`
+        self.restores_none = context.restores_none
         self._unused = UnusedParameters(unit) if context.restores_none else None
         self._marks = GradientMarks(unit, (self._cross.rank + self._local.rank) % 2) if context.restores_none else None
         self._agreement = context.agreement
@@ -123,34 +129,34 @@ class TwoHopReduce(SummingReduce):
             self.unit.fill_gradients(missing)
             self.reduced = tuple(sorted(self._present.union(missing)))
         if self._marks is not None:
-            self._marks.begin(self._waiting, self.reduced)
+            self._marks.begin(self.waiting, self.reduced)
         self._drop_discarded_errors()
         if self._unused is not None:
-            self._unused.begin(self._present, {*self.reduced, *self._waiting})
+            self._unused.begin(self._present, {*self.reduced, *self.waiting})
 
     def end(self) -> None:
         """Finish the bookkeeping after FSDP2 has set the gradients.
 
         In a last backward in which the unit has no gradients, its partial sums cross now.
         """
-        if not self.reduced and self._waiting and self.crosses:
+        if not self.reduced and self.waiting and self.crosses:
             self._cross_waiting()
         is_late = self._late is not None
         super().end()
-        if self._waiting and self._marks is not None:
-            self._schedule.finish_later(None, self._marks.place_later(self._waiting))
+        if self.waiting and self._marks is not None:
+            self._schedule.finish_later(None, self._marks.place_later(self.waiting))
         elif not is_late and self._unused is not None and not self._late_sums:
             self._unused.restore_none()
 
     def finished(self) -> None:
         """Set the gradients that no rank had to None, when the last sum of this backward has been added to `.grad`."""
-        if self._unused is not None and not self._late_sums and not self._waiting:
+        if self._unused is not None and not self._late_sums and not self.waiting:
             self._unused.restore_none()
 
     @property
     def result_indices(self) -> tuple[int, ...]:
         """Indices of the parameters in the next result: those that are reduced now, and those that wait."""
-        return tuple(sorted({*self.reduced, *self._waiting}))
+        return tuple(sorted({*self.reduced, *self.waiting}))
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
         """Start the intra-node hop, and after the last micro-batch the cross-node hop; see `SummingReduce.start`."""
@@ -159,7 +165,7 @@ class TwoHopReduce(SummingReduce):
         inside = self._local_queue.submit(functools.partial(self._hop_inside, gradients, hop, keep=keep))
         self._schedule.sent(inside)
         if keep:
-            self._waiting = hop.target
+            self.waiting = hop.target
             return None
         return self._start_cross_hop(inside, hop, result)
 
@@ -177,39 +183,16 @@ class TwoHopReduce(SummingReduce):
 
     def errors(self, device: torch.device) -> Feedback | None:
         """Return the error feedback, or None if it is off. Call it while no backward is running."""
-        return self._errors if self._errors_of else self._errors_for(self.unit.trained, device)
-
-    @property
-    def kept_errors(self) -> Feedback | None:
-        """The error feedback; None before the first quantization and if it is off."""
-        return self._errors
+        return self.kept_errors if self._errors_of else self._errors_for(self.unit.trained, device)
 
     def settle_errors(self) -> None:
         """Record that an optimizer step has used the gradients to which `kept_errors` belong."""
         self._errors_settled = True
 
     @property
-    def restores_none(self) -> bool:
-        """True if gradients end as in FSDP2, with None for unused parameters (`CommContext.restores_none`)."""
-        return self._unused is not None
-
-    @property
     def crosses(self) -> bool:
         """True if the gradients of the running backward cross nodes."""
         return self._every_micro_batch or (self._last_micro_batch and self.unit.in_last_backward)
-
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        """Indices of the parameters whose partial sums wait for the hop across nodes, the same on all ranks."""
-        return self._waiting
-
-    @property
-    def waits(self) -> bool:
-        """True if partial sums, a node's sums of gradients, wait for the hop across nodes.
-
-        They count even if the program has cleared the gradients to which they belong.
-        """
-        return bool(self._waiting)
 
     def waits_for(self, parameters: set[int]) -> str | None:
         """Return the name of a parameter whose gradient has not crossed nodes yet and was not cleared.
@@ -219,7 +202,7 @@ class TwoHopReduce(SummingReduce):
         Args:
             parameters: `id`s of the parameters to consider.
         """
-        for index in self._waiting:
+        for index in self.waiting:
             gradient = self.unit.gradient(index)
             if gradient is None or self.unit.shard_id(index) not in parameters:
                 continue
@@ -252,7 +235,7 @@ class TwoHopReduce(SummingReduce):
     def take_writes(self) -> torch.Tensor:
         """Return [P] what the program has done to the gradients that wait; see `GradientMarks.take`."""
         assert self._marks is not None
-        return self._marks.take(self._waiting)
+        return self._marks.take(self.waiting)
 
     def scale_partial_sums(self, states: Work[torch.Tensor], columns: slice) -> None:
         """Do to the partial sums what the program has done to `.grad`, in the local queue.
@@ -261,16 +244,16 @@ class TwoHopReduce(SummingReduce):
             states: its result [N, *] has a row for each shard whose partial sums this rank holds, from its rank.
             columns: the columns of `waiting` in this result.
         """
-        scale = functools.partial(self._scale_partial_sums, self._waiting, states, columns)
+        scale = functools.partial(self._scale_partial_sums, self.waiting, states, columns)
         self._local_queue.submit(scale, after=(states,))
 
     def drop_partial_sums(self) -> None:
         """Drop all partial sums and the marks in `.grad`; call it at the end of a backward."""
         if self._marks is not None:
-            self._marks.begin(self._waiting, ())
+            self._marks.begin(self.waiting, ())
         if self._unused is not None:
             self._unused.forget()
-        self._waiting = ()
+        self.waiting = ()
 
         def drop() -> None:
             """Free the partial sums; runs in the local queue."""
@@ -283,7 +266,8 @@ class TwoHopReduce(SummingReduce):
 
         A zero scale drops them, without waiting for the device.
         """
-        if self._unused is not None and not self._errors_settled and not self._late_sums and self._errors is not None:
+        discards = self.restores_none and not self._errors_settled and not self._late_sums
+        if discards and self.kept_errors is not None:
             for index, (_, scales) in self._parts_of_errors():
                 gradient = self.unit.gradient(index)
                 if gradient is None:
@@ -353,21 +337,21 @@ class TwoHopReduce(SummingReduce):
             return None
         if self._errors_of != indices:
             _, across = self._codecs_of(indices)
-            before = {} if self._errors is None else dict(self._parts_of_errors())
-            self._errors, self._errors_of = across.new_errors(self._cross.size, device=device), indices
-            for index, parts in () if self._errors is None else self._parts_of_errors():
+            before = {} if self.kept_errors is None else dict(self._parts_of_errors())
+            self.kept_errors, self._errors_of = across.new_errors(self._cross.size, device=device), indices
+            for index, parts in () if self.kept_errors is None else self._parts_of_errors():
                 for part, old in zip(parts, before.get(index, ()), strict=False):
                     part.copy_(old)
-        return self._errors
+        return self.kept_errors
 
     def _parts_of_errors(self) -> list[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Return (index, (payload, scales)) of the error feedback of each parameter that is quantized."""
-        assert self._errors is not None
+        assert self.kept_errors is not None
         _, across = self._codecs_of(self._errors_of)
         segments = self.unit.segments_of(self._errors_of)
         index_of = {segment.start: i for i, segment in zip(self._errors_of, segments, strict=True) if segment.size}
         quantized = [index_of[part.start] for part in across.layout.ranges if part.scales is not None]
-        return list(zip(quantized, self._errors.segments(), strict=True))
+        return list(zip(quantized, self.kept_errors.segments(), strict=True))
 
     # ---- the two hops, inside a node and across nodes ---------------------------------------------------------------
 
@@ -407,7 +391,7 @@ class TwoHopReduce(SummingReduce):
 
     def _start_cross_hop(self, inside: Work[torch.Tensor], hop: Hop, result: torch.Tensor) -> Work[torch.Tensor]:
         """Submit the hop across nodes for the partial sums that `inside` returns; its work returns `result`."""
-        self._waiting, self._errors_settled = (), False
+        self.waiting, self._errors_settled = (), False
         if self._unused is not None:
             self._unused.read_later(hop.target, hop.flags)
         votes = Work([]) if self._agreement is None else self._agreement.votes
@@ -443,7 +427,7 @@ class TwoHopReduce(SummingReduce):
         self.unit.refuse_gradient_hooks()
         device = self.unit.padded_shards()[0].device
         assert self._group is not None, "one rank alone reduces nothing"
-        hop = Hop((), self._waiting, self._flags_of((), device))
+        hop = Hop((), self.waiting, self._flags_of((), device))
         result = torch.empty(self.unit.segments_of(hop.target)[-1].stop, dtype=self._dtype, device=device)
 
         def take() -> torch.Tensor:

@@ -175,8 +175,6 @@ class Sharding:
         for gather in self._gathers:
             gather.drop()
 
-    weights_changed = invalidate_weights  # the method's former name, for code that uses it
-
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Prepare for an optimizer step; call it only for an optimizer that does not derive from torch's.
 
@@ -185,7 +183,7 @@ class Sharding:
         Args:
             optimizer: the optimizer that is about to step; None means one that holds all parameters.
         """
-        held = _held_by(optimizer)
+        held = None if optimizer is None else _ids_of(optimizer)
         for gather in self._residents:
             gather.before_step(held)
 
@@ -194,7 +192,7 @@ class Sharding:
 
         With `set_is_last_backward(False)` they wait for the last backward of the step.
         """
-        waiting = [reduce for reduce in self._reduces if reduce.waits]
+        waiting = [reduce for reduce in self._reduces if reduce.waiting]
         held = _ids_of(optimizer) if waiting else set()
         for reduce in waiting:
             if (name := reduce.waits_for(held)) is not None:
@@ -229,7 +227,7 @@ class Sharding:
             if self._iteration is None:
                 raise RuntimeError(f"--zero-weight-keyframe-interval {interval} needs Sharding.begin_step(iteration)")
             keyframe = self._iteration % interval == 0
-        held = _held_by(optimizer)
+        held = None if optimizer is None else _ids_of(optimizer)
         for gather in self._gathers:
             gather.after_step(keyframe=keyframe, held=held)
 
@@ -489,11 +487,6 @@ def make_comms(
     if plan.reduce is None:
         return gather, CountedReduce(unit, context)
     return gather, TwoHopReduce(unit, context, lambda: gather.num_uses)
-
-
-def _held_by(optimizer: torch.optim.Optimizer | None) -> set[int] | None:
-    """Return the `id`s of an optimizer's tensors; None if `optimizer` is None, which means all tensors."""
-    return None if optimizer is None else _ids_of(optimizer)
 
 
 def _on_steps(sharding: Sharding, before: _StepHook, after: _StepHook) -> None:

@@ -269,14 +269,12 @@ class Unit:
 
         FSDP2 lays out the gradients of a backward in this way.
         """
-        known = self._known_segments.get(key := tuple(indices))
-        if known is not None:
-            return known
-        found: list[Segment] = []
-        for index in indices:
-            segment = self.segments[index]
-            found.append(dataclasses.replace(segment, start=found[-1].stop if found else 0))
-        self._known_segments[key] = tuple(found)
+        if (key := tuple(indices)) not in self._known_segments:
+            found: list[Segment] = []
+            for index in indices:
+                segment = self.segments[index]
+                found.append(dataclasses.replace(segment, start=found[-1].stop if found else 0))
+            self._known_segments[key] = tuple(found)
         return self._known_segments[key]
 
     @functools.cached_property
@@ -324,7 +322,7 @@ class Unit:
         for p, parameter in zip(self._group.fsdp_params, self.parameters, strict=True):
             if getattr(p.sharded_param, "_post_accumulate_grad_hooks", None):
                 raise RuntimeError(f"{parameter.name} has a post-accumulate-grad hook{EARLY}")
-        if self._group._all_reduce_hook is not None and not self._is_hsdp:
+        if self._group._all_reduce_hook is not None and not self._group._is_hsdp:
             raise RuntimeError(f"{self.name} has an all-reduce hook{EARLY}")
 
     def origins(self) -> list[tuple[str, object]]:
@@ -346,14 +344,12 @@ class Unit:
     @property
     def reduces_gradients(self) -> bool:
         """False if FSDP2 accumulates gradients without communication, as set by `set_requires_gradient_sync(False)`."""
-        reduces: bool = self._group.reduce_grads
-        return reduces
+        return bool(self._group.reduce_grads)
 
     @property
     def is_gathered(self) -> bool:
         """True if FSDP2 holds the gathered parameters of the unit now."""
-        gathered: bool = self._group.is_unsharded
-        return gathered
+        return bool(self._group.is_unsharded)
 
     @property
     def zero_fills(self) -> bool:
@@ -399,12 +395,6 @@ class Unit:
     def _group(self) -> Any:
         """FSDP2's private object for the unit; it stays the same for the lifetime of the unit's modules."""
         return self.modules[0]._get_fsdp_state()._fsdp_param_group
-
-    @property
-    def _is_hsdp(self) -> bool:
-        """True if FSDP2 replicates the unit's shards (HSDP)."""
-        hsdp: bool = self._group._is_hsdp
-        return hsdp
 
     def _tensors(self) -> list[Any]:
         """Return the tensors that the modules hold now, sharded or gathered."""

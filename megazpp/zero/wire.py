@@ -108,20 +108,6 @@ def plan_message(segments: Sequence[Segment], fmt: BlockFormat | None, *, exact_
     return MessageLayout(size=size, message_bytes=align(offset), ranges=tuple(ranges), fmt=fmt)
 
 
-def _byte_ranges(layout: MessageLayout, segments: Sequence[Segment], *, exact_itemsize: int) -> list[tuple[int, int]]:
-    """Return the byte ranges (start, stop) of a message that hold the given segments."""
-    found = []
-    for segment in segments:
-        for part in layout.ranges:
-            if segment.size and part.start <= segment.start and segment.stop <= part.stop:
-                if part.scales is None:
-                    start = part.payload[0] + (segment.start - part.start) * exact_itemsize
-                    found.append((start, start + segment.size * exact_itemsize))
-                else:  # each quantized segment has its own range
-                    found += [(start, start + length) for start, length in (part.payload, part.scales)]
-    return found
-
-
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """Return (start, stop) of runs of adjacent segments, without empty ones."""
     runs: list[tuple[int, int]] = []
@@ -183,7 +169,16 @@ class Codec:
 
     def byte_ranges(self, segments: Sequence[Segment]) -> list[tuple[int, int]]:
         """Return the byte ranges (start, stop) of a message that hold these segments of the unit."""
-        return _byte_ranges(self.layout, segments, exact_itemsize=self.dtype.itemsize)
+        found, itemsize = [], self.dtype.itemsize
+        for segment in segments:
+            for part in self.layout.ranges:
+                if segment.size and part.start <= segment.start and segment.stop <= part.stop:
+                    if part.scales is None:
+                        start = part.payload[0] + (segment.start - part.start) * itemsize
+                        found.append((start, start + segment.size * itemsize))
+                    else:  # each quantized segment has its own range
+                        found += [(start, start + length) for start, length in (part.payload, part.scales)]
+        return found
 
     def new_errors(self, *peers: int, device: torch.device) -> Feedback | None:
         """Allocate zero quantization errors for messages [*peers, M], as int8 blocks of one byte per quantized element.

@@ -107,7 +107,6 @@ class WatchedGather(TwoHopGather):
         elif any(each and trained for each, trained in zip(stepped, self._trained, strict=True)):
             self._has_stepped, self._received = True, None
             if self.secondary.sends_differences:  # a later write is not part of this step's difference
-                assert self._crossed is not None
                 self._crossed.wait()
                 self._keep_sums()
                 self._made_from = self.unit.fingerprint()
@@ -118,7 +117,6 @@ class WatchedGather(TwoHopGather):
 
         The host waits for the device. Only a parameter that was frozen while it had a gradient needs this.
         """
-        assert self._crossed is not None
         assert self._sums is not None
         assert self._made_from is not None
         self._crossed.wait()
@@ -158,7 +156,6 @@ class WatchedGather(TwoHopGather):
         """
         if vote == InterNodeMessage.KEYFRAME:
             return
-        assert self._crossed is not None
         assert self._sums is not None
         self._crossed.wait()
         for trained, shards in self._parts():

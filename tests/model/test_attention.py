@@ -12,12 +12,17 @@ import torch.nn.functional as F
 from helpers.ranks import ranks
 from helpers.tensor_parallel import REGION, compare_slices, draw, saved_tensors, tp_axis
 
-from megazpp.model.attention import AttentionInputs, SelfAttention, document_mask, rotary_angles, rotate
+from megazpp.model.attention import AttentionInputs, SelfAttention, config_angles, document_mask, rotate
 from megazpp.model.config import GPTConfig
 from megazpp.parallel.axis import MeshAxis
 
 RESTARTING = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1, 2], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
 FAR = torch.arange(2000, 2009).expand(2, 9)
+
+
+def rotated(channels: int, **flags: Any) -> GPTConfig:
+    """Return the config of a model that rotates all `channels` of a head."""
+    return GPTConfig(position_embedding_type="rope", kv_channels=channels, **flags)
 
 
 def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int, base: float) -> torch.Tensor:
@@ -43,7 +48,7 @@ def test_rotary_embeddings_rotate_pairs_like_complex_numbers():
         ((torch.float32, 0.0), (torch.bfloat16, 2**-8)),
     ):
         x, channels = draw(0, 9, 2, 3, 20).to(dtype), int(20 * percent)
-        cos, sin = rotary_angles(ids, channels=channels, base=base)
+        cos, sin = config_angles(rotated(channels, rotary_base=base), ids)
         assert cos.shape == sin.shape == (9, 2, 1, channels)
         turned = rotate(x, cos, sin)
         assert turned.dtype == dtype
@@ -141,7 +146,7 @@ def test_rotary_attention_does_not_keep_the_fused_projection(masked):
     cases = itertools.product(("multi-head", "grouped", "multi-query"), (1.0, 0.5), ({}, core))
     for shape, percent, recompute in cases:
         changes = {"kv_channels": 4, "position_embedding_type": "rope", "rotary_percent": percent} | SHAPES[shape]
-        rotary = rotary_angles(torch.arange(6).expand(2, 6), channels=int(4 * percent), base=10000.0)
+        rotary = config_angles(rotated(int(4 * percent)), torch.arange(6).expand(2, 6))
         inputs = AttentionInputs(rotary=rotary, mask=mask)
         assert not keeps_fused_product(inputs, **changes, **recompute), (shape, percent, recompute)
 
@@ -151,7 +156,7 @@ def test_attention_without_rotary_keeps_the_fused_projection():
 
     Norms of heads need the projection as their input.
     """
-    rotary = rotary_angles(torch.arange(6).expand(2, 6), channels=4, base=10000.0)
+    rotary = config_angles(rotated(4), torch.arange(6).expand(2, 6))
     assert keeps_fused_product(AttentionInputs(rotary=None, mask=None), kv_channels=4)
     with mock.patch.object(torch.Tensor, "contiguous", side_effect=AssertionError("a copy that saves no memory")):
         norms = {"position_embedding_type": "rope", "kv_channels": 4, **SHAPES["grouped head norms"]}

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from helpers.hf_models import TOKENS, VOCAB, make_gpt2, make_llama, make_qwen3, 
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megazpp.convert.huggingface import open_model
-from megazpp.model.attention import rotary_angles
+from megazpp.model.attention import config_angles
+from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.parallel.axis import MeshAxis
 
@@ -59,9 +61,14 @@ def test_scaled_rotary_angles_equal_llama_3_1(base, factor):
     )
     positions = torch.tensor([[0, 1, 777, 8192, 100000]])
     expected = LlamaRotaryEmbedding(config)(torch.empty(1), positions)
-    for ours, theirs in zip(rotary_angles(positions, channels=128, base=base, scaling=factor), expected, strict=True):
+    rotated: dict[str, Any] = {"position_embedding_type": "rope", "kv_channels": 128, "rotary_base": base}
+    unscaled, llama = (
+        config_angles(GPTConfig(**rotated, **flags), positions)
+        for flags in ({}, {"use_rope_scaling": True, "rope_scaling_factor": factor})
+    )
+    for ours, theirs in zip(llama, expected, strict=True):
         torch.testing.assert_close(ours[:, 0, 0], theirs[0], rtol=0, atol=2e-2)
         torch.testing.assert_close(ours[:2, 0, 0], theirs[0, :2], rtol=0, atol=1e-6)
-    plain, scaled = (rotary_angles(positions, channels=128, base=base, scaling=s)[1][4, 0, 0] for s in (None, factor))
+    plain, scaled = (sines[4, 0, 0] for _, sines in (unscaled, llama))
     assert torch.equal(plain[:8], scaled[:8])  # frequencies with many turns are unchanged
     assert float((plain - scaled).abs().max()) > 0.5

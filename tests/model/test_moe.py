@@ -167,7 +167,6 @@ def test_flags_that_experts_cannot_have_are_refused():
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not softmax",
         ),
         ({"moe_router_bias_update_rate": -1.0}, "--moe-router-bias-update-rate -1.0 is negative"),
-        ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate needs"),
     ]
     assert not not_refused(rows, lambda changes: GPTConfig(**{"num_experts": 4} | SWIGLU | changes))
 

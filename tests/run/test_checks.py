@@ -39,6 +39,7 @@ REFUSED = """
 1 | --attention-multiplier -1 | --attention-multiplier -1.0 is not
 1 | --window-size 63,1 | --window-size 63,1 is not LEFT,0
 1 | --num-query-groups 2 | --num-query-groups 2 needs --group-query-attention
+1 | --moe-shared-expert-gate | --moe-shared-expert-gate needs --moe-shared-expert-intermediate-size
 1 | --seq-length 65 | --seq-length 65 is longer than --max-position-embeddings 64
 1 | --hidden-dropout 1.0 | --hidden-dropout 1.0 is not in [0, 1)
 1 | --recompute-method uniform | need --recompute-granularity full

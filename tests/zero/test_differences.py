@@ -210,7 +210,7 @@ def with_a_bad_weight(case: Case) -> None:
         torch.optim.SGD(step.model.parameters(), lr=0.0).step()
         bad = units_with_a_bad_row()
     assert bad == 0
-    step.sharding.weights_changed()  # the former name
+    step.sharding.invalidate_weights()
     assert units_with_a_bad_row() == 0
 
 
