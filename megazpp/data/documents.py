@@ -48,14 +48,6 @@ _ENCODINGS = {  # byte order mark -> encoding; longer marks come first
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-_ENCODINGS_BY_ZEROS: dict[
-    tuple[bool, ...], str
-] = {  # which of four consecutive bytes are mostly NUL, in text of mostly Latin letters
-    (False, True, True, True): "UTF-32LE",
-    (True, True, True, False): "UTF-32BE",
-    (False, True, False, True): "UTF-16LE",
-    (True, False, True, False): "UTF-16BE",
-}
 _BINARY = (  # first bytes of zip, Parquet, bzip2, gzip, zstd, xz, 7z, rar and pickle files
     *(b"PK\x03\x04", b"PAR1", b"BZh", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"),
     *(b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x80"),
@@ -148,11 +140,6 @@ def missing_file(path: Path) -> str:
 def _not_text(head: bytes) -> str | None:
     """Return the reason why a file that begins with `head` is not UTF-8 text; None if it may be."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
-    if encoding is not None and (len(head) % 2 or len(head) < 6):  # code units have two or four bytes
-        encoding = None
-    if encoding is None and len(head) > 8 and not head.startswith(_BINARY):  # without a mark: many bytes are NUL
-        zeros = [head[start::4].count(0) / len(head[start::4]) > 0.4 for start in range(4)]
-        encoding = _ENCODINGS_BY_ZEROS.get(tuple(zeros))
     if encoding is not None:
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
