@@ -26,6 +26,7 @@ from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
+from megazpp.data.loader import on_device
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.load import WeightsConfig, load_used_model
@@ -247,7 +248,7 @@ def _compute_logps(
         for first in range(dims.data_rank * micro_batch_size, -(-len(pairs) // stride) * stride, stride):
             places = range(first, first + micro_batch_size)
             samples = np.stack([dataset.pair(pairs[each % len(pairs)]) for each in places])
-            batch = make_pair_batch(torch.from_numpy(samples), multiple=multiple).to(place.device)
+            batch = on_device(make_pair_batch(torch.from_numpy(samples), multiple=multiple), place.device)
             logps = (reference(batch) * batch.loss_mask).sum(dim=1).view(2, -1).t().cpu()
             for each, row in zip(places, logps, strict=True):
                 if each < len(pairs):

@@ -136,10 +136,10 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         given = (
             bits if configs.weights.weights_device == "device" else f"--weights-device {configs.weights.weights_device}"
         )
-        why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
-        if post.sync_ref_model:
-            why = "with --sync-ref-model the reference is sharded like the policy"
-        raise ValueError(f"{given} is for the weights of a reference or reward model: {why}, and no --reward-load")
+        raise ValueError(
+            f"{given} is for the weights of a reference or reward model, and this run has none: with --lora-r the "
+            "reference is the base, and with --sync-ref-model the reference is sharded like the policy"
+        )
     if not post.draws:
         return
     if not (configs.rewards.reward_funcs or post.reward_load):
