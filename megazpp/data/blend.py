@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.base.program import say
+from megazpp.base.program import errors_as, say
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset, Sequences
 from megazpp.data.identity import Source
@@ -94,10 +94,8 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSou
 
 def indexed_source(prefix: Path, flag_name: str) -> DataSource:
     """Open one .bin/.idx pair. Its fingerprint holds its path and the sizes and modification times of its files."""
-    try:
+    with errors_as(f"{flag_name} {prefix}"):
         sequences = IndexedDataset(prefix)
-    except ValueError as error:
-        raise ValueError(f"{flag_name} {prefix}: {error}") from error
     facts = [path.stat() for path in (sequences.idx_path, sequences.bin_path)]
     numbers = [number for fact in facts for number in (fact.st_size, fact.st_mtime_ns)]
     return DataSource(sequences, str(prefix), (str(prefix.resolve()), *numbers))
@@ -194,8 +192,6 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Return sample `index`: [seq_length + 1] int64."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"blended dataset: sample {index} of {len(self)}")
         return self.datasets[self._chosen[index]][int(self._numbers[index])]
 
     @property
