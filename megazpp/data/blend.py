@@ -192,6 +192,8 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         """Return sample `index`: [seq_length + 1] int64."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"blended dataset: sample {index} of {len(self)}")
         return self.datasets[self._chosen[index]][int(self._numbers[index])]
 
     @property
