@@ -26,7 +26,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 from megazpp.base.program import JobError, flags_of, program, say
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = "configs/post_training"
 LARGEST, HELD_OUT, COPIES = 50, 512, 8  # summands are below 50; held-out sums; labels per training sum
 
 

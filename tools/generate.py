@@ -31,7 +31,7 @@ from typing import Any, Literal
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.flags import check_positive, flag
-from megazpp.base.program import program
+from megazpp.base.program import errors_as, program
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.documents import read_records
 from megazpp.data.tokenizer import Tokenizer, marks_note
@@ -117,10 +117,8 @@ class Starts:
     ) -> None:
         assert config.data.seq_length is not None
         self._tokenizer, self._say, self._count, self._cuts = tokenizer, say, 0, extra.truncate_prompt
-        self._longest, self._tokens = (
-            config.data.seq_length,
-            config.section(SampleConfig).sample_tokens or DEFAULT_TOKENS,
-        )
+        self._longest = config.data.seq_length
+        self._tokens = config.section(SampleConfig).sample_tokens or DEFAULT_TOKENS
         self._template = load_chat_template(extra, tokenizer) if extra.chat else None
 
     def make(self, prompt: GivenPrompt) -> Start:
@@ -131,10 +129,8 @@ class Starts:
         """
         self._count += 1
         name, longest, before = f"prompt {self._count}", self._longest, self._tokenizer.marks.before
-        try:
+        with errors_as(name):
             ids, shown = self._start(prompt)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
         first = len(before) if ids[: len(before)] == before else 0
         kept = max(longest - self._tokens, first + 1)
         if self._cuts and kept < len(ids):
@@ -221,7 +217,10 @@ def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[
         yield from _batches(given, size)
         return
     name = "stdin" if file is None else f"--prompt-file {file}"
-    try:
+    with (
+        errors_as(f"{name} is not JSON", json.JSONDecodeError),
+        errors_as(f"{name} is not text in UTF-8", UnicodeError),
+    ):
         if file is None:
             yield from _batches(_lines(sys.stdin), 1 if sys.stdin.isatty() else size)
         elif file.endswith(".json"):
@@ -232,10 +231,6 @@ def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[
         else:
             with Path(file).expanduser().open(encoding="utf-8") as lines:
                 yield from _batches(_lines(lines), size)
-    except UnicodeError as error:
-        raise ValueError(f"{name} is not text in UTF-8: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from error
 
 
 def _lines(file: Iterable[str]) -> Iterator[str]:

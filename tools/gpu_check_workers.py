@@ -44,7 +44,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # this import
 
 import pretrain_gpt
 from megazpp.base.program import program
-from megazpp.data.loader import MicroBatch, make_micro_batch
+from megazpp.data.loader import MicroBatch, make_micro_batch, on_device
 from megazpp.features import FEATURES
 from megazpp.model.backends import find_product
 from megazpp.model.config import GPTConfig
@@ -237,7 +237,7 @@ def train(side: str, words: list[str]) -> None:
     samples, length = batches.global_batch_size or 1, config.data.seq_length or 1
     rows = config.model.padded_vocab_size((config.tokenizer.vocab_size or 1) + 1, 1)
     tokens = torch.randint(rows, (samples, length + 1)).split(batches.micro_batch_size or 1)
-    data = [make_micro_batch(each, eod=None).to(device) for each in tokens]
+    data = [on_device(make_micro_batch(each, eod=None), device) for each in tokens]
 
     # The training step.
     if side == "baseline":
@@ -297,7 +297,7 @@ def _steps(config: RunConfig, device: torch.device) -> list[float]:
     )
     rows = config.model.padded_vocab_size((config.tokenizer.vocab_size or 1) + 1, 1)
     tokens = torch.randint(rows, (2, (config.data.seq_length or 1) + 1), generator=torch.Generator().manual_seed(1))
-    batch = make_micro_batch(tokens, eod=None).to(device)
+    batch = on_device(make_micro_batch(tokens, eod=None), device)
     step = our_step(config, rows, dims, device)
     records = [step([batch], learning_rate=1e-3, weight_decay=0.1) for _ in range(3)]
     numbers = [number for record in records for number in (record.loss, record.grad_norm)]

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
 from megazpp.base.flags import flag
-from megazpp.base.program import program_of, say
+from megazpp.base.program import errors_as, program_of, say
 from megazpp.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, check_output
 
 
@@ -48,10 +48,8 @@ def main(config: MergeConfig) -> None:
             raise ValueError(f"--output-prefix {output} is one of the inputs; choose another prefix")
     datasets = list[IndexedDataset]()
     for prefix in prefixes:
-        try:
+        with errors_as(f"--input {prefix}"):
             datasets.append(IndexedDataset(prefix))
-        except ValueError as error:
-            raise ValueError(f"--input {prefix}: {error}") from error
         first, dataset = datasets[0], datasets[-1]
         if dataset.has_modes:
             raise ValueError(

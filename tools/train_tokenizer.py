@@ -85,9 +85,8 @@ def main(config: TrainTokenizerConfig) -> None:
         config.vocab_size,
         model_type=config.model_type,
         num_threads=config.workers,
-        min_log_level=config.minloglevel,
+        minloglevel=config.minloglevel,
         character_coverage=config.character_coverage,
-        has_coverage_flag=True,
     )
     write_whole(output, model)
     say(f"trained a tokenizer with {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")

@@ -182,6 +182,20 @@ def user_errors() -> Iterator[None]:
         raise UserError(in_words(error)) from error
 
 
+@contextlib.contextmanager
+def errors_as(message: str, kinds: type[Exception] | tuple[type[Exception], ...] = ValueError) -> Iterator[None]:
+    """Convert an error in the block to a ValueError whose text is `message`, a colon, and the text of the error.
+
+    Args:
+        message: description of what failed, with the flag or the file.
+        kinds: type or types of the errors to convert.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{message}: {error}") from error
+
+
 def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
     """Return a message for users that describes an error.
 

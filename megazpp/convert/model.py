@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazpp.base.program import errors_as
 from megazpp.checkpoint.metadata import TrainingProgress
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
@@ -101,10 +102,8 @@ class ForeignTensors(NamedTuple):
 
 def model_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     """Return a GPTConfig with these fields; a ValueError about invalid ones names their source `where`."""
-    try:
+    with errors_as(f"{where} describes no model", (ValueError, TypeError)):
         return GPTConfig(**values)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where} describes no model: {error}") from error
 
 
 def model_shapes(

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megazpp.base.files import sync
+from megazpp.base.program import errors_as
 from megazpp.convert.model import Deferred, held
 from megazpp.data.tokenizer_folder import import_package
 
@@ -39,16 +40,16 @@ def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) ->
         return _open_pickled(path, used)
     safetensors = import_package("safetensors", str(path))
     found = {}
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            for name in filter(used, file.keys()):
-                entry = file.get_slice(name)
-                dtype = entry.get_dtype()
-                if dtype not in DTYPES:
-                    raise ValueError(f"{path}: {name} has type {dtype}; only {', '.join(DTYPES)} can be converted")
-                found[name] = Deferred(tuple(entry.get_shape()), DTYPES[dtype], functools.partial(_read, path, name))
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    with (
+        errors_as(f"{path} is damaged or no safetensors file", (safetensors.SafetensorError, OSError)),
+        safetensors.safe_open(path, framework="pt") as file,
+    ):
+        for name in filter(used, file.keys()):
+            entry = file.get_slice(name)
+            dtype = entry.get_dtype()
+            if dtype not in DTYPES:
+                raise ValueError(f"{path}: {name} has type {dtype}; only {', '.join(DTYPES)} can be converted")
+            found[name] = Deferred(tuple(entry.get_shape()), DTYPES[dtype], functools.partial(_read, path, name))
     return found
 
 

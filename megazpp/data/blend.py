@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.base.program import say
+from megazpp.base.program import errors_as, say
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.gpt_dataset import GPTDataset, Sequences
 from megazpp.data.identity import Source
@@ -94,10 +94,8 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSou
 
 def indexed_source(prefix: Path, flag_name: str) -> DataSource:
     """Open one .bin/.idx pair. Its fingerprint holds its path and the sizes and modification times of its files."""
-    try:
+    with errors_as(f"{flag_name} {prefix}"):
         sequences = IndexedDataset(prefix)
-    except ValueError as error:
-        raise ValueError(f"{flag_name} {prefix}: {error}") from error
     facts = [path.stat() for path in (sequences.idx_path, sequences.bin_path)]
     numbers = [number for fact in facts for number in (fact.st_size, fact.st_mtime_ns)]
     return DataSource(sequences, str(prefix), (str(prefix.resolve()), *numbers))
@@ -160,14 +158,14 @@ def build_split(
     sizes = [int(source.sequences.lengths[slice(*span)].sum(dtype=np.int64)) for source, span in parts]
     weights = tuple(weights or (float(max(1, (size - 1) // seq_length)) for size in sizes))
     path = indices / f"blend-{cache_key(kind='blend-1', weights=weights, num_samples=num_samples)}"
-    chosen, numbers = load_or_save_arrays(path, lambda: blend_indices(weights, num_samples))
+    chosen, numbers = load_or_save_arrays(path, lambda: blend_order(weights, num_samples, say=say))
     taken = _count(chosen, len(parts)).tolist()
     datasets = [sample(*part, count) for part, count in zip(parts, taken, strict=True)]
     return BlendedDataset(datasets, chosen, numbers, weights=weights)
 
 
 class BlendedDataset:
-    """A dataset that takes its samples from several datasets, in the order that `blend_indices` plans.
+    """A dataset that takes its samples from several datasets, in the order that `blend_order` plans.
 
     Args:
         datasets: datasets, each with at least as many samples as the blend takes from it.
@@ -220,18 +218,6 @@ class BlendedDataset:
         """Return the expected count of each id below `size` among the samples: [size], up to a common factor."""
         counted = zip(self._taken, (dataset.token_counts(size) for dataset in self.datasets), strict=True)
         return np.sum([taken * counts / counts.sum() for taken, counts in counted], axis=0)
-
-
-def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Plan the blend of n samples.
-
-    The arithmetic is Megatron's, in the same order, so that rounding breaks ties the same way. Progress is printed if
-    planning takes longer than 3 s.
-
-    Returns:
-        [n] int16 dataset of each sample, and [n] int64 number of the sample in that dataset.
-    """
-    return blend_order(weights, num_samples, say=say)
 
 
 def _count(chosen: np.ndarray, num_datasets: int) -> npt.NDArray[np.int64]:

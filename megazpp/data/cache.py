@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megazpp.base.files import locked, remove, renamed_when_done
+from megazpp.base.program import errors_as
 
 
 def check_cache_dir(path: Path, flag: str = "--data-cache-path") -> None:
@@ -45,7 +46,7 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     """
     if path.exists():
         return path
-    try:
+    with errors_as(f"--data-cache-path: cannot write {path}", OSError):  # no permission, disk full, no locks, ...
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.lock")):
             if not path.exists():  # another process may have built it while this one waited for the lock
@@ -53,8 +54,6 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
                 remove(unfinished)  # left by a process that died while building
                 with renamed_when_done(unfinished, path, synced=False):
                     build(unfinished)
-    except OSError as error:  # no permission, disk full, a file system without locks, ...
-        raise ValueError(f"--data-cache-path: cannot write {path}: {error}") from error
     return path
 
 

@@ -21,9 +21,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
+from typing import IO, Literal, NamedTuple, TypeVar, cast
 
 from megazpp.base.program import in_words
+from megazpp.data.tokenizer_folder import import_package
 
 T = TypeVar("T")
 Kind = Literal["json lines", "parquet", "text"]
@@ -36,7 +37,7 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".txt": "text",
 }
-_COMPRESSED = (".gz", ".zst")
+_COMPRESSED, _PARQUET = (".gz", ".zst"), "pyarrow.parquet"
 _ADVICE = "unpack an archive, and name a compressed file .gz or .zst and a Parquet file .parquet"
 _JSON_ADVICE = (
     "it would be read as one plain text: name it .jsonl if each line is an object (jq -c '.[]' converts an array)"
@@ -47,14 +48,6 @@ _ENCODINGS = {  # byte order mark -> encoding; longer marks come first
     b"\x00\x00\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
-}
-_ENCODINGS_BY_ZEROS: dict[
-    tuple[bool, ...], str
-] = {  # which of four consecutive bytes are mostly NUL, in text of mostly Latin letters
-    (False, True, True, True): "UTF-32LE",
-    (True, True, True, False): "UTF-32BE",
-    (False, True, False, True): "UTF-16LE",
-    (True, False, True, False): "UTF-16BE",
 }
 _BINARY = (  # first bytes of zip, Parquet, bzip2, gzip, zstd, xz, 7z, rar and pickle files
     *(b"PK\x03\x04", b"PAR1", b"BZh", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"),
@@ -118,7 +111,7 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
         kind = kind_of(path)
         with open(path, "rb") as file:
             if kind == "parquet":
-                columns = _optional("pyarrow.parquet", "pyarrow").ParquetFile(file).schema_arrow.names
+                columns = import_package(_PARQUET, "it", "pyarrow").ParquetFile(file).schema_arrow.names
                 for key in keys:
                     if key not in columns:
                         raise ValueError(f"it has no column {key!r}; its columns are {', '.join(columns)}")
@@ -148,11 +141,6 @@ def missing_file(path: Path) -> str:
 def _not_text(head: bytes) -> str | None:
     """Return the reason why a file that begins with `head` is not UTF-8 text; None if it may be."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
-    if encoding is not None and (len(head) % 2 or len(head) < 6):  # code units have two or four bytes
-        encoding = None
-    if encoding is None and len(head) > 8 and not head.startswith(_BINARY):  # without a mark: many bytes are NUL
-        zeros = [head[start::4].count(0) / len(head[start::4]) > 0.4 for start in range(4)]
-        encoding = _ENCODINGS_BY_ZEROS.get(tuple(zeros))
     if encoding is not None:
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
@@ -284,7 +272,7 @@ def _line_pieces(path: Path, file: IO[bytes], block_bytes: int) -> Iterator[tupl
 def _row_pieces(
     path: Path, file: IO[bytes], keys: Sequence[str] | None
 ) -> Iterator[tuple[list[dict[str, object]], int, int]]:
-    table, size = _optional("pyarrow.parquet", "pyarrow").ParquetFile(file), path.stat().st_size
+    table, size = import_package(_PARQUET, "it", "pyarrow").ParquetFile(file), path.stat().st_size
     seen, num_rows = 0, max(1, table.metadata.num_rows)
     for batch in table.iter_batches(batch_size=_ROWS, columns=None if keys is None else list(keys)):
         seen += len(batch)
@@ -329,15 +317,9 @@ def decompressed(path: Path, file: IO[bytes]) -> BufferedIOBase:
         return gzip.open(file)
     if path.suffix == ".zst":  # in the standard library from Python 3.14 on
         standard = importlib.util.find_spec("compression") is not None
-        file = _optional("compression.zstd" if standard else "backports.zstd", "backports.zstd").open(file)
+        name = "compression.zstd" if standard else "backports.zstd"
+        file = import_package(name, "it", "backports.zstd").open(file)
     return cast(BufferedIOBase, file)
-
-
-def _optional(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"it needs the package {package}: pip install {package}") from error
 
 
 def _read_head(plain: BufferedIOBase) -> bytes:

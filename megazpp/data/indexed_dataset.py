@@ -188,13 +188,11 @@ class IndexedDatasetBuilder:
         prefix: path without .bin and .idx, in an existing directory.
         dtype: dtype of the stored ids; see `optimal_dtype`.
     Raises:
-        ValueError: the dtype cannot store ids, or another process is writing this pair.
+        ValueError: another process is writing this pair.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self._dtype = np.dtype(dtype)
-        if self._dtype not in _CODES:
-            raise ValueError(f"token ids cannot be stored as {self._dtype}")
         self._bin_path, self._idx_path = pair_paths(Path(prefix))
         self._unfinished_bin, self._unfinished_idx = (
             path.with_name(path.name + ".unfinished") for path in (self._bin_path, self._idx_path)

@@ -110,7 +110,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
             for future in itertools.chain.from_iterable(self._ahead.values()):
                 future.cancel()
             self._ahead = ahead
-        return [mapped(batch, lambda t: t.to(self._device, non_blocking=True)) for batch in batches]
+        return [on_device(batch, self._device) for batch in batches]
 
     def close(self) -> None:
         """Stop the threads, and drop the steps that they were preparing."""
@@ -164,16 +164,17 @@ class MicroBatch(NamedTuple):
     position_ids: torch.Tensor
     document_starts: torch.Tensor | None
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
-        """Copy all tensors to a device."""
-        return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
-
 
 def mapped(batch: Batch, f: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Apply `f` to each tensor of the named tuple `batch`; None stays None."""
     kind: Any = type(batch)
     found: Batch = kind(*(None if t is None else f(t) for t in batch))
     return found
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy each tensor of a batch to `device`; the host does not wait if the batch is in pinned memory."""
+    return mapped(batch, lambda t: t.to(device, non_blocking=True))
 
 
 def make_micro_batch(

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import sentencepiece
 
@@ -97,16 +97,7 @@ def cached_sentencepiece(
     return SentencePieceTokenizer(build_once(path, build).read_bytes())
 
 
-def train_sentencepiece(
-    documents: Iterable[str],
-    vocab_size: int,
-    *,
-    model_type: Literal["bpe", "unigram"] = "bpe",
-    num_threads: int = 1,
-    min_log_level: int = 2,
-    character_coverage: float | None = None,
-    has_coverage_flag: bool = False,
-) -> bytes:
+def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: Any) -> bytes:
     """Train a SentencePiece model that decodes every text exactly, except for U+2581, its sign for a space.
 
     The model does not normalize text, encodes characters without a piece as bytes, and has `<eod>` (id 1) for the end
@@ -115,12 +106,9 @@ def train_sentencepiece(
     Args:
         documents: texts to train on.
         vocab_size: number of pieces.
-        model_type: algorithm of the model.
-        num_threads: number of threads.
-        min_log_level: 0 logs everything, 1 warnings, 2 errors.
-        character_coverage: share of the text's characters that get a piece; None for SentencePiece's default, 0.9995.
-            A model with an explicit 0.9995 has other bytes, and so another identity, than one with None.
-        has_coverage_flag: True if messages may name --character-coverage.
+        **options: further options of SentencePiece's trainer (default: BPE, one thread, and a log of errors only). None
+            leaves an option out. A model with an explicit character_coverage of 0.9995 has other bytes, and so another
+            identity, than one with this default. Messages name --character-coverage if that option is given.
     Returns:
         The content of the model's file.
     Raises:
@@ -128,9 +116,8 @@ def train_sentencepiece(
         Exception: an error of `documents`.
     """
     # ---- lines of limited length
-    model, coverage = io.BytesIO(), dict[str, Any]()
-    if character_coverage is not None:
-        coverage["character_coverage"] = character_coverage
+    model, has_coverage = io.BytesIO(), "character_coverage" in options
+    options = {"model_type": "bpe", "num_threads": 1, "minloglevel": 2} | options
     failure: Exception | None = None  # an error of `documents`, which SentencePiece turns into a RuntimeError
     blank = True
 
@@ -150,7 +137,6 @@ def train_sentencepiece(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines(),
             model_writer=model,
-            model_type=model_type,
             vocab_size=vocab_size,
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -162,15 +148,13 @@ def train_sentencepiece(
             eos_piece="<eod>",
             bos_id=-1,
             pad_id=-1,
-            num_threads=num_threads,
-            minloglevel=min_log_level,
-            **coverage,
+            **{name: value for name, value in options.items() if value is not None},
         )
     except RuntimeError as error:
         if failure is not None:
             raise failure from None
         reason = "it is blank" if blank else _IN_SENTENCEPIECE.sub("", str(error)).strip() or str(error)
-        reason = _in_our_flags(reason, has_coverage=has_coverage_flag)
+        reason = _in_our_flags(reason, has_coverage=has_coverage)
         raise ValueError(f"--vocab-size {vocab_size} does not suit this text: {reason}") from error
     return model.getvalue()
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import sentencepiece
 
+from megazpp.base.program import errors_as
 from megazpp.data.tokenizer_folder import (
     CONFIG,
     DEFINITION,
@@ -94,12 +95,10 @@ def marks_note(tokenizer: Tokenizer) -> str | None:
 def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if path.is_dir():
         raise ValueError(f"--tokenizer-model {path} is a directory; a SentencePiece model is a file")
-    try:
-        template = path.with_name(TEMPLATE)
-        kept = path.name == SENTENCEPIECE and template.is_file()  # the tokenizer folder of a checkpoint
+    template = path.with_name(TEMPLATE)
+    kept = path.name == SENTENCEPIECE and template.is_file()  # the tokenizer folder of a checkpoint
+    with errors_as(f"--tokenizer-model {path} is not a SentencePiece model", RuntimeError):
         return SentencePieceTokenizer(path.read_bytes(), {TEMPLATE: template.read_bytes()} if kept else {})
-    except RuntimeError as error:
-        raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {error}") from error
 
 
 def _load_huggingface(path: Path, config: TokenizerConfig) -> HFTokenizer:
@@ -126,10 +125,8 @@ def _load_gpt2(config: TokenizerConfig) -> HFTokenizer:
 
 
 def _open(files: Mapping[str, bytes], name: str, config: TokenizerConfig) -> HFTokenizer:
-    try:
+    with errors_as(name):
         return HFTokenizer(files, eos_token=config.eos_token, add_special_tokens=config.add_special_tokens)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 # ---- kinds ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ _SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "model_type", "toke
 # Names of the end of a document, likeliest first, for tokenizers without a configuration.
 EOD_NAMES = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 MERGES_ALONE = {"tokenizer_class": "GPT2Tokenizer"}  # for a vocab.json with merges.txt and no tokenizer_config.json
-INSTALL = "pip install 'megazpp[huggingface]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,14 +194,15 @@ def open_folder(files: Mapping[str, bytes]) -> Any:
     return found
 
 
-def import_package(name: str, user: str) -> Any:
+def import_package(name: str, user: str, installs: str = "'megazpp[huggingface]'") -> Any:
     """Import an optional package; raises ValueError with the command that installs it if it is missing.
 
     Args:
-        name: package, whose import may take seconds.
+        name: package or module, whose import may take seconds.
         user: object that needs it, for the message.
+        installs: argument of `pip install`.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"{user} needs the package {name}: {INSTALL} ({error})") from error
+        raise ValueError(f"{user} needs the package {name}: pip install {installs} ({error})") from error

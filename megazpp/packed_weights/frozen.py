@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ def freeze(
     Args:
         model: model on the meta device, with this tensor-parallel rank's shapes.
         units: lists of modules whose weights are used together, in the order of use. Weights outside of them form a
-            unit of the whole model.
+            unit of the whole model. Two units share no weight.
         axis: the ranks of a node that share the units. With one rank, this rank keeps whole copies.
         load: function (name, rows) that returns rows of dim 0 of this rank's part of a weight, in any dtype. Each row
             is loaded once, on one rank of the axis, a few megabytes at a time.
@@ -71,23 +71,16 @@ def freeze(
     Returns:
         the handle on the units.
     Raises:
-        ValueError: `load` returned another shape, or two units share a weight.
+        ValueError: `load` returned another shape.
     """
     # assign each weight to a unit
-    exact = exact_parameters(model)
+    exact, stored = exact_parameters(model), at_rest(bits, dtype)
     slots, names = parameter_slots(model), {parameter: name for name, parameter in model.named_parameters()}
     titles = {module: name for name, module in model.named_modules()}
     taken = {name for name in slots if trained(name)}
     groups = []
     for modules in (*units, [model]):
         shapes = {names[p]: tuple(p.shape) for module in modules for p in module.parameters() if names[p] not in taken}
-        inside = {each for module in modules for each in module.modules()}
-        for name in shapes:
-            if any(module not in inside for module, _ in slots[name]):
-                raise ValueError(
-                    f"{name} is used in several units: leave its modules out of `units`, so that the unit of the whole "
-                    "model takes it"
-                )
         taken.update(shapes)
         groups.append((modules, shapes))
     # load and pack each unit
@@ -97,7 +90,7 @@ def freeze(
         for modules, shapes in (rest, *of_units):  # the unit of the whole model first: its use surrounds the others
             if shapes:
                 title = ", ".join(titles[module] or "the rest" for module in modules)
-                plan = _plan_unit(shapes, axis.size, dtype, bits, title, exact=exact)
+                plan = plan_message(title, shapes, axis.size, *stored, vectors=dtype, align=16, exact=exact)
                 message = plan.fill(torch.empty(plan.num_bytes, dtype=torch.uint8, device=device), load, axis.rank)
                 unit = FrozenUnit(frozen, plan, message, dtype)
                 for placed, _, weight in unit.weights:
@@ -122,12 +115,7 @@ class FrozenBytes(NamedTuple):
 
 
 def frozen_bytes(
-    shapes: Mapping[str, tuple[int, ...]],
-    num_ranks: int,
-    dtype: torch.dtype,
-    bits: int | None = None,
-    *,
-    exact: Collection[str] = (),
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dtype: torch.dtype, bits: int | None = None
 ) -> FrozenBytes:
     """Calculate the bytes of a frozen unit on each of `num_ranks` ranks of a node.
 
@@ -136,26 +124,12 @@ def frozen_bytes(
         num_ranks: ranks of a node that share the unit.
         dtype: dtype in which the model computes.
         bits: bits per element of packed matrices. None: the compute dtype.
-        exact: names of matrices that are not quantized.
     """
-    plan = _plan_unit(shapes, num_ranks, dtype, bits, exact=exact)
+    plan = plan_message("", shapes, num_ranks, *at_rest(bits, dtype), vectors=dtype, align=16)
     if not _packs(plan, dtype):
         return FrozenBytes(plan.num_bytes, 0, 0)
     unpacked = sum(num_ranks * placed.part_rows * math.prod(placed.shape[1:]) for placed in plan.weights)
     return FrozenBytes(plan.num_bytes, num_ranks * plan.num_bytes if num_ranks > 1 else 0, unpacked * dtype.itemsize)
-
-
-def _plan_unit(
-    shapes: Mapping[str, tuple[int, ...]],
-    num_ranks: int,
-    dtype: torch.dtype,
-    bits: int | None,
-    name: str = "",
-    *,
-    exact: Collection[str],
-) -> MessagePlan:
-    """Return the layout of a frozen unit's message."""
-    return plan_message(name, shapes, num_ranks, *at_rest(bits, dtype), vectors=dtype, align=16, exact=exact)
 
 
 def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:

@@ -158,25 +158,14 @@ def load_frozen_model(
         ValueError: the checkpoint is damaged, or belongs to another model or tokenizer.
     """
     model, dtype = model_on_meta(spec, place.dims, place.device, whole_experts=True), spec.precision.param_dtype
-    load = _open_reader(model, spec, place, source, record, trained)
+    load = WeightReader(
+        model, source.checkpoint, record, place, lora_base=source.lora_base, vocab_size=spec.vocab_size, trained=trained
+    )
     parts = (model, model.sharding_units(), place.axis, load)
     units = freeze(*parts, device=place.device, dtype=dtype, bits=bits, trained=trained)
     load.fill_buffers(model, place.device)
     with place.dims.counter.paused():
         return model, units, load.checksum(place.axis)
-
-
-def _open_reader(
-    model: GPTModel,
-    spec: ModelSpec,
-    place: FrozenPlace,
-    source: LoadSource,
-    record: CheckpointMetadata,
-    trained: Callable[[str], bool] = lambda name: False,
-) -> WeightReader:
-    """Open the reader of the checkpoint's weights."""
-    known = (model, source.checkpoint, record, place)
-    return WeightReader(*known, lora_base=source.lora_base, vocab_size=spec.vocab_size, trained=trained)
 
 
 def load_streamed_model(
@@ -210,7 +199,8 @@ def load_streamed_model(
     plan = plan_stream(model, layers, axis.size, bits, exact)
 
     # Pack the weights, or open the store. `held` are the messages of layers in memory.
-    open_reader = functools.partial(_open_reader, model, spec, place, source, record)
+    known = (model, source.checkpoint, record, place)
+    open_reader = functools.partial(WeightReader, *known, lora_base=source.lora_base, vocab_size=spec.vocab_size)
     on_disk, pin = config.weights_device == "disk", config.weights_device == "host" and device.type == "cuda"
     held: list[torch.Tensor] = []
     if on_disk:

@@ -42,10 +42,6 @@ class PairBatch(NamedTuple):
     document_starts: torch.Tensor | None = None
     ref_logps: torch.Tensor | None = None
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PairBatch:
-        """Copy all tensors to `device`."""
-        return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
-
 
 class RolloutBatch(NamedTuple):
     """Sampled completions: a micro-batch on a device, or a rank's part of a generation on the CPU.
@@ -79,10 +75,6 @@ class RolloutBatch(NamedTuple):
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     value_mask: torch.Tensor | None = None
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> RolloutBatch:
-        """Copy all tensors to `device`."""
-        return mapped(self, lambda t: t.to(device, non_blocking=non_blocking))
 
     def part(self, first: int, last: int) -> RolloutBatch:
         """Return rows `first` to `last` - 1."""

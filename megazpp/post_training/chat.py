@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megazpp.base.flags import flag
+from megazpp.base.program import errors_as
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.tokenizer_folder import import_package, with_template
 
@@ -32,7 +33,6 @@ DEFAULT_TEMPLATE = """\
 {{- '\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
 _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]
@@ -158,12 +158,6 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any], **how: bool) -> Spans:
         source = self.source(options.get("tools"))
-        for number, role in enumerate((message["role"] for message in messages), start=1):
-            if not (role in _ROLES or any(f"{quote}{role}{quote}" in source for quote in "'\"")):
-                raise ValueError(
-                    f"message {number} has the role {role!r}, which is none of {', '.join(_ROLES)}, and {self.name} has"
-                    " no such word"
-                )
         if not messages or messages[0]["role"] not in ("system", "developer"):
             messages = [*self._system, *messages]
         if not _READS_PARTS.search(source):
@@ -184,10 +178,8 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
         name = f"--chat-template {path}"
         source = tokenizer.chat_template(path)
         if source is None or source == path:  # transformers returns a name that it does not know
-            try:
+            with errors_as(f"{name} cannot be read", (OSError, UnicodeDecodeError)):
                 source = Path(path).expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{name} cannot be read: {error}") from error
         _compiled(source, name, [])
     elif tokenizer.chat_template() is None:
         name = "the default chat template"
@@ -225,10 +217,8 @@ def _joined(message: Message) -> Message:
 
 def _json(value: Any, name: str) -> Any:
     """Return a JSON value, parsed if it is a string; `name` is for messages."""
-    try:
+    with errors_as(f"{name} {value} is not JSON"):
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"{name} {value} is not JSON: {error}") from error
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

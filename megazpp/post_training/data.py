@@ -103,7 +103,6 @@ class SupervisedDataset(EpochOrder):
         self._examples, self._max_length, self._pad, self._packed = examples, max_length, pad, packing
         lengths = np.diff(examples.starts)
         self._rows = pack(lengths, max_length) if packing else [[number] for number in range(len(lengths))]
-        self.samples_per_epoch = len(self._rows)
         super().__init__(len(self._rows), num_samples=num_samples, seed=seed)
 
     def digest(self) -> str:

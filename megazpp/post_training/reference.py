@@ -4,14 +4,13 @@ With --precompute-ref-log-probs, the reference's log-probabilities of all pairs 
 cached, in one array per CHUNK pairs. An interrupted run resumes after the last array. The cache key contains the tokens
 and masks of the pairs (and so text, template, tokenizer and --max-length), the reference's checkpoint, and the
 precision of the computation. A later run with the same key never opens the reference. Rank 0 reads and writes the
-arrays. Each has a CRC-32, and a damaged array is an error.
+arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.checkpoint.weights import FrozenPlace
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
+from megazpp.data.loader import on_device
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.load import WeightsConfig, load_used_model
@@ -205,11 +205,12 @@ def cached_logps(
         check_cache_dir(folder)
         key = cache_key(kind="reference log-probabilities 3", data=dataset.digest(), reference=reference)
         paths = [folder / f"{key}-{first}" for first in range(0, total, CHUNK)]
-        return {path: _load(path) if path.exists() else None for path in paths}
+        known = {path: load_or_save_arrays(path, list)[0] for path in paths if path.exists()}
+        return {path: torch.from_numpy(np.array(known[path])) if path in known else None for path in paths}
 
     def write(path: Path, logps: torch.Tensor) -> None:
         if files.rank == 0:
-            load_or_save_arrays(path, lambda: [logps.numpy(), _crc(logps.numpy())])
+            load_or_save_arrays(path, lambda: [logps.numpy()])
 
     chunks: dict[Path, torch.Tensor | None] = files.share_object(raise_on_all_ranks(files, find))
     known = sum(len(chunk) for chunk in chunks.values() if chunk is not None)
@@ -224,18 +225,6 @@ def cached_logps(
     return torch.cat(found)
 
 
-def _load(path: Path) -> torch.Tensor:
-    """Load an array; raise ValueError if its CRC-32 is wrong."""
-    logps, *crcs = [np.array(array) for array in load_or_save_arrays(path, list)] or [np.zeros(0)]
-    if crcs != [_crc(logps)]:
-        raise ValueError(f"--data-cache-path: {path} is damaged; delete it to rebuild it")
-    return torch.from_numpy(logps)
-
-
-def _crc(array: np.ndarray) -> np.ndarray:
-    return np.array(zlib.crc32(array.astype("<f4").tobytes()))
-
-
 @torch.no_grad()
 def _compute_logps(
     reference: Logps, dataset: PreferenceDataset, pairs: range, place: FrozenPlace, micro_batch_size: int
@@ -247,7 +236,7 @@ def _compute_logps(
         for first in range(dims.data_rank * micro_batch_size, -(-len(pairs) // stride) * stride, stride):
             places = range(first, first + micro_batch_size)
             samples = np.stack([dataset.pair(pairs[each % len(pairs)]) for each in places])
-            batch = make_pair_batch(torch.from_numpy(samples), multiple=multiple).to(place.device)
+            batch = on_device(make_pair_batch(torch.from_numpy(samples), multiple=multiple), place.device)
             logps = (reference(batch) * batch.loss_mask).sum(dim=1).view(2, -1).t().cpu()
             for each, row in zip(places, logps, strict=True):
                 if each < len(pairs):

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megazpp.checkpoint.state import StatePart
+from megazpp.data.loader import on_device
 from megazpp.inference.generate import Drawn
 from megazpp.post_training.batch import RolloutBatch, lay_out_rollouts, make_rollout_batch, row_multiple, shortened
 from megazpp.post_training.config import PostTrainingConfig
@@ -271,7 +272,7 @@ class RolloutLoader(StatePart):
         """Return the micro-batches of some rows, on the device."""
         size, multiple = self.micro_batch_size, row_multiple(self._device, self._dims)
         parts = [batch.part(first, first + size) for first in range(0, len(batch.tokens), size)]
-        return [shortened(part, multiple).to(self._device) for part in parts]
+        return [on_device(shortened(part, multiple), self._device) for part in parts]
 
     def _rows(self) -> list[int]:
         """Return the numbers of this data rank's completions of a generation, in the order of the steps."""

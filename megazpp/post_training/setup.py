@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megazpp.base.command_line import COMMAND_LINE
 from megazpp.base.flags import DEFAULT, as_words, spelling
+from megazpp.base.program import errors_as
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
@@ -136,10 +137,10 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
         given = (
             bits if configs.weights.weights_device == "device" else f"--weights-device {configs.weights.weights_device}"
         )
-        why = "with --lora-r the reference is the base" if post.needs_reference else "there is no reference"
-        if post.sync_ref_model:
-            why = "with --sync-ref-model the reference is sharded like the policy"
-        raise ValueError(f"{given} is for the weights of a reference or reward model: {why}, and no --reward-load")
+        raise ValueError(
+            f"{given} is for the weights of a reference or reward model, and this run has none: with --lora-r the "
+            "reference is the base, and with --sync-ref-model the reference is sharded like the policy"
+        )
     if not post.draws:
         return
     if not (configs.rewards.reward_funcs or post.reward_load):
@@ -238,12 +239,10 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
             if (there := own.decode([token])) != (here := tokenizer.decode([token])):
                 pieces = f"token {token} is {there!r} there and {here!r} here"
                 raise ValueError(f"{name}: its tokenizer is not the policy's: {pieces}")
-    try:
+    with errors_as(name):
         model, tp = reward_config(config.model, record), parallel.tensor_model_parallel_size
         check_model(model, tp, config.data.seq_length or 1, cp_size=parallel.context_parallel_size)
         check_products(model, tp, "cpu", bf16=config.precision.bf16)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def train_paths(config: RunConfig) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ from megazpp.run.trainer import TrainingParts
 from megazpp.training.context import RunContext
 from megazpp.training.metrics_logger import Validation
 from megazpp.training.objective import Evaluator, LanguageModelLoss, Objective
-from megazpp.training.setup import ModelSpec, ShardedModel, build_model
+from megazpp.training.setup import ModelSpec, ShardedModel, build_model, open_loader
 from megazpp.zero.config import ZeroConfig
 
 
@@ -193,20 +193,13 @@ class _PostTraining:
         return make(examples, num_samples=count, seed=seed, max_length=max_length, pad=pad)
 
     def _open_loader(self, dataset: Any, *, ramp_up: bool) -> BatchLoader:
-        plan, dims = self.plan.batches, self.run.dims
+        dims, device = self.run.dims, self.run.device
         make: Callable[..., Any] = functools.partial(make_supervised_batch, packing=self.form.packing)
         if self.post.objective != "sft":
             make = functools.partial(make_pair_batch, ref_logps=dataset.ref_logps)
-        return BatchLoader(
-            dataset,
-            micro_batch_size=plan.micro_batch_size,
-            data_rank=dims.data_rank,
-            data_size=dims.data_size,
-            make_batch=functools.partial(make, multiple=row_multiple(self.run.device, dims)),
-            device=self.run.device,
-            num_workers=self.config.data.num_workers,
-            batch_size_at=plan.batch_size_at if ramp_up else None,
-        )
+        make = functools.partial(make, multiple=row_multiple(device, dims))
+        parts = (dataset, self.config.data, self.tokenizer, self.plan.batches, dims, device)
+        return open_loader(*parts, ramp_up=ramp_up, make_batch=make)
 
     def _open_rollouts(self, reference: Logps | None) -> RolloutLoader:
         post, plan = self.post, self.plan.batches

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -156,6 +157,7 @@ def open_loader(
     device: torch.device,
     *,
     ramp_up: bool,
+    make_batch: Callable[[torch.Tensor], Any] | None = None,
 ) -> BatchLoader:
     """Return the loader of this rank's batches.
 
@@ -167,13 +169,14 @@ def open_loader(
         dims: mesh axes of the job.
         device: device to which batches are copied.
         ramp_up: whether the batch size follows the plan's ramp-up. False: it is always the full batch size.
+        make_batch: function from samples to a micro-batch; None for `make_micro_batch` with the flags of `config`.
     """
     return BatchLoader(
         dataset,
         micro_batch_size=plan.micro_batch_size,
         data_rank=dims.data_rank,
         data_size=dims.data_size,
-        make_batch=functools.partial(make_micro_batch, **batch_options(config, tokenizer)),
+        make_batch=make_batch or functools.partial(make_micro_batch, **batch_options(config, tokenizer)),
         device=device,
         num_workers=config.num_workers,
         batch_size_at=plan.batch_size_at if ramp_up else None,

@@ -17,13 +17,13 @@ from megazpp.data.blend import (
     DataSource,
     MockSequences,
     TokenRange,
-    blend_indices,
     build_split,
     fit_for_split,
     open_sources,
     parse_blend,
 )
 from megazpp.data.gpt_dataset import GPTDataset
+from megazpp.kernels.blend_order import blend_order
 
 
 @settings(max_examples=60)
@@ -33,15 +33,15 @@ from megazpp.data.gpt_dataset import GPTDataset
 )
 def test_each_sample_is_from_the_dataset_furthest_behind_its_share(weights, n):
     shares, taken = np.array(weights) / np.sum(weights), np.zeros(len(weights), dtype=np.int64)
-    for i, (dataset, sample) in enumerate(zip(*blend_indices(weights, n), strict=True)):
+    for i, (dataset, sample) in enumerate(zip(*blend_order(weights, n, say=print), strict=True)):
         assert dataset == np.argmax(shares * max(i, 1) - taken)  # the first one in a tie
         assert sample == taken[dataset]
         taken[dataset] += 1
     assert taken.sum() == n
 
 
-def test_blend_indices_match_megatron_core_0_16_1():
-    datasets, samples = blend_indices([0.2, 0.3, 0.5], 12)
+def test_blend_order_matches_megatron_core_0_16_1():
+    datasets, samples = blend_order([0.2, 0.3, 0.5], 12, say=print)
     assert datasets.tolist() == [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 0, 2]
     assert samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4, 2, 5]
 

@@ -238,12 +238,12 @@ def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
 
 
 def test_sentencepieces_advice_names_flags_of_the_program():
-    for has_flag, advice in (
-        (False, "Increase --vocab-size."),
-        (True, "Increase --vocab-size or decrease --character-"),
+    for options, advice in (
+        ({}, "Increase --vocab-size."),
+        ({"character_coverage": None}, "Increase --vocab-size or decrease --character-"),
     ):
         with pytest.raises(ValueError, match=rf"10 vs \d+\. {advice}"):
-            train_sentencepiece(iter([TEXT]), 10, has_coverage_flag=has_flag)
+            train_sentencepiece(iter([TEXT]), 10, **options)
     kept = _in_our_flags("Too many of them. Use --input_sentence_size=9. Good night.", has_coverage=True)
     assert kept == "Too many of them. Good night."
 

@@ -116,7 +116,7 @@ def test_batch_is_cut_to_its_longest_row_without_changing_losses():
 
 def test_packed_examples_have_separate_positions_and_documents():
     dataset = supervised(3, 4, 2, samples=4, max_length=7, packing=True)
-    assert (len(dataset), dataset.samples_per_epoch) == (4, 2)
+    assert (len(dataset), dataset.sources()[0].epoch) == (4, 2)
     batch = make_supervised_batch(stacked(dataset)[:2], packing=True)
     assert batch.tokens.tolist() == [[10, 11, 12, 13, 0, 1, 2], [20, 21, PAD, PAD, PAD, PAD, PAD]]
     assert batch.loss_mask.tolist() == [[1, 1, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0]]

@@ -136,7 +136,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [USER], "completion": "ja"}, "'prompt' is a conversation and 'completion' a string"),
     ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "the last message of 'prompt' is the assistant's"),
     ({"text": "\ud800"}, "is half of a surrogate pair"),
-    (message(role="usr", content="a"), "message 1 has the role 'usr', which is none of system"),
     (message(role="user", content=None), "message 1 of 'messages' has the role 'user' and no content"),
     (message(role="assistant", tool_calls=[]), "has the role 'assistant' and no content"),
     (message(role="user", content=5), "has the content 5, neither a string nor a list"),
