@@ -1,4 +1,7 @@
-"""The order of a blend in Python, for machines without a C compiler; native.c explains groups, candidates and floor."""
+"""The order of a blend in Python, for machines without a C compiler.
+
+native.c explains groups, candidates and floor. Here the floor is always level.
+"""
 
 from __future__ import annotations
 
