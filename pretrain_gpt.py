@@ -25,6 +25,7 @@ from megazpp.base.program import LAUNCHER_PID, announce
 announce("pretrain_gpt.py", "megazpp")  # before the imports below, because importing torch takes seconds
 
 import megazpp
+from megazpp.base.program import say_notices
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
 from megazpp.data.dataset import Splits, build_datasets, build_tokenizer, check_inputs, unigram_entropy
@@ -68,6 +69,7 @@ def prepare() -> Job | int:
     # Flags, and commands that replace training.
     parsed = parse_run_config(sys.argv[1:], HOME, features=FEATURES)
     if parsed.show.print_config:
+        say_notices(parsed.notices)
         print(parsed.report())
         return 0
     for feature in FEATURES:

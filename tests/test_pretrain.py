@@ -242,8 +242,9 @@ def main(run_main, monkeypatch):
 
 
 def test_help_and_print_config_print_and_start_nothing(main, capfd):
-    code, out, _ = main("--print-config")
+    code, out, err = main("--print-config", "--DDP-impl", "local")
     assert code == 0
+    assert err.startswith("note: command line: --DDP-impl is ignored: ")
     texts = [out]
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as stop:
@@ -297,12 +298,15 @@ def test_invalid_flags_are_rejected_before_anything_starts_or_is_written(main):
 @pytest.mark.slow
 def test_plan_and_dry_run_print_results_and_start_and_write_nothing(main, monkeypatch):
     """A dry run exits with 0 if it agrees with the plan, otherwise with 1."""
-    code, out, err = main("--plan", *PLANNED.split(), "--zeropp", "--run-dir", "run", "--save", "save")
+    ignored = "--DDP-impl", "local"
+    code, out, err = main("--plan", *PLANNED.split(), "--zeropp", "--run-dir", "run", "--save", "save", *ignored)
     assert (code, err) == (0, "")
+    assert out.startswith("note: command line: --DDP-impl is ignored: ")
     assert "2 node(s) x 1 rank(s)" in out
     assert "fastest with all other flags as given" in out
-    code, out, _ = main("--dry-run", *PLANNED.split(), "--dry-run-rank", "1")
+    code, out, _ = main("--dry-run", *PLANNED.split(), "--dry-run-rank", "1", *ignored)
     assert code == 0
+    assert out.startswith("note: command line: --DDP-impl is ignored: ")
     assert "rank 1 of 2, one optimizer step:" in out
     monkeypatch.setattr(DryRun, "agrees", False)
     assert main("--dry-run", *PLANNED.split())[0] == 1

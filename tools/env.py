@@ -55,6 +55,7 @@ VARIABLES = re.compile(
     "(NCCL|GLOO|CUDA|NVIDIA|TRITON|TORCH|PYTORCH|OMP|MKL|SLURM|TORCHELASTIC|MEGAZPP|WANDB)_.*"
     "|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|CC|LD_PRELOAD|XDG_CACHE_HOME|TMPDIR"
 )
+EMPTY = {"environment": "no variable is set that affects a run", "missing": "no package or tool is missing"}
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 
 
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps(report, indent=2))
         return
     for title, section in report.items():
-        print("\n".join([title, *(f"  {row}" for row in aligned([*section.items()] or [("nothing",)])), ""]))
+        print("\n".join([title, *(f"  {row}" for row in aligned([*section.items()] or [(EMPTY[title],)])), ""]))
 
 
 def versions() -> Section:

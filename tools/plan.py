@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.base.program import flags_of, program
+from megazpp.base.program import flags_of, program, say_notices
 from megazpp.features import FEATURES
 from megazpp.parallel.launch import device_type
 from megazpp.planner.estimate import Estimate, Estimator
@@ -39,7 +39,9 @@ def main(argv: list[str]) -> None:
         "--micro-batches", type=int, default=1, help="number of micro-batches per optimizer step (default: 1)"
     )
     args, run_flags = parser.parse_known_args(argv)
-    config = parse_run_config(run_flags, ROOT, features=FEATURES, program="plan.py").config
+    parsed = parse_run_config(run_flags, ROOT, features=FEATURES, program="plan.py")
+    config = parsed.config
+    say_notices(parsed.notices)
     path = config.cluster.cluster_file
     if path is None or config.tokenizer.vocab_size is None:
         raise ValueError("--cluster-file and --vocab-size are needed")

@@ -26,7 +26,7 @@ from megazpp.base.program import LAUNCHER_PID, announce, launched_rank
 
 announce("post_train.py", "megazpp-post-train")  # before the imports below, because importing torch takes seconds
 
-from megazpp.base.program import program
+from megazpp.base.program import program, say_notices
 from megazpp.checkpoint.read import start_of
 from megazpp.features import FEATURES
 from megazpp.model.backends import check_device
@@ -74,12 +74,14 @@ def prepare(argv: list[str]) -> Job | int:
     if show.dry_run:  # needs no checkpoint, as in pretraining
         parsed = without_checkpoint(parsed)
         cluster, rank = planned_cluster(parsed.config), show.dry_run_rank
-        print(dry_run_models(parsed.config, post_configs(parsed), cluster, rank=rank).describe())
+        dry = dry_run_models(parsed.config, post_configs(parsed), cluster, rank=rank)
+        print(parsed.notes() + dry.describe())
         return 0
 
     # The checkpoint to start from.
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)
     if parsed.show.print_config:
+        say_notices(parsed.notices)
         print(parsed.report())
         return 0
 
@@ -109,7 +111,7 @@ def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
     config = changed(config, tokenizer={"vocab_size": config.tokenizer.vocab_size or vocab_size})
     plan = check_run_config(config, cluster, device_type=device_type())
     on_cpu = cluster.device is None and device_type() == "cpu"
-    print("\n".join(describe_phases(plan_models(config, configs, plan, on_cpu=on_cpu))))
+    print(parsed.notes() + "\n".join(describe_phases(plan_models(config, configs, plan, on_cpu=on_cpu))))
     if configs.training.draws:
         print("sampling: the activations of the prompts are not included")
     if configs.lora.lora_r is None:

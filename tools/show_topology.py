@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
-from megazpp.base.program import flags_of, program
+from megazpp.base.program import flags_of, program, say_notices
 from megazpp.features import FEATURES
 from megazpp.parallel.dims import plan_dims
 from megazpp.run.arguments import parse_run_config
@@ -43,7 +43,9 @@ def main(argv: list[str]) -> None:
         help="numbering of the ranks: node by node (block), or in turn over all nodes (cyclic) (default: block)",
     )
     args, run_flags = parser.parse_known_args(argv)
-    config = parse_run_config(run_flags, ROOT, features=FEATURES, program="show_topology.py").config
+    parsed = parse_run_config(run_flags, ROOT, features=FEATURES, program="show_topology.py")
+    config = parsed.config
+    say_notices(parsed.notices)
     cluster = choose_cluster(args, config.cluster.cluster_file)
     islands = max(feature.num_islands(config, cluster) for feature in FEATURES)
     layout = plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, islands=islands)

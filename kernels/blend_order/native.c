@@ -4,11 +4,16 @@ Datasets with equal shares form a group, which takes samples from its members in
 and `turn` is the next member. So all groups have different shares.
 
 The lag of a group is share * max(n, 1) - taken; the group with the largest lag provides sample n. Samples are planned
-in blocks, and within a block only candidates are compared. A candidate is a group whose lag at the block's last sample
-is at least the floor, if it gets no sample before. Rounding is monotone, so no other group reaches the floor within the
-block. A choice with a lag of at least the floor is therefore correct among all groups. Before a choice with a smaller
-lag the block ends, and the next block has a lower floor. The floor is estimated from the previous block: it affects the
-speed, not the result.
+in blocks, and within a block only candidates are compared. The floor of a block is a line over n. A candidate is a group
+whose lag reaches the floor at the block's first or last sample, if it gets no sample in between. Lags are lines too, up
+to rounding, so no other group reaches the floor within the block. A choice with a lag of at least the floor is therefore
+correct among all groups. Before a choice with a smaller lag the block ends.
+
+The floor affects the speed, not the result. It continues the lags of the previous block's choices: their smallest value
+minus a margin, and their slope. The slope is 0 in most blends. With nearly equal shares all lags rise together until
+every group has had its turn, and a level floor would make nearly every group a candidate. After a block that ended early,
+the floor is a lag that enough groups reach. If the next block ends early too, the floor after it is level and so low
+that the following block cannot end early.
 */
 
 #include <math.h>
@@ -37,27 +42,40 @@ struct plan {
     double *taken;
     const int32_t *starts, *members; /* group g has members[starts[g]] to members[starts[g + 1] - 1], ascending */
     int32_t *turns;
-    double floor, margin;
+    double floor, slope, margin, expected; /* expected: the floor without its margin; NaN after a new floor */
     double *some_shares, *some_taken; /* copies for the candidates, with room for num_groups + AT_ONCE elements each */
     int32_t *candidates;
+    double *lags; /* of the choices in a block, with room for num_groups elements */
 };
 
-/* Choose the candidates of a block whose last sample is number `last`, copy their state, and return their number. */
-static int64_t choose_candidates(struct plan *p, double last) {
-    const double *shares = p->shares, *taken = p->taken, floor = p->floor;
+/* The floor at sample `at` of a block that begins with sample `begin`. */
+static inline double floor_at(const struct plan *p, double begin, double at) {
+    return p->floor + p->slope * (at - begin);
+}
+
+/* Choose the candidates of a block with the samples `begin` to `last`, copy their state, and return their number. */
+static int64_t choose_candidates(struct plan *p, double begin, double last) {
+    const double *shares = p->shares, *taken = p->taken;
+    /* A lag is rounded by at most 2^-53 of its terms. 16 times that covers both ends, the sample and the floor. */
+    double slack = 0x1p-49 * (shares[p->num_groups - 1] * last + 4.0);
+    double low = p->floor - slack, high = floor_at(p, begin, last) - slack;
     int64_t count = 0, i = 0;
     for (; i + AT_ONCE <= p->num_groups; i += AT_ONCE) {
         masks some = {0};
-        for (int k = 0; k < AT_ONCE; k += LANES) some |= load(shares + i + k) * last - load(taken + i + k) >= floor;
+        for (int k = 0; k < AT_ONCE; k += LANES) {
+            lanes share = load(shares + i + k), had = load(taken + i + k);
+            some |= (share * begin - had >= low) | (share * last - had >= high);
+        }
         if (any(some))
             for (int k = 0; k < AT_ONCE; k++) {
+                double share = shares[i + k], had = taken[i + k];
                 p->candidates[count] = (int32_t)(i + k);
-                count += shares[i + k] * last - taken[i + k] >= floor;
+                count += (share * begin - had >= low) | (share * last - had >= high);
             }
     }
     for (; i < p->num_groups; i++) {
         p->candidates[count] = (int32_t)i;
-        count += shares[i] * last - taken[i] >= floor;
+        count += (shares[i] * begin - taken[i] >= low) | (shares[i] * last - taken[i] >= high);
     }
     for (int64_t j = 0; j < count; j++) {
         p->some_shares[j] = shares[p->candidates[j]];
@@ -114,18 +132,89 @@ static int64_t furthest_behind(const struct plan *p, int64_t count, double at, d
     return found;
 }
 
+/* Return the lag of rank `rank` at sample `at`, and write the largest lag, of rank 0, to `largest`. It overwrites the
+candidates' copies. */
+static double lag_of_rank(struct plan *p, double at, int64_t rank, double *largest) {
+    double *lags = p->some_shares;
+    int64_t low = 0, high = p->num_groups - 1;
+    *largest = -INFINITY;
+    for (int64_t i = 0; i <= high; i++) {
+        lags[i] = p->shares[i] * at - p->taken[i];
+        *largest = lags[i] > *largest ? lags[i] : *largest;
+    }
+    while (low < high) { /* Hoare's selection: the wanted lag is between `low` and `high` */
+        double pivot = lags[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (lags[i] > pivot) i++;
+            while (lags[j] < pivot) j--;
+            if (i > j) break;
+            double other = lags[i];
+            lags[i++] = lags[j];
+            lags[j--] = other;
+        }
+        if (rank <= j)
+            high = j;
+        else if (rank >= i)
+            low = i;
+        else
+            break;
+    }
+    return lags[rank];
+}
+
+/* Choose the floor of the block that begins with sample `at`, after the block that began with `begin` has ended early.
+As many groups as two blocks have samples reach the floor, so a block with a level floor cannot end early. */
+static void new_floor(struct plan *p, double begin, double at) {
+    double missed = p->expected + p->slope * (at - begin), largest;
+    int64_t rank = 2 * p->block < p->num_groups ? 2 * p->block : p->num_groups - 1;
+    p->floor = lag_of_rank(p, at, rank, &largest);
+    missed -= largest;
+    if (missed < 0.5) p->margin *= 2.0;     /* otherwise the largest lag fell by 1: every group has had its turn */
+    if (isnan(p->expected)) p->slope = 0.0; /* two blocks in a row ended early */
+    p->expected = NAN;
+}
+
+/* Continue the floor for the next block, from the lags of the last block's `size` choices. */
+static void continue_floor(struct plan *p, int64_t size) {
+    /* how far the lags fell below a continuation of the block before */
+    double lowest = INFINITY;
+    for (int64_t i = 0; i < size; i++) {
+        double over = p->lags[i] - p->slope * (double)i;
+        lowest = over < lowest ? over : lowest;
+    }
+    double missed = p->expected - lowest; /* NaN without a continuation */
+    p->margin = 2.0 * missed > 0.9 * p->margin ? 2.0 * missed : 0.9 * p->margin;
+    /* the next continuation, with the slope between the smallest lags of both halves, without the middle of odd sizes */
+    int64_t distance = size - size / 2;
+    double early = INFINITY, late = INFINITY;
+    for (int64_t i = 0; i < size / 2; i++) {
+        early = p->lags[i] < early ? p->lags[i] : early;
+        late = p->lags[i + distance] < late ? p->lags[i + distance] : late;
+    }
+    p->slope = size > 1 ? (late - early) / (double)distance : 0.0;
+    p->expected = INFINITY;
+    for (int64_t i = 0; i < size; i++) {
+        double over = p->lags[i] - p->slope * (double)(i - size);
+        p->expected = over < p->expected ? over : p->expected;
+    }
+    p->floor = p->expected - p->margin;
+}
+
 /* Plan samples `first` to `first + count` - 1; the arrays begin with sample `first`. */
 void megazpp_blend_order(struct plan *p, int64_t first, int64_t count, int16_t *datasets, int64_t *numbers) {
+    if (first == 0 && p->block < INT32_MAX) new_floor(p, 1.0, 1.0);
     for (int64_t done = 0; done < count;) {
         int64_t size = count - done < p->block ? count - done : p->block;
         int64_t end = first + done + size, planned = 0;
-        int64_t num_candidates = choose_candidates(p, end > 2 ? (double)(end - 1) : 1.0);
-        double least = INFINITY, lag = p->floor;
+        double begin = first + done > 1 ? (double)(first + done) : 1.0, last = end > 2 ? (double)(end - 1) : 1.0;
+        int64_t num_candidates = choose_candidates(p, begin, last);
         for (; planned < size && num_candidates; planned++) {
             int64_t n = first + done + planned;
-            int64_t j = furthest_behind(p, num_candidates, n > 1 ? (double)n : 1.0, &lag);
-            if (lag < p->floor) break;
-            least = lag < least ? lag : least;
+            double at = n > 1 ? (double)n : 1.0, lag;
+            int64_t j = furthest_behind(p, num_candidates, at, &lag);
+            if (lag < floor_at(p, begin, at)) break;
+            if (p->block < INT32_MAX) p->lags[planned] = lag;
             int32_t group = p->candidates[j];
             datasets[done + planned] = (int16_t)member(p, j);
             numbers[done + planned] = (int64_t)p->some_taken[j];
@@ -136,12 +225,10 @@ void megazpp_blend_order(struct plan *p, int64_t first, int64_t count, int16_t *
         }
         for (int64_t j = 0; j < num_candidates; j++) p->taken[p->candidates[j]] = p->some_taken[j];
         done += planned;
-        if (planned < size) { /* the floor was too high: lower it, with a larger margin */
-            p->margin *= 2.0;
-            p->floor = lag - p->margin;
-        } else if (p->block < INT32_MAX) {
-            p->margin *= 0.98;
-            p->floor = least - p->margin;
-        }
+        if (p->block >= INT32_MAX) continue; /* all groups are always candidates */
+        if (planned < size)
+            new_floor(p, begin, first + done > 1 ? (double)(first + done) : 1.0);
+        else
+            continue_floor(p, size);
     }
 }

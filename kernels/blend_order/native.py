@@ -26,8 +26,8 @@ class _Plan(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("num_groups", "block")),
         *((name, c_void_p) for name in ("shares", "taken", "starts", "members", "turns")),
-        *((name, c_double) for name in ("floor", "margin")),
-        *((name, c_void_p) for name in ("some_shares", "some_taken", "candidates")),
+        *((name, c_double) for name in ("floor", "slope", "margin", "expected")),
+        *((name, c_void_p) for name in ("some_shares", "some_taken", "candidates", "lags")),
     ]
 
 
@@ -48,11 +48,12 @@ class NativePlanner:
         room: tuple[npt.NDArray[Any], ...] = (
             *(np.empty(size + AT_ONCE) for _ in range(2)),
             np.empty(size + AT_ONCE, dtype=np.int32),
+            np.empty(size),
         )
         self._arrays = own, room  # keeps the memory alive to which the C struct points
         places = [[c_void_p(array.ctypes.data) for array in arrays] for arrays in self._arrays]
         block = (1 << 31) - 1 if size <= NARROW else round(2 * size**0.5)
-        self._plan = _Plan(size, block, *places[0], -float("inf"), 1.0 / size, *places[1])
+        self._plan = _Plan(size, block, *places[0], -float("inf"), 0.0, 0.5 / size, float("nan"), *places[1])
 
     def plan(self, first: int, datasets: npt.NDArray[np.int16], numbers: npt.NDArray[np.int64]) -> None:
         """Plan the next samples and fill both arrays.

@@ -20,7 +20,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,8 +89,7 @@ def program_of(
             text = description or sys.modules[work.__module__].__doc__ or ""
             parser = FlagParser(configs, program=Path(inspect.getfile(work)).name, description=text)
             parsed = parser.read(argv, Path.cwd(), megatron_flags or {})
-            for notice in parsed.notices:
-                say(notice)
+            say_notices(parsed.notices)
             exit_on_signals()  # so that incomplete output is removed
             try:
                 work(*parsed.configs)
@@ -225,6 +224,12 @@ def in_words(error: BaseException, command_line: Sequence[str] | None = None) ->
 def say(line: Any) -> None:
     """Print a line to stderr, so that it does not mix with results on stdout."""
     print(line, file=sys.stderr, flush=True)
+
+
+def say_notices(notices: Iterable[str]) -> None:
+    """Print notices to stderr, for example about ignored flags, so that they do not mix with results on stdout."""
+    for notice in notices:
+        say(f"note: {notice}")
 
 
 def say_at_terminal(line: str) -> None:

@@ -86,7 +86,10 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if (size := self.pipeline_model_parallel_size) != 1:
-            raise ValueError(f"--pipeline-model-parallel-size {size} is not supported; use 1")
+            raise ValueError(
+                f"--pipeline-model-parallel-size {size} is not supported; split the model by "
+                "--tensor-model-parallel-size and --zero-stage 3 (the default) instead"
+            )
         check_positive(self, "tensor_model_parallel_size", "context_parallel_size")
         check_positive(self, "num_distributed_optimizer_instances", "expert_model_parallel_size")
 

@@ -72,12 +72,13 @@ class Planner(Feature):
             cluster, load = planned_cluster(parsed.config), flags.plan_expert_load
             if load is not None and parsed.config.model.num_experts is None:
                 raise ValueError(f"{spelling(flags, 'plan_expert_load')} {load:g} needs --num-experts")
-            print(plan_report(parsed.config, cluster, device_type=device_type(), expert_load=load))
+            report = plan_report(parsed.config, cluster, device_type=device_type(), expert_load=load)
+            print(parsed.notes() + report)
             return 0
         if not flags.dry_run:
             return None
         dry = dry_run(parsed.config, planned_cluster(parsed.config), rank=flags.dry_run_rank)
-        print(dry.describe())
+        print(parsed.notes() + dry.describe())
         return 0 if dry.agrees else EXIT_ERROR
 
 

@@ -27,6 +27,7 @@ PLAIN = {
 }
 SCHEMES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
+    "ZeRO-1": {"zero_stage": 1},
     "HSDP": {},
     "qwZ": {"zero_quantized_weights": True},
     "hpZ": {"zero_hpz_partition_size": "auto"},
@@ -223,7 +224,7 @@ def _searched(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     nodes.
     """
     named = schemes(config)
-    zero = dataclasses.replace(config.zero, zero_stage=3) if config.zero.stage == 3 else config.zero
+    zero = dataclasses.replace(config.zero, zero_stage=config.zero.stage, use_distributed_optimizer=False)
     own = next((n for n, other in named.items() if (other.zero, other.parallel) == (zero, config.parallel)), "as given")
     others: tuple[str, ...] = SEARCHED
     islands = config.section(DilocoConfig)

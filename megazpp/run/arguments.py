@@ -209,6 +209,10 @@ class ParsedRun(NamedTuple):
         """Return every flag with its value and origin, as the text of a flag file."""
         return render_flags(self.parts, self.origins)
 
+    def notes(self) -> str:
+        """Return the notices as lines that each end in a line break, for a program that prints instead of training."""
+        return "".join(f"note: {notice}\n" for notice in self.notices)
+
     def with_checkpoint(self, names: Iterable[str], notices: Iterable[str] = (), **parts: Any) -> ParsedRun:
         """Return a copy with values from a checkpoint.
 

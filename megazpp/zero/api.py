@@ -167,15 +167,26 @@ def _refuse_later_comms(units: Sequence[Unit]) -> None:
                 module.register_forward_pre_hook(check, prepend=True)  # before FSDP2's hook, which gathers
 
 
-def trainer_callback(**arguments: Any) -> Any:
-    """Return a callback for the Trainer of transformers or TRL that calls `zeropp` when training begins.
+class trainer_callback:  # noqa: N801, because it is called like a function
+    """A callback for the Trainer of transformers or TRL that calls `zeropp` when training begins.
 
     After training has begun, its attribute `sharding` is the handle that `zeropp` returned. The checkpoints of the
     Trainer hold no state of ZeRO++: the first step of a resumed run sends whole weights.
 
+    It is a class, because the Trainer calls a class in `callbacks` to make the callback. So `callbacks=` also accepts
+    `trainer_callback` without parentheses.
+
     Args:
         arguments: keyword arguments of `zeropp`.
     """
+
+    def __new__(cls, **arguments: Any) -> Any:
+        """Return the callback, whose class derives from the one of transformers."""
+        return _make_callback(arguments)
+
+
+def _make_callback(arguments: Mapping[str, Any]) -> Any:
+    """Return the callback of `trainer_callback` for these keyword arguments of `zeropp`."""
     from transformers import TrainerCallback  # an optional dependency, imported only where it is used
 
     class Zeropp(TrainerCallback):

@@ -55,6 +55,16 @@ def test_output_is_megatrons_byte_for_byte(tmp_path):
         assert progress.disk_bytes == progress.total_disk_bytes
 
 
+def test_missing_ends_of_documents_are_noted(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", "one")
+    lines = list[str]()
+    run([tmp_path / "a.jsonl"], tmp_path / "without", lines.append)
+    assert lines[0] == "note: documents do not end with the end-of-document token 256; --append-eod adds it"
+    lines.clear()
+    run([tmp_path / "a.jsonl"], tmp_path / "with", lines.append, append_eod=True)
+    assert not lines
+
+
 def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
     """Blocks differ much in cost, so later ones finish first. One line is bad, and ids are SentencePiece's."""
     texts = [f"{i}" * (200_000 if i % 5 == 0 else 1 + i) for i in range(20)]

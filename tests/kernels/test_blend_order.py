@@ -59,6 +59,35 @@ def test_planner_matches_megatrons_loop_for_many_datasets(planner):
             assert same(planner, weights, 1500, 1, 2, 700), (count, weights[:3])
 
 
+@needs_compiler
+def test_native_planner_matches_megatrons_loop_for_nearly_equal_shares():
+    random = np.random.default_rng(4)
+    for spread in (1e-12, 1e-9, 1e-4, 1e-2):
+        near = 1 + spread * random.random(300)
+        for weights in (near, np.append(near, 300.0), np.append(near, random.lognormal(0, 2, 300))):
+            assert same(native.NativePlanner, weights, 8000, 3000), (spread, len(weights))
+
+
+def candidates_per_sample(weights: np.ndarray, num_samples: int) -> float:
+    """Return how many candidates a sample is compared with on average, from the sizes of the blocks' candidate sets."""
+    planner, seen = native.NativePlanner(weights / weights.sum()), list[int]()
+    datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
+    block = planner._plan.block
+    for first in range(0, num_samples, block):
+        part = slice(first, first + block)
+        planner._arrays[1][2][:] = -1  # the candidates' numbers
+        planner.plan(first, datasets[part], numbers[part])
+        seen.append(int((planner._arrays[1][2] >= 0).sum()))
+    return float(np.mean(seen[len(seen) // 2 :]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("spread", [0.0001, 0.01, 1.0])
+def test_few_of_many_datasets_are_compared_even_with_nearly_equal_shares(spread):
+    weights = 1 + spread * np.random.default_rng(5).random(2500)
+    assert candidates_per_sample(weights, 40_000) < 600
+
+
 @pytest.mark.parametrize("planner", PLANNERS)
 @settings(max_examples=60, deadline=None)
 @given(

@@ -67,9 +67,9 @@ def test_tokens_and_flops_per_second_follow_from_step_seconds():
 def test_schemes_change_only_sharding_and_share_one_trace():
     run = config("--zeropp --zero-gradient-bits 8 8")
     found = schemes(run)
-    assert list(found) == ["ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp", INT8, LOSSLESS]
+    assert list(found) == ["ZeRO-3", "ZeRO-1", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp", INT8, LOSSLESS]
     assert found["--zeropp"] == run
-    assert len({(other.zero, other.parallel) for other in found.values()}) == 8
+    assert len({(other.zero, other.parallel) for other in found.values()}) == 9
     deltas = {name: other.zero.zero_weight_delta for name, other in found.items()}
     assert deltas == dict.fromkeys(found, "auto") | {INT8: "none", LOSSLESS: "lossless"}
     assert not {INT8, LOSSLESS} & schemes(changed(run, precision={"bf16": False})).keys()

@@ -54,7 +54,7 @@ def lines(text: str, start: str) -> list[str]:
 def test_zeropp_pays_on_a_slow_network_and_tables_are_complete():
     text = report("--zeropp")
     assert "ZeRO++ pays:" in text
-    schemes = {"ZeRO-3", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp (auto: lossless)", INT8, LOSSLESS}
+    schemes = {"ZeRO-3", "ZeRO-1", "HSDP", "qwZ", "hpZ", "qgZ", "--zeropp (auto: lossless)", INT8, LOSSLESS}
     kinds = {"parameters", "moments", "secondary partition", "error feedback", "activations"}
     assert {line.split("  ")[0] for line in text.splitlines()} >= schemes | kinds
     assert "fastest with all other flags as given: --zeropp, tp" in text

@@ -43,7 +43,7 @@ REFUSED = """
 1 | --seq-length 65 | --seq-length 65 is longer than --max-position-embeddings 64
 1 | --hidden-dropout 1.0 | --hidden-dropout 1.0 is not in [0, 1)
 1 | --recompute-method uniform | need --recompute-granularity full
-2 | --pipeline-model-parallel-size 2 | --pipeline-model-parallel-size 2 is not supported
+2 | --pipeline-model-parallel-size 2 | is not supported; split the model by --tensor-model-p
 4 | --context-parallel-size 4 --num-attention-heads 6 --kv-channels 8 | --num-attention-heads 6 is not divisible by
 4 | --context-parallel-size 2 --num-attention-heads 6 --kv-channels 8 --tensor-model-parallel-size 2 | parallel-size 2 x
 4 | --context-parallel-size 4 --seq-length 62 | --seq-length 62 is not divisible by --context-parallel-size 4

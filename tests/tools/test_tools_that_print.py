@@ -47,6 +47,14 @@ def test_missing_packages_are_listed_with_the_command_that_installs_them(monkeyp
     assert "triton" not in report["missing"]  # not needed without a GPU
 
 
+def test_empty_section_says_what_is_absent(run_main, monkeypatch):
+    monkeypatch.setattr(env_report, "environment", dict)
+    monkeypatch.setattr(env_report, "missing", dict)
+    out = run_main(env_report.main)[1]
+    assert "environment\n  no variable is set that affects a run\n" in out
+    assert "missing\n  no package or tool is missing\n" in out
+
+
 def test_failing_section_reports_its_error_and_others_continue(monkeypatch):
     monkeypatch.setattr(env_report, "devices", Mock(side_effect=RuntimeError("the driver is gone")))
     report = collect()
@@ -82,6 +90,8 @@ def test_topology_is_shown_from_a_cluster_file_or_flags(run_main):
         code, out, _ = run_main(show_topology.main, *flags.split())
         assert code == 0, flags
         assert re.search(pattern, out, re.M), (flags, out)
+    _, _, err = run_main(show_topology.main, *PAIRS.split(), "--DDP-impl", "local")
+    assert err.startswith("note: command line: --DDP-impl is ignored: ")
 
 
 CLUSTER = """

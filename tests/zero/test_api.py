@@ -312,6 +312,14 @@ def test_save_pretrained_leaves_out_the_state_of_lossless_deltas(tmp_path):
     ranks(2).run(save_with_save_pretrained, str(tmp_path))
 
 
+def test_trainer_makes_the_callback_from_the_bare_name():
+    transformers = pytest.importorskip("transformers")
+    handler = transformers.trainer_callback.CallbackHandler([megazpp.trainer_callback], None, None, None, None)
+    (callback,) = handler.callbacks
+    assert isinstance(callback, transformers.TrainerCallback)
+    handler.on_init_end(None, None, None)
+
+
 def train_begin() -> None:
     pytest.importorskip("transformers")
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))
