@@ -48,7 +48,7 @@ class Efficiency(NamedTuple):
         domain: share of the bandwidth inside an NVLink domain, for long messages.
         node: share of the bandwidth inside a node, for long messages.
         network: share of the bandwidth between nodes, for long messages.
-        beside: share of the device that a running collective takes from the compute that overlaps with it, because
+        beside: share of the device that a running collective takes away from overlapped compute, because
             NCCL's kernels occupy multiprocessors.
         uplink: not a share: rate in GB/s at which one rank brings bytes to its node's network adapters.
     """
@@ -156,7 +156,7 @@ class Costs:
     """Interface of the cost model. This base class makes everything take 0 seconds, to count bytes only.
 
     Attributes:
-        beside: share of a collective's seconds by which it delays the compute that overlaps with it.
+        beside: share of a collective's duration that is added to the compute overlapped with it.
     """
 
     beside = 0.0

@@ -159,7 +159,7 @@ class PostDryRun(NamedTuple):
         rows.append(("live at the fullest moment", f"{self.live_bytes / MEGA:.3f}"))
         note = f"{self.trained:,} trained parameters of the whole model"
         if self.base_bytes:
-            note += f" beside {self.base_bytes / MEGA:.3f} MB of frozen weights"
+            note += f", and {self.base_bytes / MEGA:.3f} MB of frozen weights"
         off = 100 * (self.planned_bytes / self.live_bytes - 1)
         planned = f"planned: {self.planned_bytes / MEGA:.3f} MB at the fullest moment ({off:+.1f} %)"
         return "\n".join([*describe_phases(self.planned), "", *aligned(rows), note, planned])
