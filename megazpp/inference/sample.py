@@ -65,7 +65,7 @@ class SampleConfig(FeatureConfig):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings that end a text, with line breaks."""
+        """The strings that end a generated text; `\\n` in the flag becomes a line break."""
         return tuple(stop.replace("\\n", "\n") for stop in self.sample_stop)
 
 

@@ -166,10 +166,11 @@ class PostDryRun(NamedTuple):
 
 
 def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *, rank: int) -> PostDryRun:
-    """Estimate the step of `rank`, and run it without memory.
+    """Estimate an optimizer step of `rank`, and run it with fake tensors.
 
     Raises:
-        ValueError: flags contradict each other or the cluster, --vocab-size is missing, or weights would be read.
+        ValueError: flags contradict each other or the cluster, --vocab-size is missing, or a flag needs the weights of
+            a checkpoint, which a dry run does not read.
     """
     if configs.weights.packs:
         raise ValueError("--dry-run reads no weights: --weights-device and --weight-bits are for --plan")

@@ -338,7 +338,7 @@ class RankAgreement:
         changed, self._changed = self._changed, []
         for names, work in changed:
             flags = work.wait().tolist()
-            if len(self._hosts) > 2:  # the work has compared the ranks of one tensor-parallel index
+            if len(self._hosts) > 2:  # the work covers only the ranks with this rank's tensor-parallel index
                 flags = self._vote(self._hosts[2:], flags).join()
             if found := [name for name, each in zip(names, flags, strict=True) if each]:
                 raise RuntimeError(
