@@ -36,7 +36,7 @@ TILE = 128
 # src/graph/tuning.cc, hwLat, protocol Simple; the keys mean NVLink, PCI and network.
 RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
 TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
-CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (the same file, baseLat)
+CALL_MICROSECONDS = 8.4  # additional latency of every collective, in microseconds (NCCL's baseLat)
 
 
 class Efficiency(NamedTuple):

@@ -230,7 +230,7 @@ def _draw_experts_(
 
 
 def existing_rows(model: nn.Module) -> dict[str, int]:
-    """Return the number of rows without padding of each parameter that may be padded (by vocabulary), by name."""
+    """Return, by name, the rows without padding of each parameter whose rows are the padded vocabulary."""
     return {name: spec.rows for name, _, _, spec in owned_parameters(model) if spec.rows is not None}
 
 

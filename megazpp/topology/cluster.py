@@ -194,5 +194,5 @@ class Device(NamedTuple):
     gigabytes: float  # memory size, in 1e9 bytes
     gigabytes_per_second: float  # memory bandwidth, in 1e9 bytes
     source: str = ""
-    calibration: str | None = None  # gives the achievable share of these peaks; one of CALIBRATION_NAMES
+    calibration: str | None = None  # calibration for --plan, one of CALIBRATION_NAMES: achievable shares of the peaks
     price_per_hour: float | None = None  # price of one GPU, in any currency

@@ -330,7 +330,7 @@ class TwoHopGather(FreshBuffers, AllGather):
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
-        """Return the bytes that this rank sends to each other node for this kind of message."""
+        """Return the bytes that this rank sends to each other node for a message of kind `crossing`."""
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:

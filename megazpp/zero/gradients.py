@@ -41,7 +41,7 @@ from megazpp.zero.units import Unit
 # The marks of the two halves of a shard. The small one is far above subnormal numbers. The norm of the large ones does
 # not overflow. Numbers by which a program multiplies gradients are far from their ratio, and within FACTORS.
 MARKS = (2.0**-90, 2.0**40)
-MARKS_OF_FP16 = (2.0**-12, 2.0**4)  # fp16 can represent no others
+MARKS_OF_FP16 = (2.0**-12, 2.0**4)  # marks of fp16 gradients, which cannot represent MARKS
 FACTORS = (2.0**-32, 2.0**32)
 # The change of a parameter's gradient, which a rank reports to others, is a factor or one of these values
 IS_NONE, IS_CHANGED = math.inf, math.nan
