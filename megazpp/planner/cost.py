@@ -166,7 +166,7 @@ class Costs:
         return 0.0
 
     def memory(self, touched_bytes: int) -> float:
-        """Return the seconds of a pass that reads and writes `touched_bytes` in all."""
+        """Return the seconds of a pass that reads and writes `touched_bytes` in total."""
         return 0.0
 
     def collective(self, axis: str, collective: str, sent_bytes: int) -> float:
